@@ -62,7 +62,7 @@ from ftrun.worker.reshard.dcp_items import (
     packed_metadata,
     room_for,
 )
-from ftrun.worker.restore.loader import telling_of_corruption
+from ftrun.worker.restore.loader import reporting_corruption
 
 WAIT_S = 60.0
 """Default limit of a save for the wait for memory and for its commit."""
@@ -176,8 +176,8 @@ class Writer(_InMemory, StorageWriter):
         _check_world(self._context, len(plans))
         names = Counter(item.index.fqn for plan in plans for item in plan.items)
         self._saver.room_bytes = max(self._saver.room_bytes, room_for(names))
-        told = [plan.storage_data for plan in plans if isinstance(plan.storage_data, int)]
-        step = max(told, default=self._step)
+        reported = [plan.storage_data for plan in plans if isinstance(plan.storage_data, int)]
+        step = max(reported, default=self._step)
         return [dataclasses.replace(plan, storage_data=step) for plan in plans]
 
     # --- all ranks ---------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Reader(_InMemory, StorageReader):
                 "ftrun.dcp.exists() before dcp.load()"
             )
         self._context.page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
-        with self._telling(wanted):
+        with self._reporting(wanted):
             saved = self._saved = SavedItems(self._saver, wanted)
         self._check_label(saved)
         return saved.metadata
@@ -280,7 +280,7 @@ class Reader(_InMemory, StorageReader):
         assert self._saved is not None
         saved, page = self._saved, self._context.page
         try:
-            with self._telling(saved.version):
+            with self._reporting(saved.version):
                 saved.load(plan, planner)
         finally:
             self._close()
@@ -300,10 +300,10 @@ class Reader(_InMemory, StorageReader):
                 "asked for: memory holds the newest only. Leave checkpoint_id out to load it"
             )
 
-    def _telling(self, wanted: Version) -> Any:
+    def _reporting(self, wanted: Version) -> Any:
         """Reports a corrupt shard to the agent, if it is of the version that the run restored."""
         if wanted == self._context.restore:
-            return telling_of_corruption(self._context)
+            return reporting_corruption(self._context)
         return contextlib.nullcontext()
 
     def _close(self) -> None:

@@ -227,12 +227,13 @@ class ShapeChanged(SnapshotError):
     ) -> None:
         self.key, self.saved, self.present = key, saved, present
         self.others = tuple(others)
-        told = [
+        reported = [
             f"{k} was saved as {s} and is {p} now" for k, s, p in [(key, saved, present), *others]
         ]
-        many = f"{len(told)} saved values do not fit:{_lines(told, most=10)}\n"
+        many = f"{len(reported)} saved values do not fit:{_lines(reported, most=10)}\n"
         super().__init__(
-            f"{many if others else told[0] + '. '}Restore with the script that made the snapshot, "
+            f"{many if others else reported[0] + '. '}Restore with the script that made the "
+            "snapshot, "
             "or start a new run with another --run-id"
         )
 
@@ -318,10 +319,10 @@ class SnapshotCorrupt(SnapshotError):
 class FragmentRefused(SnapshotError):
     """A fragment is not the requested one, or its bytes are not the protected ones."""
 
-    def __init__(self, *, what: str, why: str) -> None:
+    def __init__(self, *, what: str, reason: str) -> None:
         self.what = what
-        self.why = why
-        super().__init__(f"{what} is rejected: {why}")
+        self.reason = reason
+        super().__init__(f"{what} is rejected: {reason}")
 
 
 class StripeLost(SnapshotError):
@@ -333,11 +334,11 @@ class StripeLost(SnapshotError):
         self.have, self.problems = tuple(have), tuple(problems)
         named = ", ".join(have) or "none"
         if len(have) < needed:
-            why = f"{len(have)} of {needed} good fragments are available ({named})"
+            reason = f"{len(have)} of {needed} good fragments are available ({named})"
         else:
-            why = f"no {needed} of its fragments ({named}) give the protected bytes"
+            reason = f"no {needed} of its fragments ({named}) give the protected bytes"
         super().__init__(
-            f"{what} cannot be rebuilt: {why}. Resume from an older version or a checkpoint. "
+            f"{what} cannot be rebuilt: {reason}. Resume from an older version or a checkpoint. "
             f"Missing or rejected:{_lines(problems)}"
         )
 
@@ -387,8 +388,8 @@ HowLost = Literal["refused", "reset", "closed", "silent", "unreachable", "unknow
 """What the kernel reports of a lost peer.
 
 `refused`: its kernel answers, and no process listens. `reset`, `closed`: its kernel ended the
-connection. `silent`: the peer sends no answer, or takes no data. `unreachable`: no known route
-leads there. `unknown`: its name has no address.
+connection. `unresponsive`: the peer sends no answer, or takes no data. `unreachable`: no known
+route leads there. `unknown`: its name has no address.
 """
 
 _LOST_IN_WORDS: dict[HowLost, str] = {
@@ -421,11 +422,13 @@ class PeerTimeout(PeerError):
 class HandshakeRefused(PeerError):
     """Two processes of two nodes do not belong together; one of them rejected the other."""
 
-    def __init__(self, *, peer: str, why: str, is_ours: bool) -> None:
+    def __init__(self, *, peer: str, reason: str, is_ours: bool) -> None:
         self.peer = peer
-        self.why = why
+        self.reason = reason
         self.is_ours = is_ours
-        super().__init__(f"{peer} is refused: {why}" if is_ours else f"{peer} refuses us: {why}")
+        super().__init__(
+            f"{peer} is refused: {reason}" if is_ours else f"{peer} refuses us: {reason}"
+        )
 
 
 class ProtocolError(PeerError):

@@ -182,7 +182,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
     return AvailableMemory(int(num_bytes * (1 - MARGIN)), limit)
 
 
-def cgroup_room(controller: str) -> int | None:
+def cgroup_limit_left(controller: str) -> int | None:
     """The smallest remainder of this cgroup and all above it; None without a limit.
 
     Args:

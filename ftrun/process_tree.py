@@ -31,7 +31,7 @@ from ftrun import clock
 MARK = "FTRUN_PROCESS_TREE"
 """Environment variable of all processes of a run below its stub."""
 
-LASTING = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
+PERSISTENT = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
 """Names of the processes that outlive their agent: the SMP, the reverter of faults, and the process
 from which the next agents are forked."""
 
@@ -40,7 +40,7 @@ _SESSIONS = "rank-sessions"
 
 _TERM_S = 3.0
 _KILL_S = 3.0
-_LOOK_S = 0.005
+_POLL_S = 0.005
 _STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 
 
@@ -90,7 +90,7 @@ def note_sessions(folder: Path, leaders: Iterable[int]) -> None:
 
 
 def left_behind(folder: Path) -> list[int]:
-    """The processes of a run whose stub has ended, except those in `LASTING` and this one."""
+    """The processes of a run whose stub has ended, except those in `PERSISTENT` and this one."""
     is_left = _left_behind(folder)
     return [pid for pid in _all_pids() if is_left(pid)]
 
@@ -113,7 +113,7 @@ def _left_behind(folder: Path) -> Callable[[int], bool]:
 
     def is_left(pid: int) -> bool:
         is_ours = wanted in variables_of(pid) or is_in_session(pid)
-        return is_ours and pid != os.getpid() and name_of(pid) not in LASTING
+        return is_ours and pid != os.getpid() and name_of(pid) not in PERSISTENT
 
     return is_left
 
@@ -239,21 +239,21 @@ def _end(
     term_first: bool,
     kill_s: float,
 ) -> list[int]:
-    patience_s = clock.now_s() + (_TERM_S if term_first else 0.0)
+    timeout_s = clock.now_s() + (_TERM_S if term_first else 0.0)
     asked: set[int] = set()
     while True:
         alive = list(find())
         now_s = clock.now_s()
-        if not alive or now_s > patience_s + kill_s:
+        if not alive or now_s > timeout_s + kill_s:
             return alive
         for pid in alive:
-            if now_s >= patience_s:
+            if now_s >= timeout_s:
                 kill(pid, signal.SIGKILL)
             elif pid not in asked:
                 asked.add(pid)
                 kill(pid, signal.SIGTERM)
                 kill(pid, signal.SIGCONT)
-        clock.sleep(_LOOK_S)
+        clock.sleep(_POLL_S)
 
 
 def explain_stuck(pid: int) -> str:

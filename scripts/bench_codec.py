@@ -101,9 +101,9 @@ def codec_figures(
         taken_s: dict[str, list[float]] = {name: [] for name in bench.ways}
         for _, (name, way) in product(range(rounds), bench.ways.items()):
             deadline.check(f"{name} with {k}+{m}")
-            began_s = time.thread_time()
+            started_s = time.thread_time()
             way()
-            taken_s[name].append(time.thread_time() - began_s)
+            taken_s[name].append(time.thread_time() - started_s)
         found.append(bench.figures(taken_s))
     return found
 

@@ -104,10 +104,10 @@ def timed(act: Callable[[], object]) -> float:
     """Seconds until the last rank is through."""
     os.sync()
     dist.barrier()
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     act()
     dist.barrier()
-    return time.monotonic() - began_s
+    return time.monotonic() - started_s
 
 
 main()

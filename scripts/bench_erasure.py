@@ -95,11 +95,11 @@ class SmpNode:
     port: int = 0
     page_fd: int = -1
     arena_fd: int = -1
-    vaults: dict[int, int] = field(default_factory=dict)
-    told: list[messages.AnyMessage] = field(default_factory=list)
+    parity_regions: dict[int, int] = field(default_factory=dict)
+    reported: list[messages.AnyMessage] = field(default_factory=list)
 
     @property
-    def place(self) -> smp_messages.NodeAddress:
+    def position(self) -> smp_messages.NodeAddress:
         host = self.cluster.address(self.rank)
         return smp_messages.NodeAddress(f"node{self.rank}", 1, host, self.port, [self.rank])
 
@@ -140,12 +140,12 @@ class SmpNode:
             pass
         return received.body
 
-    def has_told(self, kind: type[messages.AnyMessage], at: Version) -> bool:
+    def has_reported(self, kind: type[messages.AnyMessage], at: Version) -> bool:
         for received in self.agent.receive_ready():
             self._keep(received)
         wanted = (at.generation, at.step)
         return any(
-            isinstance(one, kind) and (one.generation, one.step) == wanted for one in self.told
+            isinstance(one, kind) and (one.generation, one.step) == wanted for one in self.reported
         )
 
     def begin(self, generation: int, body: smp_messages.BeginGeneration) -> None:
@@ -198,7 +198,7 @@ class SmpNode:
         finally:
             arena.close()
 
-    def tell_sealed(self, at: Version) -> None:
+    def report_sealed(self, at: Version) -> None:
         self.worker.send(
             worker_messages.ShardSealed(self.rank, at.generation, at.step, self.layout_id)
         )
@@ -209,10 +209,10 @@ class SmpNode:
         self.process.wait(WAIT_S)
         self.worker.close()
         self.agent.close()
-        for fd in (self.page_fd, self.arena_fd, *self.vaults.values()):
+        for fd in (self.page_fd, self.arena_fd, *self.parity_regions.values()):
             if fd >= 0:
                 os.close(fd)
-        self.vaults, self.told, self.arena_fd, self.page_fd = {}, [], -1, -1
+        self.parity_regions, self.reported, self.arena_fd, self.page_fd = {}, [], -1, -1
 
     def wait_for(self, what: str, is_so: Callable[[], object]) -> None:
         while not is_so():
@@ -229,9 +229,9 @@ class SmpNode:
                 for fd in received.fds:
                     os.close(fd)
             case smp_messages.ParityRegionCreated():
-                if body.slot in self.vaults:
-                    os.close(self.vaults[body.slot])
-                (self.vaults[body.slot],) = received.fds
+                if body.slot in self.parity_regions:
+                    os.close(self.parity_regions[body.slot])
+                (self.parity_regions[body.slot],) = received.fds
             case (
                 smp_messages.VersionReady()
                 | smp_messages.VersionCommitted()
@@ -240,7 +240,7 @@ class SmpNode:
                 | smp_messages.RestoreFailed()
                 | smp_messages.SmpNotice()
             ):
-                self.told.append(body)
+                self.reported.append(body)
             case _:
                 return False
         return True
@@ -255,9 +255,10 @@ class Group:
 
     def begin(self, restored: Version | None = None, lost: SmpNode | None = None) -> None:
         self.generation += 1
-        places = [node.place for node in self.nodes]
+        places = [node.position for node in self.nodes]
         old = [
-            place if lost is None or place.ranks != [lost.rank] else gone(place) for place in places
+            position if lost is None or position.ranks != [lost.rank] else gone(position)
+            for position in places
         ]
         for node in self.nodes:
             body = smp_messages.BeginGeneration(
@@ -280,18 +281,20 @@ class Group:
         at = version(self.generation, step)
         for node in self.nodes:
             node.capture(at, self._data)
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         for node in self.nodes:
-            node.tell_sealed(at)
+            node.report_sealed(at)
         for node in self.nodes:
-            node.wait_for(f"{at}", lambda node=node: node.has_told(smp_messages.VersionReady, at))
-        took_s = time.monotonic() - began_s
+            node.wait_for(
+                f"{at}", lambda node=node: node.has_reported(smp_messages.VersionReady, at)
+            )
+        took_s = time.monotonic() - started_s
         for node in self.nodes:
             node.agent.send(smp_messages.CommitVersion(at.generation, at.step))
         for node in self.nodes:
             node.wait_for(
                 f"commit of {at}",
-                lambda node=node: node.has_told(smp_messages.VersionCommitted, at),
+                lambda node=node: node.has_reported(smp_messages.VersionCommitted, at),
             )
         return took_s
 
@@ -301,20 +304,24 @@ class Group:
         lost.start()
         for node in self.nodes:
             node.ask(smp_messages.VoidAfter(at.generation, at.step))
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         self.begin(at, lost)
-        lost.wait_for("the restored state", lambda: lost.has_told(smp_messages.RestoreReady, at))
-        return time.monotonic() - began_s
+        lost.wait_for(
+            "the restored state", lambda: lost.has_reported(smp_messages.RestoreReady, at)
+        )
+        return time.monotonic() - started_s
 
 
-def gone(place: smp_messages.NodeAddress) -> smp_messages.NodeAddress:
-    return smp_messages.NodeAddress(place.node_id, place.incarnation, place.host, 0, place.ranks)
+def gone(position: smp_messages.NodeAddress) -> smp_messages.NodeAddress:
+    return smp_messages.NodeAddress(
+        position.node_id, position.incarnation, position.host, 0, position.ranks
+    )
 
 
 def main() -> int:
     args = parse_arguments()
-    if why := available():
-        raise BenchError(f"no virtual cluster: {why}")
+    if reason := available():
+        raise BenchError(f"no virtual cluster: {reason}")
     found = conditions()
     deadline = Deadline(args.timeout)
     rows = [measure(k, m, args, deadline) for k, m in args.shape or SHAPES]
@@ -338,7 +345,7 @@ def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dic
         for node in nodes:
             node.employ(0, k + m)
         encoded_s = [group.protect(step) for step in range(1, args.rounds + 2)][1:]
-        parity_bytes = sum(os.fstat(fd).st_size for fd in nodes[0].vaults.values())
+        parity_bytes = sum(os.fstat(fd).st_size for fd in nodes[0].parity_regions.values())
         restored_s = group.restore(nodes[0], version(0, args.rounds + 1))
         for node in nodes:
             cluster.slow(node.rank, "off")

@@ -57,7 +57,7 @@ def main() -> int:
             for name in rows if turn % 2 == 0 else reversed(rows):
                 row = measure(name, folder / f"{name}{turn}", args, deadline)
                 rows[name].append(row)
-                print(f"{name:3} {turn + 1}: {in_words(row)}", flush=True)
+                print(f"{name:3} {turn + 1}: {as_text(row)}", flush=True)
     return report(rows, args, found)
 
 
@@ -72,9 +72,9 @@ def measure(
     readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
     with launched("ftrun", command, folder) as launcher:
         wait_for("the first steps", lambda: _steps(readers) > args.warm_up, [launcher], deadline)
-        before, begun_s = _spent(launcher), time.monotonic()
+        before, started_s = _spent(launcher), time.monotonic()
         pause(args.seconds, [launcher], deadline)
-        after, took_s = _spent(launcher), time.monotonic() - begun_s
+        after, took_s = _spent(launcher), time.monotonic() - started_s
         (folder / "go").touch()
         wait_for("the end", lambda: launcher.process.poll() is not None, [], deadline)
         if launcher.process.returncode:
@@ -121,7 +121,7 @@ def _servers_s(process: Path) -> float:
     return total_ns / 1e9
 
 
-def in_words(row: dict[str, float]) -> str:
+def as_text(row: dict[str, float]) -> str:
     return (
         f"{row['step_ms']:.2f} ms a step, agent {row['agent']:.4f} cores, "
         f"servers {row['server']:.4f} cores"

@@ -65,8 +65,8 @@ Figures = dict[str, Any]
 
 def main() -> int:
     args = parse_arguments()
-    if why := available():
-        raise BenchError(f"no virtual cluster: {why}")
+    if reason := available():
+        raise BenchError(f"no virtual cluster: {reason}")
     found, deadline = conditions(), Deadline(args.timeout)
     figures: Figures = {}
     with scratch(base=None) as folder:  # /dev/shm is each node's own
@@ -213,7 +213,7 @@ def network_of(run: NodesRun) -> Figures:
 def status_of(run: NodesRun) -> Figures:
     """What `ftrun status --json` says where the lead is; empty where it says nothing."""
     process = run.cluster.run(
-        run.lead(),
+        run.leader(),
         [sys.executable, "-m", "ftrun", "status", RUN_ID, "--json"],
         env=environment(),
         cwd=run.folder,
@@ -263,11 +263,11 @@ def cut_once(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figu
 def lost_steps(run: NodesRun, rank: int, at_ns: int) -> int:
     """Steps that were complete before the first one of the next life, and are made again."""
     lines = run.readers[rank].read()
-    begun = next(
+    started = next(
         at for at, line in enumerate(lines) if line["kind"] == "begun" and line["ns"] > at_ns
     )
-    before = [line["step"] for line in lines[:begun] if line["kind"] == "step"]
-    after = [line["step"] for line in lines[begun:] if line["kind"] == "step"]
+    before = [line["step"] for line in lines[:started] if line["kind"] == "step"]
+    after = [line["step"] for line in lines[started:] if line["kind"] == "step"]
     return max(0, before[-1] + 1 - after[0])
 
 

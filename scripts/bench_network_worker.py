@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench_notes import Notes
 from torch import Tensor, nn
 
-PATIENCE = datetime.timedelta(seconds=300)
+TIMEOUT = datetime.timedelta(seconds=300)
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     if args.what == "sweep":
         sweep(args, data)
         return
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     notes = Notes(args.folder / f"rank{dist.get_rank()}.jsonl")
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes.write("begun", generation=generation, pid=os.getpid(), node=socket.gethostname())
@@ -52,7 +52,7 @@ def sweep(args: argparse.Namespace, data: Tensor) -> None:
     orders: list[list[int]] = json.loads(args.orders)
     notes = Notes(args.folder / f"node{own}.jsonl")
     host, _, port = args.store.partition(":")
-    store = dist.TCPStore(host, int(port), is_master=own == 0, timeout=PATIENCE)
+    store = dist.TCPStore(host, int(port), is_master=own == 0, timeout=TIMEOUT)
     for turn in range(args.rounds):
         for which, order in enumerate(orders):
             dist.init_process_group(
@@ -60,7 +60,7 @@ def sweep(args: argparse.Namespace, data: Tensor) -> None:
                 store=dist.PrefixStore(f"{turn}.{which}", store),
                 rank=order.index(own),
                 world_size=len(order),
-                timeout=PATIENCE,
+                timeout=TIMEOUT,
             )
             notes.write("reduced", turn=turn, order=which, seconds=reduce_once(data))
             dist.barrier()
@@ -71,9 +71,9 @@ def reduce_once(data: Tensor) -> float:
     """Seconds."""
     data.fill_(1.0)
     dist.barrier()
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     dist.all_reduce(data)
-    took_s = time.monotonic() - began_s
+    took_s = time.monotonic() - started_s
     if not bool((data == dist.get_world_size()).all()):
         raise RuntimeError("an all-reduce gave a wrong sum")
     return took_s

@@ -49,8 +49,8 @@ TORCHRUN_KILLS = 3
 WORKER = ROOT / "scripts" / "bench_recovery_worker.py"
 SIMULATE = ROOT / "scripts" / "simulate.py"
 FLAGS = (
-    *("--set", "restart.budget=100000", "--set", "nodes.failures_per_hour=100000"),
-    *("--set", f"nodes.deadline_s={DEADLINE_S}"),
+    *("--set", "restart.budget=100000", "--set", "nodes.max_failures_per_hour=100000"),
+    *("--set", f"nodes.failure_timeout_s={DEADLINE_S}"),
 )
 
 Fault = Callable[[NodesRun, int], int]
@@ -70,8 +70,8 @@ class Torchrun(NodesRun):
 
 def main() -> int:
     args = parse_arguments()
-    if why := available():
-        raise BenchError(f"no virtual cluster: {why}")
+    if reason := available():
+        raise BenchError(f"no virtual cluster: {reason}")
     found = conditions()
     deadline = Deadline(args.timeout)
     times: dict[str, list[float]] = {}
@@ -91,7 +91,7 @@ def measure_ftrun(
         run = NodesRun(
             cluster,
             folder,
-            worker_words(folder, args),
+            worker_argv(folder, args),
             deadline,
             members=MEMBERS,
             spares=SPARES,
@@ -104,7 +104,7 @@ def measure_ftrun(
 
 def measure_torchrun(folder: Path, args: argparse.Namespace, deadline: Deadline) -> list[float]:
     with VirtualCluster(MEMBERS) as cluster:
-        words = worker_words(folder, args)
+        words = worker_argv(folder, args)
         run = Torchrun(cluster, folder, words, deadline, members=MEMBERS)
         # It leaves folders of logs there, and reuses one store for all restarts unless told so.
         env = {"TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -112,7 +112,7 @@ def measure_torchrun(folder: Path, args: argparse.Namespace, deadline: Deadline)
         return measure("torchrun rank kill", rank_kill, run, min(args.faults, TORCHRUN_KILLS))
 
 
-def worker_words(folder: Path, args: argparse.Namespace) -> list[object]:
+def worker_argv(folder: Path, args: argparse.Namespace) -> list[object]:
     return [WORKER, "--folder", folder, "--state-mb", args.state_mb]
 
 
@@ -166,21 +166,21 @@ def node_power_off(run: NodesRun, number: int) -> int:
     return run.fault("kill", follower(run))
 
 
-def lead_power_off(run: NodesRun, number: int) -> int:
-    return run.fault("kill", run.lead())
+def leader_power_off(run: NodesRun, number: int) -> int:
+    return run.fault("kill", run.leader())
 
 
 def follower(run: NodesRun) -> int:
     """A member's node that does not lead."""
-    lead = run.lead()
-    return next(node for node in map(run.node_of, range(MEMBERS)) if node != lead)
+    leader = run.leader()
+    return next(node for node in map(run.node_of, range(MEMBERS)) if node != leader)
 
 
 FAULTS: dict[str, Fault] = {
     "rank kill": rank_kill,
     "node reset": node_reset,
     "node power-off": node_power_off,
-    "lead power-off": lead_power_off,
+    "lead power-off": leader_power_off,
 }
 
 

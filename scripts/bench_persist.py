@@ -154,9 +154,9 @@ def measure(
 
 
 def seconds(act: Callable[[], None]) -> float:
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     act()
-    return time.perf_counter() - began_s
+    return time.perf_counter() - started_s
 
 
 def write(
@@ -222,7 +222,7 @@ def beside_steps(
     run_id = f"bench-persist-{os.getpid()}"
     half_mb = args.limit_mb * WRITING_S / RANKS
     settings = [
-        f"checkpoint.bytes_per_s={args.limit_mb * 1e6}",
+        f"checkpoint.max_bytes_per_s={args.limit_mb * 1e6}",
         f"checkpoint.every_s={2 * WRITING_S}",
     ]
     flags = ["--nproc-per-node", RANKS, "--run-id", run_id, "--checkpoint-dir", disk / "saved"]

@@ -111,9 +111,9 @@ def bytes_here(model: nn.Module) -> int:
 def timed(act: Callable[[], object]) -> float:
     """From when all begin until all have done it, in seconds."""
     dist.barrier()
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     act()
-    took_s = torch.tensor(time.perf_counter() - began_s)
+    took_s = torch.tensor(time.perf_counter() - started_s)
     dist.all_reduce(took_s, dist.ReduceOp.MAX)
     return took_s.item()
 

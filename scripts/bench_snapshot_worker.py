@@ -93,14 +93,14 @@ class Worker:
         action = self.actions[name]
         for _ in range(count):
             blocked_ns = self.page.get(HeartbeatField.BLOCKED_NS)
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             action()
             called_s = time.monotonic()
             self.train()
             self.samples[name].append(
                 {
-                    "call_s": called_s - began_s,
-                    "step_s": time.monotonic() - began_s,
+                    "call_s": called_s - started_s,
+                    "step_s": time.monotonic() - started_s,
                     "blocked_s": (self.page.get(HeartbeatField.BLOCKED_NS) - blocked_ns) / 1e9,
                 }
             )
@@ -142,9 +142,9 @@ class Worker:
 
     def timed(self, function: Callable[[], None]) -> float:
         dist.barrier()
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         function()
-        return time.monotonic() - began_s
+        return time.monotonic() - started_s
 
     def first_snapshots(self) -> tuple[list[float], list[float]]:
         """How long each of the first took: from its boundary to its seal, and blocked."""
@@ -152,9 +152,9 @@ class Worker:
         for _ in range(FIRST_SNAPSHOTS):
             count = self.page.get(HeartbeatField.SEALED_COUNT)
             blocked_ns = self.page.get(HeartbeatField.BLOCKED_NS)
-            began_ns = time.monotonic_ns()
+            started_ns = time.monotonic_ns()
             self.step_until_sealed(count)
-            found.append((self.page.get(HeartbeatField.SEALED_NS) - began_ns) / 1e9)
+            found.append((self.page.get(HeartbeatField.SEALED_NS) - started_ns) / 1e9)
             blocked_s.append((self.page.get(HeartbeatField.BLOCKED_NS) - blocked_ns) / 1e9)
         return found, blocked_s
 
@@ -181,9 +181,9 @@ class Worker:
             count = self.page.get(HeartbeatField.SEALED_COUNT)
             dist.barrier()
             self.session.step_done()
-            began_ns = time.monotonic_ns()
+            started_ns = time.monotonic_ns()
             self.wait_for_seal(count)
-            snapshots_s.append((self.page.get(HeartbeatField.SEALED_NS) - began_ns) / 1e9)
+            snapshots_s.append((self.page.get(HeartbeatField.SEALED_NS) - started_ns) / 1e9)
             copies_s.append(self.copy_s(copies))
         return snapshots_s, copies_s
 
@@ -246,10 +246,10 @@ class Peers:
 
     def torch_save(self) -> None:
         self._worker.session.step_done(snapshot=False)
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         file = self._folder / f"rank{self._worker.rank}.pt"
         torch.save(self._state(), file.with_suffix(".new"))
-        self.saves_s["torch.save"].append(time.monotonic() - began_s)
+        self.saves_s["torch.save"].append(time.monotonic() - started_s)
         self._note_bytes("torch.save", file, file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)
 
@@ -260,7 +260,7 @@ class Peers:
         self._wait()
         self._number += 1
         folder = self._folder / f"dcp{self._number % 2}"
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         future = async_save(
             {f"rank{self._worker.rank}": self._state()},  # its own on each rank: no replicas
             storage_writer=FileSystemWriter(folder),
@@ -268,7 +268,7 @@ class Peers:
         )
         assert isinstance(future, Future)  # without a stager of the caller's own
         saves_s = self.saves_s["async_save"]
-        future.add_done_callback(lambda _: saves_s.append(time.monotonic() - began_s))
+        future.add_done_callback(lambda _: saves_s.append(time.monotonic() - started_s))
         self._future = future
 
     def _wait(self) -> None:

@@ -43,8 +43,8 @@ SCHEME = {"off": "none", "memory": "none", "protected": "3+1"}
 
 def main() -> int:
     args = parse_arguments()
-    if why := available():
-        raise BenchError(f"no virtual cluster: {why}")
+    if reason := available():
+        raise BenchError(f"no virtual cluster: {reason}")
     found, deadline = conditions(), Deadline(args.timeout)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEME}
     with scratch(base=None) as folder:

@@ -122,15 +122,15 @@ def exact(check: Check) -> Figures:
 
 
 def judged(lines: Lines, wanted: dict[int, dict[str, str]], error: str) -> Figures:
-    begun, end = ([line for line in lines if line["kind"] == kind] for kind in ("begun", "end"))
+    started, end = ([line for line in lines if line["kind"] == kind] for kind in ("begun", "end"))
     if error or not end or -1 not in wanted:
         return {"result": f"failed: {error or 'nothing to compare with'}"}
     facts = {key: end[-1][key] for key in ("note", "SEALED_COUNT", "DISCARDED_COUNT")}
     wrong = differing(end[-1]["state"], wanted[-1])
-    step = begun[-1]["step"] if begun else 0
+    step = started[-1]["step"] if started else 0
     if not step:
         return {"result": "nothing restored", "wrong": wrong, **facts}
-    at_restore = differing(begun[-1]["state"], wanted.get(step, begun[-1]["state"]))
+    at_restore = differing(started[-1]["state"], wanted.get(step, started[-1]["state"]))
     result = "not equal" if wrong or at_restore else "equal"
     return {"result": result, "restored": step, "wrong": wrong, "at_restore": at_restore, **facts}
 
@@ -245,7 +245,7 @@ def rates(check: Check) -> Figures:
 
 def main() -> int:
     args = parse_arguments()
-    found, began_s, is_gpu = conditions(), time.monotonic(), args.device == "cuda"
+    found, started_s, is_gpu = conditions(), time.monotonic(), args.device == "cuda"
     checks: dict[str, Callable[[Check], Figures]] = {
         "exact": exact,
         "standby": standby,
@@ -268,7 +268,7 @@ def main() -> int:
             print(f"{verdict} {name}, {time.monotonic() - start_s:.0f} s: {text}", flush=True)
             write_json(args.json, {"conditions": found, "checks": figures})
     show_conditions(found)
-    print(f"  {time.monotonic() - began_s:.0f} s in all")
+    print(f"  {time.monotonic() - started_s:.0f} s in all")
     return 0 if all(one["ok"] for one in figures.values()) else 1
 
 

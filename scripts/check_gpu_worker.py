@@ -202,13 +202,13 @@ class Costs:
 
     def timed(self, boundary: Callable[[], None], *, waits: bool = True) -> tuple[float, float]:
         """Seconds of the boundary on the host, and of the boundary with the step after it."""
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         boundary()
         called_s = time.monotonic()
         self.train()
         if waits:
             wait(self.device)
-        return called_s - began_s, time.monotonic() - began_s
+        return called_s - started_s, time.monotonic() - started_s
 
     def measure(self, rounds: int, notes: Notes) -> None:
         session = ftrun.attach(self.layers, self.optimizer)
@@ -248,13 +248,13 @@ class Costs:
 
     def sealed(self, boundary: Callable[[], None], shared: SharedPage) -> float:
         """Seconds from a boundary to the end of its copy, with nothing beside it."""
-        count, began_ns = shared.get(HeartbeatField.SEALED_COUNT), time.monotonic_ns()
+        count, started_ns = shared.get(HeartbeatField.SEALED_COUNT), time.monotonic_ns()
         for _ in range(15):  # the first boundaries have no memory yet
             boundary()
             again_s = time.monotonic() + 3
             while time.monotonic() < again_s:
                 if shared.get(HeartbeatField.SEALED_COUNT) > count:
-                    return (shared.get(HeartbeatField.SEALED_NS) - began_ns) / 1e9
+                    return (shared.get(HeartbeatField.SEALED_NS) - started_ns) / 1e9
                 time.sleep(0.0005)
         raise TimeoutError(f"no snapshot: {shared.note}")
 
@@ -273,17 +273,17 @@ def rates(device: str) -> dict[str, float]:
     there = torch.ones(size, dtype=torch.uint8, device=device)
     found: dict[str, float] = {}
     for kind in ("pageable", "pinned"):
-        is_pinned, began_s = kind == "pinned" and device == "cuda", time.monotonic()
+        is_pinned, started_s = kind == "pinned" and device == "cuda", time.monotonic()
         here = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-        found[f"allocate_{kind}_s_per_gib"] = (time.monotonic() - began_s) * (1 << 30) / size
+        found[f"allocate_{kind}_s_per_gib"] = (time.monotonic() - started_s) * (1 << 30) / size
         for name, target, source in (("d2h", here, there), ("h2d", there, here)):
             times_s = []
             for _ in range(5):
                 wait(device)
-                began_s = time.monotonic()
+                started_s = time.monotonic()
                 target.copy_(source, non_blocking=True)
                 wait(device)
-                times_s.append(time.monotonic() - began_s)
+                times_s.append(time.monotonic() - started_s)
             found[f"{name}_{kind}_gb_per_s"] = size / 1e9 / statistics.median(times_s[1:])
     return {key: round(value, 2) for key, value in found.items()}
 

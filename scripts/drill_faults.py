@@ -68,8 +68,8 @@ class Breaking:
         self._some_steps()
         self.end_ns = time.monotonic_ns()
         if self.run.generation != self.hits[0][0]:
-            whys = [line["reason"] for line in self.run.journals("generation_chosen")]
-            raise BenchError(f"the run was started again, and had no reason to: {whys}")
+            reasons = [line["reason"] for line in self.run.journals("generation_chosen")]
+            raise BenchError(f"the run was started again, and had no reason to: {reasons}")
 
     def _some_steps(self) -> None:
         """Not beyond the step where the job waits for its `go`."""
@@ -122,7 +122,7 @@ def reset(it: Breaking) -> None:
     it.recovered()
 
 
-def lead_power_off(it: Breaking) -> None:
+def leader_power_off(it: Breaking) -> None:
     it.begin()
     it.hit("kill", 0)
     it.recovered()
@@ -189,7 +189,7 @@ def pair_cut(it: Breaking) -> None:
         raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, generation {it.run.generation}")
 
 
-def lead_cut(it: Breaking) -> None:
+def leader_cut(it: Breaking) -> None:
     """The others go on; the old lead holds its ranks, and comes back as a spare."""
     it.begin()
     it.hit("cut", 0)
@@ -326,10 +326,10 @@ def drained(it: Breaking) -> None:
     _leaves(it, 1)
 
 
-def lead_drained(it: Breaking) -> None:
+def leader_drained(it: Breaking) -> None:
     """Another one leads from then on, and starts the ranks once more."""
     _leaves(it, 0)
-    it.run.wait_for("another lead", lambda: it.run.lead() != 0)
+    it.run.wait_for("another lead", lambda: it.run.leader() != 0)
     it.run.wait_for_more_steps(STEPS_AFTER)
 
 
@@ -339,11 +339,11 @@ def _leaves(it: Breaking, node: int) -> None:
     it.signal(node, "cli.stub", signal.SIGTERM)
     it.recovered()
     it.end_ns = time.monotonic_ns()
-    (told, *_), (stopped, *_) = (
+    (reported, *_), (stopped, *_) = (
         it.run.journals("leave_requested"),
         it.run.journals("final_snapshot_requested"),
     )
-    if stopped["monotonic_s"] - told["monotonic_s"] < NOTICE_S / 2:
+    if stopped["monotonic_s"] - reported["monotonic_s"] < NOTICE_S / 2:
         raise BenchError("the ranks were stopped before it was clear that the run goes on")
     if (code := it.run.wait_for_code(node)) != 128 + signal.SIGTERM:
         raise BenchError(f"node{node} has left with {code}:\n{it.run.text(node)}")
@@ -387,11 +387,11 @@ _ALL = (
         "one-by-one",
         "a node; once it is back, its successor",
         one_after_the_other,
-        flags=("--set", "nodes.settle_s=1"),
+        flags=("--set", "nodes.last_call_timeout_s=1"),
         pace=5.0,
     ),
-    Fault("lead-power-off", "the lead's node", lead_power_off),
-    Fault("lead-cut", "the lead's cable; healed when replaced", lead_cut),
+    Fault("lead-power-off", "the lead's node", leader_power_off),
+    Fault("lead-cut", "the lead's cable; healed when replaced", leader_cut),
     Fault("store-host", "the node of rank 0, which does not lead", store_host),
     Fault("capture", "a node, in the middle of a capture", capture),
     Fault("encoding", "a node, in the middle of the protection of a version", encoding),
@@ -413,7 +413,9 @@ _ALL = (
     Fault("smp-kill", "a node's SMP, by SIGKILL", smp_kill),
     Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
     Fault("drained", "a node gets SIGTERM", drained, most_s=DRAINED_S),
-    Fault("lead-drained", "the lead's node gets SIGTERM", lead_drained, pace=2.0, most_s=DRAINED_S),
+    Fault(
+        "lead-drained", "the lead's node gets SIGTERM", leader_drained, pace=2.0, most_s=DRAINED_S
+    ),
     Fault("agent-stopped", "a node's agent, by SIGSTOP; SIGCONT when replaced", agent_stopped),
 )
 

@@ -46,7 +46,7 @@ from ftrun.events import Record
 from ftrun.records.decode import JournalLine, decode
 from ftrun.tools.drill.jobs import BaselineRuns, DrillJob, difference, outcome_of
 
-__all__ = ["KINDS", "BaselineRuns", "break_in", "drill", "job_words"]
+__all__ = ["KINDS", "BaselineRuns", "break_in", "drill", "job_argv"]
 
 KINDS = ("ddp", "fsdp2")
 STEPS = 160
@@ -87,7 +87,7 @@ class Broken:
     problem: str = ""
 
 
-def job_words(kind: str, folder: Path, pace: float = 1.0, *, steps: int = STEPS) -> list[str]:
+def job_argv(kind: str, folder: Path, pace: float = 1.0, *, steps: int = STEPS) -> list[str]:
     """The script of a drill, and what it is told.
 
     Args:
@@ -108,8 +108,8 @@ def main() -> int:
         for fault in FAULTS.values():
             print(f"{fault.name:15} {fault.what}")
         return 0
-    if why := available():
-        raise BenchError(f"no virtual cluster: {why}")
+    if reason := available():
+        raise BenchError(f"no virtual cluster: {reason}")
     found = conditions()
     deadline = Deadline(args.timeout)
     rows = []
@@ -133,14 +133,14 @@ def drill(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -> R
     """One run with one fault. What went wrong is in the row."""
     nodes = f"{fault.members}+{fault.spares}" if fault.spares else str(fault.members)
     row = Row(fault.name, kind, nodes, fault.what)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     broken = break_in(fault, kind, folder / f"{fault.name}-{kind}", undisturbed)
     row.seconds, row.steps_lost = broken.seconds, broken.steps_lost
     row.recoveries = broken.recoveries
     row.problem = broken.problem or broken.difference
     row.equal = not row.problem
-    took_s = time.monotonic() - began_s
-    print(f"{fault.name:15} {kind:5} {took_s:5.1f} s  {in_words(row)}", flush=True)
+    took_s = time.monotonic() - started_s
+    print(f"{fault.name:15} {kind:5} {took_s:5.1f} s  {as_text(row)}", flush=True)
     return row
 
 
@@ -156,13 +156,13 @@ def break_in(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -
 
 def _break(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns, found: Broken) -> None:
     names = tuple(f"rank{rank}.jsonl" for rank in range(fault.members))
-    job = DrillJob(kind, tuple(job_words(kind, Path("FOLDER"))), names, STEPS)
+    job = DrillJob(kind, tuple(job_argv(kind, Path("FOLDER"))), names, STEPS)
     expected = undisturbed.of(job, fault.members)
     with VirtualCluster(fault.members + fault.spares) as cluster:
         run = NodesRun(
             cluster,
             folder,
-            job_words(kind, folder, fault.pace),
+            job_argv(kind, folder, fault.pace),
             Deadline(DRILL_S),
             members=fault.members,
             spares=fault.spares,
@@ -195,7 +195,7 @@ def steps_lost(run: NodesRun) -> int:
     return lost
 
 
-def in_words(row: Row) -> str:
+def as_text(row: Row) -> str:
     if row.problem:
         return f"FAILED: {row.problem}"
     return f"{row.seconds:.2f} s, {row.steps_lost} steps lost, equal"

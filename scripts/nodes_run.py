@@ -233,7 +233,7 @@ class NodesRun:
 
     # --- what the nodes say -------------------------------------------------------------------
 
-    def lead(self) -> int:
+    def leader(self) -> int:
         """The node that has brought about the newest generation."""
         newest = self.journals("generation_chosen")[-1]
         return next(
@@ -306,10 +306,10 @@ class NodesRun:
 
 
 def _first_step_ns(lines: Sequence[Line], after_ns: int) -> int | None:
-    has_begun = False
+    has_started = False
     for line in lines:
-        has_begun |= line["kind"] == "begun" and line["ns"] > after_ns
-        if has_begun and line["kind"] == "step":
+        has_started |= line["kind"] == "begun" and line["ns"] > after_ns
+        if has_started and line["kind"] == "step":
             return int(line["ns"])
     return None
 

@@ -165,7 +165,7 @@ def replay(seed: int, mode: str, mishaps: bool) -> int:
 
 
 def run_many(args: argparse.Namespace) -> int:
-    total, began_s = Tally(), time.monotonic()
+    total, started_s = Tally(), time.monotonic()
     if args.json is not None:
         total = Tally.read(args.json, (args.first, kind_of(args)))
     before_s, next_seed = total.seconds, args.first
@@ -180,10 +180,10 @@ def run_many(args: argparse.Namespace) -> int:
                 print(f"VIOLATION {replay_command(seed, mode, args)}\n    {what}", flush=True)
             total.add(tally)
             now_s = time.monotonic()
-            total.seconds = before_s + now_s - began_s
+            total.seconds = before_s + now_s - started_s
             if now_s - said_s >= REPORT_EVERY_S:
                 said_s = now_s
-                say_progress(total, wanted)
+                report_progress(total, wanted)
         is_whole = True
     except KeyboardInterrupt:
         left = args.first + args.seeds - next_seed
@@ -260,7 +260,7 @@ def kind_of(args: argparse.Namespace) -> str:
     return f"{' '.join(args.modes)}{' mishaps' * args.mishaps}{' twice' * args.twice}"
 
 
-def say_progress(total: Tally, wanted: int) -> None:
+def report_progress(total: Tally, wanted: int) -> None:
     rate = total.runs / max(total.seconds, 1e-9)
     left_s = (wanted - total.runs) / rate
     print(
@@ -300,9 +300,9 @@ def report(total: Tally, next_seed: int, args: argparse.Namespace) -> None:
 def show_traffic(args: argparse.Namespace) -> int:
     rows = []
     for count in args.traffic:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         rows.append(measure(count, time.thread_time))
-        took_s = time.monotonic() - began_s
+        took_s = time.monotonic() - started_s
         print(f"{count} nodes, {WINDOW_S:.0f} s of theirs: {took_s:.0f} s", flush=True)
     show_table(
         f"Control messages of a quiet run: {RANKS_PER_NODE} ranks a node, a heartbeat each "
@@ -313,9 +313,9 @@ def show_traffic(args: argparse.Namespace) -> int:
                 row.nodes,
                 f"{row.bytes_per_node_s:.0f}",
                 f"{row.messages_per_node_s:.2f}",
-                f"{row.lead_cpu:.4f}",
-                f"{row.lead_decides:.4f}",
-                f"{row.lead_us_per_message:.1f}",
+                f"{row.leader_cpu:.4f}",
+                f"{row.leader_decides:.4f}",
+                f"{row.leader_us_per_message:.1f}",
                 f"{row.plan_bytes:,}",
             ]
             for row in rows
@@ -324,7 +324,7 @@ def show_traffic(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {
         "control_bytes_per_node_s": {str(row.nodes): row.bytes_per_node_s for row in rows},
         "control_messages_per_node_s": {str(row.nodes): row.messages_per_node_s for row in rows},
-        "lead_cpu_s_per_s": {str(row.nodes): row.lead_cpu for row in rows},
+        "lead_cpu_s_per_s": {str(row.nodes): row.leader_cpu for row in rows},
         "control_traffic": [asdict(row) for row in rows],
     }
     write_json(args.json, figures)

@@ -39,7 +39,7 @@ from typing import Any
 
 from bench_common import ROOT, BenchError, conditions, run_bench, scratch, show_table, write_json
 from drill_nodes import KINDS as JOBS
-from drill_nodes import job_words
+from drill_nodes import job_argv
 from soak_kills import KINDS
 from soak_training import (
     BUDGETS,
@@ -60,8 +60,8 @@ Piece = dict[str, Any]
 
 def main() -> int:
     args = parse_arguments()
-    if why := available():
-        raise BenchError(f"a soak needs virtual nodes, and they need root: {why}")
+    if reason := available():
+        raise BenchError(f"a soak needs virtual nodes, and they need root: {reason}")
     pieces = pieces_of(args.json)
     print(f"seed {args.seed}; {sum(piece['kills'] for piece in pieces)} kills are done", flush=True)
     with scratch(base=None) as folder:  # /dev/shm is each node's own
@@ -103,7 +103,7 @@ def soak(
 
 def outcome_of_undisturbed(job: str, steps: int, undisturbed: BaselineRuns) -> list[Outcome]:
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
-    words = job_words(job, Path("FOLDER"), steps=steps)
+    words = job_argv(job, Path("FOLDER"), steps=steps)
     return undisturbed.of(DrillJob(job, tuple(words), names, steps), MEMBERS)
 
 

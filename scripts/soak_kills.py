@@ -88,12 +88,12 @@ class Kills:
         return f"node{node}"
 
     def _node(self) -> str:
-        lead = self.run.leader()
-        return self._take_away([node for node in self.run.whole_nodes() if node != lead])
+        leader = self.run.leader()
+        return self._take_away([node for node in self.run.whole_nodes() if node != leader])
 
     def _leader(self) -> str:
-        lead = self.run.leader()
-        return self._take_away([lead] if lead is not None else self.run.whole_nodes())
+        leader = self.run.leader()
+        return self._take_away([leader] if leader is not None else self.run.whole_nodes())
 
     def _take_away(self, nodes: list[int]) -> str:
         node = self.chance.choice(nodes)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import BenchError, Deadline
-from drill_nodes import job_words
+from drill_nodes import job_argv
 from soak_kills import KINDS, OF_NODES, OF_PROCESSES, Kills
 from soak_run import SoakRun
 from virtual_cluster import ClusterError, VirtualCluster
@@ -29,7 +29,7 @@ MEMBERS, SPARES = 3, 1
 BUDGETS = {
     "restart.budget": 1000,
     "restart.same_cause_limit": 1000,
-    "nodes.failures_per_hour": 1000,
+    "nodes.max_failures_per_hour": 1000,
 }
 """Limits that end a run, or exclude a node, after a few failures; a soak is nothing else."""
 PACE = 16.0
@@ -110,7 +110,7 @@ def train(
             run = SoakRun(
                 cluster,
                 folder,
-                job_words(job, folder, PACE, steps=found.steps),
+                job_argv(job, folder, PACE, steps=found.steps),
                 Deadline(0.0),
                 members=MEMBERS,
                 spares=SPARES,
@@ -139,18 +139,18 @@ class _Soak:
 
     def go(self, kinds: Sequence[str]) -> None:
         self._run.begin()
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
         began = self._run.notes.done()
         for number, kind in enumerate(kinds):
             self._let_recover(kind)
             if self._run.notes.done() > self._found.steps - STEPS_LEFT:
                 break
             self._kill(kind)
-            self._say(number + 1)
+            self._report(number + 1)
         self._recover()
         self._sum_up(self._run.notes.done() - began)
         # Without shared storage, a node that starts after the end of the run cannot know of the
-        # end: it waits for `nodes.pause_limit_s`.
+        # end: it waits for `nodes.pause_timeout_s`.
         self._run.await_protection()
         self._run.end()
 
@@ -171,7 +171,9 @@ class _Soak:
     def _kill(self, kind: str) -> None:
         notes = self._run.notes
         notes.read()
-        kill = Kill(kind, round(time.monotonic() - self._began_s, 2), notes.done(), notes.committed)
+        kill = Kill(
+            kind, round(time.monotonic() - self._started_s, 2), notes.done(), notes.committed
+        )
         self._open.append(kill)
         self._found.rows.append(kill)
         kill.what = self._kills.kill(kind)
@@ -183,7 +185,7 @@ class _Soak:
         if not self._open:
             return
         self._run.await_next_steps()
-        now_s = time.monotonic() - self._began_s
+        now_s = time.monotonic() - self._started_s
         for kill in self._open:
             kill.seconds = round(now_s - kill.at_s, 2)
         self._judge()
@@ -209,11 +211,11 @@ class _Soak:
             raise BenchError("two trainings at once: " + "; ".join(notes.problems))
 
     def _sum_up(self, steps: int) -> None:
-        self._found.seconds = round(time.monotonic() - self._began_s, 1)
+        self._found.seconds = round(time.monotonic() - self._started_s, 1)
         useful_s = steps * self._run.notes.step_s()
         self._found.effective_training_time_ratio = round(useful_s / self._found.seconds, 3)
 
-    def _say(self, number: int) -> None:
+    def _report(self, number: int) -> None:
         kill = self._found.rows[-1]
         print(f"kill {number:3} at {kill.at_s:6.1f} s, step {kill.step:5}: {kill.kind:6} "
               f"{kill.what}", flush=True)  # fmt: skip

@@ -107,7 +107,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         if rank == 0:
-            tell(step, loss.item(), args)
+            send(step, loss.item(), args)
 
     if rank == 0:
         print(f"parameters sha256 {digest(model)}", flush=True)
@@ -156,7 +156,7 @@ def warm_up_then_cosine(args: argparse.Namespace) -> Callable[[int], float]:
     return factor
 
 
-def tell(step: int, loss: float, args: argparse.Namespace) -> None:
+def send(step: int, loss: float, args: argparse.Namespace) -> None:
     """The loss for people and, exactly, for comparison."""
     if step % args.print_every == 0 or step == args.steps - 1:
         print(f"step {step:4d}  loss {loss:.4f}  {loss.hex()}", flush=True)

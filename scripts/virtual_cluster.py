@@ -81,12 +81,12 @@ def available() -> str | None:
     )
     said = done.stderr.strip().splitlines()
     if done.returncode != 0:
-        why = said[-1] if said else f"exit {done.returncode}"
+        reason = said[-1] if said else f"exit {done.returncode}"
     elif node_of.may_come_back():
         return None
     else:
-        why = "the pid namespace of this process is not its own"
-    return f"no rights to namespaces ({why}): be root, or under `{_ROOTLESS}`"
+        reason = "the pid namespace of this process is not its own"
+    return f"no rights to namespaces ({reason}): be root, or under `{_ROOTLESS}`"
 
 
 class VirtualCluster:
@@ -145,8 +145,8 @@ class VirtualCluster:
 
         Raises: ClusterError: it cannot be had here (see `available`), or the name is taken.
         """
-        if why := available():
-            raise ClusterError(f"no virtual cluster: {why}")
+        if reason := available():
+            raise ClusterError(f"no virtual cluster: {reason}")
         with locked():
             _remove_left_overs()
             if self._folder.exists():

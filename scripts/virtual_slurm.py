@@ -88,8 +88,8 @@ class VirtualSlurm:
 
         Raises: ClusterError: it cannot be had here (see `available`), or it does not start.
         """
-        if why := available():
-            raise ClusterError(f"no Slurm: {why}")
+        if reason := available():
+            raise ClusterError(f"no Slurm: {reason}")
         # A short path: a unix socket's name has 107 characters at most.
         self._folder = Path(tempfile.mkdtemp(prefix="ftrun-slurm-"))
         self._folder.chmod(0o755)

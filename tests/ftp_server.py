@@ -124,14 +124,14 @@ class _Data(DTPHandler):  # type: ignore[misc]
 
     def enable_receiving(self, type: str, cmd: str) -> None:  # noqa: A002
         super().enable_receiving(type, cmd)
-        whole, self._has_begun = self.file_obj.write, False
+        whole, self._has_started = self.file_obj.write, False
 
         def write(data: bytes) -> int:
             self.owner.take(len(data))
-            if not self._has_begun and len(data) > 1:
+            if not self._has_started and len(data) > 1:
                 whole(data[: len(data) // 2])
                 self.file_obj.flush()
-                self._has_begun = True
+                self._has_started = True
                 self.owner.change()
                 data = data[len(data) // 2 :]
             return int(whole(data))

@@ -140,8 +140,8 @@ class Browser:
     ) -> Page:
         """Load a file and wait until it has been drawn."""
         target = self.ask("Target.createTarget", {"url": "about:blank"})["targetId"]
-        told = self.ask("Target.attachToTarget", {"targetId": target, "flatten": True})
-        page = Page(self, told["sessionId"])
+        reported = self.ask("Target.attachToTarget", {"targetId": target, "flatten": True})
+        page = Page(self, reported["sessionId"])
         for domain in ("Page", "Network", "Log", "Runtime"):
             page.ask(f"{domain}.enable")
         page.ask(

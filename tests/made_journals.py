@@ -57,14 +57,14 @@ class MadeJournal:
         self.put(21.0, "lifecycle_changed", incident=None, old="check", new="run",
                  text="every rank has made a step")  # fmt: skip
 
-    def start(self, t: float, why: str, restored: dict[str, int] | None) -> None:
+    def start(self, t: float, reason: str, restored: dict[str, int] | None) -> None:
         text = f"generation {self.generation}: {len(self.nodes)} nodes, {self.ranks} ranks"
-        self.put(t, "generation_chosen", text=text, reason=why, generation=self.generation,
+        self.put(t, "generation_chosen", text=text, reason=reason, generation=self.generation,
                  world_size=self.ranks, restored=restored and [*restored.values()],
                  restore_reason="the newest")  # fmt: skip
         for number, node in enumerate(self.nodes):
             pids = [1000 + rank for rank in self.ranks_of(node)]
-            self.put(t + 0.002 * number, "generation_started", node=node, reason=why,
+            self.put(t + 0.002 * number, "generation_started", node=node, reason=reason,
                      generation=self.generation, restored=restored, pids=pids)  # fmt: skip
 
     def pulse(self, t: float, step: int, *, blocked_s: float = 0.0, taken: int = 0) -> None:
@@ -74,15 +74,16 @@ class MadeJournal:
                      blocked_s=blocked_s, taken=taken, skipped=1, discarded=0,
                      committed=[self.generation, step - 1], loss=2.1304, ranks=rows)  # fmt: skip
 
-    def view(self, rank: int, step: int, silent_s: float, *, waits: bool) -> dict[str, Any]:
+    def view(self, rank: int, step: int, unresponsive_s: float, *, waits: bool) -> dict[str, Any]:
         calls = [{"seq": 41206, "op": "all_reduce", "sizes": "[1048576]"}]
         if waits:
             calls.append({"seq": 41207, "op": "all_reduce", "sizes": "[1048576]"})
         group = {"name": "0", "desc": "default_pg", "ranks": [], "calls": calls,
-                 "waits_seq": 41207 if waits else 0, "waits_s": silent_s - 0.2}  # fmt: skip
+                 "waits_seq": 41207 if waits else 0, "waits_s": unresponsive_s - 0.2}  # fmt: skip
         return {"rank": rank, "pid": 1000 + rank, "process": "S", "step": step,
-                "silent_s": silent_s, "phase": "", "has_stepped": True, "is_finished": False,
-                "cpu": 0.0 if waits else 1.0, "still_s": 0.0 if waits else silent_s,
+                "unresponsive_s": unresponsive_s, "phase": "", "has_stepped": True,
+                "is_finished": False,
+                "cpu": 0.0 if waits else 1.0, "still_s": 0.0 if waits else unresponsive_s,
                 "spins_s": 0.0, "holds_gil": False, "groups": [group],
                 "stack": WAITING if waits else STACK, "blocked_in": "", "child": ""}  # fmt: skip
 
@@ -101,7 +102,7 @@ class MadeJournal:
             "suspicion_raised",
             incident=number,
             ranks=list(range(self.ranks)),
-            silent_s=12.1,
+            unresponsive_s=12.1,
             deadline_s=12.0,
             text="no step for 12.1 s; a hang is suspected",
         )
@@ -126,15 +127,15 @@ class MadeJournal:
                  verified={"progress": True, "loss": "continuous"}, action="respawn",
                  actions=["kill", "respawn"])  # fmt: skip
 
-    def recover(self, t: float, why: str, step: int, incident: int | None) -> None:
+    def recover(self, t: float, reason: str, step: int, incident: int | None) -> None:
         """From the kill to the first steps, on all nodes."""
         self.generation += 1
-        self.put(t, "ballot_started", text=why, generation=self.generation)
+        self.put(t, "ballot_started", text=reason, generation=self.generation)
         for node in self.nodes:
             exits = [{"rank": rank, "kind": "signal", "code": -9,
                       "text": f"rank {rank} was killed by SIGKILL"}
                      for rank in self.ranks_of(node)]  # fmt: skip
-            self.put(t + 0.001, "workers_killed", node=node, reason=why)
+            self.put(t + 0.001, "workers_killed", node=node, reason=reason)
             self.put(
                 t + 0.03,
                 "workers_exited",
@@ -143,15 +144,15 @@ class MadeJournal:
                 progress={"step": step, "steps_here": step, "attached": True},
             )
         if incident is not None:
-            self.put(t + 0.03, "action_taken", incident=incident, action="respawn", text=why)
+            self.put(t + 0.03, "action_taken", incident=incident, action="respawn", text=reason)
         restored = {"generation": self.generation - 1, "step": step - 1}
-        self.start(t + 0.05, why, restored)
+        self.start(t + 0.05, reason, restored)
         for number, node in enumerate(self.nodes):
             mono_s = 5000.0 * (number + 1) + t
             phases = {"decide": 0.004, "stop": 0.028, "fork": 0.031, "rendezvous": 0.060,
                       "build": 0.101, "restore": 0.062,
                       "first_step": 0.151 + 0.01 * number}  # fmt: skip
-            self.put(t + 0.5, "recovered", node=node, generation=self.generation, cause=why,
+            self.put(t + 0.5, "recovered", node=node, generation=self.generation, cause=reason,
                      noticed_s=mono_s, stopped_s=mono_s + 0.028, decided_s=mono_s + 0.032,
                      launched_s=mono_s + 0.05, restored=restored, phases_s=phases)  # fmt: skip
 
@@ -181,9 +182,9 @@ class MadeJournal:
                  matrix=cells)  # fmt: skip
         self.put(t, "action_taken", incident=self.incidents, action="report", text=text)
 
-    def end(self, t: float, *, exit_code: int = 0, why: str = "every rank has finished") -> None:
+    def end(self, t: float, *, exit_code: int = 0, reason: str = "every rank has finished") -> None:
         for node in self.nodes:
-            self.put(t, "run_end_decided", node=node, exit_code=exit_code, reason=why)
+            self.put(t, "run_end_decided", node=node, exit_code=exit_code, reason=reason)
             self.put(t + 0.01, "run_ended", node=node, exit_code=exit_code)
 
     def raw(self) -> list[bytes]:

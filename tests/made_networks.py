@@ -12,7 +12,7 @@ import msgspec
 
 from ftrun.network.detect.findings import judge
 from ftrun.network.detect.leaf_switches import LeafSwitches
-from ftrun.network.plan.planner import PlanningInputs, plan_roads
+from ftrun.network.plan.planner import PlanningInputs, plan_network
 from ftrun.wire.cluster.generation import PathMeasurement, Rail
 from ftrun.wire.messages.status import plan_status
 
@@ -50,23 +50,23 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
     """
     names = [f"node{number}" for number in range(nodes)]
     leaf = {name: f"leaf{number % leaves}" for number, name in enumerate(names)} if leaves else {}
-    roads = []
+    paths = []
     for rail in rails:
         for a, source in enumerate(names):
             for b, other in enumerate(names):
                 if a == b or (b - a) % every:
                     continue
                 ends = {(source, rail), (other, rail)}
-                road: dict[str, Any] = {"source": source, "destination": other, "rail": rail}
+                path: dict[str, Any] = {"source": source, "destination": other, "rail": rail}
                 if ends & set(dead) or (source, other, rail) in cut:
-                    road["problem"] = "no answer within 0.5 s"
+                    path["problem"] = "no answer within 0.5 s"
                 else:
                     far = bool(leaf) and leaf[source] != leaf[other]
                     part = (between if far else 1.0) * (0.1 if ends & set(slow) else 1.0)
                     part *= 1 - ((7 * a + 3 * b) % 11) / 300
-                    road["bytes_per_s"] = rate_per_s * part
-                    road["rtt_s"] = 1e-6 * (60 + 25 * far + (5 * a + 2 * b) % 9)
-                roads.append(road)
+                    path["bytes_per_s"] = rate_per_s * part
+                    path["rtt_s"] = 1e-6 * (60 + 25 * far + (5 * a + 2 * b) % 9)
+                paths.append(path)
     cards = {name: [_rail(rail, number, own) for own, rail in enumerate(rails)]
              for number, name in enumerate(names)}  # fmt: skip
     known = (
@@ -75,7 +75,7 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
     situation = PlanningInputs(
         nodes=names,
         rails=msgspec.convert(cards, dict[str, list[Rail]]),
-        found=msgspec.convert(roads, list[PathMeasurement]),
+        found=msgspec.convert(paths, list[PathMeasurement]),
         leaves=known or LeafSwitches(words="No node has a label."),
     )
     found = judge(situation.rails, situation.found, leaf).found
@@ -83,14 +83,14 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
         "mode": mode,
         "probed_s": 1.2,
         "age_s": 33.0,
-        "coverage": len(roads) / max(nodes * (nodes - 1) * len(rails), 1),
+        "coverage": len(paths) / max(nodes * (nodes - 1) * len(rails), 1),
         "rails": cards,
-        "paths": roads,
+        "paths": paths,
         "findings": [
             {"kind": one.kind.value, "culprit": one.culprit, "sentence": one.sentence}
             for one in found
         ],
-        "plan": msgspec.to_builtins(plan_status(plan_roads(situation))),
+        "plan": msgspec.to_builtins(plan_status(plan_network(situation))),
         "is_applied": is_applied,
     }
 

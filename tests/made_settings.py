@@ -35,7 +35,7 @@ def changed(settings: MembershipSettings, **changes: Any) -> MembershipSettings:
     Args:
         settings: of several nodes.
         changes: sections, keys of nodes, restart and stop, fields of the node or of the settings;
-            `wishes`: the size; `has_checkpoints`: with a directory or without.
+            `cluster_size`: the size; `has_checkpoints`: with a directory or without.
     """
     for name, value in changes.items():
         settings = _changed(settings, name, value)
@@ -45,7 +45,7 @@ def changed(settings: MembershipSettings, **changes: Any) -> MembershipSettings:
 def _changed(settings: MembershipSettings, name: str, value: Any) -> MembershipSettings:
     profile, its_node = settings.profile, settings.node
     assert its_node is not None
-    if name == "wishes":
+    if name == "cluster_size":
         numbers = {key: getattr(value, key) for key in value.__struct_fields__}
         return replace(settings, node=replace(its_node, **numbers))
     if name == "has_checkpoints":

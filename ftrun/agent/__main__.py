@@ -11,11 +11,11 @@ import sys
 from ftrun.agent.launch.agent_start import begin
 
 if __name__ == "__main__":
-    begun = begin()
-    if begun is not None:
+    started = begin()
+    if started is not None:
         from ftrun.agent.agent_main import main
 
-        code = main(begun)
+        code = main(started)
         sys.stdout.flush()
         sys.stderr.flush()
         # With torch loaded, the interpreter's own teardown takes up to 0.7 s. It frees nothing that

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftrun.agent.launch.agent_start import Begun, set_thread_count
+from ftrun.agent.launch.agent_start import Started, set_thread_count
 from ftrun.agent.launch.process import ChildProcess
 from ftrun.agent.launch.warm_start import ZygoteClient
 from ftrun.agent.snapshots.retained_memory import (
@@ -35,21 +35,21 @@ from ftrun.records.snapshots import MemoryAdopted
 from ftrun.wire.run_environment import RunFolder
 
 
-def main(begun: Begun) -> int:
+def main(started: Started) -> int:
     folder = RunFolder(Path(sys.argv[1]))
     spec = msgspec.json.decode(folder.spec.read_bytes(), type=RunSpec)
     _set_up_logging(spec)
     folder.keep_mark.unlink(missing_ok=True)
     node_id = spec.nodes.node_id if spec.nodes is not None else ""
     journal = Journal(Path(spec.log_folder), node=node_id)
-    journal.write(AgentStarted(begun.is_forked))
-    smp = AgentSmpClient(folder, spec.profile.smp.orphan_s)
+    journal.write(AgentStarted(started.is_forked))
+    smp = AgentSmpClient(folder, spec.profile.smp.orphan_timeout_s)
     zygote: ZygoteClient | None = None
     preflight = None
-    keep_memory = False
+    retain_memory = False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
-        zygote = _zygote(spec, begun)
+        zygote = _zygote(spec, started)
         stub = StubClient()
         known = _take_over(smp, journal, spec)
         from ftrun.agent.observe.node_check import NodeCheck
@@ -59,7 +59,7 @@ def main(begun: Begun) -> int:
         from ftrun.agent.launcher import launch
 
         code = launch(spec, journal, smp, zygote, stub, kept=known, preflight=preflight)
-        keep_memory = _keep_what_was_resumed(code, folder, spec, smp)
+        retain_memory = _retain_resumed_memory(code, folder, spec, smp)
         return code
     except KeyboardInterrupt:  # before the run loop handles signals; usually during an import
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,35 +69,35 @@ def main(begun: Begun) -> int:
     except FtrunError as error:
         journal.write(ErrorRecord(str(error), type(error).__name__))
         sys.stderr.write(f"ftrun: {error}\n")
-        keep_memory = _keep_what_was_resumed(error.exit_code, folder, spec, smp)
+        retain_memory = _retain_resumed_memory(error.exit_code, folder, spec, smp)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the process loop: anything here is our bug
-        _tell_bug(error, spec, journal)
+        _report_bug(error, spec, journal)
         # The stub starts another agent, which continues with the memory that the SMP keeps.
         folder.crash_mark.touch()
-        keep_memory = True
+        retain_memory = True
         return InternalError.exit_code
     finally:
         if preflight is not None:
             preflight.close()
         if zygote is not None:
             zygote.close()
-        if not keep_memory:
+        if not retain_memory:
             smp.shutdown()
 
 
-def _zygote(spec: RunSpec, begun: Begun) -> ZygoteClient | None:
-    if begun.error is not None:
-        raise begun.error
+def _zygote(spec: RunSpec, started: Started) -> ZygoteClient | None:
+    if started.error is not None:
+        raise started.error
     os.chdir(spec.cwd)
     set_thread_count(spec.torchrun_argv)
     if spec.profile.start.mode != "warm":
         return None
     zygote = ZygoteClient(preload=spec.profile.start.preload)
-    if begun.zygote is None:
+    if started.zygote is None:
         zygote.start()
     else:
-        control, pid = begun.zygote
+        control, pid = started.zygote
         zygote.adopt(control, ChildProcess(pid, "zygote"))
     return zygote
 
@@ -109,7 +109,7 @@ def _set_up_logging(spec: RunSpec) -> None:
         logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
 
 
-def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
+def _report_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
     journal.write(InternalErrorRecord(traceback.format_exc()))
     traceback.print_exc()
     sys.stderr.write(
@@ -118,7 +118,7 @@ def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
     )
 
 
-def _keep_what_was_resumed(
+def _retain_resumed_memory(
     code: int, folder: RunFolder, spec: RunSpec, smp: AgentSmpClient
 ) -> bool:
     """Keep the memory after the run if it was adopted and this run has committed nothing.
@@ -129,7 +129,8 @@ def _keep_what_was_resumed(
         return False
     folder.keep_mark.touch()
     sys.stderr.write(
-        f"ftrun: the snapshots are intact and kept for {smp.orphan_s:.0f} s: fix the cause and "
+        f"ftrun: the snapshots are intact and kept for {smp.orphan_timeout_s:.0f} s: fix the cause "
+        "and "
         f"start again with --run-id {spec.run_id}, or free them with `ftrun stop {spec.run_id}`\n"
     )
     return True

@@ -56,7 +56,7 @@ class SignalHandlers(Protocol):
     def forget(self) -> None: ...
 
     @property
-    def is_end_wished(self) -> bool: ...
+    def is_end_requested(self) -> bool: ...
 
 
 @dataclass
@@ -104,8 +104,8 @@ class CommandExecutor:
             case commands.InstallGeneration():
                 self._install(command.plan)
             case commands.PersistPlan():
-                self.generations.keep_plan(command.plan, took_effect=command.took_effect)
-                self.control.tell(PlanPersisted(command.plan.edition))
+                self.generations.keep_plan(command.plan, is_chosen=command.is_chosen)
+                self.control.post(PlanPersisted(command.plan.configuration_id))
             case commands.StartRanks():
                 self._start_ranks()
             case commands.KillWorkers():
@@ -179,7 +179,7 @@ class CommandExecutor:
                 self.smp.abandon(generation, command.step)
 
     def _kill(self) -> None:
-        self.observer.look_at([])
+        self.observer.observe([])
         self._failed_s = self.noticed_s
         self.workers.kill()
         self._stopped_s = clock.now_s()
@@ -194,17 +194,17 @@ class CommandExecutor:
         text = reason or "the ranks that did not die of SIGKILL have ended"
         self.journal.write(RanksStuckRecord(text))
         _log.warning("%s", text)
-        self.control.tell(RanksStuck(reason))
+        self.control.post(RanksStuck(reason))
         self.report.send(is_urgent=True)
 
     def _quiesce(self, command: commands.Quiesce) -> None:
         if self.workers.alive():
-            self.journal.write(commands.KillWorkers(command.why))
+            self.journal.write(commands.KillWorkers(command.reason))
         self._kill()
         self.publishing.publish_status()
         self.generations.is_over = True
         holdings, store_port, smp_port = self.maintenance.holdings()
-        self.control.tell(Quiesced(command.generation, holdings, store_port, smp_port))
+        self.control.post(Quiesced(command.generation, holdings, store_port, smp_port))
 
     def _install(self, plan: GenerationPlan) -> None:
         assert self._agent is not None
@@ -219,7 +219,7 @@ class CommandExecutor:
             problem, code = str(error), error.exit_code
         pair = (restored.generation, restored.step) if restored is not None else None
         checkpoint, rejected = generations.checkpoint, generations.rejected
-        self.control.tell(
+        self.control.post(
             GenerationInstalled(plan.generation, pair, problem, checkpoint, rejected, code)
         )
 
@@ -228,11 +228,11 @@ class CommandExecutor:
         self.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
         self.signals.catch()  # torch has installed its own handlers
         self.maintenance.generation_started(clock.now_s())
-        self.observer.look_at(self.workers.handles)
-        if self.control.member.is_held:
-            self.workers.hold(True)
-            if not self.control.member.is_held:  # resumed by the other thread just now
-                self.workers.hold(False)
+        self.observer.observe(self.workers.handles)
+        if self.control.member.is_suspended:
+            self.workers.suspend(True)
+            if not self.control.member.is_suspended:  # resumed by the other thread just now
+                self.workers.suspend(False)
         self.report.send(is_urgent=True)
 
     def _end(self, command: commands.EndRun) -> None:
@@ -243,7 +243,7 @@ class CommandExecutor:
         self.publishing.before_end()
         self.signals.forget()
         if not command.goes_on:
-            self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_wished)
+            self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_requested)
         if command.exit_code != ExitCode.DONE:
             raise RunEnded(command)
         self.is_done = True

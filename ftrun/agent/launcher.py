@@ -56,7 +56,7 @@ _log = logging.getLogger("ftrun")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RetainedVersion:
     """What remains of the training after the run."""
 
     step: int
@@ -88,18 +88,21 @@ class Kept:
                 "  to resume    start the same command again",
             ]
         if self.checkpoint_step is None:
-            why = self.not_written or "no snapshot was committed yet"
-            return [*found, f"  kept         nothing in {self.directory}: {why}"]
+            reason = self.not_written or "no snapshot was committed yet"
+            return [*found, f"  kept         nothing in {self.directory}: {reason}"]
         found.append(f"  kept         step {self.checkpoint_step} in {self.directory}")
         if self.checkpoint_step < self.step:
-            why = self.not_written or "no later snapshot was committed"
+            reason = self.not_written or "no later snapshot was committed"
             found.append(f"               steps {self.checkpoint_step + 1} to {self.step} are not "
-                         f"kept: {why}")  # fmt: skip
+                         f"kept: {reason}")  # fmt: skip
         return [*found, "  to resume    start the same command again"]
 
 
 def final_block(
-    command: EndRun, spec: RunSpec, generations: GenerationRunner, kept: Kept | None = None
+    command: EndRun,
+    spec: RunSpec,
+    generations: GenerationRunner,
+    kept: RetainedVersion | None = None,
 ) -> str:
     """The text that the operator reads first, and often the only one.
 
@@ -168,35 +171,35 @@ def launch(
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
     _connect_smp(node, run)
-    run.onlookers = Observers(run)
+    run.observers = Observers(run)
     run.signals.catch()  # the stub forwards waiting signals as soon as the control server listens
     run.publish_status()
     loop = _loop(run)
     server = _control_server(run, loop.faults)
     server.start()
     if spec.profile.monitor.enabled:
-        run.eyes.start()
-    run.onlookers.start()
+        run.rank_observer.start()
+    run.observers.start()
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
     logs = os.path.abspath(args.log_dir)
     journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
     preflight.first()
-    node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
+    node.start(run.control_loop, run.rpc, run.workers, preflight, wake=run.wake)
     try:
         elastic.run(args, config, run.workers.starter, loop.drive)
     except RunEnded as ended:
-        _say_end(ended.command, spec, run)
+        _report_end(ended.command, spec, run)
         return int(ended.command.exit_code)
     finally:
         server.stop()
         if loop.faults is not None:
             loop.faults.close()
-        run.eyes.close()
-        run.onlookers.close()
+        run.rank_observer.close()
+        run.observers.close()
         preflight.close()
-        node.forget_secret(is_over=run.brain.leads and not loop.executor.has_left)
-        run.brain.close()
+        node.forget_secret(is_over=run.control_loop.leads and not loop.executor.has_left)
+        run.control_loop.close()
     journal.write(RunEndedRecord(0))
     return 0
 
@@ -210,12 +213,12 @@ class _Run:
     smp: AgentSmpClient
     workers: WorkerGroup
     generations: GenerationRunner
-    brain: ControlLoop
-    caretaker: Maintenance
-    desk: ClusterRpc | None
-    eyes: RankObserver
+    control_loop: ControlLoop
+    maintenance: Maintenance
+    rpc: ClusterRpc | None
+    rank_observer: RankObserver
     signals: RunSignals
-    onlookers: Observers = field(init=False)
+    observers: Observers = field(init=False)
     started_s: float = field(default_factory=clock.now_s)
 
     def wake(self) -> None:
@@ -224,29 +227,29 @@ class _Run:
 
     def publish_status(self) -> None:
         """Publish before a long operation, because nothing newer is published until it ends."""
-        self.onlookers.status.publish()
+        self.observers.status.publish()
 
     def send_lines(self) -> None:
-        if self.desk is not None:
-            self.desk.pass_lines_on(at_once=True)
+        if self.rpc is not None:
+            self.rpc.pass_lines_on(at_once=True)
 
     def before_end(self) -> None:
-        self.onlookers.at_end()
+        self.observers.at_end()
         self.send_lines()
 
     def observe(self, now_s: float) -> None:
-        self.onlookers.look(now_s)
-        if self.desk is not None:
-            self.desk.pass_lines_on()
+        self.observers.poll(now_s)
+        if self.rpc is not None:
+            self.rpc.pass_lines_on()
 
 
 def _control_server(run: _Run, faults: FaultController | None) -> ControlServer:
     return ControlServer(
         run.spec,
         run.smp.folder.agent_socket,
-        status=run.onlookers.status.document,
+        status=run.observers.status.document,
         ask_stop=run.signals.ask_stop,
-        decided=run.desk.brain if run.desk is not None else None,
+        decided=run.rpc.control_loop if run.rpc is not None else None,
         faults=faults,
     )
 
@@ -256,7 +259,7 @@ def _connect_smp(node: LocalNode, run: _Run) -> None:
 
     The latter may have closed the connection while this agent imported torch.
     """
-    smp, maintenance = run.smp, run.caretaker
+    smp, maintenance = run.smp, run.maintenance
     is_new = smp.child is not None
     try:
         if is_new:
@@ -304,7 +307,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     generations = GenerationRunner(
         spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
     )
-    caretaker = Maintenance(
+    maintenance = Maintenance(
         spec,
         journal=journal,
         smp=smp,
@@ -314,7 +317,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         generations=generations,
         when_smp_is_up=lambda: node.introduce(smp),
     )
-    brain = node.brain(kept)
+    control_loop = node.control_loop(kept)
     # Each node has its own journal. The merged journal is next to them, on the leader.
     merged = Path(spec.log_folder).parent
     return _Run(
@@ -323,51 +326,51 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         smp,
         workers,
         generations,
-        brain,
-        caretaker,
-        desk=None if node.is_alone else ClusterRpc(brain, journal, merged),
-        eyes=RankObserver(workers.unused_fds, spec.profile.hang),
+        control_loop,
+        maintenance,
+        rpc=None if node.is_alone else ClusterRpc(control_loop, journal, merged),
+        rank_observer=RankObserver(workers.unused_fds, spec.profile.hang),
         signals=RunSignals(spec, journal=journal, workers=workers),
     )
 
 
 def _loop(run: _Run) -> RunLoop:
     report = NodeReporter(
-        run.brain.tell,
+        run.control_loop.post,
         run.journal,
         run.workers,
         run.generations,
-        run.caretaker,
+        run.maintenance,
         run.smp,
-        run.eyes,
+        run.rank_observer,
         run.signals,
-        is_cluster=run.desk is not None,
+        is_cluster=run.rpc is not None,
     )
     executor = CommandExecutor(
         run.journal,
-        run.brain,
+        run.control_loop,
         run.workers,
         run.generations,
-        run.caretaker,
+        run.maintenance,
         run.smp,
-        run.eyes,
+        run.rank_observer,
         report,
         run.signals,
         run,
     )
     faults = _faults(run) if run.spec.allow_faults else None
-    if run.desk is not None:
-        run.desk.faults = faults
-    finished = FinishedWatch(run.spec, run.brain)
+    if run.rpc is not None:
+        run.rpc.faults = faults
+    finished = FinishedWatch(run.spec, run.control_loop)
     return RunLoop(
-        run.brain,
+        run.control_loop,
         executor,
         run.signals,
         report,
-        run.caretaker,
+        run.maintenance,
         run.workers,
         faults,
-        observers=[lambda now_s: finished.look(now_s=now_s), run.observe],
+        observers=[lambda now_s: finished.poll(now_s=now_s), run.observe],
     )
 
 
@@ -375,9 +378,11 @@ def _faults(run: _Run) -> FaultController:
     return FaultController(
         run.spec,
         journal=run.journal,
-        control=run.brain,
+        control=run.control_loop,
         workers=run.workers,
-        injectors=FaultInjectors(run.spec, control=run.brain, workers=run.workers, smp=run.smp),
+        injectors=FaultInjectors(
+            run.spec, control=run.control_loop, workers=run.workers, smp=run.smp
+        ),
         wake=run.wake,
         send_lines=run.send_lines,
     )
@@ -385,11 +390,11 @@ def _faults(run: _Run) -> FaultController:
 
 def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
     """Keep the zygote if this version of torch is known to fork safely; else close it."""
-    why = unknown_torch(torch.__version__)
-    if zygote is None or not why:
+    reason = unknown_torch(torch.__version__)
+    if zygote is None or not reason:
         return zygote
-    _log.warning("%s", why)
-    journal.write(FreshStartUsed(why))
+    _log.warning("%s", reason)
+    journal.write(FreshStartUsed(reason))
     zygote.close()
     return None
 
@@ -409,7 +414,7 @@ def _is_given(args: Namespace) -> bool:
     return bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
 
 
-def _say_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
+def _report_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
     run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
@@ -421,7 +426,7 @@ def _say_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
     sys.stderr.flush()
 
 
-def _kept(command: EndRun, spec: RunSpec, run: _Run) -> Kept | None:
+def _kept(command: EndRun, spec: RunSpec, run: _Run) -> RetainedVersion | None:
     is_stop = command.exit_code > 128 and command.cause is None and not command.goes_on
     # An agent that was started only to end the run has no ranks. The slots of its ranks show which
     # step they had reached.
@@ -430,10 +435,10 @@ def _kept(command: EndRun, spec: RunSpec, run: _Run) -> Kept | None:
     if not is_stop or not (progress.attached or held is not None):
         return None
     directory, written = spec.checkpoint_directory, run.smp.last_checkpoint
-    return Kept(
+    return RetainedVersion(
         step=max(progress.step, held or 0),
         directory=None if directory is None else without_password(directory),
         checkpoint_step=None if written is None else written.step,
-        not_written=run.caretaker.not_written,
+        not_written=run.maintenance.not_written,
         part_step=None if run.smp.last_part is None else run.smp.last_part.step,
     )

@@ -94,7 +94,7 @@ class RunSignals:
             self._wake_read.recv(4096)
 
     @property
-    def is_end_wished(self) -> bool:
+    def is_end_requested(self) -> bool:
         """Whether a pending signal is not for the ranks."""
         return not all(self._is_for_ranks(number) for number in self._signals)
 
@@ -126,7 +126,7 @@ class RunSignals:
             self._stop_asked(number, f"{name} to ftrun")
 
     def _is_for_ranks(self, number: int) -> bool:
-        name, forward = signal_name(number), self._spec.profile.stop.forward
+        name, forward = signal_name(number), self._spec.profile.stop.forward_signals
         return name in forward or name.removeprefix("SIG") in forward or number == signal.SIGUSR2
 
     def _stop_asked(self, number: int, by: str) -> None:
@@ -168,16 +168,16 @@ class RunLoop:
 
     def _turn_until_done(self) -> None:
         while not self.executor.is_done:
-            self.control.passing()
+            self.control.tick()
             self.executor.execute_queued()
             if self.executor.is_done:
                 return
             self._wait()
             if self.faults is not None:
-                self.faults.look()
+                self.faults.poll()
             self._collect()
             self.executor.repeat_unconfirmed()
-            self.maintenance.look_after(clock.now_s())
+            self.maintenance.check_processes(clock.now_s())
             for observe in self.observers:
                 observe(clock.now_s())
 

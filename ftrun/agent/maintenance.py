@@ -21,7 +21,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal
-from ftrun.monitor.worker_exits import end_in_words
+from ftrun.monitor.worker_exits import exit_text
 from ftrun.records.run import RankWithoutProgress
 from ftrun.records.snapshots import (
     CheckpointFailedRecord,
@@ -76,24 +76,24 @@ class Maintenance:
         self._checkpoint_due_s = clock.now_s() + spec.profile.checkpoint.every_s
         self._checkpoints_seen = 0
         self._refill_due_s: float | None = None
-        self._silent_ranks: set[int] = set()
+        self._stalled_ranks: set[int] = set()
         self._restarts = ComponentRestarts()
 
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = now_s + REFILL_AFTER_S
-        self._silent_ranks.clear()
+        self._stalled_ranks.clear()
 
-    def look_after(self, now_s: float) -> None:
+    def check_processes(self, now_s: float) -> None:
         monitor = self._spec.profile.monitor
-        self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
+        self._workers.kill_long_stopped(now_s, monitor.frozen_kill_after_s)
         self._generations.measure()
         self._generations.keep_arenas()
-        self._generations.repeats.look()
-        self._report_silence(now_s, monitor.silence_report_s)
+        self._generations.repeats.poll()
+        self._report_no_progress(now_s, monitor.no_progress_report_after_s)
         self._refill(now_s)
         self._checkpoint(now_s)
         if self._bring_up_smp():
-            self._generations.tell_new_smp()
+            self._generations.configure_new_smp()
 
     def end(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
         """Write the committed state and the record of the end, if there is a checkpoint directory.
@@ -126,7 +126,7 @@ class Maintenance:
                     self._write_last_part(versions, limit_s, is_cancelled)
         except PeerError as error:
             self._smp.refused = str(error)
-        self._tell_checkpoint()
+        self._report_checkpoint()
 
     def _last_versions(self) -> list[Version]:
         """The versions that the last checkpoint may be made of, the best first.
@@ -221,9 +221,9 @@ class Maintenance:
                 self._smp.begin_checkpoint(directory, settings, life=self._generations.life)
             except PeerError as error:
                 self._journal.write(CheckpointFailedRecord(str(error)))
-        self._tell_checkpoint()
+        self._report_checkpoint()
 
-    def _tell_checkpoint(self) -> None:
+    def _report_checkpoint(self) -> None:
         written = self._smp.last_checkpoint
         if self._smp.refused:
             self._journal.write(CheckpointFailedRecord(self._smp.refused))
@@ -242,21 +242,21 @@ class Maintenance:
                 )
             )
 
-    def _report_silence(self, now_s: float, limit_s: float) -> None:
-        for place in self._workers.places:
-            beat_ns = place.page.get(HeartbeatField.BEAT_NS)
-            if not beat_ns:
+    def _report_no_progress(self, now_s: float, limit_s: float) -> None:
+        for slot in self._workers.slots:
+            heartbeat_ns = slot.page.get(HeartbeatField.HEARTBEAT_NS)
+            if not heartbeat_ns:
                 continue  # no step yet: importing, compiling, loading data
-            silent_s = now_s - beat_ns / 1e9
-            if silent_s <= limit_s:
-                self._silent_ranks.discard(place.rank)
-            elif place.rank not in self._silent_ranks:
-                self._silent_ranks.add(place.rank)
+            unresponsive_s = now_s - heartbeat_ns / 1e9
+            if unresponsive_s <= limit_s:
+                self._stalled_ranks.discard(slot.rank)
+            elif slot.rank not in self._stalled_ranks:
+                self._stalled_ranks.add(slot.rank)
                 text = (
-                    f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
-                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})"
+                    f"rank {slot.rank} silent for {unresponsive_s:.0f} s (reported after "
+                    f"{limit_s:.0f} s, phase {slot.page.phase or 'train'})"
                 )
-                self._journal.write(RankWithoutProgress(text, place.rank))
+                self._journal.write(RankWithoutProgress(text, slot.rank))
 
     # --- exits of zygote and SMP ------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Maintenance:
         smp, found = self._smp, list[events.PartEvent]()
         zygote = self._zygote_child()
         if zygote is not None and zygote.status is None and zygote.reap():
-            found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.ended_with)}"))
+            found.append(events.ZygoteExited(f"the zygote {exit_text(zygote.ended_with)}"))
         try:
             smp.collect()
         except PeerError:
@@ -305,7 +305,7 @@ class Maintenance:
         child = smp.child
         if child is not None and child.status is None and child.reap():
             smp.lost()
-            found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
+            found.append(events.SmpExited(f"the SMP {exit_text(child.ended_with)}"))
         return found
 
     def _zygote_child(self) -> ChildProcess | None:

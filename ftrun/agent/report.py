@@ -37,7 +37,7 @@ class ReceivedSignals(Protocol):
 class NodeReporter:
     """Reports the state of one node to the leader."""
 
-    tell: Callable[[NodeReported], None]
+    report: Callable[[NodeReported], None]
     journal: Journal
     workers: WorkerGroup
     generations: GenerationRunner
@@ -72,18 +72,18 @@ class NodeReporter:
     def collect_notices(self) -> None:
         for text in self.troubles.take(self.observer.troubles, now_s=clock.now_s()):
             self.journal.write(DeviceError(text))
-        for notice in self.smp.take_notices():
+        for notice in self.smp.drain_notices():
             nodes, ranks = tuple(notice.nodes), tuple(notice.ranks)
-            self.journal.write(OF_NOTICE[notice.kind](notice.why, nodes, ranks))
+            self.journal.write(OF_NOTICE[notice.kind](notice.reason, nodes, ranks))
             if notice.kind == "replicas_differ":
-                self._differs = (notice.why, ranks)
+                self._differs = (notice.reason, ranks)
 
     def send(self, *, is_urgent: bool) -> None:
         """Report the state of this node; at once if it needs a reaction."""
-        beat = self._heartbeat(clock.now_s())
-        is_urgent |= _what_matters(beat) != _what_matters(self._last)
-        self._last = beat
-        self.tell(NodeReported(beat, is_urgent))
+        heartbeat = self._heartbeat(clock.now_s())
+        is_urgent |= _what_matters(heartbeat) != _what_matters(self._last)
+        self._last = heartbeat
+        self.report(NodeReported(heartbeat, is_urgent))
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         workers, smp, generations = self.workers, self.smp, self.generations
@@ -94,7 +94,7 @@ class NodeReporter:
         runs = bool(workers.handles) and generations.is_member
         return Heartbeat(
             generation=generations.number if runs else -1,
-            state="held" if workers.is_held else "running" if workers.alive() else "idle",
+            state="held" if workers.is_suspended else "running" if workers.alive() else "idle",
             step=progress.step,
             steps_here=progress.steps_here,
             attached=progress.attached,
@@ -104,7 +104,7 @@ class NodeReporter:
             sealed=sealed,
             committed=workers.committed(),
             at_boundary=workers.awaits_boundary and workers.all_at_boundary(),
-            wished_every=workers.wished_every(),
+            requested_every=workers.requested_every(),
             stops=self.signals.stops,
             stop_signal=self.signals.stop_signal,
             leaves=self.signals.leaves,
@@ -113,7 +113,7 @@ class NodeReporter:
             problem=smp.restore_failed,
             problem_is_link=smp.restore_lost_links,
             unreachable=smp.unreachable,
-            unprotected=self.maintenance.smp_given_up or smp.survives_why,
+            unprotected=self.maintenance.smp_given_up or smp.unprotected_reason,
             ranks=workers.reports(now_s),
             p99_s=self.observer.p99_s,
             views=self.observer.views,
@@ -133,18 +133,18 @@ class NodeReporter:
         return (ready.generation, ready.step) if ready is not None else None
 
 
-def _what_matters(beat: Heartbeat) -> tuple[object, ...]:
+def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
     """Fields that the leader needs at once when they change; the rest waits for a heartbeat."""
     return (
-        beat.generation,
-        beat.state,
-        len(beat.exits),
-        beat.ready,
-        beat.abandoned_step,
-        beat.at_boundary,
-        beat.stops,
-        beat.leaves,
-        beat.problem,
-        beat.smp_port,
-        beat.restart is None,
+        heartbeat.generation,
+        heartbeat.state,
+        len(heartbeat.exits),
+        heartbeat.ready,
+        heartbeat.abandoned_step,
+        heartbeat.at_boundary,
+        heartbeat.stops,
+        heartbeat.leaves,
+        heartbeat.problem,
+        heartbeat.smp_port,
+        heartbeat.restart is None,
     )

@@ -50,7 +50,7 @@ class FoundRun:
         return _connect(self.folder, self.folder.smp_socket, "the SMP")
 
 
-def look_at(folder: RunFolder) -> FoundRun:
+def inspect_run(folder: RunFolder) -> FoundRun:
     stub_pid = _lock_owner(folder)
     if stub_pid is not None:
         life = RunLiveness.RUNNING if answers(folder.agent_socket) else RunLiveness.STARTING
@@ -102,7 +102,7 @@ def choose(name: str | None, *, command: str) -> FoundRun:
     if name is not None:
         run_id, at, node_id = name.partition("@")
         wanted = run_folder(check_run_id(run_id), check_run_id(node_id) if at else None)
-        exact = look_at(wanted)
+        exact = inspect_run(wanted)
         if exact.life is not RunLiveness.GONE:
             return exact
     # Only now, because a dead run costs a search through all processes of this machine.
@@ -121,7 +121,7 @@ def choose(name: str | None, *, command: str) -> FoundRun:
 
 
 def _alive() -> list[FoundRun]:
-    found = [look_at(folder) for folder in all_run_folders()]
+    found = [inspect_run(folder) for folder in all_run_folders()]
     return [run for run in found if run.life is not RunLiveness.GONE]
 
 

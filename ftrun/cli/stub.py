@@ -62,7 +62,7 @@ _READY_CHECK_S = 0.05
 SHUTDOWN_S = 5.0
 _RESERVE_ANSWER_S = 5.0
 """A fork takes 20 ms, so that a slower reserve is stopped or starved."""
-_OLD_RANKS_WAIT_S = 30.0
+_PREVIOUS_RANKS_WAIT_S = 30.0
 """The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
 
 
@@ -145,14 +145,14 @@ class Stub:
         """An SMP existed before this stub started an agent."""
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._kept: list[int] = []
+        self._retained_fds: list[int] = []
         self._reserve = ReserveLink()
         self._is_forked = False
         """The current agent is a fork of the reserve."""
 
     @property
     def _may_hold_memory(self) -> bool:
-        return bool(self._kept) or self._found_memory
+        return bool(self._retained_fds) or self._found_memory
 
     def run(self) -> int:
         self._prepare()
@@ -178,7 +178,7 @@ class Stub:
         self._folder.agent_socket.unlink(missing_ok=True)
         self._folder.crash_mark.unlink(missing_ok=True)
         self._starts_s.append(clock.now_s())
-        self._take_what_to_keep()
+        self._take_state_to_retain()
         variables = {
             process_tree.MARK: process_tree.mark_of(self._folder.path),
             INCARNATION: str(self._incarnation),
@@ -186,7 +186,7 @@ class Stub:
             AGENT_LOST_S: str(self._lost_s),
             STUCK_PIDS: encode_numbers(self._stuck_pids),
         }
-        fds = [self._keep_there.fileno(), *self._kept]
+        fds = [self._keep_there.fileno(), *self._retained_fds]
         forked = self._reserve.fork_agent(str(self._folder.path), variables, fds)
         self._is_forked = forked is not None
         self._agent = self._spawn_agent(variables) if forked is None else forked
@@ -199,10 +199,10 @@ class Stub:
                 **os.environ,
                 **variables,
                 STUB_SOCKET: str(self._keep_there.fileno()),
-                RETAINED_FDS: encode_numbers(self._kept),
+                RETAINED_FDS: encode_numbers(self._retained_fds),
                 RESERVE_SOCKET: str(for_reserve.fileno()),
             }
-            inherited = [*self._kept, self._keep_there.fileno(), for_reserve.fileno()]
+            inherited = [*self._retained_fds, self._keep_there.fileno(), for_reserve.fileno()]
             for fd in inherited:
                 os.set_inheritable(fd, True)
             # SIGINT is blocked until the agent can handle it; an earlier one would print a
@@ -214,20 +214,20 @@ class Stub:
                 os.set_inheritable(fd, False)
         return pid
 
-    def _take_what_to_keep(self) -> None:
+    def _take_state_to_retain(self) -> None:
         """Keeps only the newest descriptors from the agent, its own state first (Rule 4)."""
         self._keep_here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
                 _, fds, _, _ = socket.recv_fds(self._keep_here, 1, MAX_FDS)
-                for fd in self._kept:
+                for fd in self._retained_fds:
                     os.close(fd)
-                self._kept = list(fds)
+                self._retained_fds = list(fds)
 
     def _turn(self, *, timeout_s: float | None) -> None:
         watched: list[int] = [self._read_fd, self._keep_here.fileno()]
         select.select(watched, [], [], timeout_s)
-        self._take_what_to_keep()
+        self._take_state_to_retain()
         numbers = b""
         with contextlib.suppress(BlockingIOError):
             numbers = os.read(self._read_fd, 4096)
@@ -269,12 +269,12 @@ class Stub:
         is_its_fault = self._is_forked and code != -signal.SIGKILL
         if is_its_fault and self._starts_s and now_s - self._starts_s[-1] < TRUSTED_AFTER_S:
             self._reserve.end()
-        _say(f"ftrun: the agent {how}; starting another, {self._what_for()}")
+        _report(f"ftrun: the agent {how}; starting another, {self._what_for()}")
         self._stuck_pids = process_tree.end_children(  # Rule 6
-            term_first=False, spare=process_tree.LASTING, kill_s=_OLD_RANKS_WAIT_S
+            term_first=False, spare=process_tree.PERSISTENT, kill_s=_PREVIOUS_RANKS_WAIT_S
         )
         for pid in self._stuck_pids:
-            _say(f"ftrun: {process_tree.explain_stuck(pid)}")
+            _report(f"ftrun: {process_tree.explain_stuck(pid)}")
         self._pause(pause_s(len(self._starts_s)))
         if self._asked is not None:
             if not self._may_hold_memory:
@@ -285,14 +285,14 @@ class Stub:
         return None
 
     def _give_up(self, how: str) -> int:
-        _say(
+        _report(
             f"Error: ftrun's agent {how}, for the {len(self._starts_s)}th time within "
             f"{AGENT_WINDOW_S / 60:.0f} minutes; the run ends. If this machine kills it for lack "
             "of memory (see dmesg), give it more; else please report this"
         )
         if self._may_hold_memory and self._folder.smp_socket.exists():
             self._folder.keep_mark.touch()
-            _say(
+            _report(
                 "ftrun: the SMP keeps the snapshots for a while: start the same command again with "
                 f"--run-id {self._folder.run_id}, or free them with ftrun stop {self._folder.name}"
             )
@@ -389,7 +389,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 

@@ -143,7 +143,7 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.profile.nodes
 
     @property
-    def wishes(self) -> ClusterSize:
+    def cluster_size(self) -> ClusterSize:
         return self.node.size if self.node is not None else ClusterSize(1, 1, 0)
 
     @property

@@ -35,7 +35,7 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
     overhead_budget: Annotated[
         float, Meta(gt=0, le=1, description="part of the step time that auto may spend")
     ] = 0.02
-    commit_wait_s: Annotated[
+    commit_timeout_s: Annotated[
         float,
         Meta(
             ge=0,
@@ -43,7 +43,7 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
             description="longest wait at a boundary for slower ranks to seal the last snapshot",
         ),
     ] = 2.0
-    proof_first: Annotated[
+    verify_first: Annotated[
         int,
         Meta(
             ge=0,
@@ -51,7 +51,7 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
             "compared by digest",
         ),
     ] = 3
-    proof_every: Annotated[
+    verify_every: Annotated[
         int, Meta(ge=1, description="one in this number of later snapshots is verified")
     ] = 100
 
@@ -74,14 +74,14 @@ class RestartConfig(_Section, frozen=True, kw_only=True):
 
     budget: Annotated[int, Meta(ge=0, description="restarts allowed within window_s")] = 20
     window_s: Annotated[float, Meta(gt=0, description="length of the sliding window")] = 3600.0
-    backoff_first_s: Annotated[
+    backoff_initial_s: Annotated[
         float,
         Meta(
             ge=0,
             description="pause before the second restart in a row without progress; it doubles",
         ),
     ] = 1.0
-    backoff_limit_s: Annotated[float, Meta(ge=0, description="longest pause")] = 60.0
+    backoff_max_s: Annotated[float, Meta(ge=0, description="longest pause")] = 60.0
     same_cause_limit: Annotated[
         int,
         Meta(
@@ -99,14 +99,14 @@ class StopConfig(_Section, frozen=True, kw_only=True):
         float,
         Meta(gt=0, description="time from the first signal to SIGKILL of the remaining processes"),
     ] = 30.0
-    boundary_wait_s: Annotated[
+    final_snapshot_timeout_s: Annotated[
         float,
         Meta(
             ge=0,
             description="part of it to reach a boundary for a last snapshot; 0: none is taken",
         ),
     ] = 10.0
-    forward: Annotated[
+    forward_signals: Annotated[
         list[str],
         Meta(description="signals that are passed to the ranks instead, such as [SIGUSR1]"),
     ] = field(default_factory=list)
@@ -122,11 +122,11 @@ class MonitorConfig(_Section, frozen=True, kw_only=True):
             "is named, and a hang is not detected"
         ),
     ] = True
-    stopped_kill_s: Annotated[
+    frozen_kill_after_s: Annotated[
         float,
         Meta(gt=0, description="a rank stopped (SIGSTOP) for this time is killed and replaced"),
     ] = 5.0
-    silence_report_s: Annotated[
+    no_progress_report_after_s: Annotated[
         float,
         Meta(gt=0, description="a rank without a step for this time is reported in the journal"),
     ] = 60.0
@@ -135,7 +135,7 @@ class MonitorConfig(_Section, frozen=True, kw_only=True):
 class HangConfig(_Section, frozen=True, kw_only=True):
     """Detection of a run that makes no steps. Both limits grow with the run's own step time."""
 
-    suspect_s: Annotated[
+    suspect_after_s: Annotated[
         float,
         Meta(
             gt=0,
@@ -143,7 +143,7 @@ class HangConfig(_Section, frozen=True, kw_only=True):
             "before it is over",
         ),
     ] = 10.0
-    suspect_factor: Annotated[
+    suspect_p99_factor: Annotated[
         float,
         Meta(ge=1, description="not before this multiple of the p99 of the run's step time"),
     ] = 3.0
@@ -155,11 +155,11 @@ class HangConfig(_Section, frozen=True, kw_only=True):
             "killed after this time",
         ),
     ] = 120.0
-    kill_factor: Annotated[
+    kill_p99_factor: Annotated[
         float,
         Meta(ge=1, description="not before this multiple of the p99 of the run's step time"),
     ] = 10.0
-    phase_limit_s: Annotated[
+    phase_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
@@ -167,12 +167,12 @@ class HangConfig(_Section, frozen=True, kw_only=True):
             "loops, saving, compiling, waiting for data",
         ),
     ] = 1800.0
-    still_s: Annotated[
+    no_activity_s: Annotated[
         float,
         Meta(
             gt=0,
             description="proof of a hang: other ranks wait for a rank that has not moved for this "
-            "time; it is killed when suspect_s is over",
+            "time; it is killed when suspect_after_s is over",
         ),
     ] = 3.0
     action: Annotated[
@@ -232,14 +232,14 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
     keep: Annotated[
         int, Meta(ge=1, description="number of checkpoints that stay, the newest included")
     ] = 2
-    keep_s: Annotated[
+    max_age_s: Annotated[
         float,
         Meta(
             ge=0,
             description="checkpoints older than this go as well, never the newest; 0: no age limit",
         ),
     ] = 0.0
-    bytes_per_s: Annotated[
+    max_bytes_per_s: Annotated[
         float,
         Meta(
             ge=0,
@@ -247,7 +247,7 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
             "run is written without a limit",
         ),
     ] = 0.0
-    stream_wait_s: Annotated[
+    live_capture_timeout_s: Annotated[
         float,
         Meta(
             ge=0,
@@ -260,7 +260,7 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
 class SmpConfig(_Section, frozen=True, kw_only=True):
     """The snapshot management process."""
 
-    orphan_s: Annotated[
+    orphan_timeout_s: Annotated[
         float, Meta(gt=0, description="how long memory is retained after the agent ended")
     ] = 600.0
 
@@ -268,13 +268,13 @@ class SmpConfig(_Section, frozen=True, kw_only=True):
 class NodesConfig(_Section, frozen=True, kw_only=True):
     """A run over several nodes: failure detection, and how long nodes wait for each other."""
 
-    heartbeat_s: Annotated[
+    heartbeat_interval_s: Annotated[
         float, Meta(gt=0, le=60, description="time between two heartbeats of a node")
     ] = 0.5
-    deadline_s: Annotated[
+    failure_timeout_s: Annotated[
         float, Meta(gt=0, description="a node without a heartbeat for this time counts as lost")
     ] = 3.0
-    stop_cut_off_s: Annotated[
+    self_fencing_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
@@ -282,21 +282,21 @@ class NodesConfig(_Section, frozen=True, kw_only=True):
             "heartbeat_s, below deadline_s",
         ),
     ] = 2.0
-    pause_limit_s: Annotated[
+    pause_timeout_s: Annotated[
         float, Meta(gt=0, description="too few nodes for this time end the run with 76")
     ] = 900.0
-    join_wait_s: Annotated[
+    join_timeout_s: Annotated[
         float,
         Meta(gt=0, description="how long a start waits for all nodes (torchrun's join_timeout)"),
     ] = 600.0
-    settle_s: Annotated[
+    last_call_timeout_s: Annotated[
         float,
         Meta(
             ge=0,
             description="with --nnodes MIN:MAX: wait this time for more nodes when MIN are there",
         ),
     ] = 5.0
-    failures_per_hour: Annotated[
+    max_failures_per_hour: Annotated[
         int,
         Meta(ge=1, description="a node with this many failures within an hour is excluded"),
     ] = 3
@@ -331,7 +331,7 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
     enabled: Annotated[
         bool, Meta(description="a node of a run over several checks itself before it runs ranks")
     ] = True
-    limit_s: Annotated[
+    timeout_s: Annotated[
         float,
         Meta(
             gt=0,
@@ -366,7 +366,7 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
     min_processes: Annotated[int, Meta(ge=0, description="processes that may still be started")] = (
         64
     )
-    warn_below: Annotated[
+    warn_below_median: Annotated[
         float,
         Meta(
             ge=0,
@@ -375,7 +375,7 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
             "reported",
         ),
     ] = 0.5
-    again_s: Annotated[
+    retry_max_s: Annotated[
         float,
         Meta(gt=0, description="longest time until an unfit node checks itself again"),
     ] = 60.0
@@ -393,7 +393,7 @@ class ErasureConfig(_Section, frozen=True, kw_only=True):
             extra={"wanted": "auto, none or K+M, such as 4+2"},
         ),
     ] = "auto"
-    small_state_bytes: Annotated[
+    mirror_max_bytes: Annotated[
         int,
         Meta(
             ge=0,
@@ -466,7 +466,7 @@ class Profile(_Section, frozen=True, kw_only=True):
     monitor: MonitorConfig = MonitorConfig()
     hang: HangConfig = HangConfig()
     slow: SlowConfig = SlowConfig()
-    numbers: NumericsConfig = NumericsConfig()
+    numerics: NumericsConfig = NumericsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     smp: SmpConfig = SmpConfig()
     nodes: NodesConfig = NodesConfig()

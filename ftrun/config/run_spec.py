@@ -67,5 +67,5 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def resume_path(self) -> str | None:
         """Absolute path or URL that `checkpoint.resume` names; None for `auto` and `never`."""
-        wish = self.profile.checkpoint.resume
-        return None if wish in ("auto", "never") else located(wish, cwd=self.cwd)
+        requested = self.profile.checkpoint.resume
+        return None if requested in ("auto", "never") else located(requested, cwd=self.cwd)

@@ -92,7 +92,7 @@ def check_counts(codec: Codec, data: Sequence[Buffer], parity: Sequence[Buffer])
         )
 
 
-def check_place(codec: Codec, position: int, parity_index: int) -> None:
+def check_position(codec: Codec, position: int, parity_index: int) -> None:
     if not (0 <= position < codec.k and 0 <= parity_index < codec.m):
         raise InternalError(
             f"data block {position} in parity block {parity_index}, in a stripe of "

@@ -113,16 +113,18 @@ def unpack(raw: Buffer, *, what: str = "a fragment") -> FragmentHeader:
     """Raises FragmentRefused if the header is truncated, zeroed, changed, or of another format."""
     view = memoryview(raw).cast("B")
     if len(view) != HEADER_BYTES:
-        raise FragmentRefused(what=what, why=f"a header of {len(view)} bytes, not {HEADER_BYTES}")
+        raise FragmentRefused(
+            what=what, reason=f"a header of {len(view)} bytes, not {HEADER_BYTES}"
+        )
     fields = view[: _FIELDS.size]
     magic, run, made_in, generation, step, group, stripe, index, num_bytes, digest = _FIELDS.unpack(
         fields
     )
     if magic != _MAGIC:
-        why = "its header is all zeros" if not any(view) else "its header is not of this format"
-        raise FragmentRefused(what=what, why=why)
+        reason = "its header is all zeros" if not any(view) else "its header is not of this format"
+        raise FragmentRefused(what=what, reason=reason)
     if _CHECK.unpack(view[_FIELDS.size :]) != (xxhash.xxh3_64_intdigest(fields),):
-        raise FragmentRefused(what=what, why="the digest of its header does not match")
+        raise FragmentRefused(what=what, reason="the digest of its header does not match")
     of = StripeId(run, version(generation, step), group, stripe)
     return FragmentHeader(of, Generation(made_in), index, BlockDigest(num_bytes, digest))
 
@@ -141,11 +143,11 @@ def check(
     """
     what = fragment.name(of)
     header = unpack(fragment.header, what=what)
-    why = _place_difference(header, fragment.index, of, generation)
+    reason = _place_difference(header, fragment.index, of, generation)
     # Hashing the bytes costs the most, so it comes last.
-    why = why or _bytes_difference(header.block, fragment.payload, known)
-    if why:
-        raise FragmentRefused(what=what, why=why)
+    reason = reason or _bytes_difference(header.block, fragment.payload, known)
+    if reason:
+        raise FragmentRefused(what=what, reason=reason)
     return header
 
 
@@ -201,10 +203,10 @@ class FragmentSet:
             return
         first, kept = places[fragment.index]
         if kept is not None and first == header.block:
-            raise FragmentRefused(what=fragment.name(of), why="the same one was received before")
+            raise FragmentRefused(what=fragment.name(of), reason="the same one was received before")
         places[fragment.index] = (first, None)
-        why = "two different ones were received for one place; neither is used"
-        raise FragmentRefused(what=fragment.name(of), why=why)
+        reason = "two different ones were received for one place; neither is used"
+        raise FragmentRefused(what=fragment.name(of), reason=reason)
 
     def of(self, stripe: StripeId) -> dict[int, Fragment]:
         places = self._stripes.get(stripe, {})

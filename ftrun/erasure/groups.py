@@ -95,7 +95,7 @@ def make_groups(
         return []
     count = _num_groups(len(nodes), data, parity)
     ordered = _by_domain(nodes, domains or {})
-    places = {node: place for place, node in enumerate(nodes)}
+    places = {node: position for position, node in enumerate(nodes)}
     # Round robin: the nodes of a domain follow each other, so two groups differ by at most one of
     # its nodes.
     return [

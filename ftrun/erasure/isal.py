@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 
-from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
+from ftrun.erasure.codec import Buffer, check_counts, check_position, check_shape, sources_of
 from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.errors import InternalError, NotSupportedHere
 
@@ -64,7 +64,7 @@ class IsalCodec:
     def update(
         self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
     ) -> None:
-        check_place(self, position, parity_index)
+        check_position(self, position, parity_index)
         with PinnedBuffers([data], [parity], may_be_shorter=True) as blocks:
             factor = self._factors[position, parity_index]
             (source,), (target,), (length,) = blocks.sources, blocks.targets, blocks.source_bytes

@@ -10,7 +10,7 @@ Rule 2: pyeclib accepts flipped bits, duplicates and blocks of two generations w
 
 from collections.abc import Mapping, Sequence
 
-from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
+from ftrun.erasure.codec import Buffer, check_counts, check_position, check_shape, sources_of
 from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.errors import NotSupportedHere
 
@@ -44,7 +44,7 @@ class PyeclibCodec:
     def update(
         self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
     ) -> None:
-        check_place(self, position, parity_index)
+        check_position(self, position, parity_index)
         with PinnedBuffers([data], [parity], may_be_shorter=True) as blocks:
             length = blocks.num_bytes
             # The code is linear: the contribution of a block is the parity of a stripe with it

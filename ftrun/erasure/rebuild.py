@@ -54,7 +54,7 @@ class RebuiltBlocks:
 
     used: tuple[int, ...]
     verified: frozenset[int]
-    set_aside: tuple[str, ...]
+    excluded: tuple[str, ...]
 
 
 def rebuild_stripe(
@@ -92,13 +92,13 @@ class StripeWork:
         self.result = RebuiltBlocks((), frozenset(), ())
         self._codec = codec
         self._facts = facts
-        self._wanted = {place: _bytes_of(one) for place, one in wanted.items()}
+        self._wanted = {position: _bytes_of(one) for position, one in wanted.items()}
         with PinnedBuffers([], [*wanted.values()]) as blocks:
             self._block_bytes = blocks.num_bytes
         self._good = FragmentSet()
         zeros = memoryview(bytes(self._block_bytes if facts.empty else 0))
         self._blocks = dict.fromkeys(facts.empty, zeros)
-        self._silent = {*range(codec.k + codec.m)} - facts.empty
+        self._unresponsive = {*range(codec.k + codec.m)} - facts.empty
         self._problems: list[str] = []
 
     def take(self, fragment: Fragment) -> bool:
@@ -107,18 +107,18 @@ class StripeWork:
 
     def accept(self, fragment: Fragment) -> bool:
         """Checks and stores a fragment; if it is rejected, records the reason and returns False."""
-        facts, place = self._facts, fragment.index
-        self._silent.discard(place)
+        facts, position = self._facts, fragment.index
+        self._unresponsive.discard(position)
         try:
             block = self._whole(fragment)
-            known = facts.known.get(place)
+            known = facts.known.get(position)
             self._good.add(fragment, facts.of, generation=facts.generation, known=known)
         except FragmentRefused as error:
             self._problems.append(str(error))
-            if place not in facts.empty and place not in self._good.of(facts.of):
-                self._blocks.pop(place, None)
+            if position not in facts.empty and position not in self._good.of(facts.of):
+                self._blocks.pop(position, None)
             return False
-        self._blocks[place] = block
+        self._blocks[position] = block
         return True
 
     def finish(self, newest: int | None) -> bool:
@@ -130,35 +130,37 @@ class StripeWork:
         lost = self._wanted.keys() - came
         if lost and not any(self._decode(used, sorted(lost)) for used in self._sets(newest)):
             return False
-        for place in came:
-            self._wanted[place][:] = self._blocks[place]
+        for position in came:
+            self._wanted[position][:] = self._blocks[position]
         verified = frozenset(self._wanted.keys() & self._facts.known.keys())
-        self.result = replace(self.result, verified=verified, set_aside=tuple(self._problems))
+        self.result = replace(self.result, verified=verified, excluded=tuple(self._problems))
         return True
 
     def refusal(self) -> StripeLost:
         """The error: available blocks, missing fragments, and reasons of rejections."""
         nodes = self._facts.nodes
-        silent = [f"no fragment from {nodes[i]} (place {i})" for i in sorted(self._silent)]
+        unresponsive = [
+            f"no fragment from {nodes[i]} (place {i})" for i in sorted(self._unresponsive)
+        ]
         return StripeLost(
             what=str(self._facts.of),
             have=[nodes[i] for i in sorted(self._blocks)],
             needed=self._codec.k,
-            problems=[*silent, *self._problems],
+            problems=[*unresponsive, *self._problems],
         )
 
     def _sets(self, newest: int | None) -> Iterator[tuple[int, ...]]:
         """Sets of k places that have not been tried yet."""
         if newest is None:
             return combinations(sorted(self._blocks), self._codec.k)
-        others = [place for place in sorted(self._blocks) if place != newest]
+        others = [position for position in sorted(self._blocks) if position != newest]
         further = ((*few, newest) for few in combinations(others, self._codec.k - 1))
         return islice(further, _MAX_TRIES)
 
     def _decode(self, used: tuple[int, ...], lost: list[int]) -> bool:
         """Writes the lost blocks; False if one does not match its known digest."""
-        have = {place: self._blocks[place] for place in used}
-        self._codec.rebuild(have, {place: self._wanted[place] for place in lost})
+        have = {position: self._blocks[position] for position in used}
+        self._codec.rebuild(have, {position: self._wanted[position] for position in lost})
         known = self._facts.known
         wrong = [i for i in lost if i in known and not _is(self._wanted[i], known[i])]
         if wrong:
@@ -175,10 +177,10 @@ class StripeWork:
         payload = _bytes_of(fragment.payload)
         lacking = self._block_bytes - len(payload)
         if lacking < 0 or fragment.index in self._facts.empty:
-            why = f"it has {len(payload)} bytes, more than a block of {self._block_bytes}"
+            reason = f"it has {len(payload)} bytes, more than a block of {self._block_bytes}"
             if lacking >= 0:
-                why = "its node has no block in this stripe"
-            raise FragmentRefused(what=fragment.name(self._facts.of), why=why)
+                reason = "its node has no block in this stripe"
+            raise FragmentRefused(what=fragment.name(self._facts.of), reason=reason)
         return memoryview(bytes(payload) + bytes(lacking)) if lacking else payload
 
 

@@ -113,14 +113,14 @@ class PreparedLoader(PrefetchingPosition):
         # Inside `steps()` the loop has begun already, and its random streams must continue.
         now = rng.take_all() if again is not None else None
 
-        def settled() -> None:
+        def resolved() -> None:
             if now is not None:
                 rng.put_back(now)
             after_start()
 
-        self.begin_pass(settled)
+        self.begin_pass(resolved)
         if again is not None and self.is_at_end:
-            self.settle()
+            self.resolve()
             return
         if callable(set_epoch := getattr(self.loader, "set_epoch", None)):
             set_epoch(self._pass if epoch is None else epoch)
@@ -128,14 +128,14 @@ class PreparedLoader(PrefetchingPosition):
         for _ in range(0 if again is None or self.is_indexed else self.trained_on):
             next(iterator, None)
         yield from self._rest(iterator)
-        self.settle()
+        self.resolve()
 
     def leave_out(self, count: int) -> None:
         self._to_leave_out = count
 
     def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
-            self.settle()
+            self.resolve()
             self.trained()
             if self._to_leave_out > 0:
                 self._to_leave_out -= 1

@@ -58,7 +58,7 @@ class FtrunCallback(Callback):
         self._named = named
         self._session: Session | None = None
         self._feed: PrefetchingPosition | None = None
-        self._has_begun = False
+        self._has_started = False
         self._has_trained = False
         self._is_first_pass = True
 
@@ -70,7 +70,7 @@ class FtrunCallback(Callback):
     # --- hooks, in the order in which Lightning calls them ---------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._has_begun:
+        if self._has_started:
             raise UsageError("FtrunCallback supports one fit() per run of ftrun")
         if reason := refusal(trainer.strategy):
             raise UsageError(f"FtrunCallback does not support {reason}")
@@ -86,7 +86,7 @@ class FtrunCallback(Callback):
             callbacks=CallbackStates(trainer, self),
             **self._named,
         )
-        self._has_begun = True
+        self._has_started = True
         if not is_run:
             session.close()  # attach() has checked the state
             return
@@ -114,7 +114,7 @@ class FtrunCallback(Callback):
         if self._session is None:
             return
         if self._feed is not None:
-            self._feed.settle()
+            self._feed.resolve()
         self._session.begin()
         if self._has_trained:
             self._session.step_done()

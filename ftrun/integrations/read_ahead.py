@@ -42,7 +42,7 @@ class PrefetchingPosition(DataPosition):
         self._asked = 0
         self._before: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
-        self._settled: Callable[[], None] | None = None
+        self._resolved: Callable[[], None] | None = None
         self._has_pass = False
         self._watch()
 
@@ -59,25 +59,25 @@ class PrefetchingPosition(DataPosition):
 
     # --- what the framework does ---------------------------------------------------------------
 
-    def begin_pass(self, settled: Callable[[], None], *, behind: int | None = None) -> None:
+    def begin_pass(self, resolved: Callable[[], None], *, behind: int | None = None) -> None:
         """Begins a pass or continues a restored one, before the framework creates an iterator.
 
         Args:
-            settled: called once, when the loader has reached the position of the snapshot.
+            resolved: called once, when the loader has reached the position of the snapshot.
             behind: number of batches that the framework itself skips, by its own count.
         """
         again, self._resume = self._resume, None
-        self._settled = settled
+        self._resolved = resolved
         self._resumed = again
         if again is None:
-            self._pass += self._has_begun
+            self._pass += self._has_started
             self._handed_out = 0
             self._started_with = self._random_states()
         elif again["started_with"] is not None:
             self._put_back(again["started_with"])
         if again is not None and behind is not None:
             self._handed_out = behind
-        self._has_begun = self._has_pass = True
+        self._has_started = self._has_pass = True
         self._asked = self._handed_out
         self._before = {}
 
@@ -86,12 +86,12 @@ class PrefetchingPosition(DataPosition):
         if self._pass == 0:
             self._put_back(self._begun_with)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Ends the catch-up, because the framework is about to train: all later batches are new."""
         self._resumed = None
-        settled, self._settled = self._settled, None
-        if settled is not None:
-            settled()
+        resolved, self._resolved = self._resolved, None
+        if resolved is not None:
+            resolved()
 
     def trained(self, batches: int = 1) -> None:
         self._handed_out += batches
@@ -122,12 +122,12 @@ class PrefetchingPosition(DataPosition):
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        self._has_begun = True
+        self._has_started = True
 
     def leave_out(self, count: int) -> None:
         if count:
             _log.warning(
-                "numbers.policy is skip-data, but the framework requests its batches by itself: "
+                "numerics.policy is skip-data, but the framework requests its batches by itself: "
                 "%d batches are repeated, not skipped",
                 count,
             )
@@ -159,7 +159,7 @@ class PrefetchingPosition(DataPosition):
 
     def _go_back_to(self, index: int, again: dict[str, Any]) -> None:
         if again.get("resized") or index >= again["asked"]:
-            self.settle()
+            self.resolve()
         elif index in again["before"]:
             rng.put_back(again["before"][index])
 

@@ -113,11 +113,11 @@ class FtrunCallback(TrainerCallback):
             return False
         self._feed.begin_pass(self._begin, behind=self._batches_done)
         # A copy of the loader that skips batches does not pass set_epoch() to its samplers.
-        told: Any = loader
-        while told is not None:
-            if callable(set_epoch := getattr(told, "set_epoch", None)):
+        reported: Any = loader
+        while reported is not None:
+            if callable(set_epoch := getattr(reported, "set_epoch", None)):
                 set_epoch(epoch)
-            told = getattr(told, "batch_sampler", None)
+            reported = getattr(reported, "batch_sampler", None)
         return True
 
     # --- hooks, in the order in which the Trainer calls them -------------------------------------
@@ -159,7 +159,7 @@ class FtrunCallback(TrainerCallback):
     ) -> None:
         if self._session is None or self._feed is None:
             return
-        self._feed.settle()
+        self._feed.resolve()
         self._session.phase("train")
         if state.global_step > self._session.step:
             self._session.step_done()

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 
 from ftrun.wire.cluster.generation import (
     WITNESS,
-    Edition,
+    ConfigurationId,
     GenerationPlan,
     Identity,
     NodeCard,
@@ -115,19 +115,19 @@ class VoterState:
         self.accepted = plan
         return True
 
-    def enrol(self, plan: GenerationPlan, lead: Identity) -> bool:
+    def adopt_voters(self, plan: GenerationPlan, leader: Identity) -> bool:
         """Returns whether this voter revision may be accepted from the leader of its generation.
 
         If so, it is the accepted plan.
         """
         accepted = self.accepted
-        if accepted is not None and accepted.edition >= plan.edition:
+        if accepted is not None and accepted.configuration_id >= plan.configuration_id:
             return accepted == plan
         # None: an earlier agent of this node has promised it, and accepted the plan.
-        is_bound = self.promised == plan.generation and self.proposer not in (None, lead)
+        is_bound = self.promised == plan.generation and self.proposer not in (None, leader)
         if is_bound or self.promised > plan.generation:
             return False
-        self.promised, self.proposer = plan.generation, lead
+        self.promised, self.proposer = plan.generation, leader
         self.accepted = plan
         return True
 
@@ -137,13 +137,13 @@ class Ballot:
     """One attempt to have a generation chosen, as its proposer sees it."""
 
     generation: int
-    why: str
-    base: Edition
+    reason: str
+    base: ConfigurationId
     """Configuration id of the newest plan known to be chosen; generation -1: none is."""
-    needs: dict[Edition, Electorate]
+    needs: dict[ConfigurationId, Electorate]
     """The voter sets whose majorities the ballot needs: that of the base, and those of plans that
     may have been chosen. Empty while no generation is known."""
-    void: frozenset[Edition] = frozenset()
+    void: frozenset[ConfigurationId] = frozenset()
     """Voter revisions that only this proposer could have had chosen, and has given up."""
     given_up: Sequence[GenerationPlan] = ()
     """Plans that this proposer announced and gave up. No other agent can have them chosen."""
@@ -163,10 +163,10 @@ class Ballot:
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
         effective, accepted = promise.effective, promise.accepted
-        if effective is not None and effective.edition > self.base:
+        if effective is not None and effective.configuration_id > self.base:
             # A newer base: its voters decide, and voters of older configurations no longer count.
-            self.base = effective.edition
-            self.needs[effective.edition] = electorate_of(effective)
+            self.base = effective.configuration_id
+            self.needs[effective.configuration_id] = electorate_of(effective)
         if accepted is not None:
             self.mind(accepted)
         self._leave_out_older()
@@ -179,19 +179,19 @@ class Ballot:
             self._leave_out_older()
 
     def _leave_out_older(self) -> None:
-        self.needs = {at: who for at, who in self.needs.items() if at >= self.base}
+        self.needs = {at: identity for at, identity in self.needs.items() if at >= self.base}
 
     def mind(self, plan: GenerationPlan) -> None:
         """Records that this plan, or one in its `decided_by`, may have been chosen."""
-        if plan.edition not in self.void and plan not in self.given_up:
-            self.needs[plan.edition] = electorate_of(plan)
+        if plan.configuration_id not in self.void and plan not in self.given_up:
+            self.needs[plan.configuration_id] = electorate_of(plan)
         for voters in plan.decided_by:
-            self.needs.setdefault(voters.edition, frozenset(voters.who))
+            self.needs.setdefault(voters.configuration_id, frozenset(voters.identities))
 
     def newest_plan(self) -> GenerationPlan | None:
         found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
         found += [self.remembered] if self.remembered is not None else []
-        return max(found, key=lambda plan: plan.edition, default=None)
+        return max(found, key=lambda plan: plan.configuration_id, default=None)
 
     def decided_by(self) -> list[VoterSet]:
         """The voter sets whose majorities are needed.
@@ -200,7 +200,10 @@ class Ballot:
         """
         first = {(-1, 0): electorate(has.card for has in self.promises.values())}
         needs = sorted((self.needs or first).items())
-        return [VoterSet(generation, sorted(who), roster) for (generation, roster), who in needs]
+        return [
+            VoterSet(generation, sorted(identity), voter_revision)
+            for (generation, voter_revision), identity in needs
+        ]
 
     def shortage(self) -> str:
         if self.needs_witness and not self.witness:
@@ -216,7 +219,9 @@ class Ballot:
 
     def announce(self, plan: GenerationPlan) -> None:
         self.plan = plan
-        self.needs = {voters.edition: frozenset(voters.who) for voters in plan.decided_by}
+        self.needs = {
+            voters.configuration_id: frozenset(voters.identities) for voters in plan.decided_by
+        }
 
     def is_promised(self) -> bool:
         if self.needs_witness and not self.witness:
@@ -238,9 +243,9 @@ class Ballot:
 
     def _is_carried(self, agreed: Collection[Identity]) -> bool:
         return all(
-            carries(who, agreed, dead=dead, gone=gone)
-            for (generation, _), who in self.needs.items()
-            for dead, gone in [self._no_more(who, generation)]
+            carries(identity, agreed, dead=dead, gone=gone)
+            for (generation, _), identity in self.needs.items()
+            for dead, gone in [self._no_more(identity, generation)]
         )
 
     def _no_more(self, voters: Electorate, generation: int) -> tuple[set[Identity], set[Identity]]:
@@ -251,14 +256,14 @@ class Ballot:
         """
         dead: set[Identity] = set()
         gone: set[Identity] = set()
-        for who in voters:
-            here = self.promises.get(who[0])
-            if here is not None and here.card.incarnation != who[1]:
-                (dead if here.knows >= max(generation, 0) else gone).add(who)
+        for identity in voters:
+            here = self.promises.get(identity[0])
+            if here is not None and here.card.incarnation != identity[1]:
+                (dead if here.knows >= max(generation, 0) else gone).add(identity)
         return dead, gone
 
 
-def place_of(node_id: str, plan: GenerationPlan | None) -> int:
+def position_of(node_id: str, plan: GenerationPlan | None) -> int:
     """Position of a node in the succession; after all others if it has none."""
     order = [card.node_id for card in plan.voters] if plan is not None else []
     return order.index(node_id) if node_id in order else len(order)

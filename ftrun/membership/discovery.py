@@ -73,7 +73,7 @@ class LeaderSuccession:
         if plan is None:
             return []
         others = [card for card in plan.voters if card.node_id != self._me.node_id]
-        return sorted(others, key=lambda card: card.node_id != plan.lead)[:ASKED_AT_ONCE]
+        return sorted(others, key=lambda card: card.node_id != plan.leader)[:ASKED_AT_ONCE]
 
 
 class MemberRole(Enum):
@@ -87,7 +87,7 @@ class MemberRole(Enum):
     ENDED = "ended"
 
 
-TakeTheLead = Callable[[float], list[Command]]
+BecomeLeader = Callable[[float], list[Command]]
 """Proposes this agent as leader; the argument is the time."""
 
 
@@ -100,7 +100,7 @@ class LeaderDiscovery:
         settings: MembershipSettings,
         follower: Voter,
         links: Mapping[str, int],
-        take_the_lead: TakeTheLead,
+        become_leader: BecomeLeader,
         *,
         witness: WitnessView,
         now_s: float,
@@ -110,7 +110,7 @@ class LeaderDiscovery:
         `links` has the incarnations of the connected agents, by node id.
         """
         self.role = MemberRole.JOINING
-        self.lead_card: NodeCard | None = None
+        self.leader_card: NodeCard | None = None
         """The agent that it follows or tries to reach."""
         self.gatherer: InitialQuorum | None = None
         self.waiting = SelfFencing(settings, now_s=now_s)
@@ -122,11 +122,11 @@ class LeaderDiscovery:
         self._settings = settings
         self._follower = follower
         self._links = links
-        self._take_the_lead = take_the_lead
+        self._become_leader = become_leader
         self._witness = witness
-        self._patience = JoinTimeout(settings, now_s=now_s)
-        self._since_s = self._apart_s = self._look_s = now_s
-        self._lead_lost_s: float | None = None
+        self._timeout = JoinTimeout(settings, now_s=now_s)
+        self._since_s = self._apart_s = self._next_poll_s = now_s
+        self._leader_lost_s: float | None = None
         """Time of the last message of a lost leader; None: no leader was lost."""
         self._turn = -1
         """Index of the endpoint that was dialled last."""
@@ -154,10 +154,10 @@ class LeaderDiscovery:
         return self.role is MemberRole.ENDED
 
     def follows(self, node_id: str) -> bool:
-        card = self.lead_card
+        card = self.leader_card
         return self.role is MemberRole.FOLLOWING and card is not None and card.node_id == node_id
 
-    def hears_lead(self, *, now_s: float) -> bool:
+    def has_leader(self, *, now_s: float) -> bool:
         """Whether it receives from the leader of a chosen generation, which it must not desert."""
         if self.role is not MemberRole.FOLLOWING:
             return False  # a closed connection alone proves nothing, see failure_detector.py
@@ -178,38 +178,38 @@ class LeaderDiscovery:
         self._found(card, MemberRole.FOLLOWING, now_s)
         self._apart_s = now_s
 
-    def lead(self, *, now_s: float) -> None:
+    def leader(self, *, now_s: float) -> None:
         self._found(self._me, MemberRole.LEADING, now_s)
 
     def hand_over(self, incidents: IncidentLog, *, now_s: float) -> None:
         follower = self._follower
         incidents.succeed(follower.incidents)
-        if self.succession.lost and self._lead_lost_s is not None:
-            incidents.sign(self._lead_lost_s)
+        if self.succession.lost and self._leader_lost_s is not None:
+            incidents.sign(self._leader_lost_s)
         elif follower.agent_lost_s is not None and follower.newest_plan is not None:
             lost_s, follower.agent_lost_s = follower.agent_lost_s, None
             incidents.agent_lost(self._me.node_id, lost_s, now_s=now_s)
 
     def _found(self, card: NodeCard, role: MemberRole, now_s: float) -> None:
-        self.lead_card, self.role, self.gatherer = card, role, None
+        self.leader_card, self.role, self.gatherer = card, role, None
         self.waiting.follow(now_s=now_s)
-        self._follower.begin_to_follow()
+        self._follower.start_following()
         self.succession.found()
 
     def go_to(self, card: NodeCard, *, now_s: float) -> list[Command]:
         self.gatherer = None
-        is_new = self.role is not MemberRole.JOINING or self.lead_card != card
-        self.role, self.lead_card = MemberRole.JOINING, card
+        is_new = self.role is not MemberRole.JOINING or self.leader_card != card
+        self.role, self.leader_card = MemberRole.JOINING, card
         if is_new:
             self._since_s = now_s
         return self._reach_out(card)
 
-    def seek(self, why: str, *, now_s: float, refused: bool = False) -> list[Command]:
-        note = JournalEntry(LeaderLost(f"the leader is lost: {why}"), say=True)
+    def seek(self, reason: str, *, now_s: float, refused: bool = False) -> list[Command]:
+        note = JournalEntry(LeaderLost(f"the leader is lost: {reason}"), announce=True)
         self.role = MemberRole.SEEKING
         self.answer = "no new leader yet"
         self._apart_s = now_s
-        self._lead_lost_s = now_s if refused else now_s - self.waiting.silent_s(now_s=now_s)
+        self._leader_lost_s = now_s if refused else now_s - self.waiting.unresponsive_s(now_s=now_s)
         return [note, *self.give_up(now_s=now_s, refused=refused)]
 
     def give_up(self, *, now_s: float, refused: bool = False) -> list[Command]:
@@ -217,12 +217,12 @@ class LeaderDiscovery:
 
         The expected leader does not answer, or is dead.
         """
-        self.succession.lose(self.lead_card, refused=refused)
+        self.succession.lose(self.leader_card, refused=refused)
         self._since_s = now_s
         card = self.succession.next(self._follower.newest_plan)
         if card == self._me:
-            return self._take_the_lead(now_s)
-        self.lead_card = card
+            return self._become_leader(now_s)
+        self.leader_card = card
         if card is not None:
             self.role = MemberRole.SEEKING
             return self._reach_out(card)
@@ -236,7 +236,7 @@ class LeaderDiscovery:
         self._is_answered = True
         if self.role is MemberRole.JOINING and self._follower.newest_plan is not None:
             # No agent at the endpoint has a plan of the run, but this agent has.
-            return self._take_the_lead(now_s)
+            return self._become_leader(now_s)
         return []
 
     # --- the witness --------------------------------------------------------------------------
@@ -244,24 +244,24 @@ class LeaderDiscovery:
     def ask_witness(self, *, now_s: float) -> list[Command]:
         """Looks for a leader at the witness, or claims the role of gathering node."""
         is_blank = self._follower.newest_plan is None
-        is_on_its_way = self.role is MemberRole.JOINING and self.lead_card is not None
-        if is_on_its_way and now_s < self._look_s:
+        is_on_its_way = self.role is MemberRole.JOINING and self.leader_card is not None
+        if is_on_its_way and now_s < self._next_poll_s:
             return []  # thousands of nodes may do so at once
-        self._look_s = now_s + self._settings.times.deadline_s
+        self._next_poll_s = now_s + self._settings.times.failure_timeout_s
         match self.role:
             case MemberRole.JOINING | MemberRole.GATHERING if is_blank:
                 return self._witness.ask(WitnessOperation.CLAIM, now_s=now_s)
             case MemberRole.JOINING | MemberRole.SEEKING:
-                return self._witness.ask(WitnessOperation.LOOK, now_s=now_s)
+                return self._witness.ask(WitnessOperation.READ, now_s=now_s)
             case _:
                 return []
 
-    def witness_said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
+    def witness_answered(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
         if not event.is_reached:
-            self.answer = event.why
+            self.answer = event.reason
             return []
-        card, may_go = event.lead, self.role in (MemberRole.JOINING, MemberRole.GATHERING)
-        if card is None or card == self.lead_card:
+        card, may_go = event.leader, self.role in (MemberRole.JOINING, MemberRole.GATHERING)
+        if card is None or card == self.leader_card:
             return []
         if card.node_id == self._me.node_id:
             is_blank = card == self._me and self._follower.newest_plan is None
@@ -271,7 +271,7 @@ class LeaderDiscovery:
 
     def _gather(self, event: WitnessAnswered, now_s: float) -> list[Command]:
         if self.gatherer is None:
-            self.role, self.lead_card = MemberRole.GATHERING, None
+            self.role, self.leader_card = MemberRole.GATHERING, None
             self.gatherer = InitialQuorum(self._me, self._settings, now_s=now_s)
         plan = event.register.plan if event.register is not None else None
         voters = plan.voters if plan is not None else []
@@ -280,24 +280,24 @@ class LeaderDiscovery:
 
     # --- time ---------------------------------------------------------------------------------
 
-    def stood_still(self, gap_s: float) -> None:
+    def was_paused(self, gap_s: float) -> None:
         """Shifts the search deadline by a pause of this process."""
         self._since_s += gap_s
 
-    def passing(self, *, now_s: float) -> list[Command]:
-        deadline_s = self._settings.times.deadline_s
+    def tick(self, *, now_s: float) -> list[Command]:
+        deadline_s = self._settings.times.failure_timeout_s
         if self.role is MemberRole.FOLLOWING:
-            silent_s = self.waiting.silent_s(now_s=now_s)
-            if silent_s < deadline_s or self.lead_card is None:
+            unresponsive_s = self.waiting.unresponsive_s(now_s=now_s)
+            if unresponsive_s < deadline_s or self.leader_card is None:
                 return []
-            why = f"no heartbeat from {self.lead_card.node_id} for {silent_s:.1f} s"
-            return self.seek(why, now_s=now_s)
+            reason = f"no heartbeat from {self.leader_card.node_id} for {unresponsive_s:.1f} s"
+            return self.seek(reason, now_s=now_s)
         gathers = self.gatherer is not None
         waited_s = now_s - self._apart_s
-        found = self._patience.wait(waited_s, self.reach, gathers=gathers, now_s=now_s)
+        found = self._timeout.wait(waited_s, self.reach, gathers=gathers, now_s=now_s)
         if gathers or (now_s - self._since_s < deadline_s and not self._is_only_voter):
             return found
-        return found + self._look_further(now_s)
+        return found + self._probe_further(now_s)
 
     @property
     def _is_only_voter(self) -> bool:
@@ -306,19 +306,19 @@ class LeaderDiscovery:
         is_alone = plan is not None and not self.succession.acquaintances(plan)
         return self.role is MemberRole.SEEKING and is_alone and not self._witness.is_used
 
-    def _look_further(self, now_s: float) -> list[Command]:
-        if self.lead_card is None and self.role is MemberRole.SEEKING:
+    def _probe_further(self, now_s: float) -> list[Command]:
+        if self.leader_card is None and self.role is MemberRole.SEEKING:
             # Restarted, and no agent names a leader: the connected agents agree on one.
             for card in self.succession.acquaintances(self._follower.newest_plan):
                 if card.node_id not in self._links:
                     self.succession.lose(card)
         if self.role is MemberRole.SEEKING or self._follower.newest_plan is not None:
             return self.give_up(now_s=now_s)
-        self.lead_card = None
+        self.leader_card = None
         return []
 
     def dial_again(self) -> list[Command]:
-        card = self.lead_card
+        card = self.leader_card
         if self.role is MemberRole.GATHERING:
             return []
         if self.role is MemberRole.FOLLOWING and card is not None:
@@ -354,7 +354,7 @@ class LeaderDiscovery:
         """The request to be accepted in the run; the answer repeats `number`."""
         newest = self._follower.newest_plan
         knows = newest.generation if newest is not None else -1
-        return Join(self._me, str(self._settings.wishes), knows, number)
+        return Join(self._me, str(self._settings.cluster_size), knows, number)
 
     def _reach_out(self, card: NodeCard) -> list[Command]:
         if card.node_id in self._links:

@@ -7,7 +7,13 @@ import msgspec
 from ftrun.errors import ExitCode
 from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.recovery.commands import QueryWitness
-from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, NodeCard, VersionPair
+from ftrun.wire.cluster.generation import (
+    ConfigurationId,
+    GenerationPlan,
+    Identity,
+    NodeCard,
+    VersionPair,
+)
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.messages.smp import Inventory
@@ -37,7 +43,7 @@ class ConnectFailed:
     node_id: str
     refused: bool
     """The kernel refused because no process listens, or a firewall refused in its place."""
-    why: str
+    reason: str
     final: bool = False
     """The two agents do not match (secret, version, name): another dial is useless."""
 
@@ -79,14 +85,14 @@ class GenerationInstalled:
 class PlanPersisted:
     """A voter revision is persisted: the next agent of this node will read it."""
 
-    edition: Edition
+    configuration_id: ConfigurationId
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReported:
     """The state of this node; it is sent to the leader with the next heartbeat."""
 
-    beat: Heartbeat
+    heartbeat: Heartbeat
     is_urgent: bool = True
     """It is sent at once."""
 
@@ -128,22 +134,22 @@ class WitnessAnswered:
     granted: bool = False
     register: WitnessRegister | None = None
     """The register after the answer; None: it holds no run of this id."""
-    lead: NodeCard | None = None
+    leader: NodeCard | None = None
     """The agent whose lease is valid."""
-    why: str = ""
+    reason: str = ""
     """Why the witness is unreachable; if `is_final`, why this node cannot join."""
     is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """The record next to the checkpoints says that the run ended well; `why` says when."""
+    """The record next to the checkpoints says that the run ended well; `reason` says when."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class ClockTick:
     """Time has passed."""
 
 
@@ -160,5 +166,5 @@ Happening = (
     | RanksStuck
     | WitnessAnswered
     | RunFinished
-    | Passing
+    | ClockTick
 )

@@ -22,9 +22,9 @@ class SelfFencing:
     """The reasons of one agent to suspend its ranks."""
 
     def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
-        self.heard_s = now_s
+        self.received_s = now_s
         """Time of the last message of the leader."""
-        self.lead_says_hold = False
+        self.leader_suspends = False
         self.question = 0
         """Number of the question whose answer is awaited; 0: none."""
         self._settings = settings
@@ -32,18 +32,18 @@ class SelfFencing:
         self._last_s = self._awake_s = now_s
 
     def follow(self, *, now_s: float) -> None:
-        self.heard_s = now_s
-        self.lead_says_hold = False
+        self.received_s = now_s
+        self.leader_suspends = False
         self.question = 0
 
-    def stood_still_s(self, *, now_s: float) -> float:
+    def paused_s(self, *, now_s: float) -> float:
         """Seconds for which this process was paused; 0 below two heartbeat periods.
 
         Must be called for each event.
         """
         gap_s = now_s - self._last_s
         self._last_s = now_s
-        if gap_s < 2 * self._settings.times.heartbeat_s:
+        if gap_s < 2 * self._settings.times.heartbeat_interval_s:
             return 0.0
         self._awake_s = now_s
         return gap_s
@@ -58,17 +58,17 @@ class SelfFencing:
         if number >= self.question:
             self.question = 0
 
-    def silent_s(self, *, now_s: float) -> float:
+    def unresponsive_s(self, *, now_s: float) -> float:
         """Seconds without a message of the leader, pauses of this process excluded."""
-        return now_s - max(self.heard_s, self._awake_s)
+        return now_s - max(self.received_s, self._awake_s)
 
     def is_cut_off(self, *, now_s: float) -> bool:
-        return now_s - self.heard_s >= self._settings.times.stop_cut_off_s
+        return now_s - self.received_s >= self._settings.times.self_fencing_timeout_s
 
-    def why(self, *, now_s: float) -> str:
+    def reason(self, *, now_s: float) -> str:
         if self.question:
             return "this node was paused, and the run may have continued without it"
-        if self.lead_says_hold:
+        if self.leader_suspends:
             return "the leader receives from too few nodes"
         return "no heartbeat from the leader" if self.is_cut_off(now_s=now_s) else ""
 
@@ -83,45 +83,49 @@ class RankSuspension:
         self._follower = follower
         self._settings = settings
 
-    def look(
-        self, waiting: SelfFencing, *, is_doubtful: bool | None, now_s: float
+    def poll(
+        self, waiting: SelfFencing, *, is_lease_expired: bool | None, now_s: float
     ) -> list[Command]:
         """Suspends or resumes the ranks of this node, and renews their lease.
 
         Args:
             waiting: the reasons to wait of an agent that follows.
-            is_doubtful: whether this agent's own lease has expired; None if it does not lead.
+            is_lease_expired: whether this agent's own lease has expired; None if it does not lead.
             now_s: the time.
         """
-        found = self._look(waiting, is_doubtful, now_s)
-        self.lease_s = self._lease_s(waiting, is_doubtful, now_s)
+        found = self._poll(waiting, is_lease_expired, now_s)
+        self.lease_s = self._lease_s(waiting, is_lease_expired, now_s)
         return found
 
     def _lease_s(
-        self, waiting: SelfFencing, is_doubtful: bool | None, now_s: float
+        self, waiting: SelfFencing, is_lease_expired: bool | None, now_s: float
     ) -> float | None:
-        follower, limit_s = self._follower, self._settings.times.stop_cut_off_s
+        follower, limit_s = self._follower, self._settings.times.self_fencing_timeout_s
         if follower.is_in_ballot or self.is_on:
             return 0.0
         if follower.plan is None or follower.plan.is_alone:
             return None
         until_s = now_s + limit_s / 2
-        return until_s if is_doubtful is not None else min(until_s, waiting.heard_s + limit_s)
+        return (
+            until_s if is_lease_expired is not None else min(until_s, waiting.received_s + limit_s)
+        )
 
-    def _look(self, waiting: SelfFencing, is_doubtful: bool | None, now_s: float) -> list[Command]:
+    def _poll(
+        self, waiting: SelfFencing, is_lease_expired: bool | None, now_s: float
+    ) -> list[Command]:
         follower, plan = self._follower, self._follower.plan
         if not follower.is_member or plan is None or follower.is_in_ballot:
             return []
         if plan.is_alone:
-            why = ""
-        elif is_doubtful is None:
-            why = waiting.why(now_s=now_s)
+            reason = ""
+        elif is_lease_expired is None:
+            reason = waiting.reason(now_s=now_s)
         else:
-            why = "heartbeats from too few of the other nodes" if is_doubtful else ""
-        if why and not self.is_on:
+            reason = "heartbeats from too few of the other nodes" if is_lease_expired else ""
+        if reason and not self.is_on:
             self.is_on = True
-            return [SuspendRanks(why)]
-        if self.is_on and not why:
+            return [SuspendRanks(reason)]
+        if self.is_on and not reason:
             self.is_on = False
             return [ResumeRanks("the leader is reachable again")]
         return []

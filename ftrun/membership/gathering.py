@@ -26,7 +26,7 @@ class InitialQuorum:
         self.cards: dict[str, NodeCard] = {me.node_id: me}
         self._me = me
         self._settings = settings
-        self._begun_s = self._last_came_s = now_s
+        self._started_s = self._last_came_s = now_s
         self.remembered: frozenset[str] = frozenset()
         """Nodes that had a vote in the run that the witness remembers."""
         self._knowing: set[str] = set()
@@ -44,8 +44,13 @@ class InitialQuorum:
         self.cards[card.node_id] = card
         if body.knows >= 0:
             self._knowing.add(card.node_id)
-        wishes = self._settings.wishes
-        return [Send(sender, JoinPending(sorted(self.cards), wishes.max_nodes + wishes.spares))]
+        cluster_size = self._settings.cluster_size
+        return [
+            Send(
+                sender,
+                JoinPending(sorted(self.cards), cluster_size.max_nodes + cluster_size.spares),
+            )
+        ]
 
     def gone(self, node_id: str) -> None:
         self.cards.pop(node_id, None)
@@ -55,21 +60,22 @@ class InitialQuorum:
         """Whether the first generation may begin.
 
         It begins at once with all requested nodes. With at least `min_nodes` it begins when no node
-        has joined for `settle_s`.
+        has joined for `last_call_timeout_s`.
         """
-        if self._knowing or now_s - self._begun_s < self._settings.blank_wait_s:
+        if self._knowing or now_s - self._started_s < self._settings.blank_wait_s:
             return False
         if not self.remembered <= self.cards.keys():
             return False
-        wishes, here = self._settings.wishes, len(self.cards)
-        if here >= wishes.max_nodes + wishes.spares:
+        cluster_size, here = self._settings.cluster_size, len(self.cards)
+        if here >= cluster_size.max_nodes + cluster_size.spares:
             return True
         return (
-            here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.times.settle_s
+            here >= cluster_size.min_nodes
+            and now_s - self._last_came_s >= self._settings.times.last_call_timeout_s
         )
 
     def missing(self) -> str:
-        names, wishes = sorted(self.cards), self._settings.wishes
+        names, cluster_size = sorted(self.cards), self._settings.cluster_size
         verb = "is" if len(names) == 1 else "are"
         away = sorted(self.remembered - self.cards.keys())
         if away:
@@ -77,7 +83,7 @@ class InitialQuorum:
                 f"{', '.join(names)} {verb} present. A run of this id exists, which "
                 f"{', '.join(away)} may resume. Start ftrun there too, or choose another --rdzv-id"
             )
-        return f"{', '.join(names)} {verb} present, and {wishes.min_nodes} nodes are needed"
+        return f"{', '.join(names)} {verb} present, and {cluster_size.min_nodes} nodes are needed"
 
 
 def _taken(card: NodeCard, here: NodeCard) -> str:
@@ -87,7 +93,7 @@ def _taken(card: NodeCard, here: NodeCard) -> str:
     )
 
 
-SAY_EVERY_S = 15.0
+REPORT_EVERY_S = 15.0
 """Seconds between two lines about what a start is waiting for."""
 
 
@@ -96,21 +102,23 @@ class JoinTimeout:
 
     def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
         self._settings = settings
-        self._say_due_s = now_s + SAY_EVERY_S
+        self._report_due_s = now_s + REPORT_EVERY_S
 
     def wait(self, waited_s: float, reach: str, *, gathers: bool, now_s: float) -> list[Command]:
-        """Reports what is waited for, or ends the run after `join_wait_s`.
+        """Reports what is waited for, or ends the run after `join_timeout_s`.
 
         `gathers`: this agent is the endpoint that the other nodes join.
         """
-        if waited_s >= self._settings.times.join_wait_s:
+        if waited_s >= self._settings.times.join_timeout_s:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
-            why = self._no_node_joins if gathers else self._not_admitted
-            return [EndRun(code, why(waited_s, reach))]
-        if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
+            reason = self._no_node_joins if gathers else self._not_admitted
+            return [EndRun(code, reason(waited_s, reach))]
+        if now_s < self._report_due_s or waited_s < REPORT_EVERY_S:
             return []
-        self._say_due_s = now_s + SAY_EVERY_S
-        return [JournalEntry(WaitingForNodes(f"waiting for {waited_s:.0f} s: {reach}"), say=True)]
+        self._report_due_s = now_s + REPORT_EVERY_S
+        return [
+            JournalEntry(WaitingForNodes(f"waiting for {waited_s:.0f} s: {reach}"), announce=True)
+        ]
 
     def _no_node_joins(self, waited_s: float, reach: str) -> str:
         port = next((port for _, port in self._settings.endpoints), 0)

@@ -48,7 +48,13 @@ from ftrun.recovery.commands import (
     UpdatePeerPorts,
     WriteCheckpointPart,
 )
-from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, NodeCard, VersionPair
+from ftrun.wire.cluster.generation import (
+    ConfigurationId,
+    GenerationPlan,
+    Identity,
+    NodeCard,
+    VersionPair,
+)
 from ftrun.wire.cluster.membership import (
     Accept,
     Accepted,
@@ -68,7 +74,7 @@ OwnNews = Quiesced | GenerationInstalled | PlanPersisted | NodeChecked | RanksSt
 class Voter:
     """State of one agent as a voter and as a node of a generation."""
 
-    def __init__(self, me: NodeCard, kept: GenerationPlan | None, *, took_effect: bool) -> None:
+    def __init__(self, me: NodeCard, kept: GenerationPlan | None, *, is_chosen: bool) -> None:
         self.me = me
         self.vote = VoterState()
         self.plan: GenerationPlan | None = None
@@ -76,7 +82,7 @@ class Voter:
         self.is_member = False
         """This agent runs ranks of that generation."""
         self.is_ended = False
-        self.heard, self.heard_s = 0, 0.0
+        self.received, self.received_s = 0, 0.0
         """Number of the newest heartbeat of the current leader, and when it arrived."""
         self._plan_s: float | None = None
         """When heartbeats first confirmed the newest plan; None: an earlier agent knew it."""
@@ -95,7 +101,7 @@ class Voter:
         self._adopted: GenerationInstalled | None = None
         self.agent_lost_s: float | None = None
         """When the last agent of this node ended, if this one succeeds it in the same run."""
-        self._enrolled: Edition = (-1, 0)
+        self._enrolled: ConfigurationId = (-1, 0)
         """The newest voter revision whose acceptance is persisted."""
         self._prepare: tuple[str, Prepare] | None = None
         self._checks_asked = 0
@@ -104,16 +110,16 @@ class Voter:
         if kept is not None:
             # The last agent of this node may have promised this number to some proposer.
             self.vote.promised = kept.generation
-            if took_effect:
+            if is_chosen:
                 self._effective(kept)
 
     @property
-    def edition(self) -> Edition:
-        return self.plan.edition if self.plan is not None else (-1, 0)
+    def configuration_id(self) -> ConfigurationId:
+        return self.plan.configuration_id if self.plan is not None else (-1, 0)
 
     @property
     def generation(self) -> int:
-        return self.edition[0]
+        return self.configuration_id[0]
 
     @property
     def is_in_ballot(self) -> bool:
@@ -139,13 +145,13 @@ class Voter:
     def newest_plan(self) -> GenerationPlan | None:
         """The newest known plan, whether it was chosen or may have been."""
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
-        return max(plans, key=lambda plan: plan.edition, default=None)
+        return max(plans, key=lambda plan: plan.configuration_id, default=None)
 
     def plan_since_s(self, *, now_s: float) -> float:
         return now_s if self._plan_s is None else self._plan_s
 
-    def begin_to_follow(self) -> None:
-        self.heard, self.heard_s = 0, 0.0
+    def start_following(self) -> None:
+        self.received, self.received_s = 0, 0.0
 
     def has_happened(self, event: OwnNews) -> list[Command]:
         match event:
@@ -154,7 +160,7 @@ class Voter:
             case GenerationInstalled():
                 return self.adopted(event)
             case PlanPersisted():
-                return self.plan_kept(event)
+                return self.plan_persisted(event)
             case NodeChecked():
                 self._checked = event.fitness  # the next heartbeat reports it to the leader
                 return []
@@ -165,14 +171,14 @@ class Voter:
             case _:
                 assert_never(event)
 
-    def beat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
+    def heartbeat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
         """The executor's heartbeat with the fields of this agent's membership."""
         return msgspec.structs.replace(
             here,
-            heard_s=self.heard_s,
+            received_s=self.received_s,
             sent_s=now_s,
             number=number,
-            heard=self.heard,
+            received=self.received,
             promised=self.vote.promised,
             fitness=self.fitness,
         )
@@ -180,25 +186,25 @@ class Voter:
     # --- a ballot ---------------------------------------------------------------------------
 
     def prepare(
-        self, sender: str, body: Prepare, lead: NodeCard | None, *, hears_lead: bool
+        self, sender: str, body: Prepare, leader: NodeCard | None, *, has_leader: bool
     ) -> list[Command]:
         """Promises the ballot, or rejects it with a reason.
 
-        If `hears_lead`, this agent receives from `lead`, which is not the proposer.
+        If `has_leader`, this agent receives from `leader`, which is not the proposer.
         """
         proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
-        if hears_lead or not may:
+        if has_leader or not may:
             promised = max(self.vote.promised, self.generation)
-            heard = lead if hears_lead else None
-            answer = PrepareRejected(body.generation, promised, heard, self.generation)
+            received = leader if has_leader else None
+            answer = PrepareRejected(body.generation, promised, received, self.generation)
             return [Send(sender, answer)]
         is_new = body.generation > self.vote.promised or self._prepare is None
         self.vote.promise(body.generation, proposer)
         self._prepare = (sender, body)
         if is_new:
             self._quiesced = self._adopted = None
-            return [Quiesce(body.generation, body.why)]
+            return [Quiesce(body.generation, body.reason)]
         return self._promise()
 
     def quiesced(self, event: Quiesced) -> list[Command]:
@@ -212,11 +218,11 @@ class Voter:
             return []
         sender, body = self._prepare
         newest, plan = self.newest_plan, self.plan
-        maybe = newest is not None and newest.edition > self.edition
+        maybe = newest is not None and newest.configuration_id > self.configuration_id
         answer = Promise(
             generation=body.generation,
             card=self.me,
-            effective=plan if plan is not None and plan.edition > body.knows else None,
+            effective=plan if plan is not None and plan.configuration_id > body.knows else None,
             accepted=newest if maybe else None,
             knows=self.knows,
             committed=self.committed,
@@ -258,35 +264,49 @@ class Voter:
 
     # --- a voter revision -------------------------------------------------------------------
 
-    def enrol(self, sender: str, plan: GenerationPlan, lead: Identity) -> list[Command]:
-        if self.plan is None or not plan.is_of(self.plan) or plan.edition <= self.edition:
+    def adopt_voters(self, sender: str, plan: GenerationPlan, leader: Identity) -> list[Command]:
+        if (
+            self.plan is None
+            or not plan.is_of(self.plan)
+            or plan.configuration_id <= self.configuration_id
+        ):
             return []
-        if not self.vote.enrol(plan, lead):
+        if not self.vote.adopt_voters(plan, leader):
             return []
-        if self._enrolled == plan.edition:
-            return [Send(sender, Accepted(plan.generation, None, roster=plan.roster))]
-        return [PersistPlan(plan, took_effect=False)]
+        if self._enrolled == plan.configuration_id:
+            return [
+                Send(sender, Accepted(plan.generation, None, voter_revision=plan.voter_revision))
+            ]
+        return [PersistPlan(plan, is_chosen=False)]
 
-    def plan_kept(self, event: PlanPersisted) -> list[Command]:
+    def plan_persisted(self, event: PlanPersisted) -> list[Command]:
         """Accepts a persisted voter revision, which the next agent of this node will read."""
         accepted = self.vote.accepted
-        if accepted is None or accepted.edition != event.edition or not accepted.roster:
+        if (
+            accepted is None
+            or accepted.configuration_id != event.configuration_id
+            or not accepted.voter_revision
+        ):
             return []
-        self._enrolled = accepted.edition
-        answer = Accepted(accepted.generation, None, roster=accepted.roster)
-        return [Send(accepted.lead, answer)]
+        self._enrolled = accepted.configuration_id
+        answer = Accepted(accepted.generation, None, voter_revision=accepted.voter_revision)
+        return [Send(accepted.leader, answer)]
 
     def knows_of(self, body: LeaderHeartbeat) -> bool:
         """Whether the plan that this heartbeat reports as chosen is chosen or accepted here."""
-        accepted, told = self.vote.accepted, (body.generation, body.roster)
-        return told <= self.edition or (accepted is not None and accepted.edition == told)
+        accepted, reported = self.vote.accepted, (body.generation, body.voter_revision)
+        return reported <= self.configuration_id or (
+            accepted is not None and accepted.configuration_id == reported
+        )
 
     # --- a generation -----------------------------------------------------------------------
 
-    def obey(self, sender: str, body: LeaderHeartbeat, *, now_s: float = 0.0) -> list[Command]:
-        if body.number <= self.heard:
+    def apply_heartbeat(
+        self, sender: str, body: LeaderHeartbeat, *, now_s: float = 0.0
+    ) -> list[Command]:
+        if body.number <= self.received:
             return []  # it is late or a duplicate
-        self.heard, self.heard_s = body.number, now_s
+        self.received, self.received_s = body.number, now_s
         if self.newest_plan is not self._dated:
             self._dated, self._plan_s = self.newest_plan, now_s
         self.incidents = max(self.incidents, body.incidents)
@@ -298,7 +318,7 @@ class Voter:
                 if is_ours and body.committed is not None:
                     # The last checkpoint is written from this version.
                     found.append(CommitSnapshot(version(*body.committed)))
-                found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
+                found.append(EndRun(body.exit_code, body.reason, body.cause, body.advice))
             return found
         if body.generation != self.generation:
             return found
@@ -306,8 +326,8 @@ class Voter:
         if self.is_in_ballot:
             return found
         if self.me.node_id in body.leave and not self.is_member:
-            why = "this node has drained; the run continues without it"
-            return [*found, EndRun(_LEFT_CODE, why, goes_on=True)]
+            reason = "this node has drained; the run continues without it"
+            return [*found, EndRun(_LEFT_CODE, reason, goes_on=True)]
         if self.is_member:
             found += self._new_orders(body)
         self._done = body
@@ -321,17 +341,21 @@ class Voter:
         return [RepeatNodeCheck(wanted)]
 
     def _learn_of_effect(self, sender: str, body: LeaderHeartbeat) -> list[Command]:
-        accepted, told = self.vote.accepted, (body.generation, body.roster)
+        accepted, reported = self.vote.accepted, (body.generation, body.voter_revision)
         # A leader other than the proposer of the accepted plan has another plan chosen.
-        if accepted is None or accepted.lead != sender or accepted.generation != body.generation:
+        if accepted is None or accepted.leader != sender or accepted.generation != body.generation:
             return []
         if accepted.generation > self.generation:
             return self._took_effect(accepted)
-        return self._other_voters(accepted) if accepted.edition == told > self.edition else []
+        return (
+            self._other_voters(accepted)
+            if accepted.configuration_id == reported > self.configuration_id
+            else []
+        )
 
     def _other_voters(self, plan: GenerationPlan) -> list[Command]:
         self.plan = plan
-        return [PersistPlan(plan, took_effect=True)]
+        return [PersistPlan(plan, is_chosen=True)]
 
     def _took_effect(self, plan: GenerationPlan) -> list[Command]:
         self._effective(plan)
@@ -364,15 +388,15 @@ class Voter:
         done = self._done
         found = self._snapshot_orders(body)
         if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
-            found.append(RequestFinalSnapshot(body.why, body.stop_after_step))
+            found.append(RequestFinalSnapshot(body.reason, body.stop_after_step))
         if body.signal_count > done.signal_count:
-            found.append(SignalWorkers(body.signal, body.why))
+            found.append(SignalWorkers(body.signal, body.reason))
         if body.moved != done.moved:
             found.append(UpdatePeerPorts(body.moved))
         if body.examine and not done.examine:
             found.append(InspectRanks())
         if body.killed and not done.killed:
-            found.append(KillWorkers(body.why))
+            found.append(KillWorkers(body.reason))
         return found
 
     def take_current(self, plan: GenerationPlan) -> list[Command]:
@@ -380,11 +404,11 @@ class Voter:
 
         The plan is a generation without this node, or one that this agent has accepted.
         """
-        if plan.edition <= self.edition:
+        if plan.configuration_id <= self.configuration_id:
             return []
         if self.plan is not None and plan.is_of(self.plan):
             newest = self.newest_plan
-            if newest is None or newest.edition <= plan.edition:
+            if newest is None or newest.configuration_id <= plan.configuration_id:
                 return self._other_voters(plan)
             self.plan = plan  # a newer plan was accepted, and stays persisted
             return []

@@ -34,7 +34,7 @@ class WitnessDecision:
 
     granted: bool
     register: WitnessRegister | None
-    lead: NodeCard | None
+    leader: NodeCard | None
     """The holder of the lease; the requesting agent renews its own. A request that is not granted
     changes nothing."""
 
@@ -43,64 +43,66 @@ def rule(
     asked: QueryWitness,
     me: NodeCard,
     register: WitnessRegister | None,
-    lead: NodeCard | None,
+    leader: NodeCard | None,
     *,
     new_life: int,
 ) -> WitnessDecision:
-    """The answer to one request of the agent `me`; `lead` holds the valid lease.
+    """The answer to one request of the agent `me`; `leader` holds the valid lease.
 
     A register that is created now gets the incarnation `new_life`.
     """
-    who = me.identity
-    if lead is not None and lead.identity != who:
-        granted = asked.wish is WitnessOperation.ACCEPT and _is_bound(register, asked, who)
+    identity = me.identity
+    if leader is not None and leader.identity != identity:
+        granted = asked.operation is WitnessOperation.ACCEPT and _is_bound(
+            register, asked, identity
+        )
         kept = _with_plan(register, asked.plan) if granted else register
-        return WitnessDecision(granted, kept, lead)
-    match asked.wish:
+        return WitnessDecision(granted, kept, leader)
+    match asked.operation:
         case WitnessOperation.CLAIM:
             return WitnessDecision(True, register, me)
-        case WitnessOperation.KEEP:
-            granted = register is None or _may_go_on(register, asked.generation, who)
-            return WitnessDecision(granted, register, me if granted else lead)
+        case WitnessOperation.RENEW:
+            granted = register is None or _may_go_on(register, asked.generation, identity)
+            return WitnessDecision(granted, register, me if granted else leader)
         case WitnessOperation.PROMISE:
-            promised = _promise(register, asked, who, new_life)
+            promised = _promise(register, asked, identity, new_life)
             return WitnessDecision(
-                promised is not None, promised or register, me if promised else lead
+                promised is not None, promised or register, me if promised else leader
             )
         case WitnessOperation.ACCEPT:
-            granted = _is_bound(register, asked, who)
+            granted = _is_bound(register, asked, identity)
             kept = _with_plan(register, asked.plan) if granted else register
-            return WitnessDecision(granted, kept, me if granted else lead)
-        case WitnessOperation.TELL:
-            return _told(register, asked, me, lead, new_life)
-        case WitnessOperation.FORGET:
-            is_held = lead is not None
-            return WitnessDecision(is_held, None if is_held else register, None)
+            return WitnessDecision(granted, kept, me if granted else leader)
+        case WitnessOperation.RECORD:
+            return _reported(register, asked, me, leader, new_life)
+        case WitnessOperation.CLEAR:
+            is_suspended = leader is not None
+            return WitnessDecision(is_suspended, None if is_suspended else register, None)
         case _:
-            return WitnessDecision(False, register, lead)
+            return WitnessDecision(False, register, leader)
 
 
-def _may_go_on(register: WitnessRegister, generation: int, who: Identity) -> bool:
-    return register.promised <= generation or register.proposer == who
+def _may_go_on(register: WitnessRegister, generation: int, identity: Identity) -> bool:
+    return register.promised <= generation or register.proposer == identity
 
 
 def _promise(
-    register: WitnessRegister | None, asked: QueryWitness, who: Identity, new_life: int
+    register: WitnessRegister | None, asked: QueryWitness, identity: Identity, new_life: int
 ) -> WitnessRegister | None:
     generation = asked.generation
-    if register is None or (asked.begins and register.proposer != who):
+    if register is None or (asked.begins and register.proposer != identity):
         # In a new run all nodes that had a vote in the last run are present, without a plan.
-        return WitnessRegister(new_life, generation, who)
+        return WitnessRegister(new_life, generation, identity)
     if generation == register.promised:
-        return register if register.proposer == who else None
+        return register if register.proposer == identity else None
     if generation < register.promised:
         return None
-    return msgspec.structs.replace(register, promised=generation, proposer=who)
+    return msgspec.structs.replace(register, promised=generation, proposer=identity)
 
 
-def _is_bound(register: WitnessRegister | None, asked: QueryWitness, who: Identity) -> bool:
+def _is_bound(register: WitnessRegister | None, asked: QueryWitness, identity: Identity) -> bool:
     """Whether this number is promised to this proposer, and no later number to any."""
-    bound = (asked.generation, who)
+    bound = (asked.generation, identity)
     is_its = register is not None and (register.promised, register.proposer) == bound
     return is_its and asked.plan is not None
 
@@ -111,25 +113,29 @@ def _with_plan(
     return msgspec.structs.replace(register, plan=plan) if register is not None else None
 
 
-def _told(
+def _reported(
     register: WitnessRegister | None,
     asked: QueryWitness,
     me: NodeCard,
-    lead: NodeCard | None,
+    leader: NodeCard | None,
     new_life: int,
 ) -> WitnessDecision:
     """Stores a plan reported as chosen, unless a later generation was promised."""
-    plan, who = asked.plan, me.identity
+    plan, identity = asked.plan, me.identity
     if register is None:
-        return WitnessDecision(True, WitnessRegister(new_life, asked.generation, who, plan), me)
-    if not _may_go_on(register, asked.generation, who):
-        return WitnessDecision(False, register, lead)
+        return WitnessDecision(
+            True, WitnessRegister(new_life, asked.generation, identity, plan), me
+        )
+    if not _may_go_on(register, asked.generation, identity):
+        return WitnessDecision(False, register, leader)
     if register.promised > asked.generation:
         return WitnessDecision(True, register, me)
-    known = register.plan.edition if register.plan is not None else (-1, 0)
-    if plan is None or plan.edition <= known:
+    known = register.plan.configuration_id if register.plan is not None else (-1, 0)
+    if plan is None or plan.configuration_id <= known:
         return WitnessDecision(True, register, me)
-    return WitnessDecision(True, WitnessRegister(register.life, asked.generation, who, plan), me)
+    return WitnessDecision(
+        True, WitnessRegister(register.life, asked.generation, identity, plan), me
+    )
 
 
 _LONG_AGO_S = -1e9
@@ -140,11 +146,11 @@ class WitnessView:
 
     def __init__(self, *, is_used: bool = False) -> None:
         self.is_used = is_used
-        self.lead: NodeCard | None = None
+        self.leader: NodeCard | None = None
         """The agent whose lease is valid, by the newest answer."""
         self.register: WitnessRegister | None = None
         """The register, by the newest answer."""
-        self.why = ""
+        self.reason = ""
         """Why it is unreachable; empty if it is reachable or no answer is known yet."""
         self.since_s = 0.0
         """Time since which it has been reachable, or unreachable."""
@@ -158,51 +164,53 @@ class WitnessView:
 
     def ask(
         self,
-        wish: WitnessOperation,
+        operation: WitnessOperation,
         *,
         generation: int = -1,
         plan: GenerationPlan | None = None,
         begins: bool = False,
         now_s: float,
     ) -> list[Command]:
-        return [QueryWitness(wish, now_s, generation, plan, begins)] if self.is_used else []
+        return [QueryWitness(operation, now_s, generation, plan, begins)] if self.is_used else []
 
-    def say_who_leads(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
+    def record_leader(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
         """Reports the chosen plan of this leader, or renews its lease."""
         known = self.register
-        told = known.plan if known is not None else None
-        if told is not None and told.edition >= plan.edition:
-            return self.ask(WitnessOperation.KEEP, generation=plan.generation, now_s=now_s)
-        return self.ask(WitnessOperation.TELL, generation=plan.generation, plan=plan, now_s=now_s)
+        reported = known.plan if known is not None else None
+        if reported is not None and reported.configuration_id >= plan.configuration_id:
+            return self.ask(WitnessOperation.RENEW, generation=plan.generation, now_s=now_s)
+        return self.ask(WitnessOperation.RECORD, generation=plan.generation, plan=plan, now_s=now_s)
 
-    def said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
+    def answered(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
         """Records an answer; returns a line when reachability changes."""
         if event.asked.asked_s < self._asked_s:
             return []  # a later request was answered before
         self._asked_s = event.asked.asked_s
         if not event.is_reached:
-            is_news = self.is_reached or not self.why
-            self.is_reached, self.why = False, event.why
+            is_news = self.is_reached or not self.reason
+            self.is_reached, self.reason = False, event.reason
             if not is_news:
                 return []
             self.since_s = now_s
-            text = f"{event.why}; training continues, but no tie can be broken until etcd answers"
-            return [JournalEntry(WitnessUnreachable(text), say=True)]
-        self.register, self.lead = event.register, event.lead
-        if event.granted and event.asked.wish in (
-            WitnessOperation.KEEP,
+            text = (
+                f"{event.reason}; training continues, but no tie can be broken until etcd answers"
+            )
+            return [JournalEntry(WitnessUnreachable(text), announce=True)]
+        self.register, self.leader = event.register, event.leader
+        if event.granted and event.asked.operation in (
+            WitnessOperation.RENEW,
             WitnessOperation.PROMISE,
-            WitnessOperation.TELL,
+            WitnessOperation.RECORD,
         ):
             self._held_s = max(self._held_s, event.asked.asked_s)
         if self.is_reached:
             return []
-        was_away, away_s = self.why, now_s - self.since_s
-        self.is_reached, self.why, self.since_s = True, "", now_s
+        was_away, away_s = self.reason, now_s - self.since_s
+        self.is_reached, self.reason, self.since_s = True, "", now_s
         if not was_away:
             return []
         text = f"the witness is reachable again after {away_s:.1f} s"
-        return [JournalEntry(WitnessReachable(text), say=True)]
+        return [JournalEntry(WitnessReachable(text), announce=True)]
 
     def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
         """Whether it promises no other proposer anything for at least `limit_s` after a request."""
@@ -212,4 +220,4 @@ class WitnessView:
         return self.is_reached and now_s - self.since_s >= for_s
 
     def has_been_away(self, for_s: float, *, now_s: float) -> bool:
-        return bool(self.why) and now_s - self.since_s >= for_s
+        return bool(self.reason) and now_s - self.since_s >= for_s

@@ -21,7 +21,7 @@ from ftrun.monitor.verdicts import (
     function_of,
     nodes_of,
     rank_on_node,
-    ranks_in_words,
+    ranks_text,
     short,
 )
 from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
@@ -77,7 +77,7 @@ def find_skipped(views: Mapping[int, RankView], node_of: Mapping[int, str]) -> V
 
 
 def is_late(view: RankView, limit_s: float) -> bool:
-    return view.has_stepped and not view.is_finished and view.silent_s >= limit_s
+    return view.has_stepped and not view.is_finished and view.unresponsive_s >= limit_s
 
 
 # --- a rank has not entered --------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _not_entered(
     evidence, counter_evidence = _of_waiting(waits, ranks), list[str]()
     for view in culprits[:_MANY]:
         evidence += _of_state(view, settings)
-        counter_evidence += _against(view)
+        counter_evidence += _counter_evidence(view)
     return Verdict(
         kind=kind,
         culprits=ranks,
@@ -108,14 +108,14 @@ def _not_entered(
         evidence=tuple(evidence),
         counter_evidence=tuple(counter_evidence),
         confidence=Confidence.CERTAIN if act_immediately else Confidence.LIKELY,
-        may_take_long=any(_has_leave(view) for view in culprits),
+        may_take_long=any(_may_take_long(view) for view in culprits),
         act_immediately=act_immediately,
         fingerprint=f"{kind.value} {function_of(culprits[0].place)}",
     )
 
 
-def _has_leave(view: RankView) -> bool:
-    return view.has_said or view.activity in OWN_TIME
+def _may_take_long(view: RankView) -> bool:
+    return view.has_reported or view.activity in OWN_TIME
 
 
 def _kind_of(view: RankView, settings: HangConfig) -> tuple[VerdictKind, bool]:
@@ -125,14 +125,14 @@ def _kind_of(view: RankView, settings: HangConfig) -> tuple[VerdictKind, bool]:
         return VerdictKind.FROZEN, True
     if view.process == "D":
         return VerdictKind.FROZEN, False
-    is_still = view.still_s >= settings.still_s
+    is_still = view.still_s >= settings.no_activity_s
     if view.holds_gil and view.process == "S" and view.still_s >= _A_MOMENT_S:
-        return VerdictKind.GIL_STUCK, is_still and not _has_leave(view)
+        return VerdictKind.GIL_STUCK, is_still and not _may_take_long(view)
     if view.activity == "data":
         return VerdictKind.INPUT_BOUND, "is stopped" in view.child
-    if view.spins_s >= settings.still_s and not _has_leave(view):
+    if view.spins_s >= settings.no_activity_s and not _may_take_long(view):
         return VerdictKind.BUSY_LOOP, False
-    return VerdictKind.HANG_IN_COMPUTATION, is_still and not _has_leave(view)
+    return VerdictKind.HANG_IN_COMPUTATION, is_still and not _may_take_long(view)
 
 
 def _sentence(
@@ -140,19 +140,19 @@ def _sentence(
 ) -> str:
     first = culprits[0]
     if len(culprits) > 1:
-        who = ranks_in_words(view.rank for view in culprits)
+        subject = ranks_text(view.rank for view in culprits)
         does = {
             VerdictKind.INPUT_BOUND: "wait for their data",
             VerdictKind.FROZEN: "are frozen",
         }.get(kind, "have stopped making progress")
     else:
-        who = rank_on_node(first.rank, node_of)
+        subject = rank_on_node(first.rank, node_of)
         does = _does(first, kind)
     others = sorted(waits.waiting - {view.rank for view in culprits})
     if not others:
-        return f"{who} {does}; no other rank waits"
+        return f"{subject} {does}; no other rank waits"
     verb = "waits" if len(others) == 1 else "wait"
-    return f"{who} {does}, and {ranks_in_words(others)} {verb}{_in_what(waits)}"
+    return f"{subject} {does}, and {ranks_text(others)} {verb}{_in_what(waits)}"
 
 
 def _does(view: RankView, kind: VerdictKind) -> str:
@@ -199,7 +199,7 @@ def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
         )
         verb = "has" if len(ranks) == 1 else "have"
         lines.append(
-            f"{ranks_in_words(ranks)} {verb} entered {_call_of(group)} and not left it for "
+            f"{ranks_text(ranks)} {verb} entered {_call_of(group)} and not left it for "
             f"{longest_s:.1f} s"
         )
         for culprit in culprits[:_MANY]:
@@ -210,39 +210,39 @@ def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
 
 
 def _of_state(view: RankView, settings: HangConfig) -> list[str]:
-    who = f"rank {view.rank}"
+    subject = f"rank {view.rank}"
     if view.is_finished:
-        return [f"{who} ended with exit code 0 after step {view.step:,}"]
-    found = [f"{who} has made no step for {view.silent_s:.1f} s (step {view.step:,})"]
+        return [f"{subject} ended with exit code 0 after step {view.step:,}"]
+    found = [f"{subject} has made no step for {view.unresponsive_s:.1f} s (step {view.step:,})"]
     if view.process in ("T", "t"):
-        return [*found, f"{who}'s process is stopped (state {view.process})"]
+        return [*found, f"{subject}'s process is stopped (state {view.process})"]
     if view.process == "D":
         where = f" in {view.blocked_in}" if view.blocked_in else ""
-        found.append(f"{who}'s process is in an uninterruptible sleep (state D){where}")
-    if view.still_s >= settings.still_s:
+        found.append(f"{subject}'s process is in an uninterruptible sleep (state D){where}")
+    if view.still_s >= settings.no_activity_s:
         found.append(
-            f"{who} has used no CPU, read and written nothing, and kept the same stack for "
+            f"{subject} has used no CPU, read and written nothing, and kept the same stack for "
             f"{view.still_s:.1f} s"
         )
-    elif view.spins_s >= settings.still_s:
+    elif view.spins_s >= settings.no_activity_s:
         found.append(
-            f"{who} has computed for {view.spins_s:.1f} s without leaving one function "
+            f"{subject} has computed for {view.spins_s:.1f} s without leaving one function "
             f"({view.cpu:.1f} cores)"
         )
     if view.holds_gil and view.process == "S":
-        found.append(f"{who}'s main thread holds the GIL and sleeps")
+        found.append(f"{subject}'s main thread holds the GIL and sleeps")
     if view.child:
-        found.append(f"{who}: {view.child}")
+        found.append(f"{subject}: {view.child}")
     if view.place:
-        found.append(f"{who} is at {short(view.place)}")
+        found.append(f"{subject} is at {short(view.place)}")
     return found
 
 
-def _against(view: RankView) -> list[str]:
+def _counter_evidence(view: RankView) -> list[str]:
     if view.is_finished or view.process in ("T", "t"):
         return []
     found = []
-    if _has_leave(view):
+    if _may_take_long(view):
         found.append(f"rank {view.rank} is busy with {view.activity}, which may take long")
     if view.cpu >= COMPUTES:
         found.append(f"rank {view.rank} computes ({view.cpu:.1f} cores)")
@@ -263,11 +263,11 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     left = sorted(members - set(ranks))
     evidence = [
         f"all {len(members)} ranks of {_group_name(group)} have entered {_call_of(group)}",
-        f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} not left it for "
+        f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not left it for "
         f"{group.waits_s:.1f} s",
     ]
     if left:
-        evidence.append(f"{ranks_in_words(left)} {'has' if len(left) == 1 else 'have'} left it")
+        evidence.append(f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left it")
     nodes = nodes_of(sorted(members), node_of)
     where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
     return Verdict(
@@ -275,7 +275,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
         culprits=(),
         nodes=nodes,
         victims=tuple(sorted(waits.waiting)),
-        text=f"all ranks have entered {_call_of(group)} and {ranks_in_words(ranks)} cannot leave "
+        text=f"all ranks have entered {_call_of(group)} and {ranks_text(ranks)} cannot leave "
         f"it: a connection {where} carries no data",
         evidence=tuple(evidence),
         confidence=Confidence.LIKELY,
@@ -291,7 +291,7 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
         culprits=(),
         nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(waits.waiting)),
-        text=f"{ranks_in_words(ranks)} wait for messages that do not arrive",
+        text=f"{ranks_text(ranks)} wait for messages that do not arrive",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
         counter_evidence=(
             "messages between two ranks are not recorded, so the sender is not known",
@@ -318,10 +318,10 @@ def _skipped(
         )
         fewest = in_front if is_clear else sorted(different.calls)
     ranks = tuple(fewest)
-    evidence = [f"{ranks_in_words(side)}: {what}" for what, side in sides.items()]
+    evidence = [f"{ranks_text(side)}: {what}" for what, side in sides.items()]
     verb = "calls" if len(ranks) == 1 else "call"
     text = (
-        f"{ranks_in_words(ranks)} {verb} another collective than the others: #{different.seq:,} of "
+        f"{ranks_text(ranks)} {verb} another collective than the others: #{different.seq:,} of "
         f"{_group_name(different.group)} is {_sides(sides)}"
     )
     if is_clear and (frame := short(waits.views[ranks[0]].place)):
@@ -341,15 +341,15 @@ def _skipped(
 
 
 def _sides(sides: Mapping[str, Sequence[int]]) -> str:
-    return " and ".join(f"{what} on {ranks_in_words(ranks)}" for what, ranks in sides.items())
+    return " and ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
 
 
 def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig) -> Verdict:
     ranks = tuple(sorted(waits.circle()))
-    are_still = all(waits.views[rank].still_s >= settings.still_s for rank in ranks)
+    are_still = all(waits.views[rank].still_s >= settings.no_activity_s for rank in ranks)
     evidence = [
         f"rank {rank} waits in {_call_of(waits.views[rank].waiting[0])} for "
-        f"{ranks_in_words(waits.edges[rank])}"
+        f"{ranks_text(waits.edges[rank])}"
         for rank in ranks[: 2 * _MANY]
     ]
     return Verdict(
@@ -357,7 +357,7 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
         culprits=ranks,
         nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(waits.waiting - set(ranks))),
-        text=f"{ranks_in_words(ranks)} wait for one another: they call collectives of several "
+        text=f"{ranks_text(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
         evidence=tuple(evidence),
         confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,

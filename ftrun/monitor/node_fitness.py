@@ -132,7 +132,7 @@ def far_below(found: Mapping[str, NodeMeasurements], part: float) -> dict[str, s
         for node_id, rate in known.items():
             others = [other for one, other in known.items() if one != node_id]
             if len(others) >= MIN_OTHERS and rate < part * (theirs := _median(others)):
-                text = f"{what} {rate_in_words(rate)} (other nodes {rate_in_words(theirs)})"
+                text = f"{what} {rate_per_s_text(rate)} (other nodes {rate_per_s_text(theirs)})"
                 words.setdefault(node_id, []).append(text)
     return {node_id: "; ".join(texts) for node_id, texts in words.items()}
 
@@ -143,11 +143,11 @@ def _median(rates: list[float]) -> float:
     return (ordered[half] + ordered[-1 - half]) / 2
 
 
-def rate_in_words(bytes_per_s: float) -> str:
-    return f"{size_in_words(bytes_per_s)}/s"
+def rate_per_s_text(bytes_per_s: float) -> str:
+    return f"{size_text(bytes_per_s)}/s"
 
 
-def size_in_words(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     """`6.1 GB`, `120 MB`, `0.4 MB`."""
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:,.1f} GB"
@@ -158,7 +158,7 @@ def size_in_words(num_bytes: float) -> str:
 def _slow(what: str, rate: float, floor: float) -> list[str]:
     if not 0 < rate < floor:
         return []
-    return [f"{what} {rate_in_words(rate)} (minimum {rate_in_words(floor)})"]
+    return [f"{what} {rate_per_s_text(rate)} (minimum {rate_per_s_text(floor)})"]
 
 
 def _few(count: int, floor: int, what: str) -> list[str]:
@@ -168,4 +168,4 @@ def _few(count: int, floor: int, what: str) -> list[str]:
 def _room(what: str, count: int, floor: float) -> list[str]:
     if not 0 <= count < floor:
         return []
-    return [f"{size_in_words(count)} of {what} are free (minimum {size_in_words(floor)})"]
+    return [f"{size_text(count)} of {what} are free (minimum {size_text(floor)})"]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_text
 
 SETTLE_S = 1.5
 """Longer than two heartbeats, so that all ranks have reported their step."""
@@ -50,16 +50,16 @@ class NumericsDetector:
         self._losses: deque[float] = deque(maxlen=KEPT)
         self._last_step = -1
         self._high: deque[float] = deque(maxlen=4)
-        self._is_spike_told = False
+        self._is_spike_reported = False
 
     def begin(self) -> None:
         self._last_step = -1
         self._high.clear()
         self.bad_since, self._seen_s = 0, None
         self._bad_loss.clear()
-        self._is_spike_told = False
+        self._is_spike_reported = False
 
-    def look(
+    def poll(
         self, ranks: Sequence[RankNumerics], node_of: Mapping[int, str], *, now_s: float
     ) -> Verdict | None:
         """Judge the newest reports of all ranks. A problem is returned only once."""
@@ -74,12 +74,12 @@ class NumericsDetector:
         # Reports of several nodes are not of one moment: a rank without a problem may only be late
         # to report it.
         others = [one for one in ranks if one not in bad]
-        is_told = all(one.step > since for one in others)
-        if not is_told and now_s - self._seen_s < SETTLE_S:
+        is_reported = all(one.step > since for one in others)
+        if not is_reported and now_s - self._seen_s < SETTLE_S:
             return None
         self.bad_since = since
         steps = {one.rank: self._since(one) for one in bad}
-        return _not_finite(bad, steps, len(ranks), node_of, is_told=is_told)
+        return _not_finite(bad, steps, len(ranks), node_of, is_reported=is_reported)
 
     def _is_bad_for_long(self, one: RankNumerics) -> bool:
         """A parameter counts at once; a loss at two steps, as a scaler skips an overflow."""
@@ -94,22 +94,22 @@ class NumericsDetector:
         return one.bad_step or self._bad_loss[one.rank]
 
     def _spike(self, ranks: Sequence[RankNumerics]) -> Verdict | None:
-        told = [one for one in ranks if one.loss is not None]
-        if not told:
+        reported = [one for one in ranks if one.loss is not None]
+        if not reported:
             return None
-        step, loss = max(one.step for one in told), max(one.loss or 0.0 for one in told)
+        step, loss = max(one.step for one in reported), max(one.loss or 0.0 for one in reported)
         if step <= self._last_step:
             return None
         self._last_step = step
         if not self._is_high(loss):
             self._high.clear()
             self._losses.append(loss)
-            self._is_spike_told = False
+            self._is_spike_reported = False
             return None
         self._high.append(loss)
-        if len(self._high) < _IN_A_ROW or self._is_spike_told:
+        if len(self._high) < _IN_A_ROW or self._is_spike_reported:
             return None
-        self._is_spike_told = True
+        self._is_spike_reported = True
         usual = median(self._losses)
         return Verdict(
             kind=VerdictKind.NUMERICAL_ANOMALY,
@@ -149,12 +149,12 @@ def _not_finite(
     num_ranks: int,
     node_of: Mapping[int, str],
     *,
-    is_told: bool,
+    is_reported: bool,
 ) -> Verdict:
     first = min(since.values())
     ranks = tuple(sorted(rank for rank, step in since.items() if step == first))
-    is_one = len(ranks) < num_ranks and is_told
-    who = ranks_in_words(ranks) if is_one else "all ranks"
+    is_one = len(ranks) < num_ranks and is_reported
+    subject = ranks_text(ranks) if is_one else "all ranks"
     verb = "has" if len(ranks) == 1 and is_one else "have"
     evidence = []
     for one in sorted(bad, key=lambda one: since[one.rank])[:4]:
@@ -168,7 +168,7 @@ def _not_finite(
         culprits=ranks if is_one else (),
         nodes=nodes_of(ranks, node_of) if is_one else (),
         victims=tuple(sorted(set(since) - set(ranks))) if is_one else tuple(sorted(since)),
-        text=f"{who} {verb} computed NaN or infinity at step {first:,}",
+        text=f"{subject} {verb} computed NaN or infinity at step {first:,}",
         evidence=tuple(evidence),
         counter_evidence=()
         if is_one

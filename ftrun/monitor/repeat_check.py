@@ -25,7 +25,7 @@ KEPT_STEPS = 1024
 """Number of retained records of one rank in one execution: the newest ones."""
 
 
-class Outcome(Enum):
+class RepeatOutcome(Enum):
     """Outcome of the comparison for one generation."""
 
     EQUAL = "equal"
@@ -36,7 +36,7 @@ class Outcome(Enum):
 
 
 _DIFFER = "repeated steps differ from the first execution"
-WARNINGS = (Outcome.DIFFERS, Outcome.STATE_LOST, Outcome.NOT_DETERMINISTIC)
+WARNINGS = (RepeatOutcome.DIFFERS, RepeatOutcome.STATE_LOST, RepeatOutcome.NOT_DETERMINISTIC)
 
 
 class BoundaryRecord(NamedTuple):
@@ -97,7 +97,7 @@ class Execution:
 class Repeat(msgspec.Struct, frozen=True):
     """Result for one generation."""
 
-    outcome: Outcome
+    outcome: RepeatOutcome
     text: str
     repeated: int = 0
     compared: int = 0
@@ -291,22 +291,22 @@ def _judge(
     found = between or next(iter(different), None)
     equal = {(one.step, one.rank) for one in compared if one.is_repeat and not one.what}
     if found is None:
-        outcome = Outcome.EQUAL
+        outcome = RepeatOutcome.EQUAL
         some = "" if count == again else f", {count:,} compared"
         text = f"repeated {_steps(again)}{some}: {_kinds(compared)} bitwise equal"
     elif between is not None:
-        outcome = Outcome.NOT_DETERMINISTIC
+        outcome = RepeatOutcome.NOT_DETERMINISTIC
         text = f"repeated steps differ in each repeat: {found}; the script is not deterministic"
         if now.restored is None:
             text += ", from its beginning: no snapshot was restored"
     elif (found.step, found.rank) in equal:
-        outcome = Outcome.STATE_LOST
+        outcome = RepeatOutcome.STATE_LOST
         text = (
             f"{_DIFFER}: {found}; two repeats are equal, so some state of the script is not "
             "restored: run `ftrun verify` to find it"
         )
     else:
-        outcome = Outcome.DIFFERS
+        outcome = RepeatOutcome.DIFFERS
         text = (
             f"{_DIFFER}: {found}; either some state of the script is not restored, or the script "
             "is not deterministic: `ftrun verify` shows which"
@@ -332,8 +332,8 @@ def _has_more(before: BoundaryRecord, here: BoundaryRecord) -> bool:
     return late_loss or before.has_digest & ~here.has_digest != 0
 
 
-def _not_compared(why: str, repeated: int = 0) -> Repeat:
-    return Repeat(Outcome.NOT_COMPARED, f"not compared: {why}", repeated)
+def _not_compared(reason: str, repeated: int = 0) -> Repeat:
+    return Repeat(RepeatOutcome.NOT_COMPARED, f"not compared: {reason}", repeated)
 
 
 def _steps(count: int) -> str:

@@ -64,7 +64,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Equal for the same fault at the same location."""
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 1 and 2`, `ranks 0 to 6`, `12 ranks`."""
     found = sorted(ranks)
     if len(found) == 1:
@@ -157,7 +157,7 @@ class RankView(msgspec.Struct, frozen=True):
     process: str
     """Process state letter of the kernel: R, S, D, T; empty if the process has ended."""
     step: int
-    silent_s: float
+    unresponsive_s: float
     """Seconds since the last step boundary."""
     phase: str = ""
     """Phase that the script reports; empty: training."""
@@ -198,7 +198,7 @@ class RankView(msgspec.Struct, frozen=True):
         return any(is_in(frame, _HELD_UP) for frame in self.stack)
 
     @property
-    def has_said(self) -> bool:
+    def has_reported(self) -> bool:
         return self.phase not in ("", "train")
 
     @property
@@ -206,7 +206,7 @@ class RankView(msgspec.Struct, frozen=True):
         """`eval`, `checkpoint`, `compile`, `data`, `outside` (another process, the network),
         `collective` or `train`: as the script reports it, or by its stack.
         """  # noqa: D205 - one sentence
-        if self.has_said:
+        if self.has_reported:
             return self.phase
         for frame in self.stack:
             if is_in(frame, _SAVING):

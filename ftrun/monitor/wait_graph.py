@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import CollectiveCall, ProcessGroupView, RankView
 
-_LOOK_AT = 0.5
+_CHECKED = 0.5
 _NAME_AT = 0.85
 
 
@@ -25,9 +25,9 @@ _NAME_AT = 0.85
 class HangDeadlines:
     """Deadlines for a rank without progress, in seconds since its last step boundary."""
 
-    look_s: float
+    sample_s: float
     """Stacks are sampled from here on, so that a diagnosis is ready in time."""
-    suspect_s: float
+    suspect_after_s: float
     """A hang is suspected, and its culprit named."""
     act_s: float
     """A hang with positive evidence is acted on."""
@@ -38,10 +38,10 @@ class HangDeadlines:
 
     @staticmethod
     def of(p99_s: float, settings: HangConfig) -> "HangDeadlines":
-        limit_s = max(settings.suspect_s, settings.suspect_factor * p99_s)
-        kill_s = max(settings.kill_after_s, settings.kill_factor * p99_s, limit_s)
-        leave_s = max(settings.phase_limit_s, kill_s)
-        return HangDeadlines(_LOOK_AT * limit_s, _NAME_AT * limit_s, limit_s, kill_s, leave_s)
+        limit_s = max(settings.suspect_after_s, settings.suspect_p99_factor * p99_s)
+        kill_s = max(settings.kill_after_s, settings.kill_p99_factor * p99_s, limit_s)
+        leave_s = max(settings.phase_timeout_s, kill_s)
+        return HangDeadlines(_CHECKED * limit_s, _NAME_AT * limit_s, limit_s, kill_s, leave_s)
 
 
 _VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")

@@ -13,7 +13,7 @@ from signal import Signals
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.hang_detector import find_skipped
-from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, rank_on_node, ranks_in_words
+from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, rank_on_node, ranks_text
 
 SIGKILL = 9
 _OUTPUT_LOST = 120
@@ -44,34 +44,34 @@ class ExitFacts:
 
 def explain(facts: ExitFacts) -> WorkerExit:
     rank, status = facts.rank, facts.status
-    who = f"rank {rank} (pid {facts.pid})"
+    subject = f"rank {rank} (pid {facts.pid})"
     if facts.corrupt:
         return WorkerExit(
             rank,
             ExitKind.CORRUPT_SNAPSHOT,
             status,
-            f"{who}: {facts.corrupt}",
+            f"{subject}: {facts.corrupt}",
             fingerprint="corrupt",
         )
     if facts.stopped_s is not None:
-        text = f"{who} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s, and ftrun killed it"
+        text = f"{subject} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s, and ftrun killed it"
         return WorkerExit(rank, ExitKind.STOPPED, status, text, fingerprint="stopped")
     if status == 0:
-        return WorkerExit(rank, ExitKind.FINISHED, 0, f"{who} has finished")
+        return WorkerExit(rank, ExitKind.FINISHED, 0, f"{subject} has finished")
     if status < 0:
-        return _signalled(facts, who)
+        return _signalled(facts, subject)
     if facts.message:
         first_line = facts.message.splitlines()[0]
         return WorkerExit(
             rank,
             ExitKind.EXCEPTION,
             status,
-            f"{who} raised {first_line}",
+            f"{subject} raised {first_line}",
             detail=facts.traceback,
             fingerprint=f"exception {place(facts.traceback)} {first_line.split(':')[0]}",
             failed_at_ns=facts.failed_at_ns,
         )
-    text = f"{who} exited with code {status}"
+    text = f"{subject} exited with code {status}"
     if facts.full_disk:
         text += f": the disk of {facts.full_disk} is full, so its output cannot be written there"
     elif status == _OUTPUT_LOST:
@@ -79,15 +79,15 @@ def explain(facts: ExitFacts) -> WorkerExit:
     return WorkerExit(rank, ExitKind.EXIT_CODE, status, text, fingerprint=f"{status}")
 
 
-def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
+def _signalled(facts: ExitFacts, subject: str) -> WorkerExit:
     name = signal_name(-facts.status)
     if -facts.status == SIGKILL and facts.oom_kills:
         text = (
-            f"{who} was killed by the kernel, which was out of memory ({facts.oom_kills} "
+            f"{subject} was killed by the kernel, which was out of memory ({facts.oom_kills} "
             f"out-of-memory {'kill' if facts.oom_kills == 1 else 'kills'})"
         )
         return WorkerExit(facts.rank, ExitKind.OUT_OF_MEMORY, facts.status, text, fingerprint="oom")
-    text = f"{who} was killed by {name}"
+    text = f"{subject} was killed by {name}"
     if -facts.status == SIGKILL:
         text += " (not out of memory)" if facts.oom_kills == 0 else " (sender unknown)"
     elif own := users_place(facts.traceback):
@@ -119,7 +119,7 @@ def users_place(traceback: str) -> str:
     return ""
 
 
-def end_in_words(status: int) -> str:
+def exit_text(status: int) -> str:
     return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
 
 
@@ -191,9 +191,9 @@ def hidden_cause(
     finished = [one for one in ended if one.kind is ExitKind.FINISHED]
     if not finished or not all(is_broken_connection(one) for one in failed):
         return None
-    left, others = finished[0], ranks_in_words(one.rank for one in failed)
-    who = rank_on_node(left.rank, node_of)
+    left, others = finished[0], ranks_text(one.rank for one in failed)
+    subject = rank_on_node(left.rank, node_of)
     verb = "was" if len(failed) == 1 else "were"
-    text = f"{who} exited early (code 0) while {others} {verb} still in a collective"
+    text = f"{subject} exited early (code 0) while {others} {verb} still in a collective"
     detail = failed[0].detail and f"rank {failed[0].rank} failed because of it:\n{failed[0].detail}"
     return WorkerExit(left.rank, ExitKind.LEFT_EARLY, 1, text, detail, "left early"), None

@@ -12,7 +12,7 @@ class SuspicionRaised(Note, frozen=True, tag="suspicion_raised"):
 
     incident: Whole
     ranks: tuple[int, ...]
-    silent_s: Seconds
+    unresponsive_s: Seconds
     deadline_s: Seconds
 
 

@@ -62,7 +62,7 @@ class DeviceError(Note, frozen=True, tag="device_error"):
 
 
 class RankWithoutProgress(Note, frozen=True, tag="rank_without_progress"):
-    """A rank has made no step for `monitor.silence_report_s`."""
+    """A rank has made no step for `monitor.no_progress_report_after_s`."""
 
     rank: Whole
 

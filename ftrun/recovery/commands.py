@@ -41,7 +41,7 @@ class Quiesce:
     """Kill this node's workers and report what it holds. Answer: `Quiesced`."""
 
     generation: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class PersistPlan:
     """Persist the running generation's plan with its new voters. Answer: `PlanPersisted`."""
 
     plan: GenerationPlan
-    took_effect: bool
+    is_chosen: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class RepeatNodeCheck:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A line for the journal; with `say` the operator sees it at once."""
+    """A line for the journal; with `announce` the operator sees it at once."""
 
     record: Note
-    say: bool = False
+    announce: bool = False
 
 
 # --- the network ------------------------------------------------------------------------------
@@ -169,19 +169,19 @@ class ProbePath:
 class WitnessOperation(Enum):
     """Requests to the witness; witness.py defines its answers."""
 
-    LOOK = "look"
+    READ = "look"
     """Read the lease and the register."""
     CLAIM = "claim"
     """Become the agent that the others join, unless there is one."""
-    KEEP = "keep"
+    RENEW = "keep"
     """As leader of this generation: promise no other proposer for the time of a lease."""
     PROMISE = "promise"
     """Prepare of a ballot: promise this number."""
     ACCEPT = "accept"
     """Accept of a ballot: accept this plan."""
-    TELL = "tell"
+    RECORD = "tell"
     """Store this chosen plan."""
-    FORGET = "forget"
+    CLEAR = "forget"
     """Delete the register: the run is over."""
 
 
@@ -189,7 +189,7 @@ class WitnessOperation(Enum):
 class QueryWitness:
     """Query the witness. Answer: `WitnessAnswered`, also if it is unreachable."""
 
-    wish: WitnessOperation
+    operation: WitnessOperation
     asked_s: float
     """Time of the request; a lease counts from then."""
     generation: int = -1

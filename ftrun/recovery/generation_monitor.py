@@ -49,7 +49,7 @@ from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
-from ftrun.wire.cluster.generation import Edition, FailureHistory, GenerationPlan
+from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
@@ -87,14 +87,14 @@ class GenerationMonitor:
         self._settings = settings
         self._alignment = SnapshotAlignment()
         self._plan: GenerationPlan | None = None
-        self._told = self.orders
+        self._reported = self.orders
         self._exits: dict[Rank, WorkerExit] = {}
         self._waiting: list[WorkerExit] = []
         self._waits_until_s = 0.0
         self._stops_handled = 0
-        self._failures = NodeFailures(settings.profile.nodes.failures_per_hour)
+        self._failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
         self._problems: set[str] = set()
-        self._at_boundary_told = False
+        self._is_boundary_reported = False
         self._rate = self._checkpoint_s = 0.0
         self._rate_from: tuple[float, int] | None = None
 
@@ -103,8 +103,8 @@ class GenerationMonitor:
         return self.watching.incidents
 
     @property
-    def beats(self) -> dict[str, Heartbeat]:
-        return self.reports.beats
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        return self.reports.heartbeats
 
     def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
         """Continues from what the last leader knew at `known_s`; may be called again.
@@ -126,7 +126,7 @@ class GenerationMonitor:
             incidents=self.incidents.count,
             hung_nodes=[*self.watching.hung.nodes],
             longest_start_s=self.watching.hung.longest_s,
-            spoiled=self.watching.spoiled,
+            bad_version=self.watching.bad_version,
             skip_to=self.watching.skip_to,
             past_restarts=self.past.past_restarts(now_s=now_s),
             gone=self.past.gone_nodes(now_s=now_s),
@@ -140,17 +140,17 @@ class GenerationMonitor:
             self._failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 
-    def set_aside(self, *, now_s: float) -> set[str]:
-        return self._failures.set_aside(now_s=now_s)
+    def excluded(self, *, now_s: float) -> set[str]:
+        return self._failures.excluded(now_s=now_s)
 
     def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
         for node_id in node_ids:
             self._failures.bar(node_id, now_s=now_s)
 
-    def evict(self, verdict: Verdict, node_id: str, why: str, *, now_s: float) -> None:
+    def evict(self, verdict: Verdict, node_id: str, reason: str, *, now_s: float) -> None:
         self._failures.bar(node_id, now_s=now_s)
         self.incidents.found(verdict, (), self.progress(), now_s=now_s)
-        self.incidents.acted("evict", why)
+        self.incidents.acted("evict", reason)
 
     # --- a generation -------------------------------------------------------------------------
 
@@ -166,66 +166,70 @@ class GenerationMonitor:
         self._exits.clear()
         self._waiting.clear()
         self._problems.clear()
-        self._at_boundary_told = False
+        self._is_boundary_reported = False
         self._rate_from = None
         self._checkpoint_s = now_s
         self.watching.begin(plan)
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
 
-    def note(self, node_id: str, beat: Heartbeat) -> None:
-        self.reports.take(node_id, beat)
-        if beat.stops:
-            self.stop_signal = beat.stop_signal or _SIGTERM
+    def note(self, node_id: str, heartbeat: Heartbeat) -> None:
+        self.reports.take(node_id, heartbeat)
+        if heartbeat.stops:
+            self.stop_signal = heartbeat.stop_signal or _SIGTERM
 
-    def beat(self, node_id: str, beat: Heartbeat, *, now_s: float) -> list[SupervisorCommand]:
-        """Records the state of one node; `passing` decides about its failures."""
-        is_current = self.reports.take(node_id, beat)
-        took_s = self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
+    def heartbeat_received(
+        self, node_id: str, heartbeat: Heartbeat, *, now_s: float
+    ) -> list[SupervisorCommand]:
+        """Records the state of one node; `tick` decides about its failures."""
+        is_current = self.reports.take(node_id, heartbeat)
+        took_s = self.incidents.stepped(
+            node_id, heartbeat.restart if is_current else None, now_s=now_s
+        )
         if took_s is not None:
-            self.past.measured(beat.generation, took_s)
+            self.past.measured(heartbeat.generation, took_s)
         found: list[SupervisorCommand] = []
-        while self._stops_handled < beat.stops:
+        while self._stops_handled < heartbeat.stops:
             self._stops_handled += 1
-            number = beat.stop_signal or _SIGTERM
+            number = heartbeat.stop_signal or _SIGTERM
             found += self.stop(number, f"a signal on {node_id}", now_s=now_s)
         plan = self._plan
         if plan is None or not is_current:
             return found
         self._note_rate(now_s)
-        self._commit(beat)
+        self._commit(heartbeat)
         if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
             self.name_checkpoint(now_s=now_s)
         known_port = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
-        if beat.smp_port and beat.smp_port != known_port:
-            self._order(moved={**self.orders.moved, node_id: beat.smp_port})
-        if beat.problem and node_id not in self._problems:
+        if heartbeat.smp_port and heartbeat.smp_port != known_port:
+            self._order(moved={**self.orders.moved, node_id: heartbeat.smp_port})
+        if heartbeat.problem and node_id not in self._problems:
             self._problems.add(node_id)
-            self._take_restore_failure(node_id, beat, now_s)
-        if beat.exits:
-            self._take_exits(beat.exits, now_s)
-        if self.reports.all_at_boundary and not self._at_boundary_told:
-            self._at_boundary_told = True
+            self._take_restore_failure(node_id, heartbeat, now_s)
+        if heartbeat.exits:
+            self._take_exits(heartbeat.exits, now_s)
+        if self.reports.all_at_boundary and not self._is_boundary_reported:
+            self._is_boundary_reported = True
             found += self._ask(AllAtBoundary(), now_s)
         return found
 
     def stop(self, number: int, by: str, *, now_s: float) -> list[SupervisorCommand]:
         self.stop_signal = number
-        self._at_boundary_told = False  # ranks may wait there already, for a reconfiguration
+        self._is_boundary_reported = False  # ranks may wait there already, for a reconfiguration
         return self._ask(StopRequested(number, by, self.reports.attached), now_s)
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
         """Reports lost members, each with the reason, and their ranks with them."""
         kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
-        for node_id, why in sorted(nodes.items()):
+        for node_id, reason in sorted(nodes.items()):
             node, mark = self.reports.member(node_id), f"node {node_id}"
             ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
-            text = f"{mark} is lost: {why}"
+            text = f"{mark} is lost: {reason}"
             lost = [WorkerExit(rank, kind, code, text, fingerprint=mark) for rank in ranks]
             self._take_exits(lost, now_s)
-        return self.passing(now_s=now_s) if nodes else []
+        return self.tick(now_s=now_s) if nodes else []
 
-    def passing(self, *, now_s: float) -> list[SupervisorCommand]:
+    def tick(self, *, now_s: float) -> list[SupervisorCommand]:
         """Decides about failures that have waited long enough; advances the supervisor's time."""
         found: list[SupervisorCommand] = []
         self._watch(now_s)
@@ -258,19 +262,25 @@ class GenerationMonitor:
 
     # --- orders -------------------------------------------------------------------------------
 
-    def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeaderHeartbeat:
-        """The leader's heartbeat; `edition` is of the newest plan known to be chosen."""
-        self._told = body = self.orders
-        generation, roster = edition
+    def heartbeat(
+        self, configuration_id: ConfigurationId, number: int, *, is_suspended: bool
+    ) -> LeaderHeartbeat:
+        """The leader's heartbeat; `configuration_id` is of the newest plan known to be chosen."""
+        self._reported = body = self.orders
+        generation, voter_revision = configuration_id
         if body.generation != generation and not body.ended:
             body = LeaderHeartbeat(generation=generation)
         count = self.incidents.count
         return msgspec.structs.replace(
-            body, roster=roster, number=number, is_held=is_held, incidents=count
+            body,
+            voter_revision=voter_revision,
+            number=number,
+            is_suspended=is_suspended,
+            incidents=count,
         )
 
     def has_new_orders(self) -> bool:
-        return self._told is not self.orders
+        return self._reported is not self.orders
 
     def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[StartGeneration | EndRun]:
         """Turns commands for all nodes into orders; returns those that the leader executes."""
@@ -280,19 +290,19 @@ class GenerationMonitor:
                 case KillWorkers():
                     follows = commands[index + 1 :]
                     if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
-                        self._order(killed=True, why=command.reason)
+                        self._order(killed=True, reason=command.reason)
                 case RequestFinalSnapshot():
                     self.stop_at_boundary(command.reason)
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
-                    self._order(signal=command.signal, signal_count=count, why=command.reason)
+                    self._order(signal=command.signal, signal_count=count, reason=command.reason)
                 case StartGeneration() | EndRun():
                     left.append(command)
                 case _:
                     assert_never(command)
         return left
 
-    def stop_at_boundary(self, why: str) -> int:
+    def stop_at_boundary(self, reason: str) -> int:
         """Orders all ranks to take a snapshot at one boundary and wait there; returns its step.
 
         If a boundary is already ordered, it stays: ranks that wait there would wait forever for a
@@ -301,16 +311,16 @@ class GenerationMonitor:
         boundary = self.orders.stop_after_step
         if boundary < 0:
             boundary = self.progress().step + self._ahead(1)
-        self._order(stop_after_step=boundary, why=why)
+        self._order(stop_after_step=boundary, reason=reason)
         return boundary
 
-    def look_at_interval(self) -> None:
+    def check_interval(self) -> None:
         """Orders the longest interval that any rank requests, from a step ahead of all ranks."""
-        wished = self.reports.wished_every()
+        requested = self.reports.requested_every()
         step = self.progress().step
         is_settled = step > self.orders.every_from_step
-        if wished and is_settled and wished != self.orders.every:
-            self._order(every=wished, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
+        if requested and is_settled and requested != self.orders.every:
+            self._order(every=requested, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
 
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
@@ -318,7 +328,7 @@ class GenerationMonitor:
         self._order(
             ended=True,
             exit_code=int(command.exit_code),
-            why=command.reason,
+            reason=command.reason,
             advice=command.advice,
             cause=command.cause,
         )
@@ -332,10 +342,10 @@ class GenerationMonitor:
         has_failed = any(one.kind is not ExitKind.FINISHED for one in self._exits.values())
         if self._plan is None or has_failed or self.supervisor.state is not SupervisorState.RUNNING:
             return
-        is_elastic = len(self._plan.members) > self._settings.wishes.min_nodes
+        is_elastic = len(self._plan.members) > self._settings.cluster_size.min_nodes
         self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
         try:
-            found = self.watching.look(self._plan, self.reports, now_s=now_s)
+            found = self.watching.poll(self._plan, self.reports, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - a bug in the monitor must not end the run
             self.watching.went_wrong(error)
             return
@@ -348,7 +358,7 @@ class GenerationMonitor:
     def _is_examined(self) -> bool:
         current = self.reports.current
         is_whole = self._plan is not None and len(current) == len(self._plan.members)
-        return self.orders.examine and is_whole and all(beat.views for beat in current)
+        return self.orders.examine and is_whole and all(heartbeat.views for heartbeat in current)
 
     def _decided_on(self, now_s: float) -> tuple[WorkerExit, ...]:
         waiting, self._waiting = tuple(self._waiting), []
@@ -386,7 +396,7 @@ class GenerationMonitor:
             self._exits[one.rank] = one
             self._waiting.append(one)
 
-    def _take_restore_failure(self, node_id: str, beat: Heartbeat, now_s: float) -> None:
+    def _take_restore_failure(self, node_id: str, heartbeat: Heartbeat, now_s: float) -> None:
         """Records a failed restore in place of one exit of the node's ranks.
 
         The ranks of that node end by an exception because of it.
@@ -400,22 +410,26 @@ class GenerationMonitor:
             return  # the supervisor has decided about all of them
         self._waiting = [one for one in self._waiting if one.rank != rank]
         self._exits.pop(rank, None)
-        text = f"node {node_id} could not restore its state: {beat.problem}"
+        text = f"node {node_id} could not restore its state: {heartbeat.problem}"
         mark = f"restore {node_id}"
         kind, code = ExitKind.RESTORE_FAILED, ExitCode.STATE_LOST
-        if beat.problem_is_link:
+        if heartbeat.problem_is_link:
             kind, code = ExitKind.LINK_LOST, ExitCode.TRY_AGAIN
         self._take_exits([WorkerExit(rank, kind, code, text, fingerprint=mark)], now_s)
 
-    def _commit(self, beat: Heartbeat) -> None:
-        ready, committed = self.reports.ready_with(beat), self.orders.committed
+    def _commit(self, heartbeat: Heartbeat) -> None:
+        ready, committed = self.reports.ready_with(heartbeat), self.orders.committed
         known = self.reports.committed
-        if known is not None and known[0] == beat.generation and (ready is None or ready < known):
+        if (
+            known is not None
+            and known[0] == heartbeat.generation
+            and (ready is None or ready < known)
+        ):
             ready = known  # ordered by the last leader; not every node received it
         if ready is not None and (committed is None or ready > committed):
             take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
             self._order(committed=ready, take_from=take_from)
-        skipped = max(self.reports.abandoned_step, self.reports.missed_step(beat))
+        skipped = max(self.reports.abandoned_step, self.reports.missed_step(heartbeat))
         if skipped > self.orders.abandoned_step:
             take_from = self._alignment.after_skip(
                 self.orders.take_from, skipped, self.reports.step
@@ -425,8 +439,8 @@ class GenerationMonitor:
     def name_checkpoint(self, *, now_s: float) -> None:
         """Orders the newest committed version to be written, if a checkpoint directory exists."""
         committed = self.orders.committed
-        is_wished = self._settings.orders_checkpoints
-        if is_wished and committed is not None and committed != self.orders.checkpoint:
+        is_requested = self._settings.orders_checkpoints
+        if is_requested and committed is not None and committed != self.orders.checkpoint:
             self._checkpoint_s = now_s
             self._order(checkpoint=committed)
 
@@ -441,10 +455,10 @@ class GenerationMonitor:
         if self._rate_from is None:
             self._rate_from = (now_s, step)
         since_s, first = self._rate_from
-        if now_s - since_s >= self._settings.times.heartbeat_s:
+        if now_s - since_s >= self._settings.times.heartbeat_interval_s:
             self._rate = max(0.0, (step - first) / (now_s - since_s))
             self._rate_from = (now_s, step)
-            self.look_at_interval()
+            self.check_interval()
 
     def _order(self, **changes: object) -> None:
         self.orders = msgspec.structs.replace(self.orders, **changes)

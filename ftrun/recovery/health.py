@@ -14,7 +14,7 @@ from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.numerics import NumericsDetector, RankNumerics
-from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_text
 from ftrun.monitor.worker_exits import first_cause, hidden_cause
 from ftrun.recovery.commands import Send
 from ftrun.recovery.incidents import IncidentLog
@@ -24,10 +24,10 @@ from ftrun.recovery.suspicions import HangSuspicions, SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 
 _BACK = (
-    ". It is only reported: numbers.policy=rollback would resume from a version before it; "
+    ". It is only reported: numerics.policy=rollback would resume from a version before it; "
     "skip-data would also skip the data"
 )
-_STOP = ". It is only reported: numbers.policy=stop would end the run"
+_STOP = ". It is only reported: numerics.policy=stop would end the run"
 
 
 class HealthMonitor:
@@ -36,7 +36,7 @@ class HealthMonitor:
     def __init__(self, settings: MembershipSettings, me: str, pairs: PairFinder) -> None:
         self.incidents = IncidentLog()
         self.slow = SlowSuspicions()
-        self.spoiled: VersionPair | None = None
+        self.bad_version: VersionPair | None = None
         """This version and later ones hold numerical anomalies; reset with the next generation."""
         self.skip_to = -1
         """Last step of the data that led to the anomaly, if the data must be skipped; else -1."""
@@ -46,21 +46,21 @@ class HealthMonitor:
         """The run could continue without one of its nodes."""
         self.hung = HungLinks(settings.profile.hang)
         self.pairs = pairs
-        self._first_step_s = settings.profile.hang.suspect_s
+        self._first_step_s = settings.profile.hang.suspect_after_s
         self._evicts_hung = settings.profile.hang.action == "evict"
-        self._numerics_policy = settings.profile.numbers.policy
+        self._numerics_policy = settings.profile.numerics.policy
         self._me = me
         self._hangs = HangSuspicions(settings.profile.hang)
         self._numbers = NumericsDetector()
-        self._is_blind = self._has_told_of_replicas = self._is_stuck = False
+        self._is_blind = self._has_reported_replicas = self._is_stuck = False
         self._due_s = 0.0
-        self._every_s = settings.times.heartbeat_s / 2
+        self._every_s = settings.times.heartbeat_interval_s / 2
 
     def begin(self, plan: GenerationPlan) -> None:
-        self.spoiled = None
+        self.bad_version = None
         self.skip_to = -1
         self.unwanted = ""
-        self._is_blind = self._has_told_of_replicas = self._is_stuck = False
+        self._is_blind = self._has_reported_replicas = self._is_stuck = False
         self._hangs.begin()
         self.hung.begin()
         self.pairs.begin()
@@ -68,7 +68,7 @@ class HealthMonitor:
         self.slow.begin()
         self.incidents.generation_begins(plan)
 
-    def look(
+    def poll(
         self, plan: GenerationPlan, reports: MemberReports, *, now_s: float
     ) -> list[WorkerExit]:
         if now_s < self._due_s or self._is_blind:
@@ -76,34 +76,34 @@ class HealthMonitor:
         self._due_s = now_s + self._every_s
         progress = reports.progress
         self.incidents.progress(reports.current, progress, now_s=now_s)
-        found = self._look_at_numbers(plan, reports, now_s)
+        found = self._check_numbers(plan, reports, now_s)
         if found:
             return found
-        self._look_at_replicas(plan, reports, now_s)
-        for verdict in self.slow.look(reports.beats, plan, self._me, now_s=now_s):
+        self._check_replicas(plan, reports, now_s)
+        for verdict in self.slow.poll(reports.heartbeats, plan, self._me, now_s=now_s):
             known, matrix = _with_troubles(verdict, reports), self.slow.matrix()
             self.incidents.reported(known, progress, matrix=matrix, now_s=now_s)
-        found = self._look_at_first_step(plan, reports, progress, now_s)
-        return found or self._look_at_silence(plan, reports, progress, now_s)
+        found = self._check_first_step(plan, reports, progress, now_s)
+        return found or self._check_progress(plan, reports, progress, now_s)
 
     def went_wrong(self, error: Exception) -> None:
         """Reports a bug in ftrun, and stops the monitoring for this generation."""
         if not self._is_blind:
             self._is_blind = True
-            self.incidents.tell_bug(f"{type(error).__name__}: {error}")
+            self.incidents.report_bug(f"{type(error).__name__}: {error}")
 
     def probes(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
         """Probes of slow links, and of all links between members while ranks make no steps."""
         return [
             *self.slow.probes(plan, self._me, now_s=now_s),
-            *(self.pairs.look(plan, now_s=now_s) if self._is_stuck else []),
+            *(self.pairs.poll(plan, now_s=now_s) if self._is_stuck else []),
         ]
 
-    def _look_at_first_step(
+    def _check_first_step(
         self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
         cut, can_replace = self.pairs.cut, self.can_replace
-        verdict = self.hung.look(
+        verdict = self.hung.poll(
             plan, reports, progress, cut=cut, can_replace=can_replace, now_s=now_s
         )
         if verdict is None:
@@ -112,13 +112,13 @@ class HealthMonitor:
         self.unwanted = self.hung.node_out(verdict, plan, reports, cut)
         return [_hung(verdict, ())]
 
-    def _look_at_silence(
+    def _check_progress(
         self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
-        finding = self._hangs.look(
-            reports.beats, plan, cut=self.pairs.cut, can_replace=self.can_replace
+        finding = self._hangs.poll(
+            reports.heartbeats, plan, cut=self.pairs.cut, can_replace=self.can_replace
         )
-        self._look_whether_stuck(progress, now_s)
+        self._check_stuck(progress, now_s)
         if finding is None:
             if not self._hangs.is_suspicious:
                 self.incidents.cleared(progress, now_s=now_s)
@@ -138,36 +138,36 @@ class HealthMonitor:
             self.unwanted = node_out or self.unwanted
         return [_hung(verdict, finding.views)]
 
-    def _look_whether_stuck(self, progress: Progress, now_s: float) -> None:
+    def _check_stuck(self, progress: Progress, now_s: float) -> None:
         makes_steps = progress.attached or bool(self.hung.nodes)
         has_none = makes_steps and progress.steps_here == 0
         is_late = has_none and self.hung.for_s(now_s=now_s) >= self._first_step_s
-        was_stuck, self._is_stuck = self._is_stuck, self._hangs.is_silent or is_late
+        was_stuck, self._is_stuck = self._is_stuck, self._hangs.is_unresponsive or is_late
         if was_stuck and not self._is_stuck:
             self.pairs.begin()
 
-    def _look_at_numbers(
+    def _check_numbers(
         self, plan: GenerationPlan, reports: MemberReports, now_s: float
     ) -> list[WorkerExit]:
         ranks = [
             RankNumerics(one.rank, one.step, one.loss, one.bad_step)
-            for beat in reports.current
-            for one in beat.ranks
+            for heartbeat in reports.current
+            for one in heartbeat.ranks
         ]
-        verdict = self._numbers.look(ranks, plan.node_of, now_s=now_s)
+        verdict = self._numbers.poll(ranks, plan.node_of, now_s=now_s)
         if verdict is None:
             return []
         if self._numerics_policy == "report" or not verdict.act_immediately:
             remedy = _BACK if reports.progress.attached else _STOP
-            told = verdict.text + (remedy if verdict.act_immediately else "")
-            verdict = msgspec.structs.replace(verdict, text=told)
+            reported = verdict.text + (remedy if verdict.act_immediately else "")
+            verdict = msgspec.structs.replace(verdict, text=reported)
             self.incidents.reported(verdict, reports.progress, now_s=now_s)
             return []
         self.incidents.found(verdict, (), reports.progress, now_s=now_s)
         # Only one place was checked, and anomalies spread per step: one more step is given up.
         first = max(0, self._numbers.bad_since - 1)
         has_come_along = plan.restore is not None and first <= plan.restore[1]
-        self.spoiled = plan.restore if has_come_along else (plan.generation, first)
+        self.bad_version = plan.restore if has_come_along else (plan.generation, first)
         self.skip_to = self._numbers.bad_since if self._numerics_policy == "skip-data" else -1
         rank = Rank((*verdict.culprits, *verdict.victims, 0)[0])
         text = f"{verdict.kind.value}: {verdict.text}"
@@ -178,24 +178,24 @@ class HealthMonitor:
             )
         ]
 
-    def _look_at_replicas(self, plan: GenerationPlan, reports: MemberReports, now_s: float) -> None:
-        told = next((beat for beat in reports.current if beat.differs), None)
-        if told is None or self._has_told_of_replicas:
+    def _check_replicas(self, plan: GenerationPlan, reports: MemberReports, now_s: float) -> None:
+        reported = next((heartbeat for heartbeat in reports.current if heartbeat.differs), None)
+        if reported is None or self._has_reported_replicas:
             return
-        self._has_told_of_replicas = True
-        ranks, places = told.differing_ranks, plan.node_of
+        self._has_reported_replicas = True
+        ranks, places = reported.differing_ranks, plan.node_of
         nodes = tuple(sorted({places[rank] for rank in ranks if rank in places}))
         is_vote = 0 < len(ranks) < plan.world_size / 2
-        who = f"{ranks_in_words(ranks)} on {', '.join(nodes)}"
+        subject = f"{ranks_text(ranks)} on {', '.join(nodes)}"
         verdict = Verdict(
             kind=VerdictKind.REPLICAS_DIFFER,
             culprits=ranks if is_vote else (),
             victims=() if is_vote else ranks,
             nodes=nodes if is_vote else (),
-            text=f"the replicas on {who} differ from those of the other ranks"
+            text=f"the replicas on {subject} differ from those of the other ranks"
             if is_vote
-            else f"the replicas on {who} differ; which of them is correct is unknown",
-            evidence=(told.differs,),
+            else f"the replicas on {subject} differ; which of them is correct is unknown",
+            evidence=(reported.differs,),
             counter_evidence=("ranks that train different values by design have the same effect",),
             confidence=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
             fingerprint=f"replicas {' '.join(map(str, ranks))}",
@@ -217,7 +217,7 @@ class HealthMonitor:
 
         `ended` are all exits of this generation.
         """
-        views = {view.rank: view for beat in reports.current for view in beat.views}
+        views = {view.rank: view for heartbeat in reports.current for view in heartbeat.views}
         hidden = hidden_cause(ended, views, plan.node_of)
         if hidden is None:
             return tuple(waiting)
@@ -243,13 +243,13 @@ class HealthMonitor:
 
 def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:
     """Adds the recent error counts of network cards and GPUs of the named nodes."""
-    told = [
+    reported = [
         f"{node_id}: {text}"
         for node_id in verdict.nodes
-        if node_id in reports.beats
-        for text in reports.beats[node_id].troubles
+        if node_id in reports.heartbeats
+        for text in reports.heartbeats[node_id].troubles
     ]
-    return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *told))
+    return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *reported))
 
 
 def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:

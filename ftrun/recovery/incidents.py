@@ -52,7 +52,7 @@ class Incident:
     """An open incident."""
 
     number: int
-    began_s: float
+    started_s: float
     text: str
     detected_s: float | None = None
     """Seconds from its first sign to the verdict; None before a verdict."""
@@ -93,7 +93,7 @@ class IncidentLog:
         """When the last rank of each of these nodes completed its first step."""
         self._matrix: tuple[DelayTableCell, ...] = ()
 
-    def take_notes(self) -> list[JournalEntry]:
+    def drain_journal_entries(self) -> list[JournalEntry]:
         notes, self._notes = self._notes, []
         return notes
 
@@ -118,7 +118,7 @@ class IncidentLog:
         text = f"the agent of node {node_id} was restarted"
         incident = self._incident(text, Progress(Step(0), 0, attached=False), now_s=now_s)
         incident.kind, incident.best_step = "agent lost", -1
-        incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
+        incident.detected_s, incident.known_s = now_s - incident.started_s, now_s
 
     def generation_begins(self, plan: GenerationPlan) -> None:
         self._sign_s = None
@@ -128,7 +128,7 @@ class IncidentLog:
         if self.life.state is LifecycleState.LAUNCH:
             self._go(LifecycleState.CHECK, f"ranks are starting; nodes: {len(plan.members)}")
             return
-        self._go(LifecycleState.RECOVER, plan.why)  # without a failure: a reconfiguration
+        self._go(LifecycleState.RECOVER, plan.reason)  # without a failure: a reconfiguration
         state = LifecycleState.VERIFY if self.open is not None else LifecycleState.CHECK
         self._go(state, f"generation {plan.generation} is starting")
         if self.open is not None:
@@ -139,13 +139,13 @@ class IncidentLog:
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
         ranks = tuple(sorted(view.rank for view in finding.views if view.has_stepped))
         text = (
-            f"no step for {finding.silent_s:.1f} s: a hang is suspected (limit "
+            f"no step for {finding.unresponsive_s:.1f} s: a hang is suspected (limit "
             f"{finding.deadline_s:.1f} s, from the step times of this run)"
         )
-        incident = self._incident(text, progress, now_s=now_s - finding.silent_s)
+        incident = self._incident(text, progress, now_s=now_s - finding.unresponsive_s)
         self._go(LifecycleState.SUSPECT, text)
-        silent_s, deadline_s = round(finding.silent_s, 2), round(finding.deadline_s, 2)
-        self._note(SuspicionRaised(text, incident.number, ranks, silent_s, deadline_s))
+        unresponsive_s, deadline_s = round(finding.unresponsive_s, 2), round(finding.deadline_s, 2)
+        self._note(SuspicionRaised(text, incident.number, ranks, unresponsive_s, deadline_s))
 
     def named(self, verdict: Verdict, views: Sequence[RankView], *, now_s: float) -> None:
         """Records the verdict of the open incident, or a changed one."""
@@ -154,7 +154,7 @@ class IncidentLog:
             return
         last = incident.verdict
         if last is None:
-            incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
+            incident.detected_s, incident.known_s = now_s - incident.started_s, now_s
         elif _gist(last) == _gist(verdict):
             return
         matrix, self._matrix = self._matrix, ()
@@ -163,7 +163,7 @@ class IncidentLog:
         self._go(LifecycleState.DIAGNOSE, verdict.text)
         step, ranks = max(incident.best_step, 0), tuple(_cut(view, verdict) for view in views)
         record = VerdictRecord(verdict.text, incident.number, verdict, step, ranks, matrix)
-        self._note(record, say=not is_known)
+        self._note(record, announce=not is_known)
 
     def found(
         self, verdict: Verdict, views: Sequence[RankView], progress: Progress, *, now_s: float
@@ -188,7 +188,7 @@ class IncidentLog:
     ) -> None:
         """Reports a verdict without an action; adds it to an open incident."""
         if self.open is not None:
-            self._note(AdditionalFinding(verdict.text, self.open.number), say=True)
+            self._note(AdditionalFinding(verdict.text, self.open.number), announce=True)
             return
         self._matrix = tuple(matrix)
         self.found(verdict, (), progress, now_s=now_s)
@@ -204,16 +204,16 @@ class IncidentLog:
         elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.NUMERICAL_ANOMALY):
             self._note(AdditionalFinding(cause.text, incident.number))
 
-    def tell_bug(self, text: str) -> None:
+    def report_bug(self, text: str) -> None:
         words = f"ranks are not monitored until the next restart, by a bug in ftrun ({text})"
-        self._note(InternalErrorRecord(words), say=True)
+        self._note(InternalErrorRecord(words), announce=True)
 
-    def acted(self, action: str, why: str) -> None:
+    def acted(self, action: str, reason: str) -> None:
         if self.open is not None:
             self.open.actions.append(action)
-            self._note(ActionTaken(why, self.open.number, action))
+            self._note(ActionTaken(reason, self.open.number, action))
         if action in ("respawn", "evict", "rollback"):
-            self._go(LifecycleState.RECOVER, why)
+            self._go(LifecycleState.RECOVER, reason)
 
     def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> float | None:
         """Records when the ranks of a node completed their first steps after the restart.
@@ -229,7 +229,7 @@ class IncidentLog:
         incident = self.open
         if incident is None:  # a reconfiguration
             text = f"training again {last.total_s:.2f} s after the ranks were stopped"
-            self._note(DowntimeRecord(text, None, round(last.total_s, 3)), say=True)
+            self._note(DowntimeRecord(text, None, round(last.total_s, 3)), announce=True)
             return last.total_s
         fault_s = incident.fault_s
         known_s = fault_s if incident.known_s is None else incident.known_s
@@ -239,12 +239,14 @@ class IncidentLog:
         incident.downtime = took
         parts = msgspec.structs.asdict(took.rounded())
         parts |= {"fault_s": fault_s, "stepped_s": stepped_s}
-        self._note(DowntimeRecord(took.text, incident.number, **parts), say=True)
+        self._note(DowntimeRecord(took.text, incident.number, **parts), announce=True)
         return took.total_s
 
-    def progress(self, beats: Sequence[Heartbeat], progress: Progress, *, now_s: float) -> None:
+    def progress(
+        self, heartbeats: Sequence[Heartbeat], progress: Progress, *, now_s: float
+    ) -> None:
         self._attached |= progress.attached
-        reports = [report for beat in beats for report in beat.ranks]
+        reports = [report for heartbeat in heartbeats for report in heartbeat.ranks]
         if not reports or any(report.age_s < 0 for report in reports):
             return
         loss = next((one.loss for one in reports if one.loss is not None), None)
@@ -262,8 +264,8 @@ class IncidentLog:
         elif self.life.state is LifecycleState.RUN and loss is not None:
             self._losses.add(step, loss)
 
-    def ended(self, why: str, progress: Progress, *, is_done: bool, now_s: float) -> None:
-        self._go(LifecycleState.ENDED, why)
+    def ended(self, reason: str, progress: Progress, *, is_done: bool, now_s: float) -> None:
+        self._go(LifecycleState.ENDED, reason)
         if self.open is not None:
             if not is_done:
                 self.open.actions.append("stop")
@@ -303,7 +305,7 @@ class IncidentLog:
             ),
             action=incident.actions[-1] if incident.actions else "none",
             actions=tuple(incident.actions),
-            open_s=round(now_s - incident.began_s, 3),
+            open_s=round(now_s - incident.started_s, 3),
             detected_s=None if incident.detected_s is None else round(incident.detected_s, 3),
             recovered_s=None if downtime is None else downtime.total_s,
             downtime=downtime,
@@ -314,16 +316,16 @@ class IncidentLog:
         self._note(closed)
         self.closed.append((now_s, closed))
 
-    def _go(self, new: LifecycleState, why: str) -> None:
-        change = self.life.go(new, why)
+    def _go(self, new: LifecycleState, reason: str) -> None:
+        change = self.life.go(new, reason)
         if change is None:
             return
         number = self.open.number if self.open is not None else None
         kind = LifecycleChangeRejected if change.is_refused else LifecycleChanged
-        self._note(kind(why, number, change.old.value, change.new.value))
+        self._note(kind(reason, number, change.old.value, change.new.value))
 
-    def _note(self, record: Note, *, say: bool = False) -> None:
-        self._notes.append(JournalEntry(record, say=say))
+    def _note(self, record: Note, *, announce: bool = False) -> None:
+        self._notes.append(JournalEntry(record, announce=announce))
 
 
 def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:

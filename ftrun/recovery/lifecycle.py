@@ -57,7 +57,7 @@ class LifecycleTransition:
 
     old: LifecycleState
     new: LifecycleState
-    why: str
+    reason: str
     is_refused: bool = False
 
 
@@ -67,15 +67,15 @@ class Lifecycle:
     def __init__(self, state: LifecycleState = LifecycleState.LAUNCH) -> None:
         self.state = state
 
-    def go(self, new: LifecycleState, why: str) -> LifecycleTransition | None:
+    def go(self, new: LifecycleState, reason: str) -> LifecycleTransition | None:
         """Changes to a state; None if it is the current one."""
         if new is self.state:
             return None
         old = self.state
         if new not in TABLE[old]:
-            return LifecycleTransition(old, new, why, is_refused=True)
+            return LifecycleTransition(old, new, reason, is_refused=True)
         self.state = new
-        return LifecycleTransition(old, new, why)
+        return LifecycleTransition(old, new, reason)
 
 
 PRODUCTIVE = "productive"

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ftrun.config.profile import HangConfig
 from ftrun.events import Progress
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_text
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import GenerationPlan
@@ -32,7 +32,7 @@ class PairFinder(Protocol):
     def begin(self) -> None:
         """Starts again: another generation runs, or ranks make steps."""
 
-    def look(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
+    def poll(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
         """Requests to send; called while ranks make no steps."""
         ...
 
@@ -63,14 +63,14 @@ class LostLinks:
 
 
 def lost_links(
-    beats: Mapping[str, Heartbeat], plan: GenerationPlan, cut: Collection[Pair] = ()
+    heartbeats: Mapping[str, Heartbeat], plan: GenerationPlan, cut: Collection[Pair] = ()
 ) -> LostLinks | None:
     """The links between members that both ends report as lost, and the pairs in `cut`."""
     members = [node.node_id for node in plan.members]
     unreachable = {
-        one: beats[one].unreachable
+        one: heartbeats[one].unreachable
         for one in members
-        if one in beats and beats[one].generation == plan.generation
+        if one in heartbeats and heartbeats[one].generation == plan.generation
     }
     pairs = tuple(
         (one, other)
@@ -79,7 +79,7 @@ def lost_links(
         if (one, other) in cut
         or (other in unreachable.get(one, ()) and one in unreachable.get(other, ()))
     )
-    return LostLinks(pairs, _node_out(pairs, plan.lead)) if pairs else None
+    return LostLinks(pairs, _node_out(pairs, plan.leader)) if pairs else None
 
 
 def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[int]) -> Verdict:
@@ -91,7 +91,7 @@ def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[in
         return verdict
     seen = () if verdict is None else (verdict.text, *verdict.evidence)
     verb = "waits" if len(ranks) == 1 else "wait"
-    return _verdict(lost, f"{lost.words}, and {ranks_in_words(ranks)} {verb} for it", seen, ranks)
+    return _verdict(lost, f"{lost.words}, and {ranks_text(ranks)} {verb} for it", seen, ranks)
 
 
 def _is_explained(verdict: Verdict, lost: LostLinks) -> bool:
@@ -110,7 +110,7 @@ class HungLinks:
         """Nodes named by the last hang in communication, until a step is made."""
         self.longest_s = 0.0
         """Longest time of a generation up to its first step, in seconds; 0: unknown."""
-        self._begun_s: float | None = None
+        self._started_s: float | None = None
         self._lost_s: float | None = None
         self._has_stepped = False
 
@@ -118,15 +118,15 @@ class HungLinks:
         self.nodes, self.longest_s = tuple(nodes), max(self.longest_s, longest_s)
 
     def begin(self) -> None:
-        self._begun_s = self._lost_s = None
+        self._started_s = self._lost_s = None
         self._has_stepped = False
 
     def for_s(self, *, now_s: float) -> float:
-        if self._begun_s is None:
-            self._begun_s = now_s
-        return now_s - self._begun_s
+        if self._started_s is None:
+            self._started_s = now_s
+        return now_s - self._started_s
 
-    def look(
+    def poll(
         self,
         plan: GenerationPlan,
         reports: MemberReports,
@@ -149,7 +149,7 @@ class HungLinks:
             return None
         if self._settings.action == "report":
             return None
-        lost = lost_links(reports.beats, plan, cut)
+        lost = lost_links(reports.heartbeats, plan, cut)
         if lost is None:
             self._lost_s = None
             limit_s = max(self._settings.kill_after_s, _FIRST_STEP_FACTOR * self.longest_s)
@@ -160,7 +160,7 @@ class HungLinks:
             return _no_first_step(what, plan, for_s, None)
         if self._lost_s is None:
             self._lost_s = now_s
-        limit_s = self._settings.suspect_s if can_replace else self._settings.kill_after_s
+        limit_s = self._settings.suspect_after_s if can_replace else self._settings.kill_after_s
         if now_s - self._lost_s < limit_s:
             return None
         return _no_first_step(lost.words, plan, for_s, lost)
@@ -178,11 +178,11 @@ class HungLinks:
         one of the nodes is replaced.
         """
         before, self.nodes = self.nodes, verdict.nodes
-        lost = lost_links(reports.beats, plan, cut)
+        lost = lost_links(reports.heartbeats, plan, cut)
         if lost is not None:
             return lost.node_out
         nodes = [one for one in before if plan.member(one) is not None]
-        return next((one for one in reversed(nodes) if one != plan.lead), "")
+        return next((one for one in reversed(nodes) if one != plan.leader), "")
 
 
 def _no_first_step(
@@ -223,7 +223,7 @@ def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[in
     )
 
 
-def _node_out(pairs: Sequence[Pair], lead: str) -> str:
+def _node_out(pairs: Sequence[Pair], leader: str) -> str:
     """The node with the most lost links; of equals not the leader's, then the later one."""
     counts = Counter(node for pair in pairs for node in pair)
-    return max(counts, key=lambda node: (counts[node], node != lead, list(counts).index(node)))
+    return max(counts, key=lambda node: (counts[node], node != leader, list(counts).index(node)))

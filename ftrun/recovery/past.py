@@ -78,14 +78,16 @@ class Past:
     def begins(self, plan: GenerationPlan, *, now_s: float) -> None:
         """Records a generation, also one that an earlier leader began and did not record."""
         if plan.generation > 0 and plan.generation not in self._restarts:
-            cause = plan.why[:_MAX_TEXT]
+            cause = plan.reason[:_MAX_TEXT]
             self._keep([Restart(plan.generation, cause, now_s, plan.restore)])
 
     def measured(self, generation: int, downtime_s: float) -> None:
         if generation in self._restarts:
             self._restarts[generation].downtime_s = downtime_s
 
-    def goes(self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float) -> JournalEntry:
+    def record_loss(
+        self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float
+    ) -> JournalEntry:
         """Records the end of an agent: drained if its ranks had moved on request, else lost."""
         node_id = peer.card.node_id
         was_asked = self._is_leaving(peer.card)
@@ -94,9 +96,9 @@ class Past:
         self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
         if peer.has_left:
             text = f"node {node_id} has drained"
-            return JournalEntry(NodeLeft(text, node_id), say=True)
+            return JournalEntry(NodeLeft(text, node_id), announce=True)
         text = f"node {node_id} is lost: {reason}"
-        return JournalEntry(NodeLost(text, node_id, was_member), say=True)
+        return JournalEntry(NodeLost(text, node_id, was_member), announce=True)
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """Records a draining node. The next plan names it: its leader may not see the node end."""
@@ -174,7 +176,7 @@ class NodeFailures:
         """Excludes a node at once; after an hour and a whole check of itself it may return."""
         self._barred_s[node_id] = now_s
 
-    def set_aside(self, *, now_s: float) -> set[str]:
+    def excluded(self, *, now_s: float) -> set[str]:
         lost = self.ages_s(now_s=now_s).items()
         often = {node_id for node_id, ages_s in lost if len(ages_s) >= self._per_hour}
         return often | set(self.barred_ages_s(now_s=now_s))

@@ -36,7 +36,7 @@ class RestoreChoice:
     """The version to resume from; no version means that there is none."""
 
     version: Version | None
-    why: str
+    reason: str
     world_size: int = 0
     """World size of the version; for another world size it is resharded."""
     sources: tuple[RestoreSource, ...] = ()
@@ -205,7 +205,7 @@ def choose(
     newest_plan: GenerationPlan | None,
     *,
     committed: Iterable[VersionPair] = (),
-    spoiled: VersionPair | None = None,
+    bad_version: VersionPair | None = None,
 ) -> RestoreChoice:
     """The newest version that can be restored completely.
 
@@ -213,18 +213,18 @@ def choose(
         holdings: by node id.
         newest_plan: the newest generation that was chosen, or may have been.
         committed: versions that a node reports as committed.
-        spoiled: this version and later ones are not restored.
+        bad_version: this version and later ones are not restored.
     """
-    bad = version(*spoiled) if spoiled is not None else None
+    bad = version(*bad_version) if bad_version is not None else None
 
     def counts(one: Version) -> bool:
         return is_valid(one, newest_plan) and (bad is None or one < bad)
 
     held = {at: one for at, one in _collect(holdings).items() if counts(at[1])}
-    told = {version(*pair) for pair in committed}
+    reported = {version(*pair) for pair in committed}
     if newest_plan is not None and newest_plan.committed is not None:
-        told.add(version(*newest_plan.committed))
-    known = {one for one in told if counts(one)}
+        reported.add(version(*newest_plan.committed))
+    known = {one for one in reported if counts(one)}
     known |= {one.version for one in held.values() if one.is_committed}
     wanted = max(known, default=None)
     holders = {node_id for one in held.values() for node_id in one.holders()}
@@ -244,18 +244,18 @@ def choose(
             if missed is None and away and one.may_be_committed:
                 missed = name
             continue
-        why = f"{name}: every rank can be restored"
+        reason = f"{name}: every rank can be restored"
         is_older = wanted is not None and name < wanted
         lost = wanted if is_older else missed
         if lost is None:
-            return RestoreChoice(name, why, size, tuple(found), committed=wanted)
+            return RestoreChoice(name, reason, size, tuple(found), committed=wanted)
         was = "was" if is_older else "may have been"
-        why += f"; {lost} {was} committed and is lost: {'; '.join(problems[:2])}"
+        reason += f"; {lost} {was} committed and is lost: {'; '.join(problems[:2])}"
         newest = name if is_older else wanted
-        return RestoreChoice(name, why, size, tuple(found), lost, newest, away)
-    why = "; ".join(problems[:2]) or "no node holds a snapshot"
+        return RestoreChoice(name, reason, size, tuple(found), lost, newest, away)
+    reason = "; ".join(problems[:2]) or "no node holds a snapshot"
     newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
-    return RestoreChoice(None, why, wanted=newest, committed=wanted, holders=away)
+    return RestoreChoice(None, reason, wanted=newest, committed=wanted, holders=away)
 
 
 def is_valid(held: Version, newest_plan: GenerationPlan | None) -> bool:

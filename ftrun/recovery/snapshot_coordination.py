@@ -31,7 +31,7 @@ class MemberReports:
     """The newest heartbeat of every node, and sums over those of the running generation."""
 
     def __init__(self) -> None:
-        self.beats: dict[str, Heartbeat] = {}
+        self.heartbeats: dict[str, Heartbeat] = {}
         """By node id, of any generation."""
         self.step = 0
         """The largest step boundary that any rank has passed."""
@@ -57,48 +57,48 @@ class MemberReports:
         self.attached = False
         self.abandoned_step = self.sealed_step = -1
         self.committed = None
-        for node_id, beat in self.beats.items():
-            self._count(node_id, beat)
+        for node_id, heartbeat in self.heartbeats.items():
+            self._count(node_id, heartbeat)
 
     def member(self, node_id: str) -> PlanMember | None:
         return self._members.get(node_id)
 
-    def take(self, node_id: str, beat: Heartbeat) -> bool:
+    def take(self, node_id: str, heartbeat: Heartbeat) -> bool:
         """Records a heartbeat; returns whether it is of a member and the running generation."""
-        before = self.beats.get(node_id)
+        before = self.heartbeats.get(node_id)
         if before is not None and node_id in self._current:
             self._current.discard(node_id)
             self._num_at_boundary -= before.at_boundary
             if (ready := _ready(before)) is not None:
                 self._ready[ready] -= 1
-        self.beats[node_id] = beat
-        return self._count(node_id, beat)
+        self.heartbeats[node_id] = heartbeat
+        return self._count(node_id, heartbeat)
 
     def forget(self, node_id: str) -> None:
-        if node_id in self.beats:
+        if node_id in self.heartbeats:
             self.take(node_id, Heartbeat(generation=-1))
-            del self.beats[node_id]
+            del self.heartbeats[node_id]
 
-    def _count(self, node_id: str, beat: Heartbeat) -> bool:
-        if beat.generation != self._generation or node_id not in self._members:
+    def _count(self, node_id: str, heartbeat: Heartbeat) -> bool:
+        if heartbeat.generation != self._generation or node_id not in self._members:
             return False
         self._current.add(node_id)
-        self._num_at_boundary += beat.at_boundary
-        if (ready := _ready(beat)) is not None:
+        self._num_at_boundary += heartbeat.at_boundary
+        if (ready := _ready(heartbeat)) is not None:
             self._ready[ready] += 1
-        self.step = max(self.step, beat.step)
-        self.steps_here = max(self.steps_here, beat.steps_here)
-        self.attached |= beat.attached
-        self.abandoned_step = max(self.abandoned_step, beat.abandoned_step)
-        if beat.sealed is not None:
-            self.sealed_step = max(self.sealed_step, beat.sealed[1])
-        if beat.committed is not None:
-            self.committed = max(self.committed or beat.committed, beat.committed)
+        self.step = max(self.step, heartbeat.step)
+        self.steps_here = max(self.steps_here, heartbeat.steps_here)
+        self.attached |= heartbeat.attached
+        self.abandoned_step = max(self.abandoned_step, heartbeat.abandoned_step)
+        if heartbeat.sealed is not None:
+            self.sealed_step = max(self.sealed_step, heartbeat.sealed[1])
+        if heartbeat.committed is not None:
+            self.committed = max(self.committed or heartbeat.committed, heartbeat.committed)
         return True
 
     @property
     def current(self) -> list[Heartbeat]:
-        return [self.beats[node_id] for node_id in sorted(self._current)]
+        return [self.heartbeats[node_id] for node_id in sorted(self._current)]
 
     # --- over all members ---------------------------------------------------------------------
 
@@ -114,38 +114,38 @@ class MemberReports:
     def all_at_boundary(self) -> bool:
         return self._num_at_boundary == len(self._members) > 0
 
-    def ready_with(self, beat: Heartbeat) -> VersionPair | None:
+    def ready_with(self, heartbeat: Heartbeat) -> VersionPair | None:
         """The version of this heartbeat, if every member is ready with it."""
-        ready = _ready(beat)
+        ready = _ready(heartbeat)
         if ready is None or self._ready[ready] != len(self._members):
             return None
         return ready
 
-    def missed_step(self, beat: Heartbeat) -> int:
+    def missed_step(self, heartbeat: Heartbeat) -> int:
         """The step up to which nothing can be committed any more, by this node's seals; or -1.
 
         A rank here holds an uncommitted version, and another rank has sealed a later one. That rank
         has passed the step without a snapshot, because it received a new interval late: a rank
         holds one version beyond the committed one. Its node does not report the skipped step.
         """
-        if beat.sealed is None or beat.sealed[0] >= self.sealed_step:
+        if heartbeat.sealed is None or heartbeat.sealed[0] >= self.sealed_step:
             return -1
-        pending = (beat.generation, beat.sealed[0])
+        pending = (heartbeat.generation, heartbeat.sealed[0])
         is_committed = self.committed is not None and pending <= self.committed
         return -1 if is_committed else self.sealed_step - 1
 
     def are_protected(self) -> bool:
         """Whether any one member can be lost without losing the version it is ready with."""
-        return self.all_run and all(beat.survives > 0 for beat in self.current)
+        return self.all_run and all(heartbeat.survives > 0 for heartbeat in self.current)
 
-    def wished_every(self) -> int:
+    def requested_every(self) -> int:
         """The longest interval in steps that any rank requests."""
-        return max((beat.wished_every for beat in self.current), default=0)
+        return max((heartbeat.requested_every for heartbeat in self.current), default=0)
 
 
-def _ready(beat: Heartbeat) -> VersionPair | None:
+def _ready(heartbeat: Heartbeat) -> VersionPair | None:
     """The version a node is ready with; None if its state was found incomplete since."""
-    return None if beat.problem else beat.ready
+    return None if heartbeat.problem else heartbeat.ready
 
 
 _NEARER_AFTER = 4

@@ -122,7 +122,7 @@ class Supervisor:
         """See `FailureHistory.bad_checkpoints`."""
         self.restarts = 0
         self._restart, self._stop = profile.restart, profile.stop
-        self._numerics_policy = profile.numbers.policy
+        self._numerics_policy = profile.numerics.policy
         self._is_explicit = max_restarts is not None
         if max_restarts is None:
             self.budget = RestartBudget(profile.restart.budget, profile.restart.window_s)
@@ -136,7 +136,7 @@ class Supervisor:
         self._stop_signal = SIGTERM
         self._deadline_s = 0.0
         self._grace_ends_s = 0.0
-        self._resume_why = ""
+        self._resume_reason = ""
 
     def history(self, *, now_s: float) -> FailureHistory:
         return FailureHistory(
@@ -205,21 +205,21 @@ class Supervisor:
             return [KillWorkers(cause.text), *self._end(refusal)]
         self.budget.spend(now_s=now_s)
         self.restarts += 1
-        why = cause.text
+        reason = cause.text
         # Before the first step of this generation, the script may not have reached `attach` yet.
         if not progress.attached and progress.steps_here > 0:
-            why += (
+            reason += (
                 "; the script does not call ftrun.attach, so it restarts from its beginning or "
                 "from its own checkpoint"
             )
         pause_s = self._pause_s()
         if pause_s <= 0:
             self.state = SupervisorState.STARTING
-            return [KillWorkers(cause.text), StartGeneration(why)]
+            return [KillWorkers(cause.text), StartGeneration(reason)]
         self.state = SupervisorState.BACKING_OFF
         self._deadline_s = now_s + pause_s
-        self._resume_why = (
-            f"{why}; waited {pause_s:.0f} s, because the last restart made no progress"
+        self._resume_reason = (
+            f"{reason}; waited {pause_s:.0f} s, because the last restart made no progress"
         )
         return [KillWorkers(cause.text)]
 
@@ -232,7 +232,7 @@ class Supervisor:
             return EndRun(own_code, cause.text, cause, advice)
         if cause.kind is ExitKind.NUMERICAL_ANOMALY and self._numerics_policy == "stop":
             advice = (
-                "numbers.policy is stop. The last snapshots and checkpoints are from before it."
+                "numerics.policy is stop. The last snapshots and checkpoints are from before it."
             )
             return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
         if self._is_the_same_again(cause, progress):
@@ -269,8 +269,8 @@ class Supervisor:
         """Seconds to wait before a restart: 0 after progress, then doubling."""
         if self._without_progress <= 1:
             return 0.0
-        pause_s = self._restart.backoff_first_s * 2.0 ** (self._without_progress - 2)
-        return min(pause_s, self._restart.backoff_limit_s)
+        pause_s = self._restart.backoff_initial_s * 2.0 ** (self._without_progress - 2)
+        return min(pause_s, self._restart.backoff_max_s)
 
     def _stop_asked(self, event: StopRequested, now_s: float) -> list[SupervisorCommand]:
         if self.state is SupervisorState.ENDED:
@@ -282,28 +282,28 @@ class Supervisor:
         self._grace_ends_s = now_s + self._stop.grace_s
         if self.state is SupervisorState.BACKING_OFF:
             return self._end(self._stopped())
-        if event.attached and self._stop.boundary_wait_s > 0:
+        if event.attached and self._stop.final_snapshot_timeout_s > 0:
             self.state = SupervisorState.LAST_SNAPSHOT
-            self._deadline_s = now_s + min(self._stop.boundary_wait_s, self._stop.grace_s)
+            self._deadline_s = now_s + min(self._stop.final_snapshot_timeout_s, self._stop.grace_s)
             return [RequestFinalSnapshot(event.by)]
         return self._signal_workers(event.by)
 
     def _stopped(self) -> EndRun:
         return EndRun(128 + self._stop_signal, f"stopped by {self._stop_signal.name}")
 
-    def _signal_workers(self, why: str) -> list[SupervisorCommand]:
+    def _signal_workers(self, reason: str) -> list[SupervisorCommand]:
         self.state = SupervisorState.SIGNALLED
         self._deadline_s = self._grace_ends_s
-        return [SignalWorkers(self._stop_signal, why)]
+        return [SignalWorkers(self._stop_signal, reason)]
 
     def _tick(self, now_s: float) -> list[SupervisorCommand]:
         if now_s < self._deadline_s:
             return []
         if self.state is SupervisorState.BACKING_OFF:
             self.state = SupervisorState.STARTING
-            return [StartGeneration(self._resume_why)]
+            return [StartGeneration(self._resume_reason)]
         if self.state is SupervisorState.LAST_SNAPSHOT:
-            wait_s = self._stop.boundary_wait_s
+            wait_s = self._stop.final_snapshot_timeout_s
             return self._signal_workers(f"not every rank reached a boundary in {wait_s:.0f} s")
         if self.state is SupervisorState.SIGNALLED:
             self.state = SupervisorState.KILLED

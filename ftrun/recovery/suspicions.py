@@ -30,7 +30,7 @@ from ftrun.monitor.verdicts import (
     Verdict,
     VerdictKind,
     nodes_of,
-    ranks_in_words,
+    ranks_text,
 )
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.recovery.commands import Send
@@ -44,7 +44,7 @@ from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 class HangFinding:
     """The result of one observation."""
 
-    silent_s: float
+    unresponsive_s: float
     deadline_s: float
     verdict: Verdict | None = None
     """None: a hang is only suspected."""
@@ -58,28 +58,28 @@ class HangSuspicions:
     def __init__(self, settings: HangConfig) -> None:
         self._settings = settings
         self._is_over = True
-        self._told: Verdict | None = None
+        self._reported: Verdict | None = None
         self._before: Verdict | None = None
         self._now: Verdict | None = None
         """The verdict of the newest observation; `_before` is that of the one before it."""
         self._seen: tuple[object, ...] = ()
         self.is_suspicious = False
-        """Ranks have made no step for longer than `suspect_s`."""
-        self.is_silent = False
-        """Ranks have made no step for `look_s`, so their stacks are taken."""
+        """Ranks have made no step for longer than `suspect_after_s`."""
+        self.is_unresponsive = False
+        """Ranks have made no step for `sample_s`, so their stacks are taken."""
 
     def begin(self) -> None:
-        self._is_over = self.is_silent = False
+        self._is_over = self.is_unresponsive = False
         self._forget()
 
     def _forget(self) -> None:
-        self._told = self._before = self._now = None
+        self._reported = self._before = self._now = None
         self._seen = ()
         self.is_suspicious = False
 
-    def look(
+    def poll(
         self,
-        beats: Mapping[str, Heartbeat],
+        heartbeats: Mapping[str, Heartbeat],
         plan: GenerationPlan,
         *,
         cut: Collection[Pair] = (),
@@ -88,7 +88,7 @@ class HangSuspicions:
         """Judges the newest heartbeats; returns a finding only if it is new.
 
         Args:
-            beats: the newest heartbeats.
+            heartbeats: the newest heartbeats.
             plan: the running generation.
             cut: pairs of which neither end can connect to the other.
             can_replace: another node can replace one end of a lost link. If not, a restart would
@@ -96,34 +96,38 @@ class HangSuspicions:
         """
         if self._is_over:
             return None
-        own = [(node, beats[node.node_id]) for node in plan.members if node.node_id in beats]
-        current = [(node, beat) for node, beat in own if beat.generation == plan.generation]
-        views = {view.rank: view for _, beat in current for view in beat.views}
+        own = [
+            (node, heartbeats[node.node_id]) for node in plan.members if node.node_id in heartbeats
+        ]
+        current = [
+            (node, heartbeat) for node, heartbeat in own if heartbeat.generation == plan.generation
+        ]
+        views = {view.rank: view for _, heartbeat in current for view in heartbeat.views}
         deadlines = HangDeadlines.of(
-            max((beat.p99_s for _, beat in current), default=0.0), self._settings
+            max((heartbeat.p99_s for _, heartbeat in current), default=0.0), self._settings
         )
-        silent_s = max((_silence(view) for view in views.values()), default=0.0)
-        self.is_silent = silent_s >= deadlines.look_s
-        if silent_s < deadlines.suspect_s:
+        unresponsive_s = max((_no_progress(view) for view in views.values()), default=0.0)
+        self.is_unresponsive = unresponsive_s >= deadlines.sample_s
+        if unresponsive_s < deadlines.suspect_after_s:
             self._forget()
             return None
-        verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.look_s)
-        lost = lost_links(beats, plan, cut)
+        verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.sample_s)
+        lost = lost_links(heartbeats, plan, cut)
         may_take_long = verdict is not None and verdict.may_take_long
         if lost is not None and not may_take_long:
-            late = [rank for rank, view in sorted(views.items()) if _silence(view)]
+            late = [rank for rank, view in sorted(views.items()) if _no_progress(view)]
             verdict = with_lost_links(verdict, lost, late)
             if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION and not can_replace:
                 verdict = msgspec.structs.replace(verdict, act_immediately=False)
-        is_due = silent_s >= (deadlines.leave_s if may_take_long else deadlines.kill_s)
-        if verdict is None and is_due and not _make_steps(views, deadlines.look_s):
-            verdict = _unknown(views, silent_s)
-        if _looks(views) != self._seen:
-            self._seen, self._before, self._now = _looks(views), self._now, verdict
+        is_due = unresponsive_s >= (deadlines.leave_s if may_take_long else deadlines.kill_s)
+        if verdict is None and is_due and not _make_steps(views, deadlines.sample_s):
+            verdict = _unknown(views, unresponsive_s)
+        if _samples(views) != self._seen:
+            self._seen, self._before, self._now = _samples(views), self._now, verdict
         acts = verdict is not None and (
-            is_due or (silent_s >= deadlines.act_s and self._is_positive_again(verdict))
+            is_due or (unresponsive_s >= deadlines.act_s and self._is_positive_again(verdict))
         )
-        return self._news(verdict, views, silent_s, deadlines, acts=acts)
+        return self._news(verdict, views, unresponsive_s, deadlines, acts=acts)
 
     def _is_positive_again(self, verdict: Verdict) -> bool:
         before = self._before
@@ -138,58 +142,58 @@ class HangSuspicions:
         self,
         verdict: Verdict | None,
         views: Mapping[int, RankView],
-        silent_s: float,
+        unresponsive_s: float,
         deadlines: HangDeadlines,
         *,
         acts: bool,
     ) -> HangFinding | None:
         shown = tuple(view for _, view in sorted(views.items()))
         is_same = verdict is None or (
-            self._told is not None and _gist(verdict) == _gist(self._told)
+            self._reported is not None and _gist(verdict) == _gist(self._reported)
         )
         is_news = acts or not is_same or not self.is_suspicious
         self.is_suspicious = True
         if not is_news:
             return None
-        self._told = verdict
+        self._reported = verdict
         acts = acts and self._settings.action != "report"
         self._is_over = acts
-        return HangFinding(silent_s, deadlines.act_s, verdict, shown, acts)
+        return HangFinding(unresponsive_s, deadlines.act_s, verdict, shown, acts)
 
 
-def _silence(view: RankView) -> float:
-    return view.silent_s if view.has_stepped and not view.is_finished else 0.0
+def _no_progress(view: RankView) -> float:
+    return view.unresponsive_s if view.has_stepped and not view.is_finished else 0.0
 
 
 def _make_steps(views: Mapping[int, RankView], limit_s: float) -> bool:
     """Whether some ranks make steps: ranks that wait for them will continue."""
     going = (view for view in views.values() if view.has_stepped and not view.is_finished)
-    return any(view.silent_s < limit_s for view in going)
+    return any(view.unresponsive_s < limit_s for view in going)
 
 
-def _looks(views: Mapping[int, RankView]) -> tuple[object, ...]:
+def _samples(views: Mapping[int, RankView]) -> tuple[object, ...]:
     """A value that changes when any rank is observed again."""
-    return tuple((rank, view.silent_s) for rank, view in sorted(views.items()))
+    return tuple((rank, view.unresponsive_s) for rank, view in sorted(views.items()))
 
 
 def _gist(verdict: Verdict) -> tuple[object, ...]:
     return (verdict.kind, verdict.culprits, verdict.nodes, verdict.act_immediately)
 
 
-def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
-    ranks = tuple(sorted(rank for rank, view in views.items() if _silence(view)))
+def _unknown(views: Mapping[int, RankView], unresponsive_s: float) -> Verdict:
+    ranks = tuple(sorted(rank for rank, view in views.items() if _no_progress(view)))
     return Verdict(
         kind=VerdictKind.HANG_IN_COMPUTATION,
         culprits=(),
         victims=ranks,
-        text=f"no step for {silent_s:.0f} s on {ranks_in_words(ranks)}; the cause is unknown",
+        text=f"no step for {unresponsive_s:.0f} s on {ranks_text(ranks)}; the cause is unknown",
         counter_evidence=("some ranks that they wait for were not observed",),
         confidence=Confidence.POSSIBLE,
         fingerprint="silence",
     )
 
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 
 
 class SlowSuspicions:
@@ -209,9 +213,9 @@ class SlowSuspicions:
         self._links, self._stragglers = SlowLinkDetector(), StragglerDetector()
         self._counts, self._memory = CollectiveCounts(), MemoryTrend()
         self._seen: dict[str, int] = {}
-        self._told: dict[str, Verdict] = {}
+        self._reported: dict[str, Verdict] = {}
         self._since_s: dict[str, float] = {}
-        """When each verdict of `_told` was first reported."""
+        """When each verdict of `_reported` was first reported."""
         self._groups: dict[str, tuple[int, ...]] = {}
         self.lateness_s = {}
 
@@ -228,18 +232,20 @@ class SlowSuspicions:
 
     # --- verdicts -----------------------------------------------------------------------------
 
-    def look(
-        self, beats: Mapping[str, Heartbeat], plan: GenerationPlan, me: str, *, now_s: float
+    def poll(
+        self, heartbeats: Mapping[str, Heartbeat], plan: GenerationPlan, me: str, *, now_s: float
     ) -> list[Verdict]:
         """Judges new samples; returns verdicts that were not reported yet."""
         if now_s < self._due_s:
             return []
-        self._due_s = now_s + LOOK_EVERY_S
+        self._due_s = now_s + POLL_EVERY_S
         members = {node.node_id: node for node in plan.members}
         samples = {
-            node_id: beat.sample
-            for node_id, beat in beats.items()
-            if node_id in members and beat.generation == plan.generation and beat.sample is not None
+            node_id: heartbeat.sample
+            for node_id, heartbeat in heartbeats.items()
+            if node_id in members
+            and heartbeat.generation == plan.generation
+            and heartbeat.sample is not None
         }
         new = {
             node_id: sample
@@ -258,33 +264,33 @@ class SlowSuspicions:
         for sample in new.values():
             for rank in sample.ranks:
                 self._groups |= decode_groups(rank.groups)
-        looks = [
+        samples = [
             NodeTraffic(node, one.span_s, one.links) for node, one in new.items() if one.span_s
         ]
         hosts = {node.card.host: node.node_id for node in plan.members}
         hosts |= {rail.host: node.node_id for node in plan.members for rail in node.card.rails}
-        link = self._links.look(looks, hosts, now_s=now_s) if len(plan.members) > 1 else None
+        link = self._links.poll(samples, hosts, now_s=now_s) if len(plan.members) > 1 else None
         ranks: list[RankObservation] = []
         for node, one in new.items():
-            ranks += self._rank_looks(node, one, me, now_s)
-        slow = self._stragglers.look(ranks, self._groups, is_link_slow=link is not None)
+            ranks += self._rank_samples(node, one, me, now_s)
+        slow = self._stragglers.poll(ranks, self._groups, is_link_slow=link is not None)
         self.lateness_s = {
             rank: round(one.now_s, 4) for rank, one in self._stragglers.lateness().items()
         }
-        told = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
-        skipped = self._counts.look(told, plan.world_size, node_of)
-        memory = self._memory.look(new.items())
+        reported = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
+        skipped = self._counts.poll(reported, plan.world_size, node_of)
+        memory = self._memory.poll(new.items())
         found = [
             msgspec.structs.replace(one, nodes=one.nodes or nodes_of(one.culprits, node_of))
             for one in (link, slow)
             if one is not None
         ]
-        news = [one for one in found if one.fingerprint not in self._told]
-        self._told = {one.fingerprint: one for one in found}
-        self._since_s = {one: self._since_s.get(one, now_s) for one in self._told}
-        return [*news, *(one for one in (skipped, memory) if one is not None)]
+        new_verdicts = [one for one in found if one.fingerprint not in self._reported]
+        self._reported = {one.fingerprint: one for one in found}
+        self._since_s = {one: self._since_s.get(one, now_s) for one in self._reported}
+        return [*new_verdicts, *(one for one in (skipped, memory) if one is not None)]
 
-    def _rank_looks(
+    def _rank_samples(
         self, node: str, sample: NodeSample, me: str, now_s: float
     ) -> list[RankObservation]:
         clock = self._offset(node, me, now_s)
@@ -304,8 +310,8 @@ class SlowSuspicions:
             if one.is_training
         ]
 
-    def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
+    def persistent(self, for_s: float, *, now_s: float) -> list[Verdict]:
+        return [one for key, one in self._reported.items() if now_s - self._since_s[key] >= for_s]
 
     def matrix(self) -> list[DelayTableCell]:
         return self._links.table()

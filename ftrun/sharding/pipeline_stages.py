@@ -21,19 +21,20 @@ from ftrun.sharding.partition import SplitImpossible, divide
 from ftrun.sharding.rules import TURN, Mesh, ShardingRules, StagePlacement
 
 
-def runs_of(home: StagePlacement, size: int) -> list[range]:
+def runs_of(placement: StagePlacement, size: int) -> list[range]:
     """The numbers of each run of layers, in the order of the pipeline.
 
     Raises SplitImpossible if the sizes of the placement are for another number of runs.
     """
-    count = size * home.turns
-    sizes = home.sizes
+    count = size * placement.turns
+    sizes = placement.sizes
     if sizes is None:
-        return [range(*divide(home.count, count, index)) for index in range(count)]
-    if len(sizes) != count or sum(sizes) != home.count:
+        return [range(*divide(placement.count, count, index)) for index in range(count)]
+    if len(sizes) != count or sum(sizes) != placement.count:
         raise SplitImpossible(
             f"sizes {list(sizes)} are {sum(sizes)} numbers for {len(sizes)} runs of layers, and "
-            f"there are {home.count} for {count}: {home.axis} {size}, turns {home.turns}"
+            f"there are {placement.count} for {count}: {placement.axis} {size}, turns "
+            f"{placement.turns}"
         )
     ends = [sum(sizes[:at]) for at in range(count + 1)]
     return [range(*pair) for pair in pairwise(ends)]
@@ -42,37 +43,37 @@ def runs_of(home: StagePlacement, size: int) -> list[range]:
 class FixedStageNames:
     """Names of tensors at fixed coordinates, at one of them: in the first turn, or the last."""
 
-    def __init__(self, home: StagePlacement, coordinate: int) -> None:
-        self.home = home
-        self._where = f"{home.axis} {coordinate}"
-        is_early = home.at is not None and coordinate in [at for at in home.at if at >= 0]
-        self._turn = 0 if is_early else home.turns - 1
+    def __init__(self, placement: StagePlacement, coordinate: int) -> None:
+        self.placement = placement
+        self._where = f"{placement.axis} {coordinate}"
+        is_early = placement.at is not None and coordinate in [at for at in placement.at if at >= 0]
+        self._turn = 0 if is_early else placement.turns - 1
 
     def whole(self, name: str) -> str:
         """As `StageNames.whole`; raises SplitImpossible if the name is of another turn."""
-        found = self.home.pattern.match(name)
+        found = self.placement.pattern.match(name)
         assert found is not None, name
         if found[TURN] != self._turn:
             raise SplitImpossible(
                 f"its turn is {found[TURN]}, and that of {self._where} is {self._turn} by "
-                f"{self.home}, turns: {self.home.turns}"
+                f"{self.placement}, turns: {self.placement.turns}"
             )
-        return self.home.pattern.with_numbers(name, {**found, TURN: 0})
+        return self.placement.pattern.with_numbers(name, {**found, TURN: 0})
 
     def own(self, name: str) -> str:
-        found = self.home.pattern.match(name)
+        found = self.placement.pattern.match(name)
         assert found is not None, name
-        return self.home.pattern.with_numbers(name, {**found, TURN: self._turn})
+        return self.placement.pattern.with_numbers(name, {**found, TURN: self._turn})
 
 
 class StageNames:
     """Names of the layers of one placement with `count`, at one coordinate of its axis."""
 
-    def __init__(self, home: StagePlacement, size: int, coordinate: int) -> None:
-        self.home = home
-        self._where = f"{home.axis} {coordinate}"
-        self._turns = runs_of(home, size)[coordinate::size]
-        self._says_turn = TURN in home.pattern.words
+    def __init__(self, placement: StagePlacement, size: int, coordinate: int) -> None:
+        self.placement = placement
+        self._where = f"{placement.axis} {coordinate}"
+        self._turns = runs_of(placement, size)[coordinate::size]
+        self._says_turn = TURN in placement.pattern.words
 
     def whole(self, name: str) -> str:
         """The name in a pipeline of one stage.
@@ -80,11 +81,11 @@ class StageNames:
         Raises SplitImpossible if the layer is not at this coordinate.
         """
         numbers = self._numbers(name)
-        turn, number = numbers.get(TURN, 0), numbers[self.home.word]
+        turn, number = numbers.get(TURN, 0), numbers[self.placement.word]
         if turn >= len(self._turns):
             raise SplitImpossible(f"its turn {turn} is not below turns: {len(self._turns)}")
         here = self._in_turn(turn)
-        if self.home.is_anew:
+        if self.placement.is_anew:
             if number >= len(here):
                 raise SplitImpossible(self._too_many(turn, number, len(here)))
             number = here[number]
@@ -94,11 +95,11 @@ class StageNames:
 
     def own(self, name: str) -> str:
         """The inverse of `whole`, for a tensor of this coordinate."""
-        number = self._numbers(name)[self.home.word]
+        number = self._numbers(name)[self.placement.word]
         turns = range(len(self._turns))
         turn = next(turn for turn in turns if number in self._in_turn(turn))
         return self._with(
-            name, turn, self._in_turn(turn).index(number) if self.home.is_anew else number
+            name, turn, self._in_turn(turn).index(number) if self.placement.is_anew else number
         )
 
     def _in_turn(self, turn: int) -> Sequence[int]:
@@ -108,17 +109,17 @@ class StageNames:
         return [number for run in self._turns for number in run]
 
     def _numbers(self, name: str) -> dict[str, int]:
-        found = self.home.pattern.match(name)
+        found = self.placement.pattern.match(name)
         assert found is not None, name
         return found
 
     def _with(self, name: str, turn: int, number: int) -> str:
-        return self.home.pattern.with_numbers(name, {TURN: turn, self.home.word: number})
+        return self.placement.pattern.with_numbers(name, {TURN: turn, self.placement.word: number})
 
     def _too_many(self, turn: int, number: int, count: int) -> str:
         there = f"numbers 0 to {count - 1}" if count else "none"
         where = f"turn {turn} of {self._where}" if self._says_turn else self._where
-        return f"its number is {number}, and {where} has {there} by {self.home}"
+        return f"its number is {number}, and {where} has {there} by {self.placement}"
 
 
 class RankNames:
@@ -145,7 +146,7 @@ class RankNames:
         return name if stage is None else stage.own(name)
 
     def _stage(self, name: str) -> StageNames | FixedStageNames | None:
-        found = [one for one in self._stages if one.home.pattern.match(name) is not None]
+        found = [one for one in self._stages if one.placement.pattern.match(name) is not None]
         # A name that two placements match is reported by the matching of rules.
         return found[0] if len(found) == 1 else None
 
@@ -155,15 +156,17 @@ def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
 
     Raises SplitImpossible if the sizes of a placement do not fit the mesh.
     """
-    homes = [home for home in rules.homes if home.renames]
-    if not homes:
+    placements = [placement for placement in rules.placements if placement.renames]
+    if not placements:
         return [RankNames()] * rules.mesh.size
     made: dict[tuple[int, ...], RankNames] = {}
     found = []
     for where in map(rules.mesh.coordinates, range(rules.mesh.size)):
-        key = tuple(where[home.axis] for home in homes)
+        key = tuple(where[placement.axis] for placement in placements)
         if key not in made:
-            made[key] = RankNames([_at(home, rules.mesh, where[home.axis]) for home in homes])
+            made[key] = RankNames(
+                [_at(placement, rules.mesh, where[placement.axis]) for placement in placements]
+            )
         found.append(made[key])
     return found
 
@@ -175,27 +178,27 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
     """
     found = []
     listed = list(names)
-    for home in rules.homes:
-        if home.is_anew:
-            matched = [home.pattern.match(name) for name in listed]
-            there = {numbers[home.word] for numbers in matched if numbers is not None}
-            missing = sorted(set(range(home.count)) - there - set(home.empty))
+    for placement in rules.placements:
+        if placement.is_anew:
+            matched = [placement.pattern.match(name) for name in listed]
+            there = {numbers[placement.word] for numbers in matched if numbers is not None}
+            missing = sorted(set(range(placement.count)) - there - set(placement.empty))
             if missing:
                 found.append(
-                    f"{home} has {home.count} layers, and {_listed(missing)} on no rank: "
+                    f"{placement} has {placement.count} layers, and {_listed(missing)} on no rank: "
                     "set their number (of:), the number of each stage (sizes:), or the ones "
                     "without tensors (empty:)"
                 )
     return found
 
 
-def _at(home: StagePlacement, mesh: Mesh, coordinate: int) -> StageNames | FixedStageNames:
-    if home.at is not None:
-        return FixedStageNames(home, coordinate)
+def _at(placement: StagePlacement, mesh: Mesh, coordinate: int) -> StageNames | FixedStageNames:
+    if placement.at is not None:
+        return FixedStageNames(placement, coordinate)
     try:
-        return StageNames(home, mesh.size_of(home.axis), coordinate)
+        return StageNames(placement, mesh.size_of(placement.axis), coordinate)
     except SplitImpossible as error:
-        raise SplitImpossible(f"{home}: {error}") from error
+        raise SplitImpossible(f"{placement}: {error}") from error
 
 
 def _within(name: str, old: str, new: str) -> str:

@@ -52,22 +52,22 @@ class WorldResize:
     """One rank of the new world, and the sizes of the previous and the new world."""
 
     rank: int
-    old_size: int
+    previous_size: int
     size: int
 
     @property
-    def old_rank(self) -> int:
+    def previous_rank(self) -> int:
         """The old rank whose state this rank takes over."""
-        return self.rank % self.old_size
+        return self.rank % self.previous_size
 
     @property
     def is_new(self) -> bool:
-        return self.rank >= self.old_size
+        return self.rank >= self.previous_size
 
 
 def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
     """The random states of one rank, from `determinism.take_all` for `determinism.put_back`."""
-    own = taken[resize.old_rank]
+    own = taken[resize.previous_rank]
     if not resize.is_new:
         return own
     kept = [] if DERIVED in own else [name for name in own if _is_common(name, taken)]
@@ -76,7 +76,7 @@ def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
 
 def generators(saved: Sequence[Mapping[str, bytes]], resize: WorldResize) -> dict[str, bytes | int]:
     """State of each named generator of one rank; an int is the seed of a derived one."""
-    own = saved[resize.old_rank]
+    own = saved[resize.previous_rank]
     return {
         name: state
         if not resize.is_new or _is_common(name, saved)
@@ -92,7 +92,7 @@ def _is_common(name: str, saved: Sequence[Mapping[str, Any]]) -> bool:
 
 def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
     """The state of one loader in one rank, from `DataPosition.state` for its `load_state`."""
-    own = states[resize.old_rank]
+    own = states[resize.previous_rank]
     began = [state["started_with"] for state in states]
     started_with = own["started_with"]
     if started_with is not None and all(one is not None for one in began):
@@ -133,8 +133,8 @@ def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str 
     skipped = batches_used(states, resize)
     rest = skipped * resize.size - used
     text = (
-        f"{name}: {ranks(resize.old_size)} have used {used} batches of this pass, so it continues "
-        f"after {skipped} in each of {ranks(resize.size)}"
+        f"{name}: {ranks(resize.previous_size)} have used {used} batches of this pass, so it "
+        f"continues after {skipped} in each of {ranks(resize.size)}"
     )
     if rest:
         text += f", so {rest} {'batch is' if rest == 1 else 'batches are'} skipped"
@@ -151,7 +151,7 @@ class DataShares:
 
     def __init__(self, before: Mesh, now: Mesh, rank: int, part: Callable[[int, str], Any]) -> None:
         self._resize = WorldResize(now.batch_index(rank), before.num_batches, now.num_batches)
-        self._old_ranks = before.beside(before.counterpart(now, rank))
+        self._previous_ranks = before.beside(before.counterpart(now, rank))
         self._part = part
 
     def random_states(self) -> Plain:
@@ -161,12 +161,14 @@ class DataShares:
         return generators(self._all("generators"), self._resize)
 
     def loaders(self) -> Plain:
-        if self._resize.size == self._resize.old_size:
-            return {name: states[self._resize.old_rank] for name, states in self._loaders.items()}
+        if self._resize.size == self._resize.previous_size:
+            return {
+                name: states[self._resize.previous_rank] for name, states in self._loaders.items()
+            }
         return {name: loader(states, self._resize) for name, states in self._loaders.items()}
 
     def notes(self) -> list[str]:
-        if self._resize.size == self._resize.old_size:
+        if self._resize.size == self._resize.previous_size:
             return []
         loaders = self._loaders.items()
         notes = (loader_note(name, states, self._resize) for name, states in loaders)
@@ -176,11 +178,11 @@ class DataShares:
     def _loaders(self) -> dict[str, list[Plain]]:
         """The states of each loader on the old ranks, by batch index."""
         saved = self._all("loaders")
-        own = saved[self._resize.old_rank]
+        own = saved[self._resize.previous_rank]
         return {name: [states.get(name, own[name]) for states in saved] for name in own}
 
     def _all(self, name: str) -> list[Any]:
-        return [self._part(rank, name) for rank in self._old_ranks]
+        return [self._part(rank, name) for rank in self._previous_ranks]
 
 
 class RenameParameter(Protocol):
@@ -245,7 +247,7 @@ class RankValues:
     ) -> None:
         self._parts = parts
         self._source = source.mesh
-        self._homes = source.rules.homes
+        self._placements = source.rules.placements
         self._known = source.wholes.keys()
         self._target = target
         # By the names in a pipeline of one stage; `of` converts them to the names of each rank.
@@ -298,7 +300,7 @@ class RankValues:
     def _modules_of(self, old: int, rank: int) -> Plain:
         """Extra state of the counterpart first, then of old ranks at other stages only."""
         mesh, where = self._source, self._source.coordinates(old)
-        same = where.keys() - {home.axis for home in self._homes}
+        same = where.keys() - {placement.axis for placement in self._placements}
         beside = [
             r for r in range(mesh.size) if all(mesh.coordinates(r)[a] == where[a] for a in same)
         ]

@@ -98,7 +98,7 @@ class CheckedReads(Protocol):
     """The shards of a version; bytes are compared with their digests when they are read."""
 
     @property
-    def heads(self) -> Mapping[Rank, ShardHeader]: ...
+    def headers(self) -> Mapping[Rank, ShardHeader]: ...
 
     def expect(self, ranges: Sequence[ByteRange]) -> None: ...
 
@@ -118,7 +118,7 @@ def check_replicas(
     for name, box in boxes.items():
         for chunk in saved[name].chunks if saved[name].is_shared else ():
             if overlap(chunk.box, box) is not None:
-                other = unequal_holder(chunk, shards.heads)
+                other = unequal_holder(chunk, shards.headers)
                 if other is not None:
                     pairs.append((name, chunk.holders[0], other))
     for name, one, other in pairs:
@@ -127,7 +127,7 @@ def check_replicas(
     _compare(pairs, shards)
 
 
-def unequal_holder(chunk: Chunk, heads: Mapping[Rank, ShardHeader]) -> Holder | None:
+def unequal_holder(chunk: Chunk, headers: Mapping[Rank, ShardHeader]) -> Holder | None:
     """The first holder whose digests differ from those of the preferred one.
 
     It proves that the content differs, unless the entries are small.
@@ -135,8 +135,8 @@ def unequal_holder(chunk: Chunk, heads: Mapping[Rank, ShardHeader]) -> Holder | 
     first, *others = chunk.holders
     if not others:
         return None
-    known = heads[first.rank].fingerprint(first.entry)
-    return next((one for one in others if heads[one.rank].fingerprint(one.entry) != known), None)
+    known = headers[first.rank].fingerprint(first.entry)
+    return next((one for one in others if headers[one.rank].fingerprint(one.entry) != known), None)
 
 
 def _compare(pairs: Sequence[tuple[str, Holder, Holder]], shards: CheckedReads) -> None:
@@ -165,7 +165,7 @@ class Shards(Protocol):
     """The shards of a version."""
 
     @property
-    def heads(self) -> Sequence[ShardHeader]:
+    def headers(self) -> Sequence[ShardHeader]:
         """Headers of all ranks, in order of rank."""
         ...
 
@@ -194,9 +194,9 @@ def differing(shards: Shards, world: WorldLayout) -> list[str]:
 def _is_same(shards: Shards, world: WorldLayout, name: str, one: int, other: int) -> bool:
     ranks = (one, other)
     names = {rank: world.own_name(rank, name) for rank in ranks}
-    heads = {rank: shards.heads[rank] for rank in ranks}
-    entry = heads[one].entries[names[one]]
-    prints = [heads[rank].fingerprint(heads[rank].entries[names[rank]]) for rank in ranks]
+    headers = {rank: shards.headers[rank] for rank in ranks}
+    entry = headers[one].entries[names[one]]
+    prints = [headers[rank].fingerprint(headers[rank].entries[names[rank]]) for rank in ranks]
     if prints[0] == prints[1]:
         return True
     if entry.is_small:

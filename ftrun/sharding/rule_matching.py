@@ -43,24 +43,26 @@ class MatchedRule:
     """The rule and the placement of one name, and the numbers in it by word of the placement."""
 
     rule: ShardingRule
-    home: StagePlacement | None = None
+    placement: StagePlacement | None = None
     numbers: tuple[tuple[str, int], ...] = ()
 
-    def homes(self, size: int) -> frozenset[int]:
+    def placements(self, size: int) -> frozenset[int]:
         """Coordinates of the tensor along the placement's axis, which has `size` coordinates.
 
         Raises SplitImpossible if there is no such coordinate or number.
         """
-        assert self.home is not None
-        if self.home.at is not None:
-            found = frozenset(at % size if at < 0 else at for at in self.home.at)
+        assert self.placement is not None
+        if self.placement.at is not None:
+            found = frozenset(at % size if at < 0 else at for at in self.placement.at)
             if max(found) >= size:
-                raise SplitImpossible(f"it is placed at {max(found)} of {self.home.axis} {size}")
+                raise SplitImpossible(
+                    f"it is placed at {max(found)} of {self.placement.axis} {size}"
+                )
             return found
-        number = dict(self.numbers)[self.home.word]
-        if number >= self.home.count:
-            raise SplitImpossible(f"its number {number} is not below of: {self.home.count}")
-        runs = runs_of(self.home, size)
+        number = dict(self.numbers)[self.placement.word]
+        if number >= self.placement.count:
+            raise SplitImpossible(f"its number {number} is not below of: {self.placement.count}")
+        runs = runs_of(self.placement, size)
         return frozenset(at % size for at, run in enumerate(runs) if number in run)
 
 
@@ -76,20 +78,20 @@ def match(
     twice: list[str] = []
     for name, _ in listed:
         matching = [one for one in rules.rules if one.pattern.match(name) is not None]
-        homes = [one for one in rules.homes if one.pattern.match(name) is not None]
-        twice += [_matched_twice(name, some) for some in (matching, homes) if len(some) > 1]
-        if matching or homes:
-            home = homes[0] if homes else None
-            numbers = home.pattern.match(name) if home is not None else None
+        placements = [one for one in rules.placements if one.pattern.match(name) is not None]
+        twice += [_matched_twice(name, some) for some in (matching, placements) if len(some) > 1]
+        if matching or placements:
+            placement = placements[0] if placements else None
+            numbers = placement.pattern.match(name) if placement is not None else None
             rule = matching[0] if matching else REPLICATED
-            found[name] = MatchedRule(rule, home, tuple((numbers or {}).items()))
+            found[name] = MatchedRule(rule, placement, tuple((numbers or {}).items()))
     unmatched = []
-    for name, kin in listed:
+    for name, owner in listed:
         if name in found:
             continue
-        inherited = _inherited(found, kin)
+        inherited = _inherited(found, owner)
         if inherited is None:
-            unmatched.append(_no_rule(name, kin))
+            unmatched.append(_no_rule(name, owner))
         else:
             found[name] = inherited
     if twice or unmatched:
@@ -99,29 +101,31 @@ def match(
 
 def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
     """Whether a name is placed at these coordinates; True if not exactly one placement matches."""
-    homes = [home for home in rules.homes if home.pattern.match(name) is not None]
-    if len(homes) != 1:
+    placements = [
+        placement for placement in rules.placements if placement.pattern.match(name) is not None
+    ]
+    if len(placements) != 1:
         return True
-    (home,) = homes
-    numbers = home.pattern.match(name) or {}
-    found = MatchedRule(REPLICATED, home, tuple(numbers.items()))
-    return where[home.axis] in found.homes(rules.mesh.size_of(home.axis))
+    (placement,) = placements
+    numbers = placement.pattern.match(name) or {}
+    found = MatchedRule(REPLICATED, placement, tuple(numbers.items()))
+    return where[placement.axis] in found.placements(rules.mesh.size_of(placement.axis))
 
 
-def _inherited(found: dict[str, MatchedRule], kin: OwningParameter | None) -> MatchedRule | None:
-    if kin is None or kin.how is None or kin.parameter not in found:
+def _inherited(found: dict[str, MatchedRule], owner: OwningParameter | None) -> MatchedRule | None:
+    if owner is None or owner.how is None or owner.parameter not in found:
         return None
-    parents = found[kin.parameter]
-    if kin.how is StateOwnership.LIKE or parents.rule.kind is SharingKind.OWN:
+    parents = found[owner.parameter]
+    if owner.how is StateOwnership.LIKE or parents.rule.kind is SharingKind.OWN:
         return parents
-    return MatchedRule(REPLICATED, parents.home, parents.numbers)
+    return MatchedRule(REPLICATED, parents.placement, parents.numbers)
 
 
 def _matched_twice(name: str, some: Sequence[object]) -> str:
     return f"{name} is matched by {' and by '.join(map(str, some))}"
 
 
-def _no_rule(name: str, kin: OwningParameter | None) -> str:
-    if kin is not None and kin.how is None:
-        return f"{name} matches no rule, and does not have the shape of {kin.parameter}"
+def _no_rule(name: str, owner: OwningParameter | None) -> str:
+    if owner is not None and owner.how is None:
+        return f"{name} matches no rule, and does not have the shape of {owner.parameter}"
     return f"{name} matches no rule"

@@ -34,7 +34,7 @@ _CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to",
 _FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
 _DEALT_KEYS = ("sizes", "numbered", "empty")
-_HOME_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
+_PLACEMENT_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
 _UNEVEN = {one.value: one for one in UnevenPolicy}
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 """Decimal integers only, because YAML's octal and sexagesimal numbers are never intended here."""
@@ -88,10 +88,10 @@ class _Reader:
         for kind in SharingKind:
             for node in self._listed(parts.get(kind.value), f"a list of {kind.value} rules"):
                 rules += self._each(node, lambda node, kind=kind: self._rules(kind, node))  # type: ignore[misc]
-        homes: list[StagePlacement] = []
+        placements: list[StagePlacement] = []
         for node in self._listed(parts.get("unique"), "a list of unique rules"):
-            homes += self._each(node, self._homes)
-        return ShardingRules(source, mesh, tuple(rules), tuple(homes))
+            placements += self._each(node, self._placements)
+        return ShardingRules(source, mesh, tuple(rules), tuple(placements))
 
     # --- the parts of a file ---------------------------------------------------------------
 
@@ -149,8 +149,8 @@ class _Reader:
         pad_to = self._optional(parts, "pad_to", self._positive, 1)
         return FlatBuffer(self._axis(parts["axis"]), pad_to, tensors)
 
-    def _homes(self, node: yaml.Node) -> list[StagePlacement]:
-        parts = self._mapping(node, "a rule under unique", _HOME_KEYS, ["name", "axis"])
+    def _placements(self, node: yaml.Node) -> list[StagePlacement]:
+        parts = self._mapping(node, "a rule under unique", _PLACEMENT_KEYS, ["name", "axis"])
         axis = self._axis(parts["axis"])
         if ("at" in parts) == ("of" in parts):
             self._wrong(node, "either at: with coordinates, or of: with how many numbers there are")
@@ -160,7 +160,7 @@ class _Reader:
             if dealt := [key for key in _DEALT_KEYS if key in parts]:
                 self._wrong(parts[dealt[0]], f"{dealt[0]} beside of:, not beside at:")
         empty = self._optional(parts, "empty", self._integers, None)
-        home = StagePlacement(
+        placement = StagePlacement(
             NamePattern(""),
             0,
             axis,
@@ -171,13 +171,13 @@ class _Reader:
             self._optional(parts, "numbered", self._numbered, False),
             empty or (),
         )
-        return [self._home(name, home) for name in self._one_or_more(parts["name"])]
+        return [self._placement(name, placement) for name in self._one_or_more(parts["name"])]
 
-    def _home(self, name: yaml.Node, home: StagePlacement) -> StagePlacement:
+    def _placement(self, name: yaml.Node, placement: StagePlacement) -> StagePlacement:
         pattern = self._pattern(name)
-        if home.at is None and len([word for word in pattern.words if word != TURN]) != 1:
+        if placement.at is None and len([word for word in pattern.words if word != TURN]) != 1:
             self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
-        return replace(home, pattern=pattern, line=name.start_mark.line + 1)
+        return replace(placement, pattern=pattern, line=name.start_mark.line + 1)
 
     def _numbered(self, node: yaml.Node) -> bool:
         words = {"through": False, "anew": True}

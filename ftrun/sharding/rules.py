@@ -289,12 +289,12 @@ class StagePlacement:
 
 @dataclass(frozen=True, slots=True)
 class ShardingRules:
-    """One file of rules; `homes` places tensors that are not on all ranks."""
+    """One file of rules; `placements` places tensors that are not on all ranks."""
 
     source: str
     mesh: Mesh
     rules: tuple[ShardingRule, ...] = ()
-    homes: tuple[StagePlacement, ...] = ()
+    placements: tuple[StagePlacement, ...] = ()
     text: str = ""
 
     def on(self, mesh: Mesh) -> "ShardingRules":
@@ -304,5 +304,5 @@ class ShardingRules:
     def layout(self) -> tuple[object, ...]:
         """Equal for two files with the same rules, whatever their names and lines."""
         rules = tuple(replace(rule, line=0) for rule in self.rules)
-        homes = tuple(replace(home, line=0) for home in self.homes)
-        return self.mesh, rules, homes
+        placements = tuple(replace(placement, line=0) for placement in self.placements)
+        return self.mesh, rules, placements

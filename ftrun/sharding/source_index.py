@@ -292,23 +292,23 @@ class SourceIndex:
     hold the same, the old rank `prefer` is read; the others follow in turn.
     """
 
-    def __init__(self, heads: Mapping[Rank, ShardHeader], *, prefer: Rank) -> None:
-        unknown = [rank for rank, head in heads.items() if not head.layout.knows_parts]
+    def __init__(self, headers: Mapping[Rank, ShardHeader], *, prefer: Rank) -> None:
+        unknown = [rank for rank, head in headers.items() if not head.layout.knows_parts]
         if unknown:
             raise LayoutUnknown(
                 f"the snapshot was taken by an older ftrun, which did not note what each tensor is "
                 f"a part of (rank {unknown[0]}): it can only be restored by as many ranks as took "
-                f"it, {len(heads)}"
+                f"it, {len(headers)}"
             )
-        self._heads = heads
-        size = len(heads)
-        self._order = sorted(heads, key=lambda rank: (rank - prefer) % size)
+        self._headers = headers
+        size = len(headers)
+        self._order = sorted(headers, key=lambda rank: (rank - prefer) % size)
         self._found: dict[str, WholeTensor] = {}
 
     @cached_property
     def common_names(self) -> list[str]:
         """Tensors with an entry on every rank, in the order of the preferred rank's shard."""
-        first, *others = (self._heads[rank].entries for rank in self._order)
+        first, *others = (self._headers[rank].entries for rank in self._order)
         return [
             name
             for name in first
@@ -318,7 +318,7 @@ class SourceIndex:
     @cached_property
     def names(self) -> list[str]:
         """Tensors with an entry on some rank, in order of first occurrence."""
-        met = (name for rank in self._order for name in self._heads[rank].entries)
+        met = (name for rank in self._order for name in self._headers[rank].entries)
         return [name for name in dict.fromkeys(met) if not name.startswith(OURS)]
 
     def tensor(self, name: str) -> WholeTensor | None:
@@ -327,7 +327,7 @@ class SourceIndex:
             holders = [
                 Holder(rank, entry)
                 for rank in self._order
-                if (entry := self._heads[rank].entries.get(name)) is not None
+                if (entry := self._headers[rank].entries.get(name)) is not None
             ]
             if not holders:
                 return None

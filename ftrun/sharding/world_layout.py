@@ -72,14 +72,14 @@ class GlobalTensor:
 
     Args:
         shape: of the whole tensor; of a flat buffer, without padding.
-        kin: the parameter that it is state of.
+        owner: the parameter that it is state of.
         own_shapes: shape by rank, if each rank has its own tensor.
     """
 
     name: str
     dtype: str
     shape: Shape
-    kin: OwningParameter | None
+    owner: OwningParameter | None
     own_shapes: Mapping[int, Shape] = field(default_factory=dict)
 
 
@@ -104,8 +104,8 @@ class WorldLayout:
         return self.rules.mesh
 
     def own_name(self, rank: int, name: str) -> str:
-        kin = self.wholes[name].kin
-        return self.names[rank].own(name, of=None if kin is None else kin.parameter)
+        owner = self.wholes[name].owner
+        return self.names[rank].own(name, of=None if owner is None else owner.parameter)
 
     def has_module(self, rank: int, path: str) -> bool:
         """Whether a module is on a rank, by the placement of its tensors."""
@@ -141,14 +141,14 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
     ]
     notes.check()
     names = list(dict.fromkeys(name for stored in by_rank for name in stored))
-    kin = {name: _kin(name, by_rank) for name in names}
-    sharing = match(rules, kin.items())
+    owner = {name: _owner(name, by_rank) for name in names}
+    sharing = match(rules, owner.items())
     for problem in absent(rules, names):
         notes.add(problem)
     wholes: dict[str, GlobalTensor] = {}
     for name in names:
         held = {rank: stored[name] for rank, stored in enumerate(by_rank) if name in stored}
-        found = notes.note(name, lambda n=name, h=held: _whole(rules, sharing[n], n, h, kin[n]))  # type: ignore[misc]
+        found = notes.note(name, lambda n=name, h=held: _whole(rules, sharing[n], n, h, owner[n]))  # type: ignore[misc]
         if found is not None:
             wholes[name] = found
     notes.check()
@@ -170,8 +170,8 @@ def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
 
     Raises RulesMismatch with all problems if the tensors cannot be shared by these rules.
     """
-    kin = [(whole.name, whole.kin) for whole in source.wholes.values()]
-    sharing = match(rules, kin)
+    owner = [(whole.name, whole.owner) for whole in source.wholes.values()]
+    sharing = match(rules, owner)
     notes = _Problems(rules)
     for name, one in sharing.items():
         before = source.sharing[name].rule
@@ -230,7 +230,7 @@ class _Problems:
 
 
 def stored_entries(
-    heads: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
+    headers: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
 ) -> list[list[StoredEntry]]:
     """The entries of each rank, from headers and plain values in order of rank.
 
@@ -243,7 +243,7 @@ def stored_entries(
         )
         raise RulesMismatch(source=source, problems=[problem])
     found, sharded = [], []
-    for head, plain_parts in zip(heads, parts, strict=True):
+    for head, plain_parts in zip(headers, parts, strict=True):
         owners = _owners(plain_parts)
         entries = [one for one in head.layout.entries if not one.name.startswith(OURS)]
         sharded += [one.name for one in entries if one.part is not None]
@@ -273,7 +273,7 @@ def _owners(parts: Mapping[str, bytes]) -> dict[str, str]:
     return found
 
 
-def _kin(name: str, by_rank: Sequence[Mapping[str, StoredEntry]]) -> OwningParameter | None:
+def _owner(name: str, by_rank: Sequence[Mapping[str, StoredEntry]]) -> OwningParameter | None:
     """The parameter of a state tensor and how it follows it, over all ranks that have it."""
     held = [(stored[name], stored) for stored in by_rank if name in stored]
     parameter = held[0][0].of
@@ -290,7 +290,7 @@ def _whole(
     sharing: MatchedRule,
     name: str,
     held: Mapping[int, StoredEntry],
-    kin: OwningParameter | None,
+    owner: OwningParameter | None,
 ) -> GlobalTensor:
     """Raises SplitImpossible with the reason if no tensor has these parts."""
     dtypes = {one.dtype for one in held.values()}
@@ -299,9 +299,10 @@ def _whole(
     expected = frozenset(_ranks_of(rules.mesh, sharing))
     if expected != held.keys():
         missing, extra = sorted(expected - held.keys()), sorted(held.keys() - expected)
-        told = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
+        reported = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
         raise SplitImpossible(
-            f"it is {told}; rules under unique define where a tensor is, and whether each stage "
+            f"it is {reported}; rules under unique define where a tensor is, and whether each "
+            "stage "
             "numbers its layers from 0 (numbered: anew)"
         )
     first = next(iter(held.values()))
@@ -316,7 +317,7 @@ def _whole(
     else:
         shape = first.shape
     own = {rank: one.shape for rank, one in held.items()} if rule.kind is SharingKind.OWN else {}
-    return GlobalTensor(name, first.dtype, shape, kin, own)
+    return GlobalTensor(name, first.dtype, shape, owner, own)
 
 
 def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, Shape]) -> Shape:
@@ -360,10 +361,10 @@ def _check_dim(cut: DimensionSplit, shape: Shape) -> None:
 
 
 def _ranks_of(mesh: Mesh, sharing: MatchedRule) -> Iterable[int]:
-    if sharing.home is None:
+    if sharing.placement is None:
         return range(mesh.size)
-    axis = sharing.home.axis
-    places = sharing.homes(mesh.size_of(axis))
+    axis = sharing.placement.axis
+    places = sharing.placements(mesh.size_of(axis))
     return [rank for rank in range(mesh.size) if mesh.coordinates(rank)[axis] in places]
 
 
@@ -388,11 +389,11 @@ def _laid_out(
         made: dict[tuple[object, ...], PlacedEntry] = {}
         try:
             for rank in _ranks_of(rules.mesh, sharing[name]):
-                old_rank = counterpart.counterpart(rules.mesh, rank) if counterpart else rank
+                previous_rank = counterpart.counterpart(rules.mesh, rank) if counterpart else rank
                 placer = _Placer(rules, whole, sharing[name], rank)
-                key = placer.key(old_rank)
+                key = placer.key(previous_rank)
                 if key not in made:
-                    made[key] = placer.placed(copies=copies, old_rank=old_rank)
+                    made[key] = placer.placed(copies=copies, previous_rank=previous_rank)
                 entries[rank][name] = made[key]
         except SplitImpossible as error:
             notes.add(f"{name}: {error}")
@@ -411,9 +412,9 @@ class _Placer:
         self._rule = sharing.rule
         self._where = rules.mesh.coordinates(rank)
 
-    def key(self, old_rank: int) -> tuple[object, ...]:
+    def key(self, previous_rank: int) -> tuple[object, ...]:
         if self._rule.kind is SharingKind.OWN:
-            return (old_rank,)
+            return (previous_rank,)
         flat = self._rule.flat
         axes = {self._rule.axis, *(cut.axis for cut in self._rule.cuts)}
         if flat is not None:
@@ -421,13 +422,13 @@ class _Placer:
             axes = {flat.axis, *(cut.axis for cut in inner)}
         return tuple(at for axis, at in self._where.items() if axis in axes)
 
-    def placed(self, *, copies: bool, old_rank: int) -> PlacedEntry:
+    def placed(self, *, copies: bool, previous_rank: int) -> PlacedEntry:
         name, shape = self._whole.name, self._whole.shape
         if self._rule.flat is not None:
             return self._row(self._rule.flat)
         if self._rule.kind is SharingKind.OWN:
-            view = self._view(self._whole.own_shapes[old_rank], ())
-            return self._entry(view.shape, patches_of(f"{name}@{old_rank}", view))
+            view = self._view(self._whole.own_shapes[previous_rank], ())
+            return self._entry(view.shape, patches_of(f"{name}@{previous_rank}", view))
         copy = (
             self._where[self._rule.axis] if copies and self._rule.kind is SharingKind.AVERAGE else 0
         )

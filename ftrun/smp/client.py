@@ -34,7 +34,7 @@ class ClientConnection:
         self.is_gone = False
         self.backlog: deque[ReceivedMessage] = deque()
 
-    def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = (), question: int = 0) -> None:
+    def send(self, body: AnyMessage, *, fds: tuple[int, ...] = (), question: int = 0) -> None:
         """Send a message; on failure mark the client as gone and raise nothing."""
         if self.is_gone:
             return
@@ -59,5 +59,5 @@ class Requester:
         self._client = client
         self._question = asked.envelope.question
 
-    def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
-        self._client.tell(body, fds=fds, question=self._question)
+    def send(self, body: AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+        self._client.send(body, fds=fds, question=self._question)

@@ -12,7 +12,7 @@ in tests.
 
 Work that is not urgent runs at low priority. Without CAP_SYS_NICE a thread cannot raise its
 priority again after it was lowered. Work that has low priority only at times therefore gets a
-thread of its own (`calmly`).
+thread of its own (`at_low_priority`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _NICER = 10
 _log = logging.getLogger(__name__)
 
 
-def calm_thread() -> None:
+def lower_thread_priority() -> None:
     """Lower the scheduling priority of this thread and of the threads that it starts."""
     with contextlib.suppress(OSError):
         me = threading.get_native_id()
@@ -44,7 +44,7 @@ def calm_thread() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def calmly(work: Callable[[], Result]) -> Result:
+def at_low_priority(work: Callable[[], Result]) -> Result:
     """Run `work` in a new low-priority thread and wait for its result, or for its error.
 
     If no thread can be started, run it in the calling thread.
@@ -52,7 +52,7 @@ def calmly(work: Callable[[], Result]) -> Result:
     done: Future[Result] = Future()
 
     def run() -> None:
-        calm_thread()
+        lower_thread_priority()
         try:
             done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the waiting thread's to handle
@@ -100,20 +100,20 @@ class JobLanes:
         self._done.put(finish)
         os.eventfd_write(self._wake_fd, 1)
 
-    def repeat(self, interval_s: float, look: Finish) -> Callable[[], None]:
-        """Run `look` in the server's thread at this interval.
+    def repeat(self, interval_s: float, poll: Finish) -> Callable[[], None]:
+        """Run `poll` in the server's thread at this interval.
 
         Returns a function that stops the repetition; it does not wait.
         """
         end = threading.Event()
         threading.Thread(
-            target=self._repeat, args=(end, interval_s, look), name="ftrun-watch", daemon=True
+            target=self._repeat, args=(end, interval_s, poll), name="ftrun-watch", daemon=True
         ).start()
         return end.set
 
-    def _repeat(self, end: threading.Event, interval_s: float, look: Finish) -> None:
+    def _repeat(self, end: threading.Event, interval_s: float, poll: Finish) -> None:
         while not end.wait(interval_s):
-            self.post(look)
+            self.post(poll)
 
     def finish(self) -> None:
         try:
@@ -143,16 +143,16 @@ class JobLanes:
 
 
 class IntervalTimer:
-    """Calls `look` in the server's thread, at one interval at a time."""
+    """Calls `poll` in the server's thread, at one interval at a time."""
 
-    def __init__(self, jobs: JobLanes, look: Callable[[], None]) -> None:
+    def __init__(self, jobs: JobLanes, poll: Callable[[], None]) -> None:
         self._jobs = jobs
-        self._look = look
+        self._poll = poll
         self._end: Callable[[], None] | None = None
 
     def start(self, interval_s: float) -> None:
         self.stop()
-        self._end = self._jobs.repeat(interval_s, self._look)
+        self._end = self._jobs.repeat(interval_s, self._poll)
 
     def stop(self) -> None:
         if self._end is not None:

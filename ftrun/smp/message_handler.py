@@ -40,7 +40,7 @@ class MessageHandler:
 
     def __init__(self, run_id: RunId, jobs: JobLanes) -> None:
         self.memory = ArenaStore()
-        self.commits = CommitCoordinator(self.memory, self._tell_agent)
+        self.commits = CommitCoordinator(self.memory, self._send_to_agent)
         self.agent: ClientConnection | None = None
         self.checkpoints = CheckpointService(
             run_id, jobs, self.memory, self._loaded, lambda: self.agent is not None
@@ -50,15 +50,15 @@ class MessageHandler:
             memory=self.memory,
             commits=self.commits,
             jobs=jobs,
-            tell_agent=self._tell_agent,
+            send_to_agent=self._send_to_agent,
         )
         self.requests = ArenaRequests(
             self.memory,
             jobs,
             tracker=self.commits.tracker,
-            tell_agent=self._tell_agent,
+            send_to_agent=self._send_to_agent,
             is_short=self.checkpoints.give_back,
-            vault_bytes=lambda: self.group_work.vaults.allocated_bytes,
+            parity_region_bytes=lambda: self.group_work.parity_store.allocated_bytes,
         )
         self._run_id = run_id
         self._run_state = b""
@@ -98,24 +98,24 @@ class MessageHandler:
             _log.info("discarded %d slots and parity regions later than %s", count, newest)
         return messages.Done()
 
-    def hand_over(self, asker: Requester) -> None:
+    def hand_over(self, requester: Requester) -> None:
         arenas = self.memory.all()
-        vaults = self.group_work.vaults
-        asker.tell(
+        parity_store = self.group_work.parity_store
+        requester.send(
             smp_messages.MemoryHandedOver(
-                [one.shape.rank for one in arenas], self._run_state, vaults.slots
+                [one.shape.rank for one in arenas], self._run_state, parity_store.slots
             ),
-            fds=(*(one.fd for one in arenas), *vaults.fds),
+            fds=(*(one.fd for one in arenas), *parity_store.fds),
         )
 
     def adopt(
         self, body: smp_messages.AdoptMemory, received: ReceivedMessage
     ) -> messages.AnyMessage:
-        num_ranks, num_vaults = len(body.ranks), len(body.vault_slots)
-        if len(received.fds) != num_ranks + num_vaults:
+        num_ranks, num_parity_regions = len(body.ranks), len(body.parity_slots)
+        if len(received.fds) != num_ranks + num_parity_regions:
             raise ProtocolError(
-                f"AdoptMemory names {num_ranks} ranks and {num_vaults} parity regions, with "
-                f"{len(received.fds)} descriptors"
+                f"AdoptMemory names {num_ranks} ranks and {num_parity_regions} parity regions, "
+                f"with {len(received.fds)} descriptors"
             )
         problems = []
         for at, fd in enumerate(received.fds):
@@ -125,7 +125,7 @@ class MessageHandler:
                     generation = self.commits.tracker.generation
                     self.memory.adopt(ours, rank=body.ranks[at], generation=generation)
                 else:
-                    self.group_work.vaults.adopt(ours, body.vault_slots[at - num_ranks])
+                    self.group_work.parity_store.adopt(ours, body.parity_slots[at - num_ranks])
             except LayoutUnknown as error:
                 os.close(ours)
                 rank = f"rank {body.ranks[at]}" if at < num_ranks else "a parity region"
@@ -134,7 +134,7 @@ class MessageHandler:
         crash_point("smp.adopted")
         return messages.Refused("; ".join(problems)) if problems else messages.Done()
 
-    def keep_run_state(self, body: smp_messages.PersistRunState) -> messages.AnyMessage:
+    def persist_run_state(self, body: smp_messages.PersistRunState) -> messages.AnyMessage:
         if len(body.run_state) > MAX_RUN_STATE_BYTES:
             return messages.Refused(
                 f"{len(body.run_state)} bytes of run state; the limit is {MAX_RUN_STATE_BYTES}"
@@ -142,19 +142,21 @@ class MessageHandler:
         self._run_state = body.run_state
         return messages.Done()
 
-    def write_checkpoint(self, asker: Requester, body: checkpoint_messages.WriteCheckpoint) -> None:
+    def write_checkpoint(
+        self, requester: Requester, body: checkpoint_messages.WriteCheckpoint
+    ) -> None:
         tracker = self.commits.world()
         if body.version is None and not tracker.sees_all:
-            why = "not all ranks of the run are on this node, and no version is named"
-            asker.tell(checkpoint_messages.CheckpointFailed(why))
+            reason = "not all ranks of the run are on this node, and no version is named"
+            requester.send(checkpoint_messages.CheckpointFailed(reason))
         else:
-            self.checkpoints.write(asker, body, tracker)
+            self.checkpoints.write(requester, body, tracker)
 
     def _loaded(self, loaded: LoadedCheckpoint) -> None:
         self.group_work.restores.share(loaded.rest)
         self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
         for arena in self.memory.all():
-            self._tell_agent(granted(arena.shape), fds=(arena.fd,))
+            self._send_to_agent(granted(arena.shape), fds=(arena.fd,))
         crash_point("smp.checkpoint.loaded")
 
     # --- any client ------------------------------------------------------------------------
@@ -196,6 +198,6 @@ class MessageHandler:
         self.memory.free()
         self.commits.forget_page()
 
-    def _tell_agent(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+    def _send_to_agent(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
         if self.agent is not None:
-            self.agent.tell(body, fds=fds)
+            self.agent.send(body, fds=fds)

@@ -28,7 +28,7 @@ from typing import Protocol
 
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
-from ftrun.smp.jobs import calm_thread
+from ftrun.smp.jobs import lower_thread_priority
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello
 from ftrun.wire.messages.smp import NodeAddress
@@ -51,11 +51,11 @@ later, and no growing pause follows it."""
 class LinkRules:
     """The state of one link. Pure: time is an argument. `dials_again_first` is rule 4."""
 
-    def __init__(self, *, dials_again_first: bool, patience_s: float) -> None:
+    def __init__(self, *, dials_again_first: bool, timeout_s: float) -> None:
         self.dials_again_first = dials_again_first
         self.is_lost = False
         """The node was reported lost, and no connection was made since then."""
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._times = 0
         self._connected_s = 0.0
         self._rest_s = self._pause_s = FIRST_PAUSE_S
@@ -63,7 +63,7 @@ class LinkRules:
         self._reported = ""
 
     def begin_dialing(self, now_s: float) -> None:
-        self._report_s = now_s + self._patience_s
+        self._report_s = now_s + self._timeout_s
         self._pause_s = FIRST_PAUSE_S
         self._reported = ""
 
@@ -119,7 +119,7 @@ def admits(hello: LinkHello, *, generation: int, session: int) -> bool | None:
 
 
 _NEXT_WAY_S = 0.5
-SILENT_S = 4.0
+UNRESPONSIVE_S = 4.0
 """If no acknowledgement arrives for longer than this, the connection carries nothing. Keepalive
 probes are sent every second."""
 _log = logging.getLogger(__name__)
@@ -151,22 +151,22 @@ class LinkEndpoints:
     """The two ends of a link and its settings.
 
     Args:
-        patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
+        timeout_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data in bytes per second; 0: no limit.
     """
 
     own: PeerIdentity
-    place: NodeAddress
+    position: NodeAddress
     hello: LinkHello
     secret: Secret | None
-    patience_s: float
+    timeout_s: float
     pace_bytes_s: float = 0.0
     own_rails: Sequence[Rail] = ()
 
     @property
-    def ways(self) -> list[PeerAddress]:
-        hosts = [rail.host for rail in self.place.rails] or [self.place.host]
-        port = self.place.smp_port
+    def addresses(self) -> list[PeerAddress]:
+        hosts = [rail.host for rail in self.position.rails] or [self.position.host]
+        port = self.position.smp_port
         return [PeerAddress(host, port, source_to(host, self.own_rails)) for host in hosts]
 
 
@@ -190,17 +190,17 @@ class PeerLink:
         self._is_closed = self._is_behind = False
         self._socket: BulkSocket | None = None
         self._rules = LinkRules(
-            dials_again_first=ends.hello.purpose == FETCH, patience_s=ends.patience_s
+            dials_again_first=ends.hello.purpose == FETCH, timeout_s=ends.timeout_s
         )
         self._paces_itself = False
         self.num_bytes = 0
         self._thread = threading.Thread(
-            target=self._run, name=f"ftrun-to-{ends.place.node_id}"[:15], daemon=True
+            target=self._run, name=f"ftrun-to-{ends.position.node_id}"[:15], daemon=True
         )
 
     @property
-    def place(self) -> NodeAddress:
-        return self._ends.place
+    def position(self) -> NodeAddress:
+        return self._ends.position
 
     @property
     def dials_again_first(self) -> bool:
@@ -213,14 +213,14 @@ class PeerLink:
 
     @property
     def carries_nothing(self) -> bool:
-        """The node was reported lost, or its kernel has acknowledged nothing for `SILENT_S`."""
+        """The node was reported lost, or its kernel acknowledges nothing for `UNRESPONSIVE_S`."""
         made = self._socket
-        return self._rules.is_lost if made is None else made.silent_s > SILENT_S
+        return self._rules.is_lost if made is None else made.unresponsive_s > UNRESPONSIVE_S
 
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, frame: OutgoingFrame) -> None:
+    def send(self, frame: OutgoingFrame) -> None:
         """Queue a frame; on a closed link, release it."""
         with self._lock:
             is_closed = self._is_closed
@@ -253,7 +253,7 @@ class PeerLink:
 
     def _run(self) -> None:
         if self._ends.hello.purpose == PROTECT:
-            calm_thread()
+            lower_thread_priority()
         try:
             while self._connect():
                 if self._rules.connected(clock.now_s()):
@@ -265,7 +265,7 @@ class PeerLink:
                 self._pause(self._rules.rest_s(clock.now_s()))
         except Exception:  # noqa: BLE001
             # One of the process loops: a bug in a stream must be reported as a lost link.
-            _log.exception("internal error in the link to %s", self.place.node_id)
+            _log.exception("internal error in the link to %s", self.position.node_id)
             self._lost("internal error in ftrun; see the SMP's log")
         finally:
             self._end()
@@ -291,28 +291,32 @@ class PeerLink:
 
     def _dial(self) -> BulkSocket:
         ends = self._ends
-        made, way = reach(ends.ways, self._greet, deadline_s=ends.patience_s, next_s=_NEXT_WAY_S)
-        _log.debug("linked to %s at %s", made.peer, way.host)
+        made, address = reach(
+            ends.addresses, self._greet, deadline_s=ends.timeout_s, next_s=_NEXT_WAY_S
+        )
+        _log.debug("linked to %s at %s", made.peer, address.host)
         return made
 
     def _greet(self, sock: socket.socket, _: PeerAddress) -> BulkSocket:
         ends = self._ends
         session = dial_handshake(sock, ends.own, ends.secret, admit=self._check_peer)
         # If the peer has another rail, a long wait for this one is of no use.
-        patience_s = min(ends.patience_s, USER_TIMEOUT_S) if len(ends.ways) > 1 else ends.patience_s
-        tune(sock, bulk=True, user_timeout_s=patience_s)
+        timeout_s = (
+            min(ends.timeout_s, USER_TIMEOUT_S) if len(ends.addresses) > 1 else ends.timeout_s
+        )
+        tune(sock, bulk=True, user_timeout_s=timeout_s)
         self._paces_itself = not pace(sock, ends.pace_bytes_s)
-        made = BulkSocket(sock, session, patience_s=ends.patience_s)
+        made = BulkSocket(sock, session, timeout_s=ends.timeout_s)
         made.send(ends.hello.generation, ends.hello)
         return made
 
     def _check_peer(self, peer: PeerIdentity) -> str:
-        place = self._ends.place
-        if (peer.node_id, peer.incarnation) == (place.node_id, place.incarnation):
+        position = self._ends.position
+        if (peer.node_id, peer.incarnation) == (position.node_id, position.incarnation):
             return ""
         # The SMP of a restarted agent names the old one until it receives this generation.
-        self._is_behind = peer.node_id == place.node_id
-        return f"expected node {place.node_id}, incarnation {place.incarnation}"
+        self._is_behind = peer.node_id == position.node_id
+        return f"expected node {position.node_id}, incarnation {position.incarnation}"
 
     def _take_socket(self, made: BulkSocket) -> None:
         with self._lock:
@@ -362,13 +366,13 @@ class PeerLink:
                 return frame
         return None
 
-    def _disconnect(self, why: str) -> None:
+    def _disconnect(self, cause: str) -> None:
         with self._lock:
             made, self._socket = self._socket, None
         if made is not None:
             made.close()
         self._forget()
-        reason = "" if self._is_closed else self._rules.disconnected(why)
+        reason = "" if self._is_closed else self._rules.disconnected(cause)
         if reason:
             self._lost(reason)
 

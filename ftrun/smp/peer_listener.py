@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
-from ftrun.smp.jobs import calm_thread
+from ftrun.smp.jobs import lower_thread_priority
 from ftrun.smp.peer_link import FETCH, PROTECT, LinkEndpoints, PeerLink, admits
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import LinkHello, TransferEnvelope
@@ -54,7 +54,7 @@ class PeerEvents(Protocol):
         """Handle a message; read the bytes behind it before this returns."""
         ...
 
-    def lost(self, node_id: str, purpose: str, why: str) -> None: ...
+    def lost(self, node_id: str, purpose: str, reason: str) -> None: ...
 
     def linked(self, node_id: str, purpose: str) -> None:
         """Handle a connection made after a loss; the data in flight at the loss is lost."""
@@ -67,14 +67,14 @@ class PeerSession:
 
     Args:
         number: digest of the group with its positions.
-        patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
+        timeout_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data to protect, in bytes per second and link; 0: no limit.
     """
 
     own: PeerIdentity
     generation: int
     number: int
-    patience_s: float
+    timeout_s: float
     pace_bytes_s: float = 0.0
     own_rails: tuple[Rail, ...] = ()
 
@@ -125,28 +125,28 @@ class PeerListener:
             self._session = session
             self._changed.notify_all()
 
-    def link(self, place: NodeAddress, purpose: str) -> PeerLink:
+    def link(self, position: NodeAddress, purpose: str) -> PeerLink:
         """The link to a node for one purpose; the first call creates it."""
         with self._changed:
             session = self._session
             assert session is not None
-            key = (place.node_id, purpose)
+            key = (position.node_id, purpose)
             if key not in self._links:
                 number = session.number if purpose == PROTECT else 0
                 hello = LinkHello(session.generation, purpose, number)
                 pace_bytes_s = session.pace_bytes_s if purpose == PROTECT else 0.0
                 ends = LinkEndpoints(
                     session.own,
-                    place,
+                    position,
                     hello,
                     self._secret,
-                    session.patience_s,
+                    session.timeout_s,
                     pace_bytes_s,
                     session.own_rails,
                 )
                 link = PeerLink(
                     ends,
-                    lost=lambda why: self._tell_lost(session, key, why),
+                    lost=lambda reason: self._report_lost(session, key, reason),
                     linked=lambda: self.events.linked(*key),
                 )
                 self._links[key] = link
@@ -176,9 +176,9 @@ class PeerListener:
         self._incoming.clear()
         self._seen.clear()
 
-    def _tell_lost(self, session: PeerSession, key: tuple[str, str], why: str) -> None:
+    def _report_lost(self, session: PeerSession, key: tuple[str, str], reason: str) -> None:
         if self._session is session:
-            self.events.lost(*key, why)
+            self.events.lost(*key, reason)
 
     def _stop_listening(self) -> None:
         with self._changed:
@@ -226,7 +226,7 @@ class PeerListener:
             return
         threading.current_thread().name = f"ftrun-from-{incoming.node_id}"[:15]
         if incoming.hello.purpose == PROTECT:
-            calm_thread()
+            lower_thread_priority()
         try:
             self._receive(incoming)
         finally:
@@ -248,8 +248,8 @@ class PeerListener:
                 deadline_s=door.handshake_s,
                 hello_s=door.hello_s,
             )
-            tune(sock, bulk=True, user_timeout_s=session.patience_s)
-            made = BulkSocket(sock, proven, patience_s=session.patience_s)
+            tune(sock, bulk=True, user_timeout_s=session.timeout_s)
+            made = BulkSocket(sock, proven, timeout_s=session.timeout_s)
             hello = made.receive(within_s=door.hello_s).body
         finally:
             door.leave()  # a peer of a later generation waits without a handshake place
@@ -283,30 +283,30 @@ class PeerListener:
         return admits(hello, generation=session.generation, session=session.number)
 
     def _receive(self, incoming: IncomingLink) -> None:
-        why, may_come_back = "", False
+        reason, may_come_back = "", False
         try:
             while True:
                 self.events.received(incoming, _next(incoming))
         except PeerLost as error:
-            why, may_come_back = str(error), self._may_come_back(incoming)
+            reason, may_come_back = str(error), self._may_come_back(incoming)
         except PeerError as error:
-            why = str(error)
-            _log.warning("%s", why)
+            reason = str(error)
+            _log.warning("%s", reason)
         except Exception:  # noqa: BLE001
             # One of the process loops: a bug must cost a link, not the snapshots of a run.
             _log.exception("internal error in the link from %s", incoming.node_id)
-            why = "internal error in ftrun; see the SMP's log"
+            reason = "internal error in ftrun; see the SMP's log"
         if may_come_back:
             incoming.socket.close()
             self._wait_for_next(incoming)
         if self.is_current(incoming):
-            self.events.lost(incoming.node_id, incoming.hello.purpose, why)
+            self.events.lost(incoming.node_id, incoming.hello.purpose, reason)
 
     def _wait_for_next(self, incoming: IncomingLink) -> None:
         with self._changed:
             if self._session is not None:
-                patience_s = self._session.patience_s
-                self._changed.wait_for(lambda: not self.is_current(incoming), patience_s)
+                timeout_s = self._session.timeout_s
+                self._changed.wait_for(lambda: not self.is_current(incoming), timeout_s)
 
     def _may_come_back(self, incoming: IncomingLink) -> bool:
         """The node may reconnect; this node's own link to it detects whether it is lost."""
@@ -322,14 +322,14 @@ def _opened(hosts: Sequence[str]) -> list[socket.socket]:
     """
     for _ in range(_MAX_PORTS):
         first = listen_tcp(hosts[0], 0)
-        others = _beside(first, hosts[1:])
+        others = _listen_on_others(first, hosts[1:])
         if others is not None:
             return [first, *others]
         first.close()
     return [listen_tcp(hosts[0], 0)]
 
 
-def _beside(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] | None:
+def _listen_on_others(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] | None:
     """Sockets at the same port of the other addresses; None if one of them has it in use."""
     found: list[socket.socket] = []
     for host in hosts:

@@ -54,11 +54,11 @@ class SmpServer:
         self._orphan_s = orphan_s
         self._awaits_adoption = adopt
         self._orphaned_since_s: float | None = clock.now_s()
-        self._is_ending = self._is_told_to_end = self._is_woken = False
+        self._is_ending = self._must_end = self._is_woken = False
         self._clients: set[ClientConnection] = set()
         self._selector = selectors.DefaultSelector()
         self._jobs = JobLanes()
-        self._keeper = MessageHandler(run_id, self._jobs)
+        self._handler = MessageHandler(run_id, self._jobs)
         self._socket = listen(path)
         self._inode = path.stat().st_ino
         self._watch(self._socket, self._accept)
@@ -70,7 +70,7 @@ class SmpServer:
         The loop turn that the signal wakes makes the decision. By then it has processed the
         disconnect of an agent that exited before the signal.
         """
-        self._is_told_to_end = True
+        self._must_end = True
 
     def wake_on(self, sock: socket.socket) -> None:
         """Run one loop turn when `sock` becomes readable; the signal handler has run by then."""
@@ -87,15 +87,15 @@ class SmpServer:
                 for key, _ in self._selector.select(self._timeout_s()):
                     key.data()
                 self._sweep()
-                self._hear_signal()
+                self._receive_signal()
                 self._check_orphan()
         finally:
             self._finish()
 
-    def _hear_signal(self) -> None:
-        if self._is_woken and self._is_told_to_end:
-            self._is_told_to_end = False
-            self._is_ending |= self._keeper.agent is None
+    def _receive_signal(self) -> None:
+        if self._is_woken and self._must_end:
+            self._must_end = False
+            self._is_ending |= self._handler.agent is None
         self._is_woken = False
 
     def _watch(
@@ -119,7 +119,7 @@ class SmpServer:
             self._is_ending = True
 
     def _finish(self) -> None:
-        self._keeper.free()
+        self._handler.free()
         for client in self._clients:
             client.close()
         self._unlink()
@@ -145,9 +145,9 @@ class SmpServer:
             return
         client = ClientConnection(channel)
         self._clients.add(client)
-        self._watch(client.channel, lambda: self._hear(client))
+        self._watch(client.channel, lambda: self._receive(client))
 
-    def _hear(self, client: ClientConnection) -> None:
+    def _receive(self, client: ClientConnection) -> None:
         try:
             client.backlog.extend(client.channel.receive_ready())
         except PeerLost:
@@ -174,7 +174,7 @@ class SmpServer:
                 received.close()
 
     def _has_to_wait(self, client: ClientConnection) -> bool:
-        may_begin = self._keeper.commits.has_begun and not self._awaits_adoption
+        may_begin = self._handler.commits.has_started and not self._awaits_adoption
         return client.role is ClientRole.WORKER and not may_begin
 
     def _sweep(self) -> None:
@@ -182,8 +182,8 @@ class SmpServer:
             self._selector.unregister(client.channel)
             self._clients.remove(client)
             client.close()
-            if client is self._keeper.agent:
-                self._keeper.agent = None
+            if client is self._handler.agent:
+                self._handler.agent = None
                 self._orphaned_since_s = clock.now_s()
                 _log.info(
                     "the agent has disconnected; keeping the snapshots for %.0f s", self._orphan_s
@@ -199,16 +199,16 @@ class SmpServer:
         else:
             if client.role is ClientRole.CLI and not isinstance(body, _OfCli):
                 raise _not_allowed(body, client.role)
-            asker = Requester(client, received)
-            answer = self._serve_agent(asker, received)
+            requester = Requester(client, received)
+            answer = self._serve_agent(requester, received)
             if answer is not None:
-                asker.tell(answer)
+                requester.send(answer)
 
     def _meet(self, client: ClientConnection, body: messages.AnyMessage) -> None:
         if not isinstance(body, messages.Hello):
             raise _not_allowed(body, client.role)
         if body.protocol != messages.PROTOCOL_VERSION:
-            client.tell(
+            client.send(
                 messages.Refused(f"protocol {body.protocol} is not {messages.PROTOCOL_VERSION}")
             )
             raise ProtocolError(f"protocol {body.protocol} is not supported")
@@ -220,90 +220,90 @@ class SmpServer:
         is_worker = client.role is ClientRole.WORKER
         client.channel.peer = f"the worker of rank {body.rank}" if is_worker else f"the {body.role}"
         if client.role is ClientRole.AGENT:
-            if self._keeper.agent is not None:
+            if self._handler.agent is not None:
                 _log.info("a newer agent (pid %d) replaces the old one", body.pid)
-                self._keeper.agent.is_gone = True
-            self._keeper.agent = client
+                self._handler.agent.is_gone = True
+            self._handler.agent = client
             self._orphaned_since_s = None
         elif client.role is ClientRole.WORKER and not self._has_to_wait(client):
-            self._keeper.commits.hear_again(Rank(client.rank))
+            self._handler.commits.resend_sealed(Rank(client.rank))
 
     def _serve_worker(  # noqa: C901
         self, client: ClientConnection, received: ReceivedMessage
     ) -> None:
-        keeper, body, asker = self._keeper, received.body, Requester(client, received)
+        handler, body, requester = self._handler, received.body, Requester(client, received)
         if not isinstance(body, _OfWorker):
             raise _not_allowed(body, client.role)
         if body.rank != client.rank:
             raise ProtocolError(f"the message names rank {body.rank}, not {client.rank}")
-        is_over = keeper.is_over(received.envelope)
+        is_over = handler.is_over(received.envelope)
         if is_over and not isinstance(
             body, worker_messages.ShardSealed | worker_messages.ShardSkipped
         ):
-            asker.tell(messages.Refused(f"generation {received.envelope.generation} has ended"))
+            requester.send(messages.Refused(f"generation {received.envelope.generation} has ended"))
             return
         rank = Rank(body.rank)
         match body:
             case worker_messages.ReserveMemory():
-                keeper.requests.reserve(asker, body)
+                handler.requests.reserve(requester, body)
             case worker_messages.RequestArena():
-                keeper.requests.request(asker, body)
+                handler.requests.request(requester, body)
             case worker_messages.ShardSealed():
-                keeper.memory.forget_promise(rank)
-                keeper.commits.sealed(rank, version(body.generation, body.step))
+                handler.memory.forget_promise(rank)
+                handler.commits.sealed(rank, version(body.generation, body.step))
             case worker_messages.ShardSkipped():
-                keeper.commits.skipped(version(body.generation, body.step))
+                handler.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():
-                asker.tell(keeper.commits.withdraw(rank, version(body.generation, body.step)))
+                requester.send(handler.commits.withdraw(rank, version(body.generation, body.step)))
             case worker_messages.AwaitRestored():
                 wanted = version(body.generation, body.step)
-                keeper.group_work.restores.grant(asker, rank, wanted)
+                handler.group_work.restores.grant(requester, rank, wanted)
             case (
                 worker_messages.OpenShards()
                 | worker_messages.FetchShardHeaders()
                 | worker_messages.FetchPieces()
             ):
-                keeper.group_work.range_fetches.ask(asker, body)
+                handler.group_work.range_fetches.ask(requester, body)
 
     def _serve_agent(  # noqa: C901, PLR0912
-        self, asker: Requester, received: ReceivedMessage
+        self, requester: Requester, received: ReceivedMessage
     ) -> messages.AnyMessage | None:
-        keeper = self._keeper
+        handler = self._handler
         match received.body:
             case smp_messages.ListenForPeers() as body:
-                return keeper.group_work.listen([body.host, *body.others], received.fds)
+                return handler.group_work.listen([body.host, *body.others], received.fds)
             case smp_messages.CommitVersion() as body:
-                if not keeper.is_over(received.envelope):
-                    keeper.commits.commit(version(body.generation, body.step))
+                if not handler.is_over(received.envelope):
+                    handler.commits.commit(version(body.generation, body.step))
             case smp_messages.AbandonVersion() as body:
-                keeper.commits.abandon(body.generation, body.step)
+                handler.commits.abandon(body.generation, body.step)
             case smp_messages.BeginGeneration() as body:
-                asker.tell(keeper.begin_generation(body, received))
+                requester.send(handler.begin_generation(body, received))
                 self._let_workers_in()
             case smp_messages.InventoryRequest() as body:
-                return keeper.group_work.inventory(body)
+                return handler.group_work.inventory(body)
             case smp_messages.VoidAfter() as body:
-                return keeper.void_after(body)
+                return handler.void_after(body)
             case smp_messages.HandOverMemory():
-                keeper.hand_over(asker)
+                handler.hand_over(requester)
             case smp_messages.AdoptMemory() as body:
                 self._awaits_adoption = False
-                asker.tell(keeper.adopt(body, received))
+                requester.send(handler.adopt(body, received))
                 self._let_workers_in()
             case smp_messages.PersistRunState() as body:
-                return keeper.keep_run_state(body)
+                return handler.persist_run_state(body)
             case checkpoint_messages.WriteCheckpoint() as body:
-                keeper.write_checkpoint(asker, body)
+                handler.write_checkpoint(requester, body)
             case checkpoint_messages.ExpediteCheckpoint():
-                keeper.checkpoints.hurry()
+                handler.checkpoints.hurry()
             case checkpoint_messages.LoadCheckpoint() as body:
-                keeper.checkpoints.load(asker, body)
+                handler.checkpoints.load(requester, body)
             case checkpoint_messages.EndCheckpoints() as body:
-                keeper.checkpoints.end(asker, body)
+                handler.checkpoints.end(requester, body)
             case messages.StatusRequest():
-                return keeper.status(self._orphanhood())
+                return handler.status(self._orphanhood())
             case smp_messages.Shutdown():
-                keeper.free()
+                handler.free()
                 self._unlink()
                 self._is_ending = True
                 return messages.Done()

@@ -238,8 +238,8 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
         described = json.loads(bytes(image[8 : 8 + length]))
         metadata = described.pop("__metadata__")
         when = metadata.pop("ftrun.when")
-        told = metadata.pop("ftrun.parts", None)
-        parts = _parse_parts(told or "", len(when))
+        reported = metadata.pop("ftrun.parts", None)
+        parts = _parse_parts(reported or "", len(when))
         entries = tuple(
             LayoutEntry(
                 name,
@@ -251,7 +251,7 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
             )
             for (name, entry), mark, part in zip(described.items(), when, parts, strict=True)
         )
-        layout = Layout(entries, entries[-1].num_bytes, metadata, told is not None)
+        layout = Layout(entries, entries[-1].num_bytes, metadata, reported is not None)
         _check_parts(entries)
         fits = 8 + length + layout.data_bytes <= (image_bytes or len(image))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

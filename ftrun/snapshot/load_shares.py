@@ -40,7 +40,7 @@ def ranks_at(node: int, num_nodes: int, world_size: int) -> range:
     return range(node * world_size // num_nodes, (node + 1) * world_size // num_nodes)
 
 
-def company_of(node: int, num_nodes: int) -> range:
+def load_group_of(node: int, num_nodes: int) -> range:
     first = node - node % MOST_NODES
     return range(first, min(first + MOST_NODES, num_nodes))
 
@@ -72,11 +72,11 @@ def share_of(
     others: list[tuple[Place, int]] = []
     for nodes, places in alike.items():
         readers = [one for one in sorted(ranks) if nodes >> one & 1]
-        for place, reader in _dealt(places, readers, sizes):
+        for position, reader in _dealt(places, readers, sizes):
             if reader == node:
-                own.append(place)
+                own.append(position)
             else:
-                others.append((place, reader))
+                others.append((position, reader))
     return LoadShare(sorted(own), others, twins)
 
 
@@ -98,8 +98,8 @@ def _dealt(
     """Each piece and the node that reads it, in runs of about equal bytes."""
     lengths = [sizes[rank][index] for rank, index in places]
     total, before, found = max(1, sum(lengths)), 0, []
-    for place, length in zip(places, lengths, strict=True):
+    for position, length in zip(places, lengths, strict=True):
         # An empty piece at the end would otherwise get an index past the last reader.
-        found.append((place, readers[min(before * len(readers) // total, len(readers) - 1)]))
+        found.append((position, readers[min(before * len(readers) // total, len(readers) - 1)]))
         before += length
     return found

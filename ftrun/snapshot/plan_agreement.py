@@ -25,7 +25,7 @@ from ftrun.snapshot.redundancy import (
     replica_digests,
 )
 
-Told = tuple[int, Sequence[Sequence[tuple[int, int]]]]
+ReplicaReport = tuple[int, Sequence[Sequence[tuple[int, int]]]]
 """A node's statement about a version: id of its plan, and the digests of its replicas."""
 
 
@@ -44,11 +44,13 @@ class PlanDecision:
 
 
 class GroupPlan:
-    """The plan of a group, as seen by the node at `place`; see `make_plan`."""
+    """The plan of a group, as seen by the node at `position`; see `make_plan`."""
 
-    def __init__(self, *, place: int, num_nodes: int, parity: int, small_state_bytes: int) -> None:
+    def __init__(
+        self, *, position: int, num_nodes: int, parity: int, small_state_bytes: int
+    ) -> None:
         self.plan: RedundancyPlan | None = None
-        self._place = place
+        self._place = position
         self._num_nodes = num_nodes
         self._parity = parity
         self._small_state_bytes = small_state_bytes
@@ -56,23 +58,23 @@ class GroupPlan:
         self._shapes: list[tuple[object, ...]] = []
         self._distrusted: set[int] = set()
 
-    def say(self, own: NodeManifest) -> Told:
+    def report(self, own: NodeManifest) -> ReplicaReport:
         """This node's statement about a version; the plan id is 0 if no plan fits its layouts."""
         if self.plan is None or _shape(own) != self._shapes[self._place]:
             return 0, []
         return self.plan.id, replica_digests(self._groups, self._place, own)
 
-    def settle(
-        self, told: Mapping[int, Told], manifests: Mapping[int, NodeManifest]
+    def resolve(
+        self, reported: Mapping[int, ReplicaReport], manifests: Mapping[int, NodeManifest]
     ) -> PlanDecision:
         """Decides, once every node has made a statement; both arguments are by position."""
-        if len(told) < self._num_nodes:
+        if len(reported) < self._num_nodes:
             return PlanDecision(None)
-        ids = {plan_id for plan_id, _ in told.values()}
+        ids = {plan_id for plan_id, _ in reported.values()}
         is_known = self.plan is not None and ids == {self.plan.id}
         differ: set[tuple[int, int]] = set()
         if is_known:
-            differ = differing(self._groups, [told[at][1] for at in range(self._num_nodes)])
+            differ = differing(self._groups, [reported[at][1] for at in range(self._num_nodes)])
             if not differ:
                 return PlanDecision(self.plan)
         if len(manifests) < self._num_nodes:
@@ -112,7 +114,7 @@ class NodeReplicas:
         """The ranks that held equal content, by section; sections that differed are removed."""
         self._shape: tuple[object, ...] = ()
 
-    def look(self, manifest: NodeManifest) -> set[int]:
+    def poll(self, manifest: NodeManifest) -> set[int]:
         """Ranks whose content differs from the majority; all holders if there is no majority."""
         shape = tuple((one.rank, one.header_digest) for one in manifest.ranks)
         content = _content(manifest)

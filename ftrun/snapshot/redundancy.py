@@ -118,14 +118,14 @@ def make_plan(
     sets: list[list[int]] = []
     homes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for group in groups:
-        places = sorted({place for place, _ in group.holders})
+        places = sorted({position for position, _ in group.holders})
         if places not in sets:
             sets.append(places)
         for holder in group.holders:
             homes[holder].update(dict.fromkeys(group.keys, sets.index(places)))
     nodes = [
-        _node_plan([(rank, homes[place, rank.rank]) for rank in node.ranks], small_state_bytes)
-        for place, node in enumerate(manifests)
+        _node_plan([(rank, homes[position, rank.rank]) for rank in node.ranks], small_state_bytes)
+        for position, node in enumerate(manifests)
     ]
     longest = max(node.coded_bytes for node in nodes)
     return RedundancyPlan(parity, block_bytes(longest, len(nodes) - parity), nodes, sets), groups
@@ -139,7 +139,7 @@ def block_bytes(longest_bytes: int, k: int) -> int:
 
 
 def replica_digests(
-    groups: Groups, place: int, manifests: NodeManifest
+    groups: Groups, position: int, manifests: NodeManifest
 ) -> list[list[tuple[int, int]]]:
     """A node's (rank, digest) of its replicas in a later version, for each replica set."""
     by_rank = {rank.rank: rank for rank in manifests.ranks}
@@ -149,37 +149,41 @@ def replica_digests(
     }
     found = []
     for group in groups:
-        told = []
+        reported = []
         for holder, rank in group.holders:
-            if holder == place:
+            if holder == position:
                 at = content[rank]
                 digests = by_rank[rank].digests
                 joined = b"".join(digests[8 * at[key] : 8 * at[key] + 8] for key in group.keys)
-                told.append((rank, xxhash.xxh3_64_intdigest(joined)))
-        found.append(told)
+                reported.append((rank, xxhash.xxh3_64_intdigest(joined)))
+        found.append(reported)
     return found
 
 
 def differing(
-    groups: Groups, told: Sequence[Sequence[Sequence[tuple[int, int]]]]
+    groups: Groups, reported: Sequence[Sequence[Sequence[tuple[int, int]]]]
 ) -> set[tuple[int, int]]:
     """(position, rank) of replicas that differ from the majority; all if there is no majority."""
     found: set[tuple[int, int]] = set()
     for at, group in enumerate(groups):
-        said = [((place, r), digest) for place, node in enumerate(told) for r, digest in node[at]]
-        count = Counter(digest for _, digest in said)
+        digests = [
+            ((position, r), digest)
+            for position, node in enumerate(reported)
+            for r, digest in node[at]
+        ]
+        count = Counter(digest for _, digest in digests)
         right, times = count.most_common(1)[0]
-        has_most = 2 * times > len(said)
-        if len(count) > 1 or len(said) != len(group.holders):
-            found |= {holder for holder, digest in said if digest != right or not has_most}
+        has_most = 2 * times > len(digests)
+        if len(count) > 1 or len(digests) != len(group.holders):
+            found |= {holder for holder, digest in digests if digest != right or not has_most}
     return found
 
 
 def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:
     """Replicated sections of a plan that are not equal in this version."""
     content: dict[tuple[int, int], dict[int, int]] = {
-        (place, rank.rank): {s.key: rank.digest_of(at) for at, s in enumerate(rank.sections)}
-        for place, node in enumerate(manifests)
+        (position, rank.rank): {s.key: rank.digest_of(at) for at, s in enumerate(rank.sections)}
+        for position, node in enumerate(manifests)
         for rank in node.ranks
     }
     return {
@@ -192,14 +196,14 @@ def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:
 
 def _replicas(manifests: Sequence[NodeManifest], parity: int, distrusted: frozenset[int]) -> Groups:
     holders: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for place, node in enumerate(manifests):
+    for position, node in enumerate(manifests):
         for rank in node.ranks:
             for index, section in enumerate(rank.sections):
                 if section.may_repeat and section.key not in distrusted:
-                    holders[section.key, rank.digest_of(index)].append((place, rank.rank))
+                    holders[section.key, rank.digest_of(index)].append((position, rank.rank))
     grouped: dict[tuple[tuple[int, int], ...], list[int]] = defaultdict(list)
     for (key, _), held_by in holders.items():
-        if len({place for place, _ in held_by}) > parity:
+        if len({position for position, _ in held_by}) > parity:
             grouped[tuple(sorted(held_by))].append(key)
     return tuple(
         ReplicaSet(held_by, tuple(sorted(keys))) for held_by, keys in sorted(grouped.items())

@@ -81,13 +81,13 @@ class PackedShardHeader:
     table_digest: int
 
 
-def pack_head(head: PackedShardHeader) -> list[bytes | memoryview]:
+def pack_header(head: PackedShardHeader) -> list[bytes | memoryview]:
     numbers = (len(head.header), len(head.table), head.image_bytes)
     front = _HEAD.pack(*numbers, head.layout_id, head.table_digest)
     return [front, head.header, head.table.cast("B")]
 
 
-def unpack_head(raw: memoryview) -> PackedShardHeader:
+def unpack_header(raw: memoryview) -> PackedShardHeader:
     """Raises LayoutUnknown; the reader must check that the result is the header that was sealed."""
     try:
         header_bytes, num_pieces, image_bytes, layout_id, digest = _HEAD.unpack_from(raw)

@@ -39,7 +39,7 @@ class CheckpointOwner(msgspec.Struct, frozen=True):
     """Wall time of the claim."""
     renewed_s: float
     """Wall time of the last renewal, by the clock of that host."""
-    beat: int
+    heartbeat: int = msgspec.field(name="beat")
     """Counter; each renewal increases it."""
     runs: list[str]
     """Runs whose checkpoints may be removed: this run and the runs that it has continued."""

@@ -67,7 +67,7 @@ def _rank(name: str, does: str, seen: str, within_s: float, lost: str = _REDONE)
     return FaultKind(name, "rank", does, seen, within_s, lost, by_rank=True, is_inside=True)
 
 
-def _lasting(
+def _timed(
     name: str, does: str, seen: str, for_s: float, within_s: float = _HANG_WITHIN_S
 ) -> FaultKind:
     return FaultKind(
@@ -88,16 +88,16 @@ _OF_RANKS = (
     _rank(
         "exit0-early", "exits with code 0 in the middle", "the other ranks do not wait for it", 10.0
     ),
-    _lasting(
+    _timed(
         "stop",
         "SIGSTOP; with --for, SIGCONT after it",
-        "frozen; killed and replaced after monitor.stopped_kill_s",
+        "frozen; killed and replaced after monitor.frozen_kill_after_s",
         0.0,
         5.0,
     ),
-    _lasting("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
-    _lasting("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
-    _lasting("busy-loop", "the main thread loops forever", "a busy loop, with its line", 0.0),
+    _timed("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
+    _timed("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
+    _timed("busy-loop", "the main thread loops forever", "a busy loop, with its line", 0.0),
     _rank(
         "collective-skip",
         "takes no part in one gradient all-reduce (DDP: the next step's; else the next "

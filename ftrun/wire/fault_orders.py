@@ -29,7 +29,7 @@ FAULT_PREFIX = "ftrun-fault-"
 """Name prefix of every cgroup and file created for a fault; the order id follows."""
 PAGE_BYTES = 4096
 _ORDER_AT = 512
-_WHY_AT = 3072
+_REASON_AT = 3072
 MAX_FOR_S = 86_400.0
 
 
@@ -163,9 +163,9 @@ class FaultPage:
         return self._words[_Word.FAILED]
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Reason why the order numbered `failed` could not be carried out."""
-        return self._map[_WHY_AT:PAGE_BYTES].partition(b"\0")[0].decode(errors="replace")
+        return self._map[_REASON_AT:PAGE_BYTES].partition(b"\0")[0].decode(errors="replace")
 
     # --- worker -------------------------------------------------------------------------------
 
@@ -186,9 +186,9 @@ class FaultPage:
     def is_cancelled(self, number: int) -> bool:
         return self._words[_Word.CANCELLED] == number
 
-    def mark_failed(self, number: int, why: str) -> None:
-        text = why.encode()[: PAGE_BYTES - _WHY_AT - 1]
-        self._map[_WHY_AT:PAGE_BYTES] = text.ljust(PAGE_BYTES - _WHY_AT, b"\0")
+    def mark_failed(self, number: int, reason: str) -> None:
+        text = reason.encode()[: PAGE_BYTES - _REASON_AT - 1]
+        self._map[_REASON_AT:PAGE_BYTES] = text.ljust(PAGE_BYTES - _REASON_AT, b"\0")
         self._words[_Word.FAILED] = number
 
     def mark_ended(self, number: int) -> None:

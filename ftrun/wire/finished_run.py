@@ -5,7 +5,7 @@ Takes in: the owner record that the run has left next to its checkpoints.
 Gives:    a sentence for the screen; or an empty string: the node starts, or continues to search.
 
 Without this check, a node that is late or was partitioned finds no other node. It would wait until
-`nodes.pause_limit_s`.
+`nodes.pause_timeout_s`.
 """
 
 from datetime import UTC, datetime
@@ -36,7 +36,7 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "
         return ""
     if life:
         is_ours = (record.run_id, record.life, record.exit_code) == (spec.run_id, life, 0)
-        return _in_words(spec, record) if is_ours else ""
+        return _as_text(spec, record) if is_ours else ""
     is_same = (record.run_id, record.command) == (spec.run_id, spec.command_digest)
     is_named = not spec.run_id.endswith(f"-port{nodes.endpoint_port}")
     if not is_same or not is_named or record.exit_code != 0:
@@ -44,10 +44,10 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "
     is_kept = is_url(directory) or any(Path(directory).glob(f"step-*/{INDEX_NAME}"))
     if not is_kept or spec.profile.checkpoint.resume != "auto":
         return ""
-    return f"{_in_words(spec, record)}. To run it again, use another --run-id or --resume never"
+    return f"{_as_text(spec, record)}. To run it again, use another --run-id or --resume never"
 
 
-def _in_words(spec: RunSpec, record: CheckpointOwner) -> str:
+def _as_text(spec: RunSpec, record: CheckpointOwner) -> str:
     ended = f"{datetime.fromtimestamp(record.ended_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"run {spec.run_id} finished at {ended} with exit code 0, as node {record.node} has "

@@ -38,7 +38,7 @@ class VerifyPlan(msgspec.Struct, frozen=True):
 ATTACHED = "attached"
 """State when attach returns: restored, or the script's own."""
 
-BEGUN = "begun"
+STARTED = "begun"
 """State when the first iteration of a session's loop begins."""
 
 BATCH = "batch"

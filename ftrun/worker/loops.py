@@ -43,15 +43,15 @@ class _Loop(Iterator[Any]):
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
-        self._begun: Iterator[Any] | None = None
+        self._started: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begin() if self._begun is None else self._begun
+        return self._begin() if self._started is None else self._started
 
     def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = self._begin()
-        return next(self._begun)
+        if self._started is None:
+            self._started = self._begin()
+        return next(self._started)
 
 
 class Loops(ABC):

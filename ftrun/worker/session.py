@@ -150,7 +150,7 @@ class Session(Loops):
         self._context = context
         self._state = attached.state
         self._boundaries = 0
-        self._has_begun = False
+        self._has_started = False
         self._restored = False
         self._waiting: dict[str, Any] = {}
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
@@ -201,7 +201,7 @@ class Session(Loops):
         Args:
             done: steps before this run, such as those of a checkpoint that the script has loaded.
         """
-        if not (self._restored or self._has_begun):
+        if not (self._restored or self._has_started):
             self._step = done
         self._begin()
 
@@ -214,9 +214,9 @@ class Session(Loops):
         """
         if self._driver is not None:
             raise UsageError(f"step_done() inside a loop over {self._driver}, which counts itself")
-        if not self._has_begun and self._protection is not None:
+        if not self._has_started and self._protection is not None:
             self._protection.first_turn_is_over()
-        self._has_begun = True
+        self._has_started = True
         self._boundary(allowed=snapshot)
 
     def snapshot(self) -> None:
@@ -232,7 +232,7 @@ class Session(Loops):
         before = self._set_phase(name)
         # phase("train") at the top of each turn must not wait for the lazy copy in progress.
         if self._protection is not None and not name == before == "train":
-            self._protection.settle()
+            self._protection.resolve()
         return SessionPhase(self, before)
 
     def report(self, *, loss: "float | torch.Tensor") -> None:
@@ -331,7 +331,7 @@ class Session(Loops):
             feed.leave_out(count)
         if count and not (self._feeds or self._waiting):
             _log.warning(
-                "numbers.policy is skip-data, and %d batches were to be left out; but this script "
+                "numerics.policy is skip-data, and %d batches were to be left out; but this script "
                 "takes its batches by itself, so they come again: take them from session.batches()",
                 count,
             )
@@ -379,12 +379,12 @@ class Session(Loops):
         return before or "train"
 
     def _begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._has_started:
+            self._has_started = True
             if self._protection is not None:
                 self._protection.first_turn()
             if self._recording is not None:
-                self._recording.begun(self._step)
+                self._recording.started(self._step)
 
     def _boundary(self, *, allowed: bool) -> None:
         self._step += 1

@@ -63,7 +63,7 @@ class WorkerSmpClient:
         self._context = context
         self._channel: Channel | None = None
         self._lock = threading.Lock()
-        self._untold: ShardSealed | None = None
+        self._unsent: ShardSealed | None = None
         self._rest_s = _REST_S
         self._rests_until_s = 0.0
         self.reserved_bytes = 0
@@ -109,27 +109,27 @@ class WorkerSmpClient:
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for memory")
         return received.fds[0]
 
-    def tell_sealed(self, *, step: int, layout_id: int) -> None:
-        """Report a seal; if the SMP is unreachable, `tell_again` reports it later."""
+    def report_sealed(self, *, step: int, layout_id: int) -> None:
+        """Report a seal; if the SMP is unreachable, `send_again` reports it later."""
         context = self._context
-        self._untold = ShardSealed(context.rank, context.generation, step, layout_id)
-        self.tell_again()
+        self._unsent = ShardSealed(context.rank, context.generation, step, layout_id)
+        self.send_again()
 
-    def tell_again(self) -> None:
+    def send_again(self) -> None:
         """Report the last seal if the SMP has not received it. Ignores an unreachable SMP."""
-        if self._untold is None:
+        if self._unsent is None:
             return
         with self._lock, contextlib.suppress(PeerError):
             for _ in range(2):  # the first send may fail on a connection to an SMP that has ended
                 try:
-                    self._connected().send(self._untold, deadline_s=_CONNECT_S)
+                    self._connected().send(self._unsent, deadline_s=_CONNECT_S)
                 except PeerError:
                     self._drop()
                 else:
-                    self._untold = None
+                    self._unsent = None
                     return
 
-    def tell_skipped(self, step: int) -> None:
+    def report_skipped(self, step: int) -> None:
         """Report that this rank has no snapshot of a step. Ignores an unreachable SMP.
 
         A restarted SMP has no record of skips. Ranks that wait for the commit then time out.
@@ -189,7 +189,7 @@ class WorkerSmpClient:
         assert isinstance(received.body, ShardsOpened)
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
-    def fetch_heads(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
+    def fetch_headers(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
         """Return descriptors of shard headers from other nodes, in the order of `ranks`.
 
         Raises:
@@ -201,7 +201,7 @@ class WorkerSmpClient:
         return self._fetch(body, ShardHeadersFetched, num_fds=len(ranks), deadline_s=_FETCH_S).fds
 
     def fetch_pieces(self, wanted: Version, pieces: Sequence[tuple[int, int, int]]) -> int:
-        """Return a descriptor of concatenated pieces from other nodes; raises as `fetch_heads`.
+        """Return a descriptor of concatenated pieces from other nodes; raises as `fetch_headers`.
 
         Args:
             wanted: the version.
@@ -222,7 +222,7 @@ class WorkerSmpClient:
     ) -> ReceivedMessage:
         received = self._ask(body, deadline_s=deadline_s)
         if isinstance(received.body, Refused):
-            raise LayoutUnknown(f"{refusal}{received.body.why}")
+            raise LayoutUnknown(f"{refusal}{received.body.reason}")
         if not isinstance(received.body, kind) or num_fds not in (None, len(received.fds)):
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
         return received

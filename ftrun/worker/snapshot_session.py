@@ -58,7 +58,7 @@ class SnapshotSession:
         self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
         guarded = context.unprotected.guarded
-        self._graphs = GraphReplays(guarded(self.settle), guarded(self._before_replay))
+        self._graphs = GraphReplays(guarded(self.resolve), guarded(self._before_replay))
 
         def guarded_step(hook: Callable[..., None]) -> Callable[..., None]:
             return guarded(self._graphs.outside_captures(hook))
@@ -125,9 +125,9 @@ class SnapshotSession:
             return True
         # With the same world size, ranks may still hold other tensor parts or be other pipeline
         # stages. If the model is another one, the reader of all shards reports what it was.
-        lasting = self._tree.lasting()
-        held = set(lasting.names.values())
-        return saved.is_cut_like([one for one in lasting.entries if one.name in held])
+        persistent = self._tree.persistent()
+        held = set(persistent.names.values())
+        return saved.is_cut_like([one for one in persistent.entries if one.name in held])
 
     def _open_other(self) -> SavedState:
         # Imported here, because most runs are restored into the same layout.
@@ -374,10 +374,10 @@ class SnapshotSession:
             )
         return not since
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Wait for the copy in progress, before the script begins another phase."""
         if self._capture is not None:
-            self._capture.settle()
+            self._capture.resolve()
 
     def _before_replay(self, stepping: Sequence[torch.optim.Optimizer]) -> None:
         self._streams.note()

@@ -120,16 +120,16 @@ def test_a_failure_has_a_row_of_six_cells_and_a_test_or_a_dash() -> None:
 
 def test_crash_points_are_those_of_the_code() -> None:
     _, _, section = DOCS["failure-modes.md"].partition("## Crash points")
-    told: set[str] = set()
+    reported: set[str] = set()
     for cells in rows(section):
         first, *others = words(cells[0])
-        told |= {first, *(first.rpartition(".")[0] + other for other in others)}
+        reported |= {first, *(first.rpartition(".")[0] + other for other in others)}
     passed = {n for text in PACKAGE.values() for n in re.findall(r'crash_point\("([^"]+)"', text)}
-    assert told == passed
+    assert reported == passed
 
 
 @pytest.mark.parametrize("kind", VerdictKind, ids=lambda kind: kind.value)
-def test_every_verdict_has_a_section_that_says_what_to_do(kind: VerdictKind) -> None:
+def test_every_verdict_has_a_section_that_reports_what_to_do(kind: VerdictKind) -> None:
     title = f"{kind.value[0].upper()}{kind.value[1:]}"
     _, found, rest = DOCS["verdicts.md"].partition(f"\n## {title}\n")
     assert found, f"docs/verdicts.md has no section {title}"
@@ -146,8 +146,8 @@ def test_every_verdict_has_a_section_that_says_what_to_do(kind: VerdictKind) -> 
 
 
 def test_every_exit_code_is_explained() -> None:
-    told = {(cells[0], cells[1]) for cells in rows(DOCS["operations.md"]) if cells[0].isdigit()}
-    assert told == {(str(int(code)), code.name) for code in ExitCode}
+    reported = {(cells[0], cells[1]) for cells in rows(DOCS["operations.md"]) if cells[0].isdigit()}
+    assert reported == {(str(int(code)), code.name) for code in ExitCode}
 
 
 def rows_of_settings() -> list[str]:
@@ -176,9 +176,9 @@ def test_every_variable_is_there() -> None:
 
 
 def test_every_flag_of_its_own_is_there() -> None:
-    told = DOCS["operations.md"]
-    assert [f.name for f in OWN_FLAGS if not re.search(rf"`--{f.name}[` ]", told)] == []
-    keys = {word.split()[0][2:]: words(c[2]) for c in rows(told) if len(c) == 4
+    reported = DOCS["operations.md"]
+    assert [f.name for f in OWN_FLAGS if not re.search(rf"`--{f.name}[` ]", reported)] == []
+    keys = {word.split()[0][2:]: words(c[2]) for c in rows(reported) if len(c) == 4
             for word in words(c[1]) if word.startswith("--")}  # fmt: skip
     assert {name: keys[name] for name in KEY_OF_FLAG} == {n: [k] for n, k in KEY_OF_FLAG.items()}
 

@@ -23,5 +23,5 @@ def test_module_fits(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_module_says_what_it_is(path: Path) -> None:
+def test_module_reports_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))

@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parents[2] / "ftrun"
 VAGUE = {"utils", "common", "helpers", "base", "api", "types", "manager"}
 
 
-def test_no_module_has_a_name_that_says_nothing() -> None:
+def test_no_module_has_a_name_that_reports_nothing() -> None:
     assert not VAGUE & {path.stem for path in PACKAGE.rglob("*.py")}
 
 

@@ -79,15 +79,17 @@ def digests(run: Run) -> set[str]:
     return set(re.findall(r"digest \d+ ([0-9a-f]{64})", run.text))
 
 
-def test_what_is_written_while_it_is_captured_is_gone_on_from(start: Start, script: Write) -> None:
+def test_what_is_written_while_it_is_captured_is_continued_from(
+    start: Start, script: Write
+) -> None:
     """A rank is killed meanwhile, then the whole run; another number of ranks takes it up.
 
     One rank, so that the SMP has a processor while it copies.
     """
     name = script(TRAIN)
     words = ("--checkpoint-dir", "saved", "--checkpoint-every", "0.5")
-    sure = ("--set", "snapshot.every=8", "--set", "snapshot.proof_first=1")
-    one = start("--nproc-per-node", "1", *words, *sure, name, "400", "0.03")
+    confidence = ("--set", "snapshot.every=8", "--set", "snapshot.verify_first=1")
+    one = start("--nproc-per-node", "1", *words, *confidence, name, "400", "0.03")
 
     def num_ahead() -> int:
         return sum(bool(line["ahead_s"]) for line in one.journal("checkpoint_written"))
@@ -103,16 +105,16 @@ def test_what_is_written_while_it_is_captured_is_gone_on_from(start: Start, scri
     verify = [sys.executable, "-m", "ftrun", "checkpoints", "verify", "saved"]
     verified = subprocess.run(verify, cwd=one.folder, capture_output=True, text=True, check=False)
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    two = start("--nproc-per-node", "2", *words, *sure, name, "400", "0")
+    two = start("--nproc-per-node", "2", *words, *confidence, name, "400", "0")
     assert two.wait() == 0, two.text
     assert {step for _, step, _ in begins(two)} == {saved}
-    undisturbed = start("--nproc-per-node", "1", *sure, name, "400", "0")
+    undisturbed = start("--nproc-per-node", "1", *confidence, name, "400", "0")
     assert undisturbed.wait() == 0, undisturbed.text
     assert digests(two) == digests(undisturbed)
 
 
 @pytest.mark.parametrize("ranks", [2, 1], ids=["same ranks", "fewer ranks"])
-def test_a_load_needs_no_more_than_a_layer_beside_the_state(
+def test_a_load_needs_no_more_than_a_layer_next_to_the_state(
     start: Start, script: Write, ranks: int
 ) -> None:
     name = script(TRAIN)

@@ -28,11 +28,11 @@ KEPT = ("--checkpoint-dir", "saved")
 
 def first_step(run: Run) -> int:
     """The step at which its newest life began."""
-    begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
-    return int(begun[-1].rpartition("=")[2])
+    started = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
+    return int(started[-1].rpartition("=")[2])
 
 
-def test_sigterm_saves_the_last_step_and_the_next_run_goes_on(
+def test_sigterm_saves_the_last_step_and_the_next_run_continues(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:
     run = start(*KEPT, *train)
@@ -49,7 +49,7 @@ def test_sigterm_saves_the_last_step_and_the_next_run_goes_on(
 
 
 @pytest.mark.full
-def test_what_was_sent_to_a_url_is_gone_on_from(
+def test_what_was_sent_to_a_url_is_continued_from(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
     """SIGTERM; the second run has a failure of its own before it has sent anything."""
@@ -77,7 +77,7 @@ def test_what_was_sent_to_a_url_is_gone_on_from(
 
 
 @pytest.mark.full
-def test_a_url_that_goes_away_is_told_and_comes_back(
+def test_a_url_that_goes_away_is_reported_and_comes_back(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
     port = free_port()  # one that the kernel gives to nobody else meanwhile
@@ -86,16 +86,16 @@ def test_a_url_that_goes_away_is_told_and_comes_back(
         words = ("--checkpoint-every", "0.2", "--set", "stop.grace_s=4")
         run = start(*kept, *words, *train[:-1], "0.08")
         run.wait_until("a checkpoint is there", lambda: run.journal("checkpoint_written"))
-    run.wait_until("status says why", lambda: "Connection refused" in told_of_checkpoint(run))
+    run.wait_until("status says why", lambda: "Connection refused" in checkpoint_error(run))
     with ftp_server(tmp_path / "store", port=port) as server:
-        run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
+        run.wait_until("the next one is written", lambda: not checkpoint_error(run))
         run.wait_for_step(60)
         server.freeze()
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
         let_end(run)
         assert run.wait() == 143, run.text
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - started_s < 30
         server.thaw()
         again = start(*kept, *train)
         assert again.wait() == 0, again.text
@@ -140,9 +140,9 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wish", ["path", "never"])
-def test_resume_says_where_to_begin_and_what_others_left_stays_out(
-    start: Start, train: tuple[str, ...], undisturbed: Checked, wish: str
+@pytest.mark.parametrize("operation", ["path", "never"])
+def test_resume_reports_where_to_begin_and_what_others_left_stays_out(
+    start: Start, train: tuple[str, ...], undisturbed: Checked, operation: str
 ) -> None:
     """A failure before the run's own first checkpoint takes it back to where it began."""
     run = start(*KEPT, *train)
@@ -154,13 +154,13 @@ def test_resume_says_where_to_begin_and_what_others_left_stays_out(
     words = {
         "path": ("--checkpoint-dir", "elsewhere", "--resume", "saved/latest"),
         "never": (*KEPT, "--resume", "never"),
-    }[wish]
+    }[operation]
     once = {"FTRUN_CRASH_AT": "worker.capture.marked", "FTRUN_CRASH_ONCE": str(run.folder / "once")}
     again = start(*words, *train, env=once)
     assert again.wait() == 0, again.text
     assert (run.folder / "once").exists()
     assert len(again.journal("generation_started")) == 2
-    assert first_step(again) == (at if wish == "path" else 0)
+    assert first_step(again) == (at if operation == "path" else 0)
     undisturbed.check(again)
 
 
@@ -213,7 +213,7 @@ subprocess.Popen(["setsid", "sh", "-c", again], stdin=subprocess.DEVNULL)
 """
 
 
-def test_processes_that_end_while_the_last_checkpoint_is_written_are_no_wish(
+def test_processes_that_end_while_the_last_checkpoint_is_written_are_not_requested(
     start: Start, tmp_path: Path
 ) -> None:
     script = tmp_path / "orphans.py"
@@ -225,27 +225,27 @@ def test_processes_that_end_while_the_last_checkpoint_is_written_are_no_wish(
 
 
 @pytest.mark.full
-def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(
+def test_where_none_can_be_written_the_run_continues_and_status_shows_it(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:
     run = start(*KEPT, "--checkpoint-every", "0.2", *train[:-1], "0.08")
-    saved, aside = run.folder / "saved", run.folder / "aside"
+    saved, excluded = run.folder / "saved", run.folder / "aside"
     run.wait_until("a checkpoint is there", (saved / "latest").is_symlink)
-    saved.rename(aside)
+    saved.rename(excluded)
     saved.touch()
     run.wait_until(
-        "status says why", lambda: "cannot write the checkpoint" in told_of_checkpoint(run)
+        "status says why", lambda: "cannot write the checkpoint" in checkpoint_error(run)
     )
     saved.unlink()
-    aside.rename(saved)
-    run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
+    excluded.rename(saved)
+    run.wait_until("the next one is written", lambda: not checkpoint_error(run))
     let_end(run)
     assert run.wait() == 0, run.text
     assert run.text.count("no checkpoint was written") >= 1
     undisturbed.check(run)
 
 
-def told_of_checkpoint(run: Run) -> str:
+def checkpoint_error(run: Run) -> str:
     found = run.status().get("checkpoint")
     return str(found["last_error"]) if isinstance(found, dict) else ""
 
@@ -293,12 +293,12 @@ dist.destroy_process_group()
 """
 
 
-def told(text: str, word: str) -> set[str]:
+def reported(text: str, word: str) -> set[str]:
     """What the ranks have said, which should be the same."""
     return set(re.findall(rf"{word} (step=.*)", text))
 
 
-def test_another_number_of_ranks_and_another_way_to_share_goes_on_from_disk(
+def test_another_number_of_ranks_and_another_way_to_share_continues_from_disk(
     start: Start, script: Callable[..., str]
 ) -> None:
     name, last = script(MOVES), set[str]()
@@ -307,14 +307,14 @@ def test_another_number_of_ranks_and_another_way_to_share_goes_on_from_disk(
         run = start(*KEPT, "--nproc-per-node", str(ranks), name, kind, steps)
         assert run.wait() == 0, run.text
         if number:
-            assert told(run.text, "begins") == last, run.text
-        last = told(run.text, "ends")
+            assert reported(run.text, "begins") == last, run.text
+        last = reported(run.text, "ends")
         assert len(last) == 1, run.text
         assert next(iter(last)).startswith(f"step={steps} ")
 
 
 @pytest.mark.full
-def test_another_number_of_nodes_goes_on_from_a_shared_directory(
+def test_another_number_of_nodes_continues_from_a_shared_directory(
     script: Callable[..., str], tmp_path: Path
 ) -> None:
     name, last = script(MOVES), set[str]()
@@ -324,8 +324,8 @@ def test_another_number_of_nodes_goes_on_from_a_shared_directory(
         words = ("--nproc-per-node", str(ranks), name, kind, steps)
         text = text_of_nodes(tmp_path, nodes, f"moves-{os.getpid()}-{number}", *words)
         if number:
-            assert told(text, "begins") == last, text
-        last = told(text, "ends")
+            assert reported(text, "begins") == last, text
+        last = reported(text, "ends")
         assert len(last) == 1, text
         assert next(iter(last)).startswith(f"step={steps} ")
 

@@ -56,7 +56,7 @@ def test_another_node_has_what_a_rank_needs(
             run.fault("kill", run.node_of(1))
         run.wait_for_generation(1)
         run.finish()
-        begun = [reader.of("begun", 1)[0]["step"] for reader in run.readers]
+        started = [reader.of("begun", 1)[0]["step"] for reader in run.readers]
         ends = {reader.of("end")[-1]["told"] for reader in run.readers}
-    assert begun[0] == begun[1] >= 8
+    assert started[0] == started[1] >= 8
     assert ends == {undisturbed(start, script, kind, STEPS)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bench_common import ROOT, Deadline
-from drill_nodes import STEPS, BaselineRuns, job_words
+from drill_nodes import STEPS, BaselineRuns, job_argv
 from etcd_server import Certificates, EtcdServer
 from etcd_server import available as etcd_available
 from nodes_run import NodesRun, environment
@@ -27,10 +27,10 @@ if reason := etcd_available():
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 120.0
-SHORT = ("--set", "nodes.settle_s=5")
+SHORT = ("--set", "nodes.last_call_timeout_s=5")
 """A run that may begin with one node waits this long for the other one, and voters as long before
 they change."""
-PATIENT = ("--set", "nodes.deadline_s=12", "--set", "nodes.stop_cut_off_s=10")
+PATIENT = ("--set", "nodes.failure_timeout_s=12", "--set", "nodes.self_fencing_timeout_s=10")
 """For a run that must not be started again: an agent that gets no processor for 3 s counts as lost,
 and two nodes without their etcd have no majority that could go on without it."""
 
@@ -100,7 +100,7 @@ def one_or_two(make: Make, *flags: str, tls: bool = False) -> tuple[Cluster, Nod
 def two_and_spares(make: Make, spares: int) -> tuple[Cluster, NodesRun]:
     """Two nodes have begun a training whose result is known, and so many stand by."""
     cluster = make(2 + spares)
-    run = cluster.run(2, spares=spares, words=job_words("ddp", cluster.folder))
+    run = cluster.run(2, spares=spares, words=job_argv("ddp", cluster.folder))
     run.start_all()
     run.wait_for_step(30)
     return cluster, run
@@ -112,7 +112,7 @@ def check(run: NodesRun, undisturbed: BaselineRuns, members: int) -> None:
     run.wait_for_more_steps(15)
     run.finish()
     names = tuple(f"rank{rank}.jsonl" for rank in range(members))
-    job = DrillJob("ddp", tuple(job_words("ddp", Path("FOLDER"))), names, STEPS)
+    job = DrillJob("ddp", tuple(job_argv("ddp", Path("FOLDER"))), names, STEPS)
     outcomes = [outcome_of(run.folder / name) for name in names]
     assert not difference(undisturbed.of(job, members), outcomes)
 
@@ -129,31 +129,32 @@ def noted(run: NodesRun, kind: str, times: int = 1) -> Callable[[], bool]:
     return lambda: len(run.journals(kind)) >= times
 
 
-def rosters(run: NodesRun) -> list[str]:
+def voter_revisions(run: NodesRun) -> list[str]:
     return [str(line["text"]) for line in run.journals("voters_changed")]
 
 
-def test_two_nodes_bear_a_dead_etcd_and_then_a_silent_node(make: Make) -> None:
+def test_two_nodes_bear_a_dead_etcd_and_then_an_unresponsive_node(make: Make) -> None:
     cluster, run = one_or_two(make, *PATIENT)
-    begun = run.generation  # 1 if the other node came late
+    started = run.generation  # 1 if the other node came late
     assert not run.journals("two_voters_warning")
 
     cluster.nodes.reset(cluster.at)  # etcd is killed
     run.wait_for("word of it", noted(run, "witness_unreachable"))
-    run.wait_for("a roster without it", lambda: rosters(run)[-1:] == [_TWO])
+    run.wait_for("a roster without it", lambda: voter_revisions(run)[-1:] == [_TWO])
     run.wait_for_more_steps(5)
     assert f"etcd is out of reach at {cluster.etcd.endpoint}: the connection" in status(run, 1)
     cluster.etcd.start()
     run.wait_for("word of its return", noted(run, "witness_reachable"))
-    run.wait_for("a roster with it", lambda: rosters(run)[-1] == _TWO_AND_IT)
+    run.wait_for("a roster with it", lambda: voter_revisions(run)[-1] == _TWO_AND_IT)
     run.wait_for_more_steps(5)
-    assert run.generation == begun, [line["reason"] for line in run.journals("generation_chosen")]
+    assert run.generation == started, [line["reason"] for line in run.journals("generation_chosen")]
 
-    lead = run.lead()
-    run.fault("kill", lead)  # its power is cut: silence
-    run.wait_for("steps of one node alone", lambda: len(run.steps(0, begun + 1)) > 5)
+    leader = run.leader()
+    run.fault("kill", leader)  # its power is cut: silence
+    run.wait_for("steps of one node alone", lambda: len(run.steps(0, started + 1)) > 5)
     assert (
-        run.journals("generation_chosen")[-1]["text"] == f"generation {begun + 1}: 1 nodes, 1 ranks"
+        run.journals("generation_chosen")[-1]["text"]
+        == f"generation {started + 1}: 1 nodes, 1 ranks"
     )
 
 
@@ -162,32 +163,32 @@ _TWO_AND_IT = "voters of the next generation: 2 nodes and the witness"
 
 
 @pytest.mark.full
-def test_half_of_four_nodes_goes_on_and_no_byte_differs(
+def test_half_of_four_nodes_continues_and_no_byte_differs(
     make: Make, undisturbed: BaselineRuns
 ) -> None:
     _, run = two_and_spares(make, 2)
-    lead = run.lead()
-    member = run.node_of(0) if run.node_of(0) != lead else run.node_of(1)
-    others = [node for node in range(4) if node not in (lead, run.node_of(0), run.node_of(1))]
-    run.fault("kill", lead if lead in (run.node_of(0), run.node_of(1)) else member)
+    leader = run.leader()
+    member = run.node_of(0) if run.node_of(0) != leader else run.node_of(1)
+    others = [node for node in range(4) if node not in (leader, run.node_of(0), run.node_of(1))]
+    run.fault("kill", leader if leader in (run.node_of(0), run.node_of(1)) else member)
     run.fault("kill", others[0])
     check(run, undisturbed, 2)
 
 
 @pytest.mark.full
-def test_lead_lost_together_with_etcd_is_followed_by_the_majority(
+def test_leader_lost_together_with_etcd_is_followed_by_the_majority(
     make: Make, undisturbed: BaselineRuns
 ) -> None:
     cluster, run = two_and_spares(make, 1)
     cluster.nodes.kill(cluster.at)
-    run.fault("kill", run.lead())
+    run.fault("kill", run.leader())
     check(run, undisturbed, 2)
 
 
 @pytest.mark.full
 def test_an_etcd_over_tls_breaks_the_tie_as_well(make: Make) -> None:
     _, run = one_or_two(make, tls=True)
-    run.fault("kill", run.lead())
+    run.fault("kill", run.leader())
     run.wait_for("steps of one node alone", lambda: len(run.steps(0, 1)) > 5)
 
 
@@ -197,7 +198,7 @@ def test_a_lost_node_of_two_that_comes_back_costs_no_byte(
 ) -> None:
     """Without a spare and with a fixed number of nodes, the other one waits for it."""
     _, run = two_and_spares(make, 0)
-    lost = run.lead()
+    lost = run.leader()
     run.fault("kill", lost)
     run.wait_for("a pause of the other", lambda: run.journal(1 - lost, "run_paused"))
     run.bring_back(lost)
@@ -207,26 +208,26 @@ def test_a_lost_node_of_two_that_comes_back_costs_no_byte(
 @pytest.mark.full
 def test_two_nodes_without_one_another_and_without_etcd_pause_until_it_is_back(make: Make) -> None:
     cluster, run = one_or_two(make)
-    lead = run.lead()
+    leader = run.leader()
     cluster.nodes.cut(cluster.at)
-    run.fault("kill", 1 - lead)
+    run.fault("kill", 1 - leader)
     run.wait_for("a pause", noted(run, "run_paused"))
     assert "the witness" in run.journals("run_paused")[-1]["text"]
     assert not run.steps(0, 1)
     cluster.nodes.heal(cluster.at)
     run.wait_for("steps of one node alone", lambda: len(run.steps(0, 1)) > 5)
-    run.bring_back(1 - lead)  # it knows of nothing, and finds the run there
+    run.bring_back(1 - leader)  # it knows of nothing, and finds the run there
     run.wait_for("a step of both", lambda: run.first_steps(run.generation))
 
 
 @pytest.mark.full
-def test_of_two_who_do_not_hear_each_other_one_goes_on(make: Make) -> None:
+def test_of_two_ranks_that_do_not_receive_from_each_other_one_continues(make: Make) -> None:
     cluster, run = one_or_two(make)
-    lead = run.lead()
+    leader = run.leader()
     cluster.nodes.cut(0, peer=1)
-    run.wait_for("a pause of the other", lambda: run.journal(1 - lead, "run_paused"))
+    run.wait_for("a pause of the other", lambda: run.journal(1 - leader, "run_paused"))
     run.wait_for("steps of the lead alone", lambda: len(run.steps(0, 1)) > 5)
-    assert run.lead() == lead
+    assert run.leader() == leader
     cluster.nodes.heal(0, peer=1)
     run.wait_for("a step of both", lambda: run.first_steps(run.generation))
     numbers = [line["text"] for line in run.journals("generation_chosen")]
@@ -252,7 +253,7 @@ def test_etcd_that_is_cut_off_and_frozen_costs_no_generation(make: Make) -> None
 
 
 @pytest.mark.full
-def test_wrong_endpoint_is_told_before_training_starts(make: Make) -> None:
+def test_wrong_endpoint_is_reported_before_training_starts(make: Make) -> None:
     cluster = make(1)
     cluster.nodes.reset(cluster.at)
     run = cluster.run(2)

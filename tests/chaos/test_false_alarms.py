@@ -20,7 +20,7 @@ from tests.stopping import stop
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "patient_training.py"
 LONG_S = 5.0
 FLAGS = (
-    "--nproc-per-node", "2", "--set", "hang.suspect_s=2", "--set", "hang.still_s=0.6",
+    "--nproc-per-node", "2", "--set", "hang.suspect_after_s=2", "--set", "hang.no_activity_s=0.6",
     "--set", "hang.kill_after_s=24", "--set", "snapshot.every=4",
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_what_takes_long_is_left_alone(start: Start, what: str) -> None:
     check_undisturbed(begin(start, what))
 
 
-def test_a_machine_that_has_stood_still(start: Start) -> None:
+def test_a_machine_that_was_paused(start: Start) -> None:
     """A laptop that was suspended: everything stops, and everything goes on."""
     run = begin(start, "stands-still")
     run.wait_for_step(3)

@@ -11,8 +11,8 @@ from tests.integration.conftest import Start
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "hanging_training.py"
 FLAGS = (
-    "--nproc-per-node", "3", "--snapshot-every", "1", "--set", "hang.suspect_s=2",
-    "--set", "hang.still_s=0.6", "--set", "hang.kill_after_s=5",
+    "--nproc-per-node", "3", "--snapshot-every", "1", "--set", "hang.suspect_after_s=2",
+    "--set", "hang.no_activity_s=0.6", "--set", "hang.kill_after_s=5",
 )  # fmt: skip
 CULPRIT = 1
 KINDS = {

@@ -50,16 +50,16 @@ def check(run: NodesRun, sizes: list[int]) -> None:
         assert {line["size"] for line in own} == {size}
         if not generation:
             continue
-        begun = next(line for line in own if line["kind"] == "begun")
+        started = next(line for line in own if line["kind"] == "begun")
         before = {
             line["digest"]
             for line in lines
             if line["generation"] < generation
             and line["kind"] == "step"
-            and line["step"] == begun["step"]
+            and line["step"] == started["step"]
         }
-        assert begun["step"] >= 6
-        assert before == {begun["digest"]}, f"generation {generation}, step {begun['step']}"
+        assert started["step"] >= 6
+        assert before == {started["digest"]}, f"generation {generation}, step {started['step']}"
     ends = {reader.of("end")[-1]["digest"] for reader in run.readers}
     assert len(ends) == 1
     assert run.readers[0].of("end")[-1]["step"] == STEPS
@@ -83,7 +83,7 @@ def test_as_many_ranks_of_another_layout_after_a_node_is_lost(tmp_path: Path) ->
 def test_another_number_of_ranks_in_another_layout(tmp_path: Path, sizes: str) -> None:
     """Three nodes, a rank on each: one is lost, and comes back."""
     with VirtualCluster(3) as cluster:
-        flags = ("--nnodes", "1:3", "--set", "nodes.settle_s=1")
+        flags = ("--nnodes", "1:3", "--set", "nodes.last_call_timeout_s=1")
         run = run_of(cluster, tmp_path, sizes, *flags, members=3)
         run.fault("reset", 1)
         run.wait_for("a step of two nodes", lambda: run.steps(0, 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_common import Deadline
 from drill_faults import FAULTS
-from drill_nodes import BaselineRuns, drill, job_words
+from drill_nodes import BaselineRuns, drill, job_argv
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
@@ -28,13 +28,13 @@ def run(tmp_path: Path) -> Iterator[NodesRun]:
     cluster = VirtualCluster(3)
     cluster.up()
     flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
-    words = job_words("ddp", tmp_path)
+    words = job_argv("ddp", tmp_path)
     yield NodesRun(cluster, tmp_path, words, Deadline(200.0), members=2, spares=1, flags=flags)
     cluster.down()
 
 
 @pytest.mark.full
-def test_a_lead_that_is_drained_leaves_and_another_one_leads(tmp_path: Path) -> None:
+def test_a_leader_that_is_drained_leaves_and_another_one_leads(tmp_path: Path) -> None:
     row = drill(FAULTS["lead-drained"], "fsdp2", tmp_path, BaselineRuns(tmp_path))
     assert row.equal, row.problem
     assert row.steps_lost <= 1
@@ -77,9 +77,9 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
     run.finish()
     assert {node: code for node, code in run.codes().items() if node != 2} == {0: 0, 1: 0}
     run.signal(2, STUB, signal.SIGCONT)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     assert run.wait_for_code(2) == 75
-    assert time.monotonic() - began_s < GONE_S + 30.0
+    assert time.monotonic() - started_s < GONE_S + 30.0
     assert "no other node of this run is left" in run.text(2)
 
 
@@ -89,7 +89,7 @@ def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_resul
     """It finds no leader, and reads the record of the run beside the checkpoints."""
     with VirtualCluster(3) as cluster:
         flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
-        words = job_words("ddp", tmp_path)
+        words = job_argv("ddp", tmp_path)
         run = NodesRun(cluster, tmp_path, words, Deadline(200.0), members=1, spares=2, flags=flags)
         run.start_all()
         run.wait_for_step(5)

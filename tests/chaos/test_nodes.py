@@ -14,7 +14,7 @@ import drill_faults
 import pytest
 from bench_common import ROOT, Deadline
 from drill_faults import FAULTS
-from drill_nodes import KINDS, STEPS, BaselineRuns, drill, job_words
+from drill_nodes import KINDS, STEPS, BaselineRuns, drill, job_argv
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
@@ -64,7 +64,7 @@ def nodes(tmp_path: Path) -> Iterator[Start]:
     ) -> NodesRun:
         clusters.append(cluster := VirtualCluster(members + others))
         cluster.up()
-        words = words or job_words("ddp", tmp_path)
+        words = words or job_argv("ddp", tmp_path)
         limit = Deadline(WAIT_S)
         return NodesRun(
             cluster, tmp_path, words, limit, members=members, spares=spares, flags=flags
@@ -116,11 +116,11 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
     ranks = range(2)
     names = tuple(f"rank{rank}.jsonl" for rank in ranks)
     expected = undisturbed.of(
-        DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
     )
     saved = tmp_path / "saved"
     flags = ("--erasure", "none", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
-    run = nodes(2, *flags, others=1, spares=1, words=job_words("fsdp2", tmp_path))
+    run = nodes(2, *flags, others=1, spares=1, words=job_argv("fsdp2", tmp_path))
     run.start_all()
     written = "checkpoint_written"
     run.wait_for("checkpoints", lambda: len({one["step"] for one in run.journals(written)}) >= 3)
@@ -133,11 +133,11 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
     image = bytearray(damaged.read_bytes())
     image[len(image) // 2] ^= 4
     damaged.write_bytes(image)
-    begun = [reader.of("attached") for reader in run.readers]
+    started = [reader.of("attached") for reader in run.readers]
     run.wait_for(
         "a second beginning",
         lambda: all(len(reader.of("attached")) > len(one)
-                    for reader, one in zip(run.readers, begun, strict=True)),
+                    for reader, one in zip(run.readers, started, strict=True)),
     )  # fmt: skip
     (began_at,) = {reader.of("attached")[-1]["step"] for reader in run.readers}
     run.finish()
@@ -157,11 +157,11 @@ def test_more_lost_nodes_than_parity_bears_cost_the_steps_since_the_checkpoint(
     """Two of three members at once, with 2+1."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(3))
     expected = undisturbed.of(
-        DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 3
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 3
     )
     saved = tmp_path / "saved"
     flags = ("--erasure", "2+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
-    run = nodes(3, *flags, others=2, spares=2, words=job_words("fsdp2", tmp_path))
+    run = nodes(3, *flags, others=2, spares=2, words=job_argv("fsdp2", tmp_path))
     run.start_all()
     run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
     lost = [run.node_of(rank) for rank in (1, 2)]
@@ -194,9 +194,9 @@ def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
     """Nothing but the memory of its node has its shard; a spare takes its place with that."""
     names = ("rank0.jsonl", "rank1.jsonl")
     expected = undisturbed.of(
-        DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
     )
-    words = job_words("fsdp2", tmp_path)
+    words = job_argv("fsdp2", tmp_path)
     run = nodes(2, "--erasure", "none", others=1, spares=1, words=words)
     run.start_all()
     run.wait_for_step(20)
@@ -218,14 +218,14 @@ def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
 
 
 @pytest.mark.full
-def test_a_stopped_agent_of_the_only_member_trains_beside_nobody(
+def test_a_stopped_agent_of_the_only_member_trains_alone(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """Its rank runs on, and stands still before its successor on a spare begins."""
-    words = job_words("ddp", Path("FOLDER"))
+    words = job_argv("ddp", Path("FOLDER"))
     expected = undisturbed.of(DrillJob("ddp", tuple(words), ("rank0.jsonl",), STEPS), 1)
     flags = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 0.5)
-    run = nodes(1, *flags, others=2, spares=2, words=job_words("ddp", tmp_path))
+    run = nodes(1, *flags, others=2, spares=2, words=job_argv("ddp", tmp_path))
     run.start_all()
     run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
     before = run.node_of(0)
@@ -247,7 +247,7 @@ def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(
 ) -> None:
     worker = ROOT / "scripts" / "bench_recovery_worker.py"
     words = [worker, "--folder", tmp_path, "--state-mb", 1]
-    run = nodes(3, "--nnodes", "2:3", "--set", "nodes.settle_s=1", words=words)
+    run = nodes(3, "--nnodes", "2:3", "--set", "nodes.last_call_timeout_s=1", words=words)
     run.start_all()
     run.wait_for_step(10)
     run.fault("reset", 2)

@@ -57,7 +57,7 @@ def test_the_batches_that_led_to_it_are_left_out(
     start: Start, script: Callable[..., str], tmp_path: Path
 ) -> None:
     name = script(TRAIN)
-    run = start("--nproc-per-node", "2", "--set", "numbers.policy=skip-data", name)
+    run = start("--nproc-per-node", "2", "--set", "numerics.policy=skip-data", name)
     assert run.wait() == 0, run.text
     found = [line for line in run.journal("generation_chosen") if line.get("skip_batches")]
     assert len(found) == 1, run.text
@@ -76,7 +76,7 @@ def test_the_batches_that_led_to_it_are_left_out(
 
 
 @pytest.mark.full
-def test_without_the_policy_it_is_told_and_the_run_goes_on(
+def test_without_the_policy_it_is_reported_and_the_run_continues(
     start: Start, script: Callable[..., str]
 ) -> None:
     run = start("--nproc-per-node", "2", script(TRAIN))

@@ -45,12 +45,12 @@ def test_killed_parts_cost_no_step_and_no_bit(
     assert run.wait() == 0, run.text
     undisturbed.check(run)
     if "agent" in parts or "rank" in parts:
-        begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
-        assert int(begun[-1].rpartition("=")[2]) >= KILL_AT, "it did not resume from memory"
+        started = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
+        assert int(started[-1].rpartition("=")[2]) >= KILL_AT, "it did not resume from memory"
 
 
 @pytest.mark.full
-def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) -> None:
+def test_snapshots_continue_with_a_new_smp(start: Start, train: tuple[str, ...]) -> None:
     run = start(*train)
     run.wait_for_step(KILL_AT)
     before = run.pid_of("smp")
@@ -79,8 +79,8 @@ def test_the_agent_dies_before_a_new_smp_has_the_memory(
         assert run.wait() == 0, run.text
         assert once.exists()
         undisturbed.check(run)
-        begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
-        assert int(begun[-1].rpartition("=")[2]) >= KILL_AT - 2, run.text
+        started = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
+        assert int(started[-1].rpartition("=")[2]) >= KILL_AT - 2, run.text
         assert len(run.journal("generation_started")) == 2, "no rank stood still"
     finally:
         run.end()
@@ -105,7 +105,9 @@ def test_same_run_id_resumes_when_only_the_smp_is_left(
 
 
 @pytest.mark.full  # test_resized_world.py restores other numbers of ranks from memory
-def test_another_number_of_ranks_goes_on_from_memory(start: Start, train: tuple[str, ...]) -> None:
+def test_another_number_of_ranks_continues_from_memory(
+    start: Start, train: tuple[str, ...]
+) -> None:
     run = start("--snapshot-every", "1", *train)
     wait_for_memory(run, KILL_AT)
     os.kill(run.process.pid, signal.SIGKILL)
@@ -114,8 +116,8 @@ def test_another_number_of_ranks_goes_on_from_memory(start: Start, train: tuple[
     run.argv[run.argv.index("--nproc-per-node") + 1] = "1"
     run.start()
     assert run.wait() == 0, run.text
-    begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
-    assert int(begun[-1].split("step=")[1]) >= KILL_AT - 2, run.text
+    started = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
+    assert int(started[-1].split("step=")[1]) >= KILL_AT - 2, run.text
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from bench_common import Deadline
-from drill_nodes import job_words
+from drill_nodes import job_argv
 from nodes_run import NodesRun, environment
 from virtual_cluster import VirtualCluster, available
 
@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         made = NodesRun(
             cluster,
             folder,
-            job_words("ddp", folder, pace=3, steps=300),
+            job_argv("ddp", folder, pace=3, steps=300),
             Deadline(200.0),
             members=NODES,
             flags=["--secret-file", secret],
@@ -138,7 +138,7 @@ def lose_one_way(run: NodesRun, node: int, other: int) -> None:
     assert run.cluster.run(node, words).wait() == 0
 
 
-def test_a_run_goes_on_where_the_rail_of_its_agents_is_cut(start: Start) -> None:
+def test_a_run_continues_where_the_rail_of_its_agents_is_cut(start: Start) -> None:
     run = cut_off(start, 1, lambda run: run.fault("cut", 1, rail=0))
     check_goes_on(run)
     run.fault("heal", 1, rail=0)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_where_the_rail_of_its_agents_is_cut(start: Start) -> None
 
 
 @pytest.mark.full
-def test_a_run_goes_on_where_the_rail_of_its_lead_is_cut(start: Start) -> None:
+def test_a_run_continues_where_the_rail_of_its_leader_is_cut(start: Start) -> None:
     run = cut_off(start, 0, lambda run: run.fault("cut", 0, rail=0))
     check_goes_on(run)
     assert other_rails(run, 1)
@@ -169,7 +169,7 @@ def test_a_rail_that_is_cut_in_one_direction_is_left(start: Start, node: int, ot
 
 
 @pytest.mark.full
-def test_a_node_whose_rails_are_all_cut_is_lost_as_ever(start: Start) -> None:
+def test_a_node_whose_rails_are_all_cut_is_lost_as_usual(start: Start) -> None:
     run = start()
     at_ns = run.fault("cut", 1)
     run.wait_for("the loss", lambda: run.journals("node_lost"))

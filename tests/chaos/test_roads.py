@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bench_common import Deadline
-from drill_nodes import STEPS, BaselineRuns, job_words, steps_lost
+from drill_nodes import STEPS, BaselineRuns, job_argv, steps_lost
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
@@ -42,7 +42,7 @@ Start = Callable[..., NodesRun]
 
 
 @pytest.fixture
-def roads(tmp_path: Path) -> Iterator[Start]:
+def paths(tmp_path: Path) -> Iterator[Start]:
     """A run over two rails, not started yet."""
     clusters: list[VirtualCluster] = []
     secret = tmp_path / "secret"
@@ -71,13 +71,13 @@ def rail_in_use(run: NodesRun) -> int:
 def problems(run: NodesRun, folder: Path, steps: int = STEPS) -> str:
     """What differs from an undisturbed run."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
-    job = DrillJob("ddp", tuple(job_words("ddp", Path("FOLDER"), steps=steps)), names, steps)
+    job = DrillJob("ddp", tuple(job_argv("ddp", Path("FOLDER"), steps=steps)), names, steps)
     expected = BaselineRuns(folder / "torchrun").of(job, MEMBERS)
     return difference(expected, [outcome_of(run.folder / name) for name in names])
 
 
-def test_a_cut_rail_costs_one_generation(roads: Start, tmp_path: Path) -> None:
-    run = roads("on", job_words("ddp", tmp_path / "run", pace=3), tmp_path / "run")
+def test_a_cut_rail_costs_one_generation(paths: Start, tmp_path: Path) -> None:
+    run = paths("on", job_argv("ddp", tmp_path / "run", pace=3), tmp_path / "run")
     run.start_all()
     run.wait_for_step(30)
     rail = rail_in_use(run)
@@ -96,16 +96,16 @@ def test_a_cut_rail_costs_one_generation(roads: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_slowed_rail_is_left_at_a_boundary(roads: Start, tmp_path: Path) -> None:
-    run = roads("on", job_words("ddp", tmp_path, steps=LONG))
+def test_a_slowed_rail_is_left_at_a_boundary(paths: Start, tmp_path: Path) -> None:
+    run = paths("on", job_argv("ddp", tmp_path, steps=LONG))
     run.start_all()
     run.wait_for_step(40)
     rail = rail_in_use(run)
     run.cluster.slow(1, "20mbit", rail=rail)
     run.wait_for_generation(1)
     run.finish()
-    why = run.journals("generation_chosen")[-1]["reason"]
-    assert f"leaves rail eth{rail}" in why or f"eth{rail}, " in why
+    reason = run.journals("generation_chosen")[-1]["reason"]
+    assert f"leaves rail eth{rail}" in reason or f"eth{rail}, " in reason
     assert (run.generation, steps_lost(run)) == (1, 0)
     assert f"eth{rail}" not in run.journals("network_plan")[-1]["rails"]
     assert problems(run, tmp_path, LONG) == ""
@@ -113,11 +113,11 @@ def test_a_slowed_rail_is_left_at_a_boundary(roads: Start, tmp_path: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["on", "report"])
-def test_ranks_get_what_the_plan_says_with_on_and_nothing_with_report(
-    mode: str, roads: Start, tmp_path: Path
+def test_ranks_get_what_the_plan_reports_with_on_and_nothing_with_report(
+    mode: str, paths: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    run = roads(mode, [str(tmp_path / "job.py"), str(tmp_path)])
+    run = paths(mode, [str(tmp_path / "job.py"), str(tmp_path)])
     run.start_all()
     assert [run.wait_for_code(node) for node in range(MEMBERS)] == [0] * MEMBERS
     seen = [json.loads((tmp_path / f"seen{rank}").read_text()) for rank in range(MEMBERS)]
@@ -135,9 +135,9 @@ def test_ranks_get_what_the_plan_says_with_on_and_nothing_with_report(
 
 
 @pytest.mark.full
-def test_what_the_user_has_set_stays_untouched(roads: Start, tmp_path: Path) -> None:
+def test_what_the_user_has_set_stays_untouched(paths: Start, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    run = roads("on", [str(tmp_path / "job.py"), str(tmp_path)])
+    run = paths("on", [str(tmp_path / "job.py"), str(tmp_path)])
     own = {"NCCL_IB_HCA": "mlx5_7", "GLOO_SOCKET_IFNAME": "eth1"}
     run.start_all(dict.fromkeys(range(MEMBERS), own))
     assert [run.wait_for_code(node) for node in range(MEMBERS)] == [0] * MEMBERS

@@ -25,7 +25,7 @@ def test_a_deck_has_each_kind_equally_often_and_follows_its_seed() -> None:
     assert steps_for(101) % 10 == 0
 
 
-def test_notes_tell_what_was_restored_and_repeated(tmp_path: Path) -> None:
+def test_notes_report_what_was_restored_and_repeated(tmp_path: Path) -> None:
     paths = [tmp_path / f"rank{rank}.jsonl" for rank in range(2)]
     notes = TrainingNotes(paths)
 
@@ -69,7 +69,7 @@ def test_trainings_are_summed_up() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(bool(available()), reason=f"needs namespaces: {available()}")
-def test_a_short_soak_is_equal_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_short_soak_is_equal_and_continues_where_it_ended(tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
 
     def soak(kills: int) -> dict[str, object]:

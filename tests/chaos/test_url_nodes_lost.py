@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bench_common import ROOT, Deadline
-from drill_nodes import STEPS, job_words
+from drill_nodes import STEPS, job_argv
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
@@ -48,13 +48,13 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
     cluster: VirtualCluster, store: str, tmp_path: Path
 ) -> None:
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
-    job = DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS)
+    job = DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS)
     expected = BaselineRuns(tmp_path / "undisturbed").of(job, MEMBERS)
     folder = tmp_path / "run"
     run = NodesRun(
         cluster,
         folder,
-        job_words("fsdp2", folder),
+        job_argv("fsdp2", folder),
         Deadline(200),
         members=MEMBERS,
         flags=("--checkpoint-dir", store, "--checkpoint-every", 0.5),
@@ -68,11 +68,11 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
     for node in range(MEMBERS):
         cluster.revive(node)
         run.start(node)
-    begun = [reader.of("attached") for reader in run.readers]
+    started = [reader.of("attached") for reader in run.readers]
     run.wait_for(
         "a second beginning",
         lambda: all(len(reader.of("attached")) > len(one)
-                    for reader, one in zip(run.readers, begun, strict=True)),
+                    for reader, one in zip(run.readers, started, strict=True)),
     )  # fmt: skip
     (began_at,) = {reader.of("attached")[-1]["step"] for reader in run.readers}
     assert began_at >= saved_at  # one more, where power was cut before it was written down

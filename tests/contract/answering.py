@@ -20,7 +20,7 @@ def answering(
     secret: Secret | None,
     serve: Callable[[socket.socket], None],
     *,
-    is_mute: bool = False,
+    is_unresponsive: bool = False,
 ) -> Iterator[tuple[str, int]]:
     """The address of an agent that accepts one connection.
 
@@ -34,7 +34,7 @@ def answering(
             sock, _ = listener.accept()
             with sock:
                 accept_handshake(sock, own, secret, deadline_s=WAIT_S)
-                if is_mute:
+                if is_unresponsive:
                     done.wait(WAIT_S)
                 else:
                     serve(sock)
@@ -53,7 +53,7 @@ def answering(
 
 
 @contextmanager
-def nobody_at(host: str = "127.0.0.1") -> Iterator[int]:
+def closed_port(host: str = "127.0.0.1") -> Iterator[int]:
     """A port that refuses connections and is reserved, so that no other process gets it."""
     with socket.socket() as sock:
         sock.bind((host, 0))

@@ -87,13 +87,13 @@ def test_a_sealed_slot_is_found_and_verifies(fd: int) -> None:
 def test_a_header_torn_at_any_byte_is_an_empty_slot(fd: int) -> None:
     at = PAGE_BYTES
     old = seal(fd, 0, 1)
-    old_bytes = os.pread(fd, HEADER_BYTES, at)
+    previous_bytes = os.pread(fd, HEADER_BYTES, at)
     new = seal(fd, 0, 250)
     new_bytes = os.pread(fd, HEADER_BYTES, at)
     for cut in range(HEADER_BYTES + 1):
-        torn = new_bytes[:cut] + old_bytes[cut:]
+        torn = new_bytes[:cut] + previous_bytes[cut:]
         os.pwrite(fd, torn, at)
-        expected = {old_bytes: old, new_bytes: new}.get(torn, EMPTY_HEADER)
+        expected = {previous_bytes: old, new_bytes: new}.get(torn, EMPTY_HEADER)
         assert read_slot_headers(fd)[0] == expected
         os.pwrite(fd, new_bytes[:cut] + bytes(HEADER_BYTES - cut), at)
         if new_bytes[cut:].strip(b"\0"):

@@ -70,7 +70,7 @@ def identity(node_id: str) -> PeerIdentity:
     return PeerIdentity("run", "agent", node_id, 1)
 
 
-def test_a_peer_that_says_nothing_is_given_up_after_the_time_for_its_hello(
+def test_a_peer_that_reports_nothing_is_given_up_after_the_time_for_its_hello(
     stack: contextlib.ExitStack,
 ) -> None:
     _, here = connected(stack, "127.0.0.66")
@@ -116,7 +116,7 @@ def smp(secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]
     monkeypatch.setattr(peers, "_MAX_HANDSHAKES", SLOTS)
     listening = PeerListener()
     port = listening.listen([HOST], secret)
-    listening.begin(PeerSession(PeerIdentity("run", "smp", "a", 1), 0, 7, patience_s=10 * WAIT_S))
+    listening.begin(PeerSession(PeerIdentity("run", "smp", "a", 1), 0, 7, timeout_s=10 * WAIT_S))
     yield port
     listening.close()
 
@@ -127,7 +127,7 @@ def smp_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-def stranger(stack: contextlib.ExitStack, port: int, at: int) -> socket.socket:
+def unknown_peer(stack: contextlib.ExitStack, port: int, at: int) -> socket.socket:
     """A connection that has sent its first message, which needs no secret, and is then silent."""
     source = (f"127.0.0.{70 + at}", 0)
     sock = stack.enter_context(socket.create_connection((HOST, port), WAIT_S, source))
@@ -147,7 +147,7 @@ def test_a_first_message_without_proof_holds_no_crowded_slot(
 ) -> None:
     monkeypatch.setattr(doors, "HANDSHAKE_S", 10 * WAIT_S)
     port = request.getfixturevalue(where)
-    held = [stranger(stack, port, at) for at in range(SLOTS)]
+    held = [unknown_peer(stack, port, at) for at in range(SLOTS)]
     ended = []
     with selectors.DefaultSelector() as selector:
         for at, sock in enumerate(held):

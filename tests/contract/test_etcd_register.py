@@ -31,7 +31,7 @@ from ftrun.errors import ExitCode, UsageError
 from ftrun.membership.events import WitnessAnswered
 from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
-from tests.contract.answering import nobody_at
+from tests.contract.answering import closed_port
 from tests.unit.recovery.made import card, plan
 
 if reason := available():
@@ -81,14 +81,14 @@ def own(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit for an etcd that writes to a busy disk."""
     monkeypatch.setattr(etcd_register, "TRY_S", WAIT_S)
     monkeypatch.setattr(etcd_register, "ANSWER_S", WAIT_S)
 
 
 @pytest.fixture
-def haste(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def haste(timeout: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of a run, for tests of the time until a request is given up."""
     monkeypatch.setattr(etcd_register, "TRY_S", TRY_S)
     monkeypatch.setattr(etcd_register, "ANSWER_S", ANSWER_S)
@@ -113,8 +113,10 @@ class Node:
         self.card: NodeCard = card(node_id, incarnation)
         self.register = made
 
-    def ask(self, wish: WitnessOperation, generation: int = -1, **also: object) -> WitnessAnswered:
-        asked = QueryWitness(wish, clock.now_s(), generation, **also)  # type: ignore[arg-type]
+    def ask(
+        self, operation: WitnessOperation, generation: int = -1, **also: object
+    ) -> WitnessAnswered:
+        asked = QueryWitness(operation, clock.now_s(), generation, **also)  # type: ignore[arg-type]
         return self.register.ask(asked, self.card)
 
 
@@ -127,7 +129,7 @@ def test_first_to_claim_is_the_one_the_others_come_to(shared: EtcdServer, run_id
     a, b = two(shared, run_id)
     assert a.ask(WitnessOperation.CLAIM).granted
     said = b.ask(WitnessOperation.CLAIM)
-    assert (said.granted, said.lead, said.register) == (False, a.card, None)
+    assert (said.granted, said.leader, said.register) == (False, a.card, None)
 
 
 def test_number_is_promised_once_and_a_plan_is_remembered(shared: EtcdServer, run_id: str) -> None:
@@ -139,27 +141,27 @@ def test_number_is_promised_once_and_a_plan_is_remembered(shared: EtcdServer, ru
     accepted = plan(4, "ab", witness=first.register.life)
     assert a.ask(WitnessOperation.ACCEPT, 4, plan=accepted).granted
     said = b.ask(WitnessOperation.PROMISE, 5)
-    assert (said.granted, said.lead) == (False, a.card)
+    assert (said.granted, said.leader) == (False, a.card)
     assert said.register is not None
     assert said.register.plan == accepted
-    assert a.ask(WitnessOperation.FORGET).granted
-    assert b.ask(WitnessOperation.LOOK).register is None
+    assert a.ask(WitnessOperation.CLEAR).granted
+    assert b.ask(WitnessOperation.READ).register is None
 
 
 def test_lease_that_is_not_renewed_ends_and_the_counter_stays(
     shared: EtcdServer, run_id: str
 ) -> None:
     a, b = two(shared, run_id, SHORT_S)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     assert a.ask(WitnessOperation.PROMISE, 4).granted
     while not (said := b.ask(WitnessOperation.PROMISE, 5)).granted:
-        assert time.monotonic() - begun_s < WAIT_S
+        assert time.monotonic() - started_s < WAIT_S
         time.sleep(0.05)
-    assert time.monotonic() - begun_s > SHORT_S - 0.2
-    assert said.lead == b.card
+    assert time.monotonic() - started_s > SHORT_S - 0.2
+    assert said.leader == b.card
     late = a.ask(WitnessOperation.ACCEPT, 4, plan=plan(4, "a"))
-    assert (late.granted, late.lead) == (False, b.card)
-    assert not a.ask(WitnessOperation.KEEP, 4).granted
+    assert (late.granted, late.leader) == (False, b.card)
+    assert not a.ask(WitnessOperation.RENEW, 4).granted
 
 
 def test_lease_that_is_renewed_stays(shared: EtcdServer, run_id: str) -> None:
@@ -168,12 +170,12 @@ def test_lease_that_is_renewed_stays(shared: EtcdServer, run_id: str) -> None:
     assert a.ask(WitnessOperation.PROMISE, 4).granted
     end_s = time.monotonic() + 2 * lease_s
     while time.monotonic() < end_s:
-        assert a.ask(WitnessOperation.KEEP, 4).granted
+        assert a.ask(WitnessOperation.RENEW, 4).granted
         assert not b.ask(WitnessOperation.PROMISE, 5).granted
         time.sleep(0.2)
 
 
-def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id: str) -> None:
+def test_of_many_requests_at_once_one_gets_each_number(shared: EtcdServer, run_id: str) -> None:
     """No lease protects the requests: a node that reads before another one writes reads again."""
     rounds, nodes = 8, "abcdef"
     took: list[list[str]] = [[] for _ in range(rounds)]
@@ -204,10 +206,10 @@ def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> 
     said, took_s = quickest(a)
     assert took_s < ANSWER_S + 0.5
     assert not said.is_reached
-    assert "the connection is refused" in said.why
-    assert own.endpoint in said.why
+    assert "the connection is refused" in said.reason
+    assert own.endpoint in said.reason
     own.start()
-    assert a.ask(WitnessOperation.KEEP, 4).granted
+    assert a.ask(WitnessOperation.RENEW, 4).granted
     assert not b.ask(WitnessOperation.PROMISE, 5).granted
 
 
@@ -215,9 +217,9 @@ def quickest(node: Node) -> tuple[WitnessAnswered, float]:
     """The error for an unreachable etcd, and the seconds until it is raised."""
     took_s = []
     while not took_s or (min(took_s) > ANSWER_S + 0.5 and len(took_s) < TRIES):
-        begun_s = time.monotonic()
-        said = node.ask(WitnessOperation.KEEP, 4)
-        took_s.append(time.monotonic() - begun_s)
+        started_s = time.monotonic()
+        said = node.ask(WitnessOperation.RENEW, 4)
+        took_s.append(time.monotonic() - started_s)
     return said, min(took_s)
 
 
@@ -230,7 +232,7 @@ def test_one_that_does_not_answer_is_given_up_in_time(
     request.getfixturevalue("haste")
     said, took_s = quickest(a)
     assert took_s < ANSWER_S + 1.5
-    assert (said.is_reached, "in time" in said.why) == (False, True), said.why
+    assert (said.is_reached, "in time" in said.reason) == (False, True), said.reason
 
 
 def test_another_register_after_it_lost_its_memory_has_another_life(
@@ -247,7 +249,7 @@ def test_another_register_after_it_lost_its_memory_has_another_life(
 
 
 def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: str) -> None:
-    with nobody_at("127.0.0.1") as port:
+    with closed_port("127.0.0.1") as port:
         at = [("127.0.0.1", port), (shared.host, shared.port)]
         made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S)
         made.check()
@@ -257,8 +259,8 @@ def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: st
 # --- what is known before training starts -----------------------------------------------------
 
 
-def test_nobody_there_is_told_with_where_and_after_how_long(run_id: str) -> None:
-    with nobody_at("127.0.0.1") as port:
+def test_no_listener_is_reported_with_where_and_after_how_long(run_id: str) -> None:
+    with closed_port("127.0.0.1") as port:
         made = EtcdWitness([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
         with pytest.raises(EtcdUnreachable) as caught:
             made.check(0.5)
@@ -270,9 +272,9 @@ def test_nobody_there_is_told_with_where_and_after_how_long(run_id: str) -> None
 
 
 @pytest.mark.usefixtures("haste")
-def test_somebody_who_is_silent_is_told(run_id: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        at = silent.getsockname()
+def test_an_unresponsive_process_is_reported(run_id: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unresponsive:
+        at = unresponsive.getsockname()
         made = EtcdWitness([(at[0], at[1])], run_id, job=JOB, lease_s=LEASE_S)
         with pytest.raises(EtcdUnreachable) as caught:
             made.check(0.5)
@@ -319,13 +321,13 @@ def http_server(version: str) -> Iterator[tuple[str, int]]:
         ("", "it has no v3 API"),
     ],
 )
-def test_what_is_no_etcd_v3_is_told_at_once(version: str, said: str, run_id: str) -> None:
+def test_what_is_no_etcd_v3_is_reported_at_once(version: str, said: str, run_id: str) -> None:
     with http_server(version) as at:
         made = EtcdWitness([at], run_id, job=JOB, lease_s=LEASE_S)
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         with pytest.raises(UsageError) as caught:
             made.check(30.0)
-        assert time.monotonic() - begun_s < 15.0
+        assert time.monotonic() - started_s < 15.0
     assert said in str(caught.value)
 
 
@@ -334,7 +336,7 @@ def test_a_port_with_the_digits_of_an_http_status_is_no_status() -> None:
         "HTTPSConnectionPool(host='127.0.0.1', port=40427): Max retries exceeded with url: /v3 "
         "(Caused by SSLError(SSLEOFError(8, '[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred')))"
     )
-    assert "as an etcd without TLS does" in etcd_register._in_words(error)
+    assert "as an etcd without TLS does" in etcd_register._as_text(error)
 
 
 def test_run_id_of_a_living_other_run_is_refused(shared: EtcdServer, run_id: str) -> None:
@@ -347,8 +349,8 @@ def test_run_id_of_a_living_other_run_is_refused(shared: EtcdServer, run_id: str
     assert f"run id {run_id} is taken" in said
     assert "node a at a.local runs /home/user/train.py" in said
     final = Node("x", other).ask(WitnessOperation.CLAIM)
-    assert (final.is_final, final.why) == (True, said)
-    assert a.ask(WitnessOperation.KEEP, 0).granted
+    assert (final.is_final, final.reason) == (True, said)
+    assert a.ask(WitnessOperation.RENEW, 0).granted
 
 
 # --- TLS --------------------------------------------------------------------------------------
@@ -389,7 +391,7 @@ def test_both_show_their_certificates(
         ("system's CAs", "not signed by the CA that is named"),
     ],
 )
-def test_whoever_is_not_known_is_told_at_once(
+def test_unknown_client_is_rejected_at_once(
     secured: EtcdServer,
     certificates: Certificates,
     tmp_path: Path,
@@ -402,14 +404,14 @@ def test_whoever_is_not_known_is_told_at_once(
     tls = EtcdTls() if shows == "system's CAs" else tls
     at = [(secured.host, secured.port)]
     made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     with pytest.raises(UsageError) as caught:
         made.check(30.0)
-    assert time.monotonic() - begun_s < 15.0
+    assert time.monotonic() - started_s < 15.0
     assert said in str(caught.value)
 
 
-def test_tls_on_one_side_only_is_told(
+def test_tls_on_one_side_only_is_reported(
     shared: EtcdServer, secured: EtcdServer, certificates: Certificates, run_id: str
 ) -> None:
     for server, tls, said in (
@@ -430,21 +432,21 @@ def test_tls_on_one_side_only_is_told(
 # --- the thread -------------------------------------------------------------------------------
 
 
-def test_questions_do_not_pile_up_while_it_is_silent(own: EtcdServer, run_id: str) -> None:
-    heard: list[WitnessAnswered] = []
+def test_questions_do_not_pile_up_while_it_is_unresponsive(own: EtcdServer, run_id: str) -> None:
+    received: list[WitnessAnswered] = []
     a, _ = two(own, run_id)
     own.pause()
-    thread = WitnessClient(a.register, a.card, heard.append)
+    thread = WitnessClient(a.register, a.card, received.append)
     for number in range(100):
-        thread.ask(QueryWitness(WitnessOperation.KEEP, clock.now_s(), number))
+        thread.ask(QueryWitness(WitnessOperation.RENEW, clock.now_s(), number))
     thread.ask(QueryWitness(WitnessOperation.PROMISE, clock.now_s(), 7))
     thread.start()
     own.go_on()
-    thread.ask(QueryWitness(WitnessOperation.FORGET, clock.now_s()))
+    thread.ask(QueryWitness(WitnessOperation.CLEAR, clock.now_s()))
     thread.close()
-    wishes = [one.asked.wish for one in heard]
-    assert wishes[-1] is WitnessOperation.FORGET
-    assert wishes.count(WitnessOperation.KEEP) == 1
-    assert [one.asked.generation for one in heard if one.asked.wish is WitnessOperation.KEEP] == [
-        99
-    ]
+    operations = [one.asked.operation for one in received]
+    assert operations[-1] is WitnessOperation.CLEAR
+    assert operations.count(WitnessOperation.RENEW) == 1
+    assert [
+        one.asked.generation for one in received if one.asked.operation is WitnessOperation.RENEW
+    ] == [99]

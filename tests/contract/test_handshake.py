@@ -34,7 +34,7 @@ from ftrun.wire.transport.handshake import (
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 SECRET = Secret(b"canary-canary-canary-canary-0123")
 Outcome = AuthSession | Exception
 Side = Callable[[socket.socket], AuthSession]
@@ -52,10 +52,10 @@ A, B = who("node-a"), who("node-b", incarnation=8)
 def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Dialler's and acceptor's end of one TCP connection."""
     with listen_tcp("127.0.0.1", 0) as listener:
-        left = socket.create_connection(listener.getsockname(), PATIENCE_S)
+        left = socket.create_connection(listener.getsockname(), TIMEOUT_S)
         right, _ = listener.accept()
-    left.settimeout(PATIENCE_S)
-    right.settimeout(PATIENCE_S)
+    left.settimeout(TIMEOUT_S)
+    right.settimeout(TIMEOUT_S)
     with left, right:
         yield left, right
 
@@ -80,18 +80,18 @@ def between(
     other = threading.Thread(target=run, args=("acceptor", acceptor, right))
     other.start()
     run("dialler", dialler, left)
-    other.join(PATIENCE_S)
+    other.join(TIMEOUT_S)
     assert not other.is_alive()
     return found["dialler"], found["acceptor"]
 
 
 def dialler(own: PeerIdentity = A, secret: Secret | None = SECRET, **more: object) -> Side:
-    how: dict[str, Any] = {"deadline_s": PATIENCE_S, **more}
+    how: dict[str, Any] = {"deadline_s": TIMEOUT_S, **more}
     return lambda sock: dial_handshake(sock, own, secret, **how)
 
 
 def acceptor(own: PeerIdentity = B, secret: Secret | None = SECRET, **more: object) -> Side:
-    how: dict[str, Any] = {"deadline_s": PATIENCE_S, **more}
+    how: dict[str, Any] = {"deadline_s": TIMEOUT_S, **more}
     return lambda sock: accept_handshake(sock, own, secret, **how)
 
 
@@ -119,7 +119,7 @@ def test_each_session_has_keys_of_its_own() -> None:
     assert len({first.send_key, first.receive_key, again.send_key, again.receive_key}) == 4
 
 
-def test_two_without_secret_get_a_session_that_says_so() -> None:
+def test_two_without_secret_get_a_session_that_is_marked_so() -> None:
     left, right = sessions(*both(dialler(secret=None), acceptor(secret=None)))
     assert (left.peer, right.peer) == (B, A)
     for one in (left, right):
@@ -147,11 +147,11 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_both_sides_are_told_why_not(case: str) -> None:
+def test_both_sides_get_the_reason(case: str) -> None:
     left, right = both(*REFUSALS[case][:2])
     for outcome in (left, right):
         assert isinstance(outcome, HandshakeRefused), outcome
-        assert REFUSALS[case][2] in outcome.why
+        assert REFUSALS[case][2] in outcome.reason
         assert "canary" not in str(outcome)
     assert {left.is_ours, right.is_ours} == {True, False}  # type: ignore[union-attr]
 
@@ -162,9 +162,9 @@ def test_another_version_is_refused_with_both_versions_and_nodes(what: str) -> N
     left, right = both(dialler(who("node-a", **own)), acceptor(who("node-b", **{what: "2.13.0"})))
     for outcome in (left, right):
         assert isinstance(outcome, HandshakeRefused), outcome
-        assert f"node node-a has {what} 2.14.1" in outcome.why
-        assert f"node node-b has {what} 2.13.0" in outcome.why
-        assert "Install the same version on every node" in outcome.why
+        assert f"node node-a has {what} 2.14.1" in outcome.reason
+        assert f"node node-b has {what} 2.13.0" in outcome.reason
+        assert "Install the same version on every node" in outcome.reason
 
 
 def test_another_protocol_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +175,12 @@ def test_another_protocol_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -
             accept_handshake(right, B, SECRET)
         assert "999" in str(caught.value)
         right.close()
-        told = everything(left)
-        assert b"your protocol is 999" in told
-        assert f"ftrun {ftrun.__version__}".encode() in told
+        reported = everything(left)
+        assert b"your protocol is 999" in reported
+        assert f"ftrun {ftrun.__version__}".encode() in reported
 
 
-def test_admit_sees_who_it_is() -> None:
+def test_admit_sees_the_identity() -> None:
     seen: list[PeerIdentity] = []
 
     def admit(peer: PeerIdentity) -> str:
@@ -223,7 +223,7 @@ def answer_to(said: bytes, secret: Secret | None = SECRET) -> tuple[bytes, PeerE
         left.sendall(said)
         left.shutdown(socket.SHUT_WR)
         with pytest.raises(PeerError) as caught:
-            accept_handshake(right, B, secret, deadline_s=PATIENCE_S)
+            accept_handshake(right, B, secret, deadline_s=TIMEOUT_S)
         right.close()
         return everything(left), caught.value
 
@@ -233,38 +233,38 @@ def answer_to(said: bytes, secret: Secret | None = SECRET) -> tuple[bytes, PeerE
     [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xf1", frame(0xF1, b"short"), frame(0xF2, b"early")],
     ids=["nothing", "http", "cut", "short hello", "claim first"],
 )
-def test_a_stranger_hears_nothing(said: bytes) -> None:
-    heard, _ = answer_to(said)
-    assert heard == b""
+def test_an_unknown_peer_receives_nothing(said: bytes) -> None:
+    message, _ = answer_to(said)
+    assert message == b""
 
 
-def test_who_cannot_prove_it_hears_a_nonce_and_a_reason_and_nothing_else() -> None:
+def test_a_node_that_cannot_prove_it_receives_a_nonce_and_a_reason_and_nothing_else() -> None:
     claim = bytes(32) + msgspec.msgpack.encode(A)
-    heard, error = answer_to(frame(0xF1, hello(os.urandom(32))) + frame(0xF2, claim))
+    message, error = answer_to(frame(0xF1, hello(os.urandom(32))) + frame(0xF2, claim))
     assert isinstance(error, HandshakeRefused)
-    greeting, reason = heard[:HELLO_FRAME_BYTES], heard[HELLO_FRAME_BYTES:]
+    greeting, reason = message[:HELLO_FRAME_BYTES], message[HELLO_FRAME_BYTES:]
     assert greeting.startswith(frame(0xF1, hello(bytes(32)))[:-32])
-    why = b"the secret differs. Use the same --secret-file on every node of the run"
-    assert reason == frame(0xF4, why)
+    cause = b"the secret differs. Use the same --secret-file on every node of the run"
+    assert reason == frame(0xF4, cause)
 
 
-def test_what_was_said_once_opens_nothing_later() -> None:
+def test_what_was_reported_once_opens_nothing_later() -> None:
     said: list[bytes] = []
     left, right = through(lambda name, _, data: said.append(data) if name == "dialler" else None)
     sessions(left, right)
-    heard, error = answer_to(b"".join(said))
+    message, error = answer_to(b"".join(said))
     assert isinstance(error, HandshakeRefused)
-    assert len(heard) < 2 * HELLO_FRAME_BYTES + 40
+    assert len(message) < 2 * HELLO_FRAME_BYTES + 40
 
 
-def test_what_we_say_cannot_be_said_back_to_us() -> None:
+def test_what_we_report_cannot_be_reported_back_to_us() -> None:
     with tcp_pair() as (left, right):
         other = threading.Thread(target=mirror, args=(right,))
         other.start()
         with pytest.raises(ProtocolError):
-            dial_handshake(left, A, SECRET, deadline_s=PATIENCE_S)
+            dial_handshake(left, A, SECRET, deadline_s=TIMEOUT_S)
         left.close()
-        other.join(PATIENCE_S)
+        other.join(TIMEOUT_S)
         assert not other.is_alive()
 
 
@@ -281,34 +281,34 @@ def test_a_long_announcement_is_refused_before_it_comes(kind: int) -> None:
     with tcp_pair() as (left, right):
         left.sendall(struct.pack("<BH", kind, 65535))
         with pytest.raises(ProtocolError):
-            accept_handshake(right, B, SECRET, deadline_s=PATIENCE_S)
+            accept_handshake(right, B, SECRET, deadline_s=TIMEOUT_S)
 
 
 def test_no_more_than_4_kib_are_read_in_all() -> None:
     with tcp_pair() as (left, right):
         left.sendall(frame(0xF1, hello(os.urandom(32))) + frame(0xF2, bytes(4090)))
         with pytest.raises(ProtocolError):
-            accept_handshake(right, B, SECRET, deadline_s=PATIENCE_S)
+            accept_handshake(right, B, SECRET, deadline_s=TIMEOUT_S)
 
 
-def test_a_process_that_has_dialled_itself_refuses_nobody() -> None:
+def test_a_process_that_has_dialled_itself_refuses_no_node() -> None:
     with tcp_pair() as (left, right), ThreadPoolExecutor() as threads:
-        accepting = threads.submit(accept_handshake, right, A, SECRET, deadline_s=PATIENCE_S)
+        accepting = threads.submit(accept_handshake, right, A, SECRET, deadline_s=TIMEOUT_S)
         accepting.add_done_callback(lambda _: right.close())
         with pytest.raises(PeerLost):
-            dial_handshake(left, A, SECRET, deadline_s=PATIENCE_S)
+            dial_handshake(left, A, SECRET, deadline_s=TIMEOUT_S)
         with pytest.raises(ProtocolError, match="is this process itself"):
             accepting.result()
 
 
-def test_one_that_says_nothing_is_given_up() -> None:
+def test_one_that_reports_nothing_is_given_up() -> None:
     with tcp_pair() as (left, right), pytest.raises(PeerTimeout):
         accept_handshake(right, B, SECRET, deadline_s=0.1)
     with tcp_pair() as (left, _), pytest.raises(PeerTimeout):
         dial_handshake(left, A, SECRET, deadline_s=0.1)
 
 
-def test_one_that_says_it_byte_by_byte_has_one_deadline_for_all() -> None:
+def test_one_that_sends_it_byte_by_byte_has_one_deadline_for_all() -> None:
     done = threading.Event()
 
     def drip(sock: socket.socket) -> None:
@@ -325,7 +325,7 @@ def test_one_that_says_it_byte_by_byte_has_one_deadline_for_all() -> None:
                 accept_handshake(right, B, SECRET, deadline_s=0.5)
         finally:
             done.set()
-            other.join(PATIENCE_S)
+            other.join(TIMEOUT_S)
 
 
 def test_a_reason_cannot_act_on_a_terminal() -> None:
@@ -334,9 +334,9 @@ def test_a_reason_cannot_act_on_a_terminal() -> None:
         right.sendall(frame(0xF4, evil.encode() + b"\xff"))
         with pytest.raises(HandshakeRefused) as caught:
             dial_handshake(left, A, SECRET)
-    assert caught.value.why.isprintable()
-    assert len(caught.value.why) <= 500
-    assert caught.value.why.startswith("[2J red ERROR forged line xx")
+    assert caught.value.reason.isprintable()
+    assert len(caught.value.reason) <= 500
+    assert caught.value.reason.startswith("[2J red ERROR forged line xx")
 
 
 @pytest.mark.parametrize(
@@ -357,9 +357,9 @@ def test_a_reason_cannot_act_on_a_terminal() -> None:
 def test_an_identity_that_is_none_is_refused_without_secret_too(
     identity: dict[str, object],
 ) -> None:
-    told = msgspec.msgpack.encode({**msgspec.to_builtins(A), **identity})
+    reported = msgspec.msgpack.encode({**msgspec.to_builtins(A), **identity})
     _, error = answer_to(
-        frame(0xF1, hello(os.urandom(32), secret=0)) + frame(0xF2, told), secret=None
+        frame(0xF1, hello(os.urandom(32), secret=0)) + frame(0xF2, reported), secret=None
     )
     assert isinstance(error, ProtocolError)
 
@@ -368,10 +368,10 @@ def test_an_identity_that_is_none_is_refused_without_secret_too(
 @given(st.binary(max_size=300), st.booleans())
 def test_noise_is_refused_and_nothing_else_happens(noise: bytes, greet: bool) -> None:
     start = frame(0xF1, hello(os.urandom(32))) + b"\xf2" if greet else b""
-    heard, error = answer_to(start + noise)
+    message, error = answer_to(start + noise)
     assert isinstance(error, PeerLost | ProtocolError | HandshakeRefused)
-    assert b"secret-run" not in heard
-    assert b"node-b" not in heard
+    assert b"secret-run" not in message
+    assert b"node-b" not in message
 
 
 # --- somebody in the middle -----------------------------------------------------------------
@@ -388,7 +388,7 @@ def through(touch: Callable[[str, int, bytes], bytes | None]) -> tuple[Outcome, 
             one.start()
         outcome = between(left, closing(left, dialler()), right, closing(right, acceptor()))
         for one in relays:
-            one.join(PATIENCE_S)
+            one.join(TIMEOUT_S)
             assert not one.is_alive()
         return outcome
 
@@ -441,11 +441,11 @@ def test_a_bit_flipped_on_the_way_ends_the_handshake(where: tuple[str, int], bit
         assert isinstance(left, FtrunError)
 
 
-def test_nobody_in_the_middle_can_take_the_secret_out_of_use() -> None:
-    def say_no_secret(_: str, number: int, data: bytes) -> bytes | None:
+def test_no_attacker_in_the_middle_can_take_the_secret_out_of_use() -> None:
+    def report_no_secret(_: str, number: int, data: bytes) -> bytes | None:
         return data[:15] + b"\0" + data[16:] if number == 0 else None
 
-    left, right = through(say_no_secret)
+    left, right = through(report_no_secret)
     assert isinstance(left, FtrunError)
     assert isinstance(right, FtrunError)
 

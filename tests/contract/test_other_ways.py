@@ -34,7 +34,7 @@ from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 from tests.contract.answering import wait_until_full
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 QUIET_S = 2.0
 """Longer than it takes to dial anew."""
 TRIES = 3
@@ -57,14 +57,14 @@ def identity(node_id: str, incarnation: int) -> PeerIdentity:
 
 
 def wait_for(what: str, is_so: Callable[[], object]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < end_s, what
         time.sleep(0.01)
 
 
 @dataclass
-class Lead:
+class FakeLeader:
     """The other agent, played by the test; it listens on two rails."""
 
     stack: ExitStack
@@ -78,7 +78,7 @@ class Lead:
     def listen(self, host: str, port: int) -> None:
         listener = self.stack.enter_context(listen_tcp(host, port))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        listener.settimeout(PATIENCE_S)
+        listener.settimeout(TIMEOUT_S)
         self.listeners[host] = listener
 
     @property
@@ -92,13 +92,13 @@ class Lead:
     def accept(self, host: str) -> Connection:
         sock, _ = self.listeners[host].accept()
         me = identity("lead", self.incarnation)
-        session = accept_handshake(sock, me, SECRET, deadline_s=PATIENCE_S)
+        session = accept_handshake(sock, me, SECRET, deadline_s=TIMEOUT_S)
         return self._made(PeerConnection(sock, session, ClusterEnvelope))
 
     def dial(self, port: int, source: str) -> Connection:
-        sock = socket.create_connection((ME.host, port), PATIENCE_S, (source, 0))
+        sock = socket.create_connection((ME.host, port), TIMEOUT_S, (source, 0))
         me = identity("lead", self.incarnation)
-        session = dial_handshake(sock, me, SECRET, deadline_s=PATIENCE_S)
+        session = dial_handshake(sock, me, SECRET, deadline_s=TIMEOUT_S)
         return self._made(PeerConnection(sock, session, ClusterEnvelope))
 
     def _made(self, connection: Connection) -> Connection:
@@ -126,10 +126,10 @@ class Lead:
         wait_until_full(sock)
 
 
-def heard(connection: Connection, kind: type[M]) -> M:
+def received(connection: Connection, kind: type[M]) -> M:
     """The next message of this kind."""
     while True:
-        assert select.select([connection], [], [], PATIENCE_S)[0], kind
+        assert select.select([connection], [], [], TIMEOUT_S)[0], kind
         for envelope in connection.receive_ready():
             if isinstance(envelope.body, kind):
                 return envelope.body
@@ -150,15 +150,15 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def lead(stack: ExitStack) -> Lead:
-    return Lead(stack)
+def leader(stack: ExitStack) -> FakeLeader:
+    return FakeLeader(stack)
 
 
 @dataclass
 class Agent:
     """The agent under test."""
 
-    brain: ClusterControlLoop
+    control_loop: ClusterControlLoop
     thread: ClusterConnections
     port: int
     asides: list[object]
@@ -166,7 +166,7 @@ class Agent:
     """Called once each, when another agent was reached."""
 
     def notes(self, kind: str) -> list[Note]:
-        self._all.extend(iter(self.brain.next_order, None))
+        self._all.extend(iter(self.control_loop.next_order, None))
         entries = [one.record for one in self._all if isinstance(one, JournalEntry)]
         return [record for record in entries if record.kind == kind]
 
@@ -175,55 +175,55 @@ class Agent:
 
 
 @pytest.fixture
-def agent(stack: ExitStack, lead: Lead) -> Agent:
-    return made_agent(stack, lead)
+def agent(stack: ExitStack, leader: FakeLeader) -> Agent:
+    return made_agent(stack, leader)
 
 
 def made_agent(
     stack: ExitStack,
-    lead: Lead,
-    aside: Callable[[object], object] | None = None,
-    hold_now: Callable[[bool], None] = lambda _: None,
+    leader: FakeLeader,
+    excluded: Callable[[object], object] | None = None,
+    suspend_now: Callable[[bool], None] = lambda _: None,
 ) -> Agent:
     listener = listen_tcp(ME.host, 0)
-    endpoint = (FIRST, lead.port(FIRST))
+    endpoint = (FIRST, leader.port(FIRST))
     settings = made_settings(
         ClusterSize(2, 2, 0),
         endpoint_host=endpoint[0],
         endpoint_port=endpoint[1],
-        deadline_s=60.0,
-        stop_cut_off_s=30.0,
+        failure_timeout_s=60.0,
+        self_fencing_timeout_s=30.0,
     )
-    brain = ClusterControlLoop(ME, settings, kept=None, took_effect=False)
+    control_loop = ClusterControlLoop(ME, settings, kept=None, is_chosen=False)
     asides: list[object] = []
     dialled: list[Callable[..., None]] = []
-    thread = brain.thread = ClusterConnections(
-        brain,
+    thread = control_loop.thread = ClusterConnections(
+        control_loop,
         identity(ME.node_id, ME.incarnation),
         SECRET,
         [listener],
-        wake_hands=lambda: None,
-        hold_now=hold_now,
+        wake_executor=lambda: None,
+        suspend_now=suspend_now,
         each_turn=lambda _: None,
         lease=lambda _: None,
-        aside=lambda _, message: (aside or asides.append)(message),
+        on_other_message=lambda _, message: (excluded or asides.append)(message),
         dialled=lambda *who: dialled.pop()(*who) if dialled else None,
     )
     thread.start()
     stack.callback(thread.close)
-    return Agent(brain, thread, int(listener.getsockname()[1]), asides, dialled)
+    return Agent(control_loop, thread, int(listener.getsockname()[1]), asides, dialled)
 
 
 @pytest.fixture
-def followed(agent: Agent, lead: Lead) -> Connection:
+def followed(agent: Agent, leader: FakeLeader) -> Connection:
     """The leader's connection to the agent, which follows it and has its rails."""
-    return follower_of(lead)
+    return follower_of(leader)
 
 
-def follower_of(lead: Lead) -> Connection:
-    connection = lead.accept(FIRST)
-    connection.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
-    heard(connection, Heartbeat)
+def follower_of(leader: FakeLeader) -> Connection:
+    connection = leader.accept(FIRST)
+    connection.send(Prepare(0, leader.card, "the run begins", (-1, 0)))
+    received(connection, Heartbeat)
     return connection
 
 
@@ -233,36 +233,36 @@ def stop_reading(agent: Agent) -> float:
     return time.monotonic()
 
 
-def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, lead: Lead) -> None:
+def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, leader: FakeLeader) -> None:
     def fails(*_: object) -> None:
         raise ValueError("planted")
 
     agent.dialled.append(fails)
-    lead.accept(FIRST)
-    second = lead.accept(FIRST)
-    second.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
-    heard(second, Heartbeat)
+    leader.accept(FIRST)
+    second = leader.accept(FIRST)
+    second.send(Prepare(0, leader.card, "the run begins", (-1, 0)))
+    received(second, Heartbeat)
 
 
 def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
-    stack: ExitStack, lead: Lead
+    stack: ExitStack, leader: FakeLeader
 ) -> None:
     def fails(_: object) -> None:
         raise ValueError("planted")
 
     held: list[bool] = []
-    agent = made_agent(stack, lead, aside=fails, hold_now=held.append)
-    connection = follower_of(lead)
-    agent.brain.passing()
+    agent = made_agent(stack, leader, excluded=fails, suspend_now=held.append)
+    connection = follower_of(leader)
+    agent.control_loop.tick()
     assert held == []
     connection.send(JournalLines(["a line"]))
-    give_up_s = time.monotonic() + PATIENCE_S
+    give_up_s = time.monotonic() + TIMEOUT_S
     while agent.thread.failure is None or not held:
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
     assert held == [True]
     with pytest.raises(RuntimeError, match="the cluster thread has ended"):
-        agent.brain.passing()
+        agent.control_loop.tick()
 
 
 def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
@@ -275,15 +275,15 @@ def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
 
 
 @pytest.mark.slow
-def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail() -> None:
+def test_a_connection_that_is_cut_off_is_recreated_over_another_rail() -> None:
     def scene(stack: ExitStack) -> float:
-        lead = Lead(stack)
-        agent = made_agent(stack, lead)
-        followed = follower_of(lead)
-        begun_s = stop_reading(agent)
-        second = lead.accept(SECOND)
-        took_s = time.monotonic() - begun_s
-        heard(second, Heartbeat)
+        leader = FakeLeader(stack)
+        agent = made_agent(stack, leader)
+        followed = follower_of(leader)
+        started_s = stop_reading(agent)
+        second = leader.accept(SECOND)
+        took_s = time.monotonic() - started_s
+        received(second, Heartbeat)
         wait_for("the old one to be closed", lambda: is_closed(followed))
         (note,) = agent.notes("connection_failed_over")
         assert FIRST in note.text
@@ -295,38 +295,38 @@ def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_stands_still_is_not_dialled_anew(
-    agent: Agent, lead: Lead, followed: Connection
+def test_a_process_that_is_paused_is_not_dialled_again(
+    agent: Agent, leader: FakeLeader, followed: Connection
 ) -> None:
-    lead.listeners[SECOND].settimeout(QUIET_S)
+    leader.listeners[SECOND].settimeout(QUIET_S)
     with pytest.raises(TimeoutError):
-        lead.accept(SECOND)
-    heard(followed, Heartbeat)
+        leader.accept(SECOND)
+    received(followed, Heartbeat)
 
 
 @pytest.mark.slow
-def test_a_node_with_one_rail_is_left_to_its_kernel(agent: Agent, lead: Lead) -> None:
-    connection = lead.accept(FIRST)
-    alone = card("lead", lead.incarnation, {FIRST: lead.port(FIRST)})
+def test_a_node_with_one_rail_is_left_to_its_kernel(agent: Agent, leader: FakeLeader) -> None:
+    connection = leader.accept(FIRST)
+    alone = card("lead", leader.incarnation, {FIRST: leader.port(FIRST)})
     connection.send(Prepare(0, alone, "the run begins", (-1, 0)))
-    heard(connection, Heartbeat)
+    received(connection, Heartbeat)
     stop_reading(agent)
-    lead.listeners[FIRST].settimeout(QUIET_S)
+    leader.listeners[FIRST].settimeout(QUIET_S)
     with pytest.raises(TimeoutError):
-        lead.accept(FIRST)
+        leader.accept(FIRST)
 
 
 @pytest.mark.slow
 def test_a_closed_connection_is_dialled_over_any_rail() -> None:
     def scene(stack: ExitStack) -> float:
-        lead = Lead(stack)
-        agent = made_agent(stack, lead)
-        followed = follower_of(lead)
-        lead.cut(FIRST)
+        leader = FakeLeader(stack)
+        agent = made_agent(stack, leader)
+        followed = follower_of(leader)
+        leader.cut(FIRST)
         followed.close()
-        begun_s = time.monotonic()
-        heard(lead.accept(SECOND), Heartbeat)
-        took_s = time.monotonic() - begun_s
+        started_s = time.monotonic()
+        received(leader.accept(SECOND), Heartbeat)
+        took_s = time.monotonic() - started_s
         assert not agent.notes("leader_lost")
         return took_s
 
@@ -334,10 +334,10 @@ def test_a_closed_connection_is_dialled_over_any_rail() -> None:
 
 
 def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
-    agent: Agent, lead: Lead, followed: Connection
+    agent: Agent, leader: FakeLeader, followed: Connection
 ) -> None:
-    lead.leave(FIRST)
-    lead.leave(SECOND)
+    leader.leave(FIRST)
+    leader.leave(SECOND)
     followed.close()
     wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
     assert "refuses the connection" in agent.notes("leader_lost")[0].text
@@ -345,43 +345,43 @@ def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
 
 @pytest.mark.slow
 def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
-    agent: Agent, lead: Lead, followed: Connection
+    agent: Agent, leader: FakeLeader, followed: Connection
 ) -> None:
-    lead.cut(FIRST)
-    port = lead.port(SECOND)
-    lead.leave(SECOND)  # as where a firewall refuses what never was let through
+    leader.cut(FIRST)
+    port = leader.port(SECOND)
+    leader.leave(SECOND)  # as where a firewall refuses what never was let through
     followed.close()
     time.sleep(QUIET_S)
     assert not agent.notes("leader_lost")
-    lead.listen(SECOND, port)
-    again = lead.accept(SECOND)
-    heard(again, Heartbeat)
-    lead.leave(SECOND)
+    leader.listen(SECOND, port)
+    again = leader.accept(SECOND)
+    received(again, Heartbeat)
+    leader.leave(SECOND)
     again.close()
     wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
 
 
 def test_an_agent_started_again_may_speak_from_another_rail_of_its_machine(
-    agent: Agent, lead: Lead, followed: Connection
+    agent: Agent, leader: FakeLeader, followed: Connection
 ) -> None:
-    lead.incarnation += 1
-    stranger = lead.dial(agent.port, "127.0.0.77")
-    assert "--node-id" in heard(stranger, JoinRejected).why
-    again = lead.dial(agent.port, SECOND)
+    leader.incarnation += 1
+    unknown_peer = leader.dial(agent.port, "127.0.0.77")
+    assert "--node-id" in received(unknown_peer, JoinRejected).reason
+    again = leader.dial(agent.port, SECOND)
     wait_for("the old one to be closed", lambda: is_closed(followed))
-    lead.incarnation -= 1
+    leader.incarnation -= 1
     assert not is_closed(again)
 
 
-def test_whoever_else_listens_at_the_other_address_is_passed_over(
-    agent: Agent, lead: Lead, followed: Connection
+def test_any_other_process_that_listens_at_the_other_address_is_passed_over(
+    agent: Agent, leader: FakeLeader, followed: Connection
 ) -> None:
-    lead.cut(FIRST)
+    leader.cut(FIRST)
     followed.close()
-    sock, _ = lead.listeners[SECOND].accept()
+    sock, _ = leader.listeners[SECOND].accept()
     with sock, pytest.raises(PeerError, match="was to listen"):
         accept_handshake(sock, identity("another", 3), SECRET)
-    heard(lead.accept(SECOND), Heartbeat)
+    received(leader.accept(SECOND), Heartbeat)
 
 
 # --- the choice between two connections ---------------------------------------------------------

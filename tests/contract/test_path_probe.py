@@ -15,9 +15,9 @@ from ftrun.agent.cluster.path_probe import (
     LinkProber,
     PathProber,
     probe,
+    probe_path,
+    serve_path_probe,
     serve_probe,
-    serve_road,
-    try_road,
 )
 from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery.commands import ProbePath
@@ -30,7 +30,7 @@ from ftrun.wire.cluster.messages import (
 )
 from ftrun.wire.transport.handshake import PeerIdentity, Purpose, unfit
 from ftrun.wire.transport.secret import Secret, make_secret
-from tests.contract.answering import WAIT_S, answering, nobody_at
+from tests.contract.answering import WAIT_S, answering, closed_port
 
 SECRET = make_secret()
 
@@ -47,17 +47,22 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
 
 
 @contextmanager
-def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[ProbePathRequest]:
+def agent(
+    secret: Secret | None = SECRET, *, is_unresponsive: bool = False
+) -> Iterator[ProbePathRequest]:
     """An agent that serves one path probe."""
-    with answering(who("there"), secret, serve_road, is_mute=is_mute) as (host, port):
+    with answering(who("there"), secret, serve_path_probe, is_unresponsive=is_unresponsive) as (
+        host,
+        port,
+    ):
         yield ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", host, port)
 
 
-def test_a_road_has_a_round_trip_and_a_rate() -> None:
+def test_a_path_has_a_round_trip_and_a_rate() -> None:
     # The quickest of some, so that it is the road's rate and not the machine's.
     for _ in range(5):
         with agent() as order:
-            found = try_road(order, "here", who("here", "road"), SECRET)
+            found = probe_path(order, "here", who("here", "road"), SECRET)
         assert found.problem == ""
         if found.bytes_per_s > 1e6 and found.rtt_s < 1:
             break
@@ -69,51 +74,51 @@ def test_a_road_has_a_round_trip_and_a_rate() -> None:
 def test_a_short_try_sends_nothing_but_pings() -> None:
     with agent() as order:
         short = msgspec.structs.replace(order, is_short=True)
-        found = try_road(short, "here", who("here", "road"), SECRET)
+        found = probe_path(short, "here", who("here", "road"), SECRET)
     assert found.rtt_s > 0
     assert (found.bytes_per_s, found.problem) == (0.0, "")
 
 
-def test_nobody_there_is_a_dead_road() -> None:
-    with nobody_at("127.0.0.1") as port:
+def test_no_listener_is_a_dead_path() -> None:
+    with closed_port("127.0.0.1") as port:
         order = ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
-        found = try_road(order, "here", who("here", "road"), SECRET)
+        found = probe_path(order, "here", who("here", "road"), SECRET)
     assert found.rtt_s == 0
     assert "refuses" in found.problem
 
 
-def test_an_address_that_is_not_of_this_node_is_a_dead_road() -> None:
+def test_an_address_that_is_not_of_this_node_is_a_dead_path() -> None:
     order = ProbePathRequest(3, "there", "rail0", "lo", "203.0.113.9", "127.0.0.1", 9)
-    assert try_road(order, "here", who("here", "road"), SECRET).problem
+    assert probe_path(order, "here", who("here", "road"), SECRET).problem
 
 
-def test_another_secret_is_a_dead_road() -> None:
+def test_another_secret_is_a_dead_path() -> None:
     with agent(make_secret()) as order:
-        assert try_road(order, "here", who("here", "road"), SECRET).problem
+        assert probe_path(order, "here", who("here", "road"), SECRET).problem
 
 
-def test_who_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_probe, "TRY_S", 0.3)
-    with agent(is_mute=True) as order:
-        begun_s = time.monotonic()
-        found = try_road(order, "here", who("here", "road"), SECRET)
-        assert time.monotonic() - begun_s < WAIT_S / 2
+    with agent(is_unresponsive=True) as order:
+        started_s = time.monotonic()
+        found = probe_path(order, "here", who("here", "road"), SECRET)
+        assert time.monotonic() - started_s < WAIT_S / 2
     assert found.rtt_s == 0
     assert "did not come to its end" in found.problem
 
 
 @pytest.mark.parametrize("asks", ["here", "lead"])
-def test_the_desk_tells_whoever_asked(asks: str) -> None:
-    told: SimpleQueue[tuple[str, Happening | AnyClusterMessage]] = SimpleQueue()
-    desk = PathProber(
+def test_the_node_check_reports_a_node_that_asked(asks: str) -> None:
+    reported: SimpleQueue[tuple[str, Happening | AnyClusterMessage]] = SimpleQueue()
+    rpc = PathProber(
         who("here"),
         SECRET,
-        tell=lambda event: told.put(("", event)),
-        send=lambda node_id, body: told.put((node_id, body)),
+        post=lambda event: reported.put(("", event)),
+        send=lambda node_id, body: reported.put((node_id, body)),
     )
     with agent() as order:
-        desk.take(ProbePath(asks, order))
-        where, what = told.get(timeout=WAIT_S)
+        rpc.take(ProbePath(asks, order))
+        where, what = reported.get(timeout=WAIT_S)
     if asks == "here":
         assert isinstance(what, MessageReceived)
         assert what.node_id == "here"
@@ -124,26 +129,30 @@ def test_the_desk_tells_whoever_asked(asks: str) -> None:
     assert (what.survey, what.found.destination) == (3, "there")
 
 
-@pytest.mark.parametrize("why", ["full", "no threads", "bug"])
-def test_a_desk_that_cannot_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+@pytest.mark.parametrize("reason", ["full", "no threads", "bug"])
+def test_a_node_check_that_cannot_try_is_reported_at_once(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     def breaks(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    if why == "full":
+    if reason == "full":
         monkeypatch.setattr(path_probe, "MAX_AT_ONCE", 0)
-    elif why == "bug":
-        monkeypatch.setattr(path_probe, "try_road", breaks)
-    told: SimpleQueue[AnyClusterMessage] = SimpleQueue()
-    desk = PathProber(who("here"), SECRET, tell=lambda _: None, send=lambda _, body: told.put(body))
+    elif reason == "bug":
+        monkeypatch.setattr(path_probe, "probe_path", breaks)
+    reported: SimpleQueue[AnyClusterMessage] = SimpleQueue()
+    rpc = PathProber(
+        who("here"), SECRET, post=lambda _: None, send=lambda _, body: reported.put(body)
+    )
     with monkeypatch.context() as patch:
-        if why == "no threads":
+        if reason == "no threads":
             patch.setattr(threading.Thread, "start", breaks)
-        desk.take(
+        rpc.take(
             ProbePath(
                 "lead", ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", 1)
             )
         )
-    answer = told.get(timeout=WAIT_S)
+    answer = reported.get(timeout=WAIT_S)
     assert isinstance(answer, ProbePathResult)
     assert answer.is_untried
     assert (answer.survey, answer.found.destination) == (3, "there")
@@ -152,14 +161,17 @@ def test_a_desk_that_cannot_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch,
 
 @contextmanager
 def link_agent(
-    secret: Secret | None = SECRET, *, is_mute: bool = False
+    secret: Secret | None = SECRET, *, is_unresponsive: bool = False
 ) -> Iterator[ProbeLinkRequest]:
     """An agent that serves one probe."""
-    with answering(who("there"), secret, serve_probe, is_mute=is_mute) as (host, port):
+    with answering(who("there"), secret, serve_probe, is_unresponsive=is_unresponsive) as (
+        host,
+        port,
+    ):
         yield ProbeLinkRequest(1, "there", host, port)
 
 
-def test_a_probe_tells_round_trip_and_both_rates() -> None:
+def test_a_probe_reports_round_trip_and_both_rates() -> None:
     with link_agent() as order:
         found = probe(order, who("here", "probe"), SECRET)
     assert found.problem == ""
@@ -176,15 +188,15 @@ def test_a_wrong_secret_is_no_probe() -> None:
     assert found.rtt_s == 0
 
 
-def test_who_does_not_answer_is_given_up() -> None:
-    with link_agent(is_mute=True) as order:
+def test_a_node_that_does_not_answer_is_given_up() -> None:
+    with link_agent(is_unresponsive=True) as order:
         found = probe(order, who("here", "probe"), SECRET, limit_s=0.2)
     assert "did not come to its end" in found.problem
     assert found.to_bytes_per_s == 0
 
 
-def test_nobody_there() -> None:
-    with nobody_at("127.0.0.1") as port:
+def test_no_listener() -> None:
+    with closed_port("127.0.0.1") as port:
         found = probe(ProbeLinkRequest(3, "there", "127.0.0.1", port), who("here", "probe"), None)
     assert found.number == 3
     assert "refuses" in found.problem or found.problem
@@ -199,7 +211,7 @@ def test_a_prober_that_goes_away_is_an_error_of_the_server() -> None:
 
 def test_one_probe_at_a_time_and_a_pause_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_probe, "PAUSE_S", WAIT_S)  # it is not over, however busy the machine
-    desk = LinkProber(who("here"), SECRET)
+    rpc = LinkProber(who("here"), SECRET)
     found: list[ProbeLinkResult] = []
     came, may_end = threading.Event(), threading.Event()
 
@@ -209,14 +221,14 @@ def test_one_probe_at_a_time_and_a_pause_between_two(monkeypatch: pytest.MonkeyP
         may_end.wait(WAIT_S)
 
     with link_agent() as order:
-        assert desk.take(order, answer)
+        assert rpc.take(order, answer)
         assert came.wait(WAIT_S)
-        assert not desk.take(order, answer)
+        assert not rpc.take(order, answer)
         may_end.set()
     assert [one.problem for one in found] == [""]
-    with desk._busy:
+    with rpc._busy:
         pass
-    assert not desk.take(order, answer)
+    assert not rpc.take(order, answer)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 A, B = (PeerIdentity("run", "agent", name, number) for name, number in (("a", 5), ("b", 6)))
 Connection = PeerConnection[Envelope]
 
@@ -38,7 +38,7 @@ each_kind = pytest.mark.parametrize("secret", [make_secret(), None], ids=["secre
 
 def tcp_sockets() -> tuple[socket.socket, socket.socket]:
     with listen_tcp("127.0.0.1", 0) as listener:
-        left = socket.create_connection(listener.getsockname(), PATIENCE_S)
+        left = socket.create_connection(listener.getsockname(), TIMEOUT_S)
         return left, listener.accept()[0]
 
 
@@ -46,9 +46,9 @@ def met(secret: Secret | None) -> tuple[socket.socket, AuthSession, socket.socke
     """Two sockets with a handshake behind them."""
     left, right = tcp_sockets()
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_handshake, right, B, secret, deadline_s=PATIENCE_S)
-        dialled = dial_handshake(left, A, secret, deadline_s=PATIENCE_S)
-        return left, dialled, right, accepted.result(PATIENCE_S)
+        accepted = pool.submit(accept_handshake, right, B, secret, deadline_s=TIMEOUT_S)
+        dialled = dial_handshake(left, A, secret, deadline_s=TIMEOUT_S)
+        return left, dialled, right, accepted.result(TIMEOUT_S)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def ends(secret: Secret | None) -> Iterator[tuple[Connection, Connection]]:
 def wait_for(connection: Connection, count: int) -> list[Envelope]:
     found: list[Envelope] = []
     while len(found) < count:
-        assert select.select([connection], [], [], PATIENCE_S)[0]
+        assert select.select([connection], [], [], TIMEOUT_S)[0]
         found += connection.receive_ready()
     return found
 
@@ -107,8 +107,8 @@ def fed(session: AuthSession, data: bytes) -> tuple[list[str], Exception | None]
     try:
         left.sendall(data)
         left.shutdown(socket.SHUT_WR)
-        while select.select([connection], [], [], PATIENCE_S)[0]:
-            found += [one.body.why for one in connection.receive_ready()]  # type: ignore[union-attr]
+        while select.select([connection], [], [], TIMEOUT_S)[0]:
+            found += [one.body.reason for one in connection.receive_ready()]  # type: ignore[union-attr]
     except (ProtocolError, PeerLost) as error:
         return found, error
     finally:
@@ -144,7 +144,7 @@ def test_a_message_longer_than_any_buffer_goes_in_parts() -> None:
         assert a.wants_write
         found: list[Envelope] = []
         while len(found) < 5:
-            readable, writable, _ = select.select([b], [a] if a.wants_write else [], [], PATIENCE_S)
+            readable, writable, _ = select.select([b], [a] if a.wants_write else [], [], TIMEOUT_S)
             assert readable or writable
             if writable:
                 a.flush()
@@ -193,11 +193,11 @@ def test_one_talkative_peer_does_not_keep_us() -> None:
         talker.start()
         try:
             for _ in range(20):
-                assert select.select([b], [], [], PATIENCE_S)[0]
+                assert select.select([b], [], [], TIMEOUT_S)[0]
                 assert b.receive_ready() is not None
         finally:
             stop.set()
-            talker.join(PATIENCE_S)
+            talker.join(TIMEOUT_S)
 
 
 def test_the_messages_before_an_end_are_given_first() -> None:
@@ -213,7 +213,7 @@ def test_the_messages_before_an_end_are_given_first() -> None:
         assert again.value.how == "closed"
 
 
-def test_a_reset_is_told_from_an_end() -> None:
+def test_a_reset_is_distinguished_from_an_end() -> None:
     left, mine, right, theirs = met(make_secret())
     connection = PeerConnection(right, theirs, Envelope)
     left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -313,7 +313,7 @@ def test_frames_of_another_session_are_refused(sealed_with: AuthSession) -> None
     assert (found, type(error)) == ([], ProtocolError)
 
 
-def test_our_own_frames_said_back_to_us_are_refused(sealed_with: AuthSession) -> None:
+def test_our_own_frames_reported_back_to_us_are_refused(sealed_with: AuthSession) -> None:
     # What A has sent, to A: the two directions have two keys.
     found, error = fed(swapped(sealed_with), frames(sealed_with, 1)[0])
     assert (found, type(error)) == ([], ProtocolError)
@@ -364,7 +364,7 @@ def test_a_stream_of_large_forged_frames_costs_bounded_memory(sealed_with: AuthS
     finally:
         tracemalloc.stop()
         connection.close()
-        sender.join(PATIENCE_S)
+        sender.join(TIMEOUT_S)
         left.close()
 
 

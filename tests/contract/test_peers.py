@@ -20,7 +20,7 @@ from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 
 WAIT_S = 60.0
-PATIENCE_S = 1.0
+TIMEOUT_S = 1.0
 """Where the end of it is waited for."""
 LONG_S = 30.0
 """Where it must not end, however busy the machine is."""
@@ -28,7 +28,7 @@ SECRET = make_secret()
 HOST = "127.0.0.1"
 
 
-class Told:
+class Reported:
     """The events that the server receives."""
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Told:
     def received(self, *_: Any) -> None:
         self.events.put(("received", ""))
 
-    def lost(self, node_id: str, purpose: str, why: str) -> None:
-        self.events.put(("lost", why))
+    def lost(self, node_id: str, purpose: str, reason: str) -> None:
+        self.events.put(("lost", reason))
 
     def linked(self, node_id: str, purpose: str) -> None:
         self.events.put(("linked", ""))
@@ -51,12 +51,12 @@ def identity(node_id: str) -> PeerIdentity:
 class Here:
     """An SMP's links; the one to node b stays connected."""
 
-    def __init__(self, patience_s: float) -> None:
-        self.told = Told()
+    def __init__(self, timeout_s: float) -> None:
+        self.reported = Reported()
         self.peers = PeerListener()
-        self.peers.events = self.told
+        self.peers.events = self.reported
         self.port = self.peers.listen([HOST], SECRET)
-        self.peers.begin(PeerSession(identity("a"), 0, 7, patience_s))
+        self.peers.begin(PeerSession(identity("a"), 0, 7, timeout_s))
         self.b = listen_tcp(HOST, 0)
         place = NodeAddress("b", 1, HOST, self.b.getsockname()[1], [1])
         self.peers.link(place, FETCH)
@@ -67,7 +67,7 @@ class Here:
     def linked_by_b(self) -> BulkSocket:
         sock = dial(HOST, self.port, WAIT_S)
         session = dial_handshake(sock, identity("b"), SECRET, deadline_s=WAIT_S)
-        made = BulkSocket(sock, session, patience_s=WAIT_S)
+        made = BulkSocket(sock, session, timeout_s=WAIT_S)
         made.send(0, LinkHello(0, FETCH, 0))
         made.send(0, RoundStored(0, 0, 0))
         self.next("received")
@@ -76,9 +76,9 @@ class Here:
     def next(self, kind: str) -> str:
         """The reason of the next event of this kind."""
         while True:
-            found, why = self.told.events.get(timeout=WAIT_S)
+            found, reason = self.reported.events.get(timeout=WAIT_S)
             if found == kind:
-                return why
+                return reason
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def here(request: pytest.FixtureRequest) -> Iterator[Here]:
     made.b.close()
 
 
-@pytest.mark.parametrize("here", [PATIENCE_S], indirect=True)
+@pytest.mark.parametrize("here", [TIMEOUT_S], indirect=True)
 def test_a_node_that_does_not_connect_again_is_reported_in_the_end(here: Here) -> None:
     made = here.linked_by_b()
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     made.close()
     assert "closed" in here.next("lost")
-    assert time.monotonic() - begun_s >= PATIENCE_S * 0.9
+    assert time.monotonic() - started_s >= TIMEOUT_S * 0.9
 
 
 def test_a_node_that_connects_again_is_not_lost(here: Here) -> None:
@@ -107,25 +107,25 @@ def test_a_node_that_connects_again_is_not_lost(here: Here) -> None:
     while [thread.name for thread in threading.enumerate()].count("ftrun-from-b") > 1:
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
-    told = [here.told.events.get() for _ in range(here.told.events.qsize())]
-    assert "lost" not in [kind for kind, _ in told]
+    reported = [here.reported.events.get() for _ in range(here.reported.events.qsize())]
+    assert "lost" not in [kind for kind, _ in reported]
     second.close()
 
 
-def test_silent_strangers_of_one_address_keep_no_node_out(here: Here) -> None:
+def test_unresponsive_unknown_peers_of_one_address_keep_no_node_out(here: Here) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(150):  # more than there are slots
-            stranger = socket.create_connection(
+            unknown_peer = socket.create_connection(
                 (HOST, here.port), WAIT_S, source_address=("127.0.0.66", 0)
             )
-            stack.enter_context(stranger)
+            stack.enter_context(unknown_peer)
         here.linked_by_b().close()
 
 
 def test_a_node_that_breaks_the_rules_is_lost_at_once(here: Here) -> None:
     made = here.linked_by_b()
     made.send(1, RoundStored(0, 0, 0))
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     assert "another generation" in here.next("lost")
-    assert time.monotonic() - begun_s < LONG_S / 2
+    assert time.monotonic() - started_s < LONG_S / 2
     made.close()

@@ -23,7 +23,7 @@ from ftrun.wire.transport.secret import (
     shared_secret_file,
 )
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 CANARY = b"canary-canary-canary-canary-0123"
 
 
@@ -74,7 +74,7 @@ def test_a_file_that_others_can_read_is_refused_with_the_cure(tmp_path: Path, mo
     assert f"chmod 600 {path}" in refused(path)
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = file_with(tmp_path, CANARY)
     if os.getuid() != 0:
         pytest.skip("only root can give a file away")
@@ -161,7 +161,7 @@ def test_many_that_come_at_once_agree(tmp_path: Path) -> None:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        said = {process.communicate(timeout=PATIENCE_S)[0].strip() for process in made}
+        said = {process.communicate(timeout=TIMEOUT_S)[0].strip() for process in made}
     assert len(said) == 1
     assert re.fullmatch(r"[0-9a-f]{64}", said.pop())
 
@@ -180,9 +180,9 @@ def test_without_hard_links_readers_wait_for_the_writer(
     writer = threading.Timer(0.2, path.write_text, [f"{CANARY.hex()}\n"])
     writer.start()
     try:
-        assert load_secret(shared_secret_file(folder, "k", deadline_s=PATIENCE_S)) == Secret(CANARY)
+        assert load_secret(shared_secret_file(folder, "k", deadline_s=TIMEOUT_S)) == Secret(CANARY)
     finally:
-        writer.join(PATIENCE_S)
+        writer.join(TIMEOUT_S)
     assert isinstance(load_secret(shared_secret_file(folder, "other")), Secret)
 
 

@@ -19,9 +19,9 @@ from ftrun.wire.transport.tcp import (
     listen_tcp,
     tune,
 )
-from tests.contract.answering import nobody_at, wait_until_full
+from tests.contract.answering import closed_port, wait_until_full
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def port_of(sock: socket.socket) -> int:
     return int(sock.getsockname()[1])
 
 
-def lost(host: str, port: int, deadline_s: float = PATIENCE_S) -> HowLost:
+def lost(host: str, port: int, deadline_s: float = TIMEOUT_S) -> HowLost:
     with pytest.raises(PeerLost) as caught:
         dial(host, port, deadline_s)
     assert host in str(caught.value)
@@ -61,17 +61,17 @@ def test_all_networks_at_once_are_refused(host: str) -> None:
     assert "--bind" in str(caught.value)
 
 
-def test_all_networks_only_when_that_is_said() -> None:
+def test_all_networks_only_when_requested() -> None:
     with listen_tcp("0.0.0.0", 0, any_interface=True) as sock:
         assert sock.getsockname()[0] == "0.0.0.0"
 
 
 def test_only_one_address_listens(listener: socket.socket) -> None:
     assert lost("127.0.0.2", port_of(listener)) == "refused"
-    dial("127.0.0.1", port_of(listener), PATIENCE_S).close()
+    dial("127.0.0.1", port_of(listener), TIMEOUT_S).close()
 
 
-def test_a_port_that_is_taken_says_so(listener: socket.socket) -> None:
+def test_a_port_that_is_taken_is_reported(listener: socket.socket) -> None:
     with pytest.raises(AddressTaken) as caught:
         listen_tcp("127.0.0.1", port_of(listener))
     assert str(port_of(listener)) in str(caught.value)
@@ -85,8 +85,8 @@ def test_an_address_of_another_machine_is_refused() -> None:
         listen_tcp("no-such-host.invalid", 0)
 
 
-def test_nobody_there_is_refused() -> None:
-    with nobody_at("127.0.0.1") as port:
+def test_no_listener_is_refused() -> None:
+    with closed_port("127.0.0.1") as port:
         assert lost("127.0.0.1", port) == "refused"
 
 
@@ -98,7 +98,7 @@ def test_a_socket_that_is_connected_to_itself_is_refused() -> None:
             tcp.check_not_itself(sock)
 
 
-def test_no_answer_is_silent(full: int) -> None:
+def test_no_answer_is_unresponsive(full: int) -> None:
     assert lost("127.0.0.1", full, deadline_s=0.3) == "silent"
 
 
@@ -106,7 +106,7 @@ def test_a_name_without_address_is_unknown() -> None:
     assert lost("no-such-host.invalid", 1) == "unknown"
 
 
-def test_refused_at_one_address_and_silent_at_another_is_silent(
+def test_refused_at_one_address_and_unresponsive_at_another_is_unresponsive(
     full: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
@@ -140,7 +140,7 @@ def test_errors_of_the_kernel_have_words(number: int, how: HowLost, words: str) 
 
 
 def test_a_connection_is_tuned(listener: socket.socket) -> None:
-    with dial("127.0.0.1", port_of(listener), PATIENCE_S) as sock:
+    with dial("127.0.0.1", port_of(listener), TIMEOUT_S) as sock:
         tcp_option: Any = lambda name: sock.getsockopt(socket.IPPROTO_TCP, name)  # noqa: E731
         assert sock.gettimeout() is None
         assert tcp_option(socket.TCP_NODELAY)

@@ -13,7 +13,7 @@ from ftrun.wire.cluster.transfer import BlockData, LinkHello, RoundStored, Trans
 from ftrun.wire.transport.bulk_socket import BulkSocket, digest_of
 from ftrun.wire.transport.handshake import AuthSession, PeerIdentity
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SHORT_S = 0.5
 """Where the patience of one side is to end."""
 
@@ -33,10 +33,10 @@ def replace_name(identity: PeerIdentity, name: str) -> PeerIdentity:
 @pytest.fixture
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """The sender, the receiver, and the raw socket under the sender."""
-    patience_s = getattr(request, "param", PATIENCE_S)
+    timeout_s = getattr(request, "param", TIMEOUT_S)
     ours, theirs = socket.socketpair()
-    sender = BulkSocket(ours, session("a", "b"), patience_s=patience_s)
-    receiver = BulkSocket(theirs, session("b", "a"), patience_s=patience_s)
+    sender = BulkSocket(ours, session("a", "b"), timeout_s=timeout_s)
+    receiver = BulkSocket(theirs, session("b", "a"), timeout_s=timeout_s)
     yield sender, receiver, ours
     sender.close()
     receiver.close()
@@ -64,7 +64,7 @@ def test_bytes_go_from_many_buffers_to_many_others(ends: Ends) -> None:
     thread.join()
 
 
-def test_what_nobody_wants_is_skipped_and_the_next_frame_comes(ends: Ends) -> None:
+def test_what_no_node_wants_is_skipped_and_the_next_frame_comes(ends: Ends) -> None:
     sender, receiver, _ = ends
     sender.send(0, BlockData(0, 1, 1, b""), [b"x" * 10_000])
     sender.send(0, RoundStored(0, 1, 1))
@@ -96,8 +96,8 @@ def test_bytes_that_do_not_match_cost_the_bytes_and_not_the_link(ends: Ends) -> 
 def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
     ours, theirs = socket.socketpair()
     between, last = socket.socketpair()
-    sender = BulkSocket(ours, session("a", "b"), patience_s=PATIENCE_S)
-    receiver = BulkSocket(last, session("b", "a"), patience_s=PATIENCE_S)
+    sender = BulkSocket(ours, session("a", "b"), timeout_s=TIMEOUT_S)
+    receiver = BulkSocket(last, session("b", "a"), timeout_s=TIMEOUT_S)
     try:
         sender.send(0, LinkHello(0, "protect", 5))
         data = bytearray(theirs.recv(1000))
@@ -113,17 +113,17 @@ def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
 
 def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
     ours, theirs = socket.socketpair()
-    stranger = BulkSocket(ours, session("a", "b", bytes(32)), patience_s=PATIENCE_S)
-    receiver = BulkSocket(theirs, session("b", "a"), patience_s=PATIENCE_S)
-    stranger.send(0, RoundStored(0, 1, 1))
+    unknown_peer = BulkSocket(ours, session("a", "b", bytes(32)), timeout_s=TIMEOUT_S)
+    receiver = BulkSocket(theirs, session("b", "a"), timeout_s=TIMEOUT_S)
+    unknown_peer.send(0, RoundStored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()
-    stranger.close()
+    unknown_peer.close()
     receiver.close()
     sender, receiver, raw = ends
     sender.send(0, RoundStored(0, 1, 1))
     assert receiver.receive().body == RoundStored(0, 1, 1)
-    again = BulkSocket(raw, session("a", "b"), patience_s=PATIENCE_S)
+    again = BulkSocket(raw, session("a", "b"), timeout_s=TIMEOUT_S)
     again.send(0, RoundStored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()

@@ -12,9 +12,9 @@ from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
 from ftrun.wire.transport.tcp import listen_tcp, pace, unacknowledged_bytes
-from tests.contract.answering import nobody_at, wait_until_full
+from tests.contract.answering import closed_port, wait_until_full
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 SOON_S = 1.0
 TRIES = 5
 """The quickest of some, so that it is ours to answer for and not the machine's."""
@@ -27,7 +27,7 @@ def listening(host: str) -> Iterator[PeerAddress]:
 
 
 @contextmanager
-def mute(host: str) -> Iterator[PeerAddress]:
+def unresponsive(host: str) -> Iterator[PeerAddress]:
     """An address whose kernel gives no answer, as after a cut: its queue is full."""
     with ExitStack() as stack:
         sock, one, two = (stack.enter_context(socket.socket()) for _ in range(3))
@@ -42,11 +42,11 @@ def mute(host: str) -> Iterator[PeerAddress]:
 
 @contextmanager
 def nobody(host: str) -> Iterator[PeerAddress]:
-    with nobody_at(host) as port:
+    with closed_port(host) as port:
         yield PeerAddress(host, port)
 
 
-def sure(way: PeerAddress) -> PeerAddress:
+def confidence(way: PeerAddress) -> PeerAddress:
     return PeerAddress(way.host, way.port, way.source, is_sure=True)
 
 
@@ -56,7 +56,7 @@ def take(sock: socket.socket, way: PeerAddress) -> str:
         return f"{sock.getpeername()[0]} from {sock.getsockname()[0]}"
 
 
-def lost(*ways: PeerAddress, deadline_s: float = PATIENCE_S) -> PeerLost:
+def lost(*ways: PeerAddress, deadline_s: float = TIMEOUT_S) -> PeerLost:
     with pytest.raises(PeerLost) as caught:
         reach(ways, take, deadline_s=deadline_s)
     return caught.value
@@ -64,65 +64,65 @@ def lost(*ways: PeerAddress, deadline_s: float = PATIENCE_S) -> PeerLost:
 
 def test_the_first_address_is_taken_where_it_answers() -> None:
     with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
-        assert reach([first, second], take, deadline_s=PATIENCE_S)[1] == first
-        assert reach([second, first], take, deadline_s=PATIENCE_S)[1] == second
-        assert reach([second], take, deadline_s=PATIENCE_S)[1] == second
+        assert reach([first, second], take, deadline_s=TIMEOUT_S)[1] == first
+        assert reach([second, first], take, deadline_s=TIMEOUT_S)[1] == second
+        assert reach([second], take, deadline_s=TIMEOUT_S)[1] == second
 
 
 def test_an_address_that_does_not_answer_costs_next_to_nothing() -> None:
     took_s = []
-    with mute("127.0.0.2") as first, listening("127.0.0.3") as second:
+    with unresponsive("127.0.0.2") as first, listening("127.0.0.3") as second:
         for _ in range(TRIES):
-            begun_s = time.monotonic()
-            found, way = reach([sure(first), second], take, deadline_s=PATIENCE_S)
-            took_s.append(time.monotonic() - begun_s)
+            started_s = time.monotonic()
+            found, way = reach([confidence(first), second], take, deadline_s=TIMEOUT_S)
+            took_s.append(time.monotonic() - started_s)
             assert (way, found.split()[0]) == (second, "127.0.0.3")
     assert min(took_s) < SOON_S
 
 
-def test_no_answer_anywhere_is_silent() -> None:
-    with mute("127.0.0.2") as first, mute("127.0.0.4") as other:
+def test_no_answer_anywhere_is_unresponsive() -> None:
+    with unresponsive("127.0.0.2") as first, unresponsive("127.0.0.4") as other:
         assert lost(first, other, deadline_s=0.4).how == "silent"
 
 
-def test_nobody_at_any_address_is_refused() -> None:
+def test_no_node_at_any_address_is_refused() -> None:
     with nobody("127.0.0.2") as one, nobody("127.0.0.3") as other:
         assert lost(one, other).how == "refused"
 
 
 def test_a_refusal_is_believed_where_it_is_sure_and_nowhere_else() -> None:
     took_s = []
-    with mute("127.0.0.2") as cut, nobody("127.0.0.3") as closed:
-        assert lost(sure(cut), closed, deadline_s=0.4).how == "silent"
+    with unresponsive("127.0.0.2") as cut, nobody("127.0.0.3") as closed:
+        assert lost(confidence(cut), closed, deadline_s=0.4).how == "silent"
         assert lost(closed, cut, deadline_s=0.4).how == "silent"
         for _ in range(TRIES):
-            begun_s = time.monotonic()
-            assert lost(sure(cut), sure(closed)).how == "refused"
-            assert lost(sure(closed), cut).how == "refused"
-            took_s.append(time.monotonic() - begun_s)
+            started_s = time.monotonic()
+            assert lost(confidence(cut), confidence(closed)).how == "refused"
+            assert lost(confidence(closed), cut).how == "refused"
+            took_s.append(time.monotonic() - started_s)
     assert min(took_s) < SOON_S, "it is acted on at once"
 
 
 def test_a_refusal_at_an_address_that_is_not_sure_is_passed_over() -> None:
     with nobody("127.0.0.2") as closed, listening("127.0.0.3") as second:
-        assert reach([closed, second], take, deadline_s=PATIENCE_S)[1] == second
+        assert reach([closed, second], take, deadline_s=TIMEOUT_S)[1] == second
 
 
-def test_whoever_is_not_meant_is_passed_over() -> None:
+def test_a_node_that_is_not_meant_is_passed_over() -> None:
     def meet(sock: socket.socket, way: PeerAddress) -> str:
         if way.host == "127.0.0.2":
-            raise HandshakeRefused(peer="n1", why="it is another", is_ours=True)
+            raise HandshakeRefused(peer="n1", reason="it is another", is_ours=True)
         return take(sock, way)
 
     with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
-        assert reach([first, second], meet, deadline_s=PATIENCE_S)[1] == second
+        assert reach([first, second], meet, deadline_s=TIMEOUT_S)[1] == second
         with pytest.raises(HandshakeRefused):
-            reach([sure(first), second], meet, deadline_s=PATIENCE_S)
+            reach([confidence(first), second], meet, deadline_s=TIMEOUT_S)
         with pytest.raises(HandshakeRefused):
-            reach([first], meet, deadline_s=PATIENCE_S)
+            reach([first], meet, deadline_s=TIMEOUT_S)
         with nobody("127.0.0.4") as closed, pytest.raises(HandshakeRefused):
-            reach([first, closed], meet, deadline_s=PATIENCE_S)
-        with mute("127.0.0.4") as cut, pytest.raises(PeerLost) as caught:
+            reach([first, closed], meet, deadline_s=TIMEOUT_S)
+        with unresponsive("127.0.0.4") as cut, pytest.raises(PeerLost) as caught:
             reach([first, cut], meet, deadline_s=0.4)
         assert caught.value.how == "silent"
 
@@ -139,7 +139,7 @@ def test_sockets_of_a_race_are_closed() -> None:
         listening("127.0.0.3") as second,
         pytest.raises(PeerError),
     ):
-        reach([first, second], break_off, deadline_s=PATIENCE_S)
+        reach([first, second], break_off, deadline_s=TIMEOUT_S)
     assert [sock.fileno() for sock in seen] == [-1, -1]
 
 
@@ -153,11 +153,11 @@ def test_it_leaves_over_the_rail_that_was_meant() -> None:
     with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
         bound = PeerAddress(first.host, first.port, source="127.0.0.9")
         gone = PeerAddress(second.host, second.port, source="192.0.2.1")
-        assert reach([bound, second], take, deadline_s=PATIENCE_S)[0] == "127.0.0.2 from 127.0.0.9"
-        assert reach([gone, bound], take, deadline_s=PATIENCE_S)[1] == gone
+        assert reach([bound, second], take, deadline_s=TIMEOUT_S)[0] == "127.0.0.2 from 127.0.0.9"
+        assert reach([gone, bound], take, deadline_s=TIMEOUT_S)[1] == gone
 
 
-def test_what_was_not_acknowledged_is_told() -> None:
+def test_what_was_not_acknowledged_is_reported() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with socket.create_connection(listener.getsockname()) as sock:
@@ -199,9 +199,9 @@ def paced_rate(wanted_bytes_s: float, size: int) -> float:
             pace(sock, wanted_bytes_s)
             reader = threading.Thread(target=read, args=(listener.accept()[0],))
             reader.start()
-            begun_s = time.monotonic()
+            started_s = time.monotonic()
             sock.sendall(bytes(size))
-        assert got.wait(PATIENCE_S)
-        took_s = time.monotonic() - begun_s
-        reader.join(PATIENCE_S)
+        assert got.wait(TIMEOUT_S)
+        took_s = time.monotonic() - started_s
+        reader.join(TIMEOUT_S)
     return size / took_s

@@ -36,7 +36,7 @@ torch.Tensor.backward = backward_or_die
 """
 """The last rank of a generation dies after this number of its own backwards."""
 
-TELLS = """
+REPORTS = """
 import hashlib
 
 digest = hashlib.sha256()
@@ -98,7 +98,7 @@ def loses_a_rank_twice(
         first: steps that the first restart may go back to.
         second: the same of the second one.
     """
-    run = ends_as_undisturbed(start, folder, code, {0: 7, 1: 12})
+    run = ends_like_undisturbed(start, folder, code, {0: 7, 1: 12})
     steps = restored_steps(run)
     assert len(steps) == 2, f"{steps}\n{run.text}"
     assert steps[0] in first, f"{steps}\n{run.text}"
@@ -106,7 +106,7 @@ def loses_a_rank_twice(
     return run
 
 
-def ends_as_undisturbed(
+def ends_like_undisturbed(
     start: Start, folder: Path, code: str, deaths: Mapping[int, int], *words: str
 ) -> Run:
     """Compare with torchrun, bit for bit.
@@ -118,16 +118,16 @@ def ends_as_undisturbed(
         deaths: by generation, the backward after which its last rank dies.
         words: for ftrun.
     """
-    calm = folder / "calm"
-    calm.mkdir()
-    (calm / "train.py").write_text(DIES.format(deaths={}) + code + TELLS + ENDS_AT_ONCE)
+    reference = folder / "calm"
+    reference.mkdir()
+    (reference / "train.py").write_text(DIES.format(deaths={}) + code + REPORTS + ENDS_AT_ONCE)
     by_generation = {str(generation): count for generation, count in deaths.items()}
-    (folder / "train.py").write_text(DIES.format(deaths=by_generation) + code + TELLS)
+    (folder / "train.py").write_text(DIES.format(deaths=by_generation) + code + REPORTS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     run = start("--nproc-per-node", "2", "--snapshot-every", "1", *words, "train.py")
     undisturbed = subprocess.run(
         [*torchrun, "train.py"],
-        cwd=calm,
+        cwd=reference,
         env=run.variables,
         capture_output=True,
         text=True,

@@ -32,11 +32,11 @@ from ftrun.worker.state.data_position import DataPosition
 from tests.launch_requests import launch_request
 
 RUN = RunId("laziness")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WIDTH = 600  # 600 x 600 floats are large enough to be copied in pieces
 
 
-_UNASKED = (
+_UNSOLICITED = (
     worker_messages.ArenaGranted
     | smp_messages.VersionCommitted
     | smp_messages.VersionReady
@@ -72,20 +72,20 @@ class Run:
         """Another SMP in the place of this one; it has no memory, and the run continues with it."""
         self.agent.close()
         self.smp.kill()
-        self.smp.wait(PATIENCE_S)
+        self.smp.wait(TIMEOUT_S)
         self.socket.unlink(missing_ok=True)
         self._start_smp(crash_at)
         self._connect()
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
 
     def _connect(self) -> None:
-        give_up_s = clock.now_s() + PATIENCE_S
+        give_up_s = clock.now_s() + TIMEOUT_S
         while not self.socket.exists():
             assert clock.now_s() < give_up_s
             clock.sleep(0.001)
         hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent = connect(
-            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
+            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=TIMEOUT_S
         )
 
     def _meet(self) -> None:
@@ -94,7 +94,7 @@ class Run:
         self.commands, self.page = SharedPage(self.command_fd), SharedPage(create_page("beat"))
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
-        self.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S)
+        self.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S)
         self.group: list[smp_messages.NodeAddress] = []
 
     def attach(self, **given: object) -> Session:
@@ -123,7 +123,7 @@ class Run:
     def session_of(
         self, context: WorkerContext, feeds: dict[str, DataPosition] | None = None, **given: object
     ) -> Session:
-        if early_restore._begun is None:  # as the process of a rank does when it starts
+        if early_restore._started is None:  # as the process of a rank does when it starts
             early_restore.begin(context)
         attached = AttachedState(skip=Skip(given.pop("skip", ())))  # type: ignore[arg-type]
         for argument, thing in given.items():
@@ -160,7 +160,7 @@ class Run:
         """The lead's word, once this node is ready, and at which step to go on."""
         self.commands.set(CommandField.TAKE_FROM, take_from)
         self.agent.send(smp_messages.CommitVersion(generation, step))
-        give_up_s = clock.now_s() + PATIENCE_S
+        give_up_s = clock.now_s() + TIMEOUT_S
         while self.commands.get(CommandField.COMMITTED_STEP) != step:
             assert clock.now_s() < give_up_s
             clock.sleep(0.001)
@@ -169,8 +169,8 @@ class Run:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds)
         while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
-            if not isinstance(received.body, _UNASKED):
+            received = self.agent.receive(deadline_s=TIMEOUT_S)
+            if not isinstance(received.body, _UNSOLICITED):
                 return received
 
     def committed_version(self) -> Version:
@@ -179,7 +179,7 @@ class Run:
             self.page.get(HeartbeatField.SEALED_GENERATION),
             self.page.get(HeartbeatField.SEALED_STEP),
         )
-        give_up_s = clock.now_s() + PATIENCE_S
+        give_up_s = clock.now_s() + TIMEOUT_S
         while self.commands.get(CommandField.COMMITTED_STEP) != newest.step:
             assert clock.now_s() < give_up_s
             clock.sleep(0.001)
@@ -208,8 +208,8 @@ class Run:
 
     def _end_smp(self) -> None:
         self.smp.kill()
-        self.smp.wait(PATIENCE_S)
-        early_restore._begun = None  # what a test that has failed has not taken
+        self.smp.wait(TIMEOUT_S)
+        early_restore._started = None  # what a test that has failed has not taken
         early_restore.release()
 
 

@@ -84,7 +84,7 @@ def use(folder: Path, ftrun: Path) -> None:
     assert document["generation"] == 1, document
     assert len(document["restarts"]) == 1, document
     assert run.returncode == 0, (run.returncode, output)
-    told = subprocess.run(
+    reported = subprocess.run(
         [str(ftrun), "report", "1"],
         cwd=folder,
         env=variables,
@@ -93,9 +93,9 @@ def use(folder: Path, ftrun: Path) -> None:
         check=True,
         timeout=DEADLINE_S,
     )
-    assert re.search(r"rank 1 on \S+ was killed by SIGKILL; started again after", told.stdout), (
-        told.stdout
-    )
+    assert re.search(
+        r"rank 1 on \S+ was killed by SIGKILL; started again after", reported.stdout
+    ), reported.stdout
     page = folder / "ftrun-logs" / "packaged" / "incident-0001.html"
     assert page.read_text().startswith("<!doctype html>")
     assert sorted(output.splitlines()) == [

@@ -34,7 +34,7 @@ from ftrun.worker.capture.copying import SlotCopy
 from ftrun.worker.restore import early_restore
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import (
-    PATIENCE_S,
+    TIMEOUT_S,
     WIDTH,
     Run,
     assert_same,
@@ -83,7 +83,7 @@ def train(
 def ended(name: str) -> None:
     for thread in threading.enumerate():
         if thread.name == name:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
 
 
@@ -97,11 +97,11 @@ def test_a_plain_loop_discards_nothing_and_skips_nothing(run: Run) -> None:
     )
 
 
-def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
+def test_an_smp_that_is_paused_costs_a_moment_once_in_a_while(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = made()
-    run.settings = SnapshotConfig(every=1, commit_wait_s=0.1)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=0.1)
     asks, asked = memory_link.WorkerSmpClient._ask, []
 
     def ask(self: memory_link.WorkerSmpClient, *given: Any, **how: Any) -> ReceivedMessage:
@@ -115,15 +115,15 @@ def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
             run.smp.send_signal(signal.SIGSTOP)
             stopped_s, before = clock.now_s(), len(asked)
         if at == 50:
-            stood_s, num_asked = clock.now_s() - stopped_s, len(asked) - before
+            paused_s, num_asked = clock.now_s() - stopped_s, len(asked) - before
             run.smp.send_signal(signal.SIGCONT)
             run.committed_version()  # it runs again, also where the machine is busy
         optimizer.zero_grad()
         model(torch.ones(4, WIDTH)).square().mean().backward()
         optimizer.step()
-    assert stood_s > memory_link._WITHDRAW_S
+    assert paused_s > memory_link._WITHDRAW_S
     # Whatever else a busy machine takes, it asked once and went on.
-    assert 1 <= num_asked <= 1 + stood_s / memory_link._REST_S
+    assert 1 <= num_asked <= 1 + paused_s / memory_link._REST_S
     assert run.page.get(HeartbeatField.SKIPPED_COUNT) > 30
     assert run.saved()[0] > 50
 
@@ -152,11 +152,11 @@ def test_weights_copied_under_no_grad_before_the_forward_are_found(
 
     def copy_late(self: SlotCopy, table: memoryview) -> None:
         """The first copy, else it might be whole before the weight is changed."""
-        assert is_changed.wait(PATIENCE_S)
+        assert is_changed.wait(TIMEOUT_S)
         copy(self, table)
 
     monkeypatch.setattr(SlotCopy, "copy_lazy", copy_late)
-    run.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, verify_first=0)
     train(run, model, optimizer, before=change)
     assert 1 <= run.page.get(HeartbeatField.DISCARDED_COUNT) <= 2
     assert "model.0.weight" in run.page.note
@@ -359,9 +359,14 @@ def test_everything_comes_back_into_fresh_objects(run: Run) -> None:
     assert type(after["notes"]["best"]) is np.float32
 
 
-def test_a_restored_run_goes_on_in_the_same_memory_and_ends_the_same(run: Run) -> None:
-    calm, calm_optimizer = made()
-    loop(run.attach(model=calm, optimizer=calm_optimizer), calm, calm_optimizer, 3)
+def test_a_restored_run_continues_in_the_same_memory_and_ends_the_same(run: Run) -> None:
+    undisturbed, undisturbed_optimizer = made()
+    loop(
+        run.attach(model=undisturbed, optimizer=undisturbed_optimizer),
+        undisturbed,
+        undisturbed_optimizer,
+        3,
+    )
     run.committed_version()
     expected = run.arena_fd()
     model, optimizer = made()
@@ -392,7 +397,7 @@ def test_a_tensor_that_is_gone_is_named(run: Run) -> None:
     assert (caught.value.key, caught.value.present) == ("extra", "nothing")
 
 
-def test_a_corrupt_slot_is_never_loaded_and_is_told(run: Run) -> None:
+def test_a_corrupt_slot_is_never_loaded_and_is_reported(run: Run) -> None:
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 2)
     newest = run.committed_version()
@@ -433,8 +438,8 @@ def test_a_group_that_was_added_later_is_there_again(run: Run) -> None:
     )
 
 
-def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
-    run.settings = SnapshotConfig(every=100, commit_wait_s=PATIENCE_S)
+def test_snapshot_takes_one_whatever_the_interval_is(run: Run) -> None:
+    run.settings = SnapshotConfig(every=100, commit_timeout_s=TIMEOUT_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(4):
@@ -446,7 +451,7 @@ def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
 
 
 def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
-    run.settings = SnapshotConfig(every="auto", commit_wait_s=PATIENCE_S)
+    run.settings = SnapshotConfig(every="auto", commit_timeout_s=TIMEOUT_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     run.commands.set(CommandField.EVERY_FROM_STEP, 4)
@@ -454,32 +459,32 @@ def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
     loop(session, model, optimizer, 16)
     assert run.page.get(HeartbeatField.SEALED_COUNT) == 4 + 3 + 1  # and the last step of all
     assert run.page.get(HeartbeatField.SEALED_STEP) == 16
-    assert run.page.get(HeartbeatField.WISHED_EVERY) >= 1
+    assert run.page.get(HeartbeatField.REQUESTED_EVERY) >= 1
 
 
 def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> None:
-    run.settings = SnapshotConfig(every=100, commit_wait_s=PATIENCE_S)
+    run.settings = SnapshotConfig(every=100, commit_timeout_s=TIMEOUT_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     run.commands.set(CommandField.STOP_AFTER_STEP, 2)
     thread = threading.Thread(target=loop, args=(session, model, optimizer, 4), daemon=True)
     thread.start()
-    give_up_s = clock.now_s() + PATIENCE_S
+    give_up_s = clock.now_s() + TIMEOUT_S
     while not run.page.get(HeartbeatField.STOPPED_AT_BOUNDARY):
         assert clock.now_s() < give_up_s
         clock.sleep(0.001)
     assert (run.page.get(HeartbeatField.STEP), run.page.get(HeartbeatField.SEALED_STEP)) == (2, 2)
     run.commands.set(CommandField.STOP_AFTER_STEP, 1 << 60)
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert session.step == 4
 
 
 def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_link, "_WITHDRAW_S", PATIENCE_S)  # the SMP does answer
+    monkeypatch.setattr(memory_link, "_WITHDRAW_S", TIMEOUT_S)  # the SMP does answer
     run.ask(smp_messages.BeginGeneration(0, 2, [0, 1]), run.command_fd)  # rank 1 never seals
-    run.settings = SnapshotConfig(every=1, commit_wait_s=0.01)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=0.01)
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 4)
     assert run.page.get(HeartbeatField.SEALED_STEP) == 4
@@ -494,7 +499,7 @@ def test_what_is_read_ahead_of_attach_is_what_is_restored(run: Run) -> None:
     context = run.next_context()
     early_restore.begin(context)
     ended("ftrun-early")
-    ahead, ready = early_restore._begun, early_restore._ready
+    ahead, ready = early_restore._started, early_restore._ready
     assert ahead is not None
     assert len(ahead.right) >= 3 * model[0].weight.nbytes // PIECE_BYTES
     assert ready is not None
@@ -507,7 +512,7 @@ def test_what_is_read_ahead_of_attach_is_what_is_restored(run: Run) -> None:
     assert ready.take(1) is None, "what is left was not given back"
 
 
-def test_attach_goes_on_where_it_meets_the_reader(
+def test_attach_continues_where_it_meets_the_reader(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = wide()
@@ -525,7 +530,7 @@ def test_attach_goes_on_where_it_meets_the_reader(
     monkeypatch.setattr(early_restore.EarlyRestore, "_copy", first_only)
     early_restore.begin(context)
     ended("ftrun-early")
-    ahead = early_restore._begun
+    ahead = early_restore._started
     assert ahead is not None
     assert len(ahead.copied) == 1
     run.session_of(context, model=other, optimizer=its_optimizer)
@@ -566,7 +571,7 @@ def test_an_arena_that_is_none_costs_the_preparation_and_nothing_else(run: Run) 
 
 
 def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> None:
-    run.settings = SnapshotConfig(every=1, commit_wait_s=0)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=0)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 1)
@@ -574,7 +579,7 @@ def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> 
 
 
 def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
-    run.settings = SnapshotConfig(every=1, commit_wait_s=0.01)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=0.01)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 3)
@@ -590,7 +595,7 @@ def test_what_falls_due_while_a_version_is_protected_is_skipped_and_not_waited_f
     run: Run,
 ) -> None:
     run.be_led()
-    run.settings = SnapshotConfig(every=1, commit_wait_s=60)  # longer than this test may take
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=60)  # longer than this test may take
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 4)
@@ -609,22 +614,22 @@ def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_st
     run: Run,
 ) -> None:
     run.be_led()
-    run.settings = SnapshotConfig(every=1, commit_wait_s=60)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=60)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 4)
     run.commit(1, take_from=3)  # heard too late: step 3 is over
     loop(session, model, optimizer, 5)
     assert run.page.get(HeartbeatField.SEALED_STEP) == 1
-    told = run.agent.receive(deadline_s=PATIENCE_S).body
-    while not isinstance(told, smp_messages.AbandonVersion) or told.step < 5:
-        told = run.agent.receive(deadline_s=PATIENCE_S).body
+    reported = run.agent.receive(deadline_s=TIMEOUT_S).body
+    while not isinstance(reported, smp_messages.AbandonVersion) or reported.step < 5:
+        reported = run.agent.receive(deadline_s=TIMEOUT_S).body
     run.commands.set(CommandField.TAKE_FROM, 7)
     loop(session, model, optimizer, 7)
     assert run.page.get(HeartbeatField.SEALED_STEP) == 7
 
 
-def test_nothing_is_taken_after_a_restore_before_the_lead_has_committed_it(run: Run) -> None:
+def test_nothing_is_taken_after_a_restore_before_the_leader_has_committed_it(run: Run) -> None:
     run.be_led()
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 1)

@@ -152,7 +152,7 @@ def test_only_a_version_of_all_ranks_is_written(arenas: Arenas, tmp_path: Path) 
     assert write(arenas, tmp_path).name == "step-00000004-g0"
 
 
-def spoil(path: Path, at: int = 0) -> None:
+def corrupt(path: Path, at: int = 0) -> None:
     with path.open("r+b") as file:
         file.seek(at)
         (byte,) = file.read(1)
@@ -171,14 +171,14 @@ def spoil(path: Path, at: int = 0) -> None:
         ("index.json", 20),
     ],
 )
-def test_one_flipped_bit_sets_a_checkpoint_aside_for_the_one_before(
+def test_one_flipped_bit_rejects_a_checkpoint_for_the_one_before(
     arenas: Arenas, tmp_path: Path, name: str, at: int
 ) -> None:
     arenas.seal(4)
     write(arenas, tmp_path)
     arenas.seal(5)
     newest = write(arenas, tmp_path)
-    spoil(newest / name, at)
+    corrupt(newest / name, at)
     notes = check(load(tmp_path), 4)
     assert notes
     assert all(str(newest) in note for note in notes)
@@ -186,7 +186,7 @@ def test_one_flipped_bit_sets_a_checkpoint_aside_for_the_one_before(
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.digests", "index.json"])
 @pytest.mark.parametrize("cut", [False, True], ids=["missing", "cut short"])
-def test_an_incomplete_checkpoint_is_set_aside(
+def test_an_incomplete_checkpoint_is_excluded(
     arenas: Arenas, tmp_path: Path, name: str, cut: bool
 ) -> None:
     arenas.seal(4)
@@ -211,15 +211,15 @@ def test_what_cannot_be_read_for_a_moment_is_read_once_more(
     folder = write(arenas, directory, life=life)
     paths = {".": directory, "latest": directory / "latest"}
     path = paths.get(name, folder / name)
-    aside = tmp_path / "aside"
-    path.rename(aside)
+    excluded = tmp_path / "aside"
+    path.rename(excluded)
     path.symlink_to(path)  # a loop: ELOOP
     failed = threading.Event()
 
     def heal() -> None:
         failed.wait(20)
         path.unlink()
-        aside.rename(path)
+        excluded.rename(path)
 
     class Noticed(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -227,13 +227,13 @@ def test_what_cannot_be_read_for_a_moment_is_read_once_more(
 
     handler = Noticed()
     logging.getLogger("ftrun.smp.checkpoint.load").addHandler(handler)
-    healer = threading.Thread(target=heal)
-    healer.start()
+    reverter = threading.Thread(target=heal)
+    reverter.start()
     try:
         assert check(load(directory, life=life), 4) == []
     finally:
         failed.set()
-        healer.join()
+        reverter.join()
         logging.getLogger("ftrun.smp.checkpoint.load").removeHandler(handler)
 
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_read_may_be_of_this_run(arenas: Arenas, tmp_path: Path) 
     for step in (3, 4):
         arenas.seal(step)
         path = write(arenas, tmp_path, life="own")
-    spoil(path / "index.json", 100)
+    corrupt(path / "index.json", 100)
     (note,) = check(load(tmp_path, life="own"), 3)
     assert "is damaged" in note or "is not valid" in note
     with pytest.raises(NoneOfThisRun) as raised:
@@ -279,10 +279,10 @@ def test_a_link_to_nothing_is_noted(arenas: Arenas, tmp_path: Path) -> None:
     assert check(load(tmp_path), 4)
 
 
-def test_when_none_can_be_used_the_error_says_why(arenas: Arenas, tmp_path: Path) -> None:
+def test_when_none_can_be_used_the_error_reports_why(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
     path = write(arenas, tmp_path)
-    spoil(path / "rank-00000.safetensors", PAGE_BYTES + 5)
+    corrupt(path / "rank-00000.safetensors", PAGE_BYTES + 5)
     with pytest.raises(CheckpointError):
         load(tmp_path)
     assert load(tmp_path / "elsewhere") is None
@@ -348,7 +348,7 @@ def test_those_that_are_too_old_go_but_never_the_newest(arenas: Arenas, tmp_path
 def test_a_name_that_is_taken_is_not_written_over(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
     first = write(arenas, tmp_path, life="first")
-    spoil(first / "rank-00000.safetensors", PAGE_BYTES + 5)
+    corrupt(first / "rank-00000.safetensors", PAGE_BYTES + 5)
     second = write(arenas, tmp_path, life="second")
     assert (first.name, second.name) == ("step-00000004-g0", "step-00000004-g0.2")
     assert (tmp_path / "latest").resolve() == second
@@ -435,7 +435,7 @@ def reading(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> Reading:
     return Reading(arenas, 4)
 
 
-def test_a_slot_that_nobody_is_about_to_overwrite_is_not_copied(
+def test_a_slot_that_none_is_about_to_overwrite_is_not_copied(
     arenas: Arenas, reading: Reading
 ) -> None:
     expected = [bytes(Arena(arenas.fds[rank][0], writable=False).image(0)) for rank in RANKS]

@@ -38,16 +38,16 @@ from ftrun.wire.transport.channel import Channel, connect
 from tests.integration.test_smp import CHECKPOINT_POINTS
 
 RUN_ID = "test-run"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WORLD = 4
 FIRST = version(0, 1)
 
 
 def wait_until(claim: Callable[[], bool], what: str) -> None:
     """Bounded wait on a condition that another process makes true."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
+        assert time.monotonic() < end, f"not within {TIMEOUT_S} s: {what}"
         select.select([], [], [], 0.002)
 
 
@@ -103,7 +103,7 @@ class Node:
             run_id=self.run_id,
             peer=f"the SMP of {self.name}",
             hello=messages.Hello(role=role, pid=os.getpid(), rank=rank),
-            deadline_s=PATIENCE_S,
+            deadline_s=TIMEOUT_S,
         )
         self.channels.append(channel)
         return channel
@@ -120,12 +120,12 @@ class Node:
 
     def send(self, body: messages.AnyMessage, *fds: int) -> None:
         assert self.agent is not None
-        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
+        self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
 
     def answer(self) -> messages.AnyMessage:
         assert self.agent is not None
         while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
+            received = self.agent.receive(deadline_s=TIMEOUT_S)
             if not isinstance(
                 received.body, worker_messages.ArenaGranted | smp_messages.VersionCommitted
             ):
@@ -143,7 +143,7 @@ class Node:
             body = worker_messages.RequestArena(
                 rank, WORLD, layout.image_bytes, len(layout.pieces), 9 + rank
             )
-            got = self.connect("worker", rank).ask(body, deadline_s=PATIENCE_S)
+            got = self.connect("worker", rank).ask(body, deadline_s=TIMEOUT_S)
             assert isinstance(got.body, worker_messages.ArenaGranted)
             (self.arenas[rank],) = got.fds
 
@@ -186,7 +186,7 @@ class Node:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         for channel in self.channels:
             channel.close()
         self.channels.clear()
@@ -250,7 +250,7 @@ def part(answer: messages.AnyMessage) -> checkpoint_messages.CheckpointWritten:
 
 def refused(answer: messages.AnyMessage) -> str:
     assert isinstance(answer, checkpoint_messages.CheckpointFailed), answer
-    return answer.why
+    return answer.reason
 
 
 def listing(directory: Path) -> list[str]:
@@ -325,7 +325,7 @@ def test_nodes_that_write_at_once_make_one_checkpoint(
         assert again == newest, "what was loaded is not written again"
 
 
-def test_the_last_to_come_finishes_and_the_others_say_who_is_missing(
+def test_the_last_to_come_finishes_and_the_others_report_missing_nodes(
     make: Make, directory: Path
 ) -> None:
     first, second = make(0, 1), make(2, 3)
@@ -392,9 +392,9 @@ def test_unshared_directories_are_noticed_and_do_not_fill_up(make: Make, tmp_pat
 
 
 def test_what_others_have_left_is_neither_used_nor_in_the_way(make: Make, directory: Path) -> None:
-    stranger = make(2, 3, run_id="another-run")
-    stranger.ready()
-    part(stranger.write(directory))
+    unknown_peer = make(2, 3, run_id="another-run")
+    unknown_peer.ready()
+    part(unknown_peer.write(directory))
     first, second = make(0, 1), make(2, 3)
     first.ready()
     second.ready()
@@ -500,7 +500,7 @@ def test_a_checkpoint_of_several_nodes_is_loaded_by_others(make: Make, directory
     )
     node.begin(world_size=2)
     worker = node.connect("worker", 0)
-    got = worker.ask(worker_messages.OpenShards(0, -1, 1, WORLD), deadline_s=PATIENCE_S)
+    got = worker.ask(worker_messages.OpenShards(0, -1, 1, WORLD), deadline_s=TIMEOUT_S)
     assert got.body == worker_messages.ShardsOpened([0, 1, 2, 3])
     for rank, fd in enumerate(got.fds):
         check_arena(fd, rank, FIRST)
@@ -567,9 +567,9 @@ def test_an_smp_killed_at_any_point_writes_again_and_one_of_them_finishes(
     count = tmp_path / "points"
     first.ready()
     second.ready(count=str(count))
-    begun = len(passed(count))
+    started = len(passed(count))
     write_two(first, second, f"{scheme}{tmp_path / 'whole'}", comes_last)
-    points = [one for one in passed(count)[begun:] if one.startswith("smp.checkpoint.")]
+    points = [one for one in passed(count)[started:] if one.startswith("smp.checkpoint.")]
     names = {point.partition(":")[0] for point in points}
     assert names == set(CHECKPOINT_POINTS if comes_last else OF_THE_FIRST)
     for point in points:
@@ -580,7 +580,7 @@ def test_an_smp_killed_at_any_point_writes_again_and_one_of_them_finishes(
         with contextlib.suppress(PeerError):
             write_two(first, second, where, comes_last)
         assert second.process is not None
-        assert second.process.wait(PATIENCE_S) == -signal.SIGKILL, point
+        assert second.process.wait(TIMEOUT_S) == -signal.SIGKILL, point
         step = 2 if list(directory.glob("step-00000001-g0*/index.json")) else 1
         second.kill()
         second.start()

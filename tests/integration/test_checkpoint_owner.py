@@ -55,8 +55,8 @@ def load_with_claim(
     assert isinstance(answer, checkpoint_messages.CheckpointLoaded), answer
     if not answer.is_taken:
         node.page_fd = create_command_page() if node.page_fd < 0 else node.page_fd
-        begun = smp_messages.BeginGeneration(0, WORLD, node.ranks, claim=claimed)
-        assert node.ask(begun, node.page_fd) == messages.Done()
+        started = smp_messages.BeginGeneration(0, WORLD, node.ranks, claim=claimed)
+        assert node.ask(started, node.page_fd) == messages.Done()
         if not node.arenas:
             node.make_arenas()
     return answer
@@ -126,7 +126,7 @@ def test_two_live_runs_of_one_id_are_two_runs(make: Make, tmp_path: Path) -> Non
     assert steps_of(saved) == [2, 3], "the second has removed nothing"
 
     first.kill()
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     LIFE[again.name] = LIFE[first.name]
     assert not load_with_claim(saved, again, num_nodes=2).problem, "another SMP of the same life"
     save(again, saved, 4)
@@ -134,7 +134,7 @@ def test_two_live_runs_of_one_id_are_two_runs(make: Make, tmp_path: Path) -> Non
     assert not claim(saved, newer, num_nodes=2), "started again, on the machine of the dead owner"
     save(newer, saved, 5)
     assert steps_of(saved) == [4, 5], "it continues the first run, and keeps two"
-    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S, "neither has waited"
+    assert time.monotonic() - started_s < checkpoint_owner.RENEW_S, "neither has waited"
 
 
 def write_as(node: Node, directory: Path, step: int) -> messages.AnyMessage:
@@ -246,7 +246,7 @@ def test_an_owner_elsewhere_is_alive_while_its_record_changes(
     with pytest.raises(CheckpointError, match="belongs to run second"):
         first.check(where, "1")
     first.end(0, "done", "")
-    wait_until(lambda: record(tmp_path / "saved").beat > 0, "the second run renews its record")
+    wait_until(lambda: record(tmp_path / "saved").heartbeat > 0, "the second run renews its record")
     assert record(tmp_path / "saved").run_id == "second"
 
 
@@ -270,9 +270,9 @@ def test_a_run_that_is_started_again_elsewhere_waits_until_it_is_known_to_be_alo
     asleep.clear()
     wait_until(lambda: before._taken, "the life before writes no checkpoint any more")
     again.end(143, "it was asked to stop", "")
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     last.claim(CheckpointClaim(where, "3", 2, True))
-    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S, "an end needs no wait"
+    assert time.monotonic() - started_s < checkpoint_owner.RENEW_S, "an end needs no wait"
 
 
 def test_another_node_of_the_same_life_takes_the_directory_over_at_once(
@@ -282,12 +282,12 @@ def test_another_node_of_the_same_life_takes_the_directory_over_at_once(
     before.claim(CheckpointClaim(where, "1", 3, True))
     elsewhere(tmp_path / "saved")
     before.renew(None)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     now.claim(CheckpointClaim(where, "1", 2, True))
-    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S
+    assert time.monotonic() - started_s < checkpoint_owner.RENEW_S
     assert now.check(where, "1") == before.check(where, "1") == {"one"}
     now.claim(CheckpointClaim(where, "2", 2, True))  # the agent was killed while it loaded
-    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S
+    assert time.monotonic() - started_s < checkpoint_owner.RENEW_S
     assert record(tmp_path / "saved").life == "2"
 
 

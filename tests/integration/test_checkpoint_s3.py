@@ -204,7 +204,7 @@ def test_an_upload_that_is_given_up_leaves_no_object(arenas: Arenas, store: Stor
     check(load(store.url), 1)
 
 
-def test_a_bucket_that_is_not_there_is_told_in_words(arenas: Arenas, store: Store) -> None:
+def test_a_bucket_that_is_not_there_is_reported_as_text(arenas: Arenas, store: Store) -> None:
     arenas.seal(1)
     with pytest.raises(CheckpointError, match="bucket"):
         write(arenas, "s3://no-such-bucket/run", writer())

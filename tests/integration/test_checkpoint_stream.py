@@ -44,7 +44,7 @@ LAYOUT = make_layout([LayoutEntry("weight", "F32", (6_000_000,), CopyTiming.LAZY
 NUM_PIECES, RANKS = len(LAYOUT.pieces), [Rank(0), Rank(1)]
 HALF = NUM_PIECES * 3 // 4
 """18 MB: more than what a file or an upload collects before it writes."""
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Worker:
@@ -152,9 +152,9 @@ def writing(workers: list[Worker], tmp_path: Path) -> Iterator[Writing]:
 
 
 def wait_until(claim: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
+        assert time.monotonic() < end, f"not within {TIMEOUT_S} s: {what}"
         select.select([], [], [], 0.002)
 
 
@@ -201,14 +201,14 @@ def test_the_first_byte_is_written_before_the_last_is_copied(
     first, second = version(0, 1), version(0, 2)
     for worker in workers:
         worker.whole(first, 0)
-    assert writing.begin(where, wait_s=0.0).result(PATIENCE_S).version == first
+    assert writing.begin(where, wait_s=0.0).result(TIMEOUT_S).version == first
     published = writing.num_written()
     begin_all(workers, second, 1, HALF)
     future = writing.begin(where)
     wait_until(lambda: writing.num_written() > published, "something of it is on disk")
     assert loaded_step(where) == 1, "nothing of it counts"
     end_all(workers, second, 1, HALF)
-    written = future.result(PATIENCE_S)
+    written = future.result(TIMEOUT_S)
     assert written.version == second
     assert written.ahead_s > 0
     assert loaded_step(where) == 2
@@ -228,7 +228,7 @@ def test_nothing_is_published_before_the_last_rank_has_sealed(
     assert not future.done()
     assert not list(writing.folder.glob("step-*"))
     workers[1].seal(at, 0)
-    assert future.result(PATIENCE_S).version == at
+    assert future.result(TIMEOUT_S).version == at
 
 
 def give_back(workers: list[Worker], writing: Writing) -> None:
@@ -256,13 +256,13 @@ def end_run(workers: list[Worker], writing: Writing) -> None:
     writing.hurries = True
 
 
-def lose_patience(workers: list[Worker], writing: Writing) -> None:
+def give_up_waiting(workers: list[Worker], writing: Writing) -> None:
     """The same, and nobody says so."""
-    checkpoint_stream.PATIENCE_S = 0.1
+    checkpoint_stream.TIMEOUT_S = 0.1
 
 
 @pytest.mark.parametrize(
-    "happens", [give_back, begin_another, end_generation, end_run, lose_patience]
+    "happens", [give_back, begin_another, end_generation, end_run, give_up_waiting]
 )
 def test_a_capture_that_comes_to_nothing_leaves_nothing(
     workers: list[Worker],
@@ -271,14 +271,14 @@ def test_a_capture_that_comes_to_nothing_leaves_nothing(
     happens: Callable[[list[Worker], Writing], None],
 ) -> None:
     """The newest that all hold is written in its place."""
-    monkeypatch.setattr(checkpoint_stream, "PATIENCE_S", 30.0)  # put back at the end
+    monkeypatch.setattr(checkpoint_stream, "TIMEOUT_S", 30.0)  # put back at the end
     for worker in workers:
         worker.whole(version(0, 1), 0)
     begin_all(workers, version(0, 2), 1, HALF)
     future = writing.begin()
     wait_until(lambda: writing.num_written() > 0, "something of it is on disk")
     happens(workers, writing)
-    written = future.result(PATIENCE_S)
+    written = future.result(TIMEOUT_S)
     assert (written.version, written.ahead_s) == (version(0, 1), 0.0)
     assert loaded_step(str(writing.folder)) == 1
     assert [path.name for path in writing.folder.glob(".tmp*")] == []
@@ -303,10 +303,10 @@ def test_what_was_read_too_early_is_found_at_the_seal(
     monkeypatch.setattr(LiveSlot, "found", noted)
     future = writing.begin()
     wait_until(lambda: writing.num_written() >= 16 << 20, "all but the last buffer is on disk")
-    assert is_read.wait(PATIENCE_S)
+    assert is_read.wait(TIMEOUT_S)
     # The one that is found out last: then there is a version of all ranks to write in its place.
     end_all(workers[::-1], at, 0, HALF)
-    written = future.result(PATIENCE_S)
+    written = future.result(TIMEOUT_S)
     assert (written.version, written.ahead_s) == (at, 0.0)
     assert loaded_step(str(writing.folder)) == 1
 
@@ -316,7 +316,7 @@ def test_captures_of_other_generations_are_not_followed(
 ) -> None:
     begin_all(workers, version(0, 7), 0, HALF)
     with pytest.raises(CheckpointError, match="nothing to write"):
-        writing.begin(wait_s=0.05, generation=1).result(PATIENCE_S)
+        writing.begin(wait_s=0.05, generation=1).result(TIMEOUT_S)
 
 
 def test_a_write_that_is_given_up_leaves_nothing(workers: list[Worker], writing: Writing) -> None:
@@ -325,7 +325,7 @@ def test_a_write_that_is_given_up_leaves_nothing(workers: list[Worker], writing:
     wait_until(lambda: writing.num_written() > 0, "something of it is on disk")
     writing.throttle.stop.set()
     with pytest.raises(CheckpointError):
-        future.result(PATIENCE_S)
+        future.result(TIMEOUT_S)
     assert list(writing.folder.iterdir()) == []
 
 
@@ -360,7 +360,7 @@ def test_a_worker_that_never_waits_spoils_no_checkpoint(
         steps = []
         for _ in range(8):
             try:
-                steps.append(writing.begin(wait_s=1.0).result(PATIENCE_S).version.step)
+                steps.append(writing.begin(wait_s=1.0).result(TIMEOUT_S).version.step)
             except CheckpointError as error:
                 if "overwritten" not in str(error):
                     raise
@@ -368,7 +368,7 @@ def test_a_worker_that_never_waits_spoils_no_checkpoint(
             assert loaded_step(str(writing.folder)) == steps[-1]
     finally:
         ends.set()
-        training.join(PATIENCE_S)
+        training.join(TIMEOUT_S)
     assert steps == sorted(steps)
     assert steps
 
@@ -385,7 +385,7 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
     node = make(*range(WORLD))
     passed_before = WORLD if point == "shard_written" else 1
     node.ready(crash_at=f"smp.checkpoint.{point}:{passed_before + 1}")
-    body = checkpoint_messages.WriteCheckpoint(str(directory), 2, stream_wait_s=5.0)
+    body = checkpoint_messages.WriteCheckpoint(str(directory), 2, live_capture_timeout_s=5.0)
     first = node.ask(checkpoint_messages.WriteCheckpoint(str(directory), 2))
     assert isinstance(first, checkpoint_messages.CheckpointWritten)
     for rank in node.ranks:

@@ -23,10 +23,10 @@ from ftrun.smp.checkpoint.storage.storage import STALE_S, Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from tests.ftp_server import FtpServer, ftp_server
-from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check, spoil
+from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check, corrupt
 
 NEVER = threading.Event()
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 """Half of what a store is waited for."""
 
 
@@ -42,7 +42,7 @@ def arenas() -> Iterator[Arenas]:
             os.close(fd)
     for thread in threading.enumerate():
         if thread.name == "ftrun-url":
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -242,7 +242,7 @@ def test_a_full_store_keeps_the_one_before(arenas: Arenas, root: Path) -> None:
         assert check(load(server.url()), 3) == []
 
 
-def test_a_store_that_hangs_is_told_of_and_never_waited_for(
+def test_a_store_that_hangs_is_reported_and_never_waited_for(
     arenas: Arenas, server: FtpServer
 ) -> None:
     arenas.seal(1)
@@ -251,12 +251,12 @@ def test_a_store_that_hangs_is_told_of_and_never_waited_for(
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         server.freeze()
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         writing = pool.submit(write, arenas, server.url(), writer(stop=stop))
         threading.Timer(0.3, stop.set).start()
         with pytest.raises(CheckpointError, match="being stopped"):
-            writing.result(PATIENCE_S)
-        assert time.monotonic() - began_s < PATIENCE_S
+            writing.result(TIMEOUT_S)
+        assert time.monotonic() - started_s < TIMEOUT_S
     with pytest.raises(CheckpointError, match="has not answered for 0 s"):
         FsspecStorage(server.url(), NEVER, answer_s=0.2)
     server.thaw()
@@ -270,7 +270,7 @@ def test_a_store_that_hangs_is_told_of_and_never_waited_for(
     server.thaw()
 
 
-def test_what_is_wrong_with_a_store_is_told_without_the_password(root: Path) -> None:
+def test_what_is_wrong_with_a_store_is_reported_without_the_password(root: Path) -> None:
     with ftp_server(root) as server:
         url = server.url()
         with pytest.raises(CheckpointError, match="530") as wrong:
@@ -286,12 +286,12 @@ def test_what_is_wrong_with_a_store_is_told_without_the_password(root: Path) -> 
 # --- what was damaged -------------------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_is_set_aside(arenas: Arenas, url: str, root: Path) -> None:
+def test_a_damaged_checkpoint_is_excluded(arenas: Arenas, url: str, root: Path) -> None:
     by = writer()
     for step in (1, 2, 3):
         arenas.seal(step)
         write(arenas, url, by)
-    spoil(newest(root) / "rank-00001.safetensors", LAYOUT.image_bytes - 1)
+    corrupt(newest(root) / "rank-00001.safetensors", LAYOUT.image_bytes - 1)
     (note,) = check(load(url), 2)
     assert "rank-00001.safetensors" in note
     assert "digest of piece" in note
@@ -358,16 +358,16 @@ def test_halves_of_this_run_go_and_those_of_others_when_they_are_old(
     arenas.seal(1)
     write(arenas, url, writer())
     arenas.seal(2)
-    begun: dict[str, str] = {}
+    started: dict[str, str] = {}
     for run_id in ("run", "fresh", "stale"):
         write_part(arenas, url, writer(run_id), 0, 2)
-        (begun[run_id],) = set(halves(root)) - set(begun.values())
-    for path in (root / "run" / begun["stale"]).iterdir():
+        (started[run_id],) = set(halves(root)) - set(started.values())
+    for path in (root / "run" / started["stale"]).iterdir():
         os.utime(path, (time.time() - STALE_S - 60,) * 2)
     assert check(load(url), 1) == [], "a half is never offered"
     arenas.seal(3)
     write(arenas, url, writer())
-    assert halves(root) == [begun["fresh"]]
+    assert halves(root) == [started["fresh"]]
     assert steps(root) == [1, 3]
 
 
@@ -414,7 +414,7 @@ def test_a_part_counts_when_its_slots_are_overwritten(arenas: Arenas, url: str) 
     assert check(load(url), 1) == []
 
 
-def test_whoever_publishes_writes_the_same(arenas: Arenas, url: str, root: Path) -> None:
+def test_a_node_that_publishes_writes_the_same(arenas: Arenas, url: str, root: Path) -> None:
     """A node that was killed between the index and `latest`, or that both see all parts."""
     nodes = [writer(), writer()]
     for step in (1, 2):

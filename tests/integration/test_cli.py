@@ -80,10 +80,10 @@ def test_unknown_flag(tmp_path: Path) -> None:
 
 def test_unknown_profile_key(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    (tmp_path / "mine.yaml").write_text("snapshot:\n  evry: 1\nsmp:\n  orphan_s: soon\n")
+    (tmp_path / "mine.yaml").write_text("snapshot:\n  evry: 1\nsmp:\n  orphan_timeout_s: soon\n")
     text = refused(ftrun("--profile", "mine.yaml", "train.py", cwd=tmp_path))
     assert "mine.yaml:2: snapshot.evry: there is no such key; did you mean every?" in text
-    assert "mine.yaml:4: smp.orphan_s" in text
+    assert "mine.yaml:4: smp.orphan_timeout_s" in text
     assert nothing_started(tmp_path)
 
 
@@ -153,9 +153,9 @@ def test_version_and_profiles(tmp_path: Path) -> None:
         "laptop",
         "--origin",
         cwd=tmp_path,
-        variables={"FTRUN_SMP_ORPHAN_S": "7"},
+        variables={"FTRUN_SMP_ORPHAN_TIMEOUT_S": "7"},
     )
-    assert "environment FTRUN_SMP_ORPHAN_S" in shown.stdout
+    assert "environment FTRUN_SMP_ORPHAN_TIMEOUT_S" in shown.stdout
     assert "laptop.yaml:" in shown.stdout
     assert "labtop" in refused(ftrun("profiles", "show", "labtop", cwd=tmp_path))
 

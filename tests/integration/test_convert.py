@@ -294,7 +294,7 @@ def chunks(pipeline: int, tensor: int, runs: Sequence[int]) -> list[dict[str, Ar
     return found
 
 
-def test_layers_that_each_stage_numbers_anew_move_to_other_stages(convert: Converter) -> None:
+def test_layers_that_each_stage_numbers_again_move_to_other_stages(convert: Converter) -> None:
     World(convert.folder / "old", chunks(2, 2, [3, 2]))
     name = convert.rules("stages.yaml")
     for number, (pipeline, tensor, runs) in enumerate(
@@ -314,7 +314,7 @@ def test_layers_that_each_stage_numbers_anew_move_to_other_stages(convert: Conve
             assert all(values["mean"].name == f"state.{n}.mean" for n, values in state.items())
 
 
-def test_a_stage_with_another_number_of_layers_is_told(convert: Converter) -> None:
+def test_a_stage_with_another_number_of_layers_is_reported(convert: Converter) -> None:
     World(convert.folder / "old", chunks(2, 2, [2, 3]))
     code, words = convert.refused("--rules", convert.rules("stages.yaml"), "--mesh", "pp=1,tp=1")
     assert code == 2
@@ -339,7 +339,7 @@ def test_copies_that_went_their_own_ways_become_their_mean(convert: Converter) -
     assert [plain_of(found, rank)["dicts"]["mine"]["rank"] for rank in range(3)] == [0, 1, 0]
 
 
-def test_what_lies_in_padding_does_not_count(convert: Converter) -> None:
+def test_what_is_in_padding_does_not_count(convert: Converter) -> None:
     text = "mesh: {dp: 2}\nshard:\n  - {name: model.*, axis: tp, dim: 0, size: 3, pad_to: 4}\n"
     held = [{"model.w": np.array([1, 2, 3, rank], np.float32)} for rank in range(2)]
     World(convert.folder / "old", held)
@@ -365,12 +365,12 @@ def large(data: int, tensor: int) -> list[dict[str, Array]]:
     found = []
     for rank in range(data * tensor):
         at = rank % tensor
-        heads = [np.array_split(one.reshape(-1, 32, 700), tensor)[at].reshape(-1, 700)
+        headers = [np.array_split(one.reshape(-1, 32, 700), tensor)[at].reshape(-1, 700)
                  for one in np.split(qkv, [128, 192])]  # fmt: skip
         found.append(
             {
                 "model.wide": np.array_split(wide, tensor, 1)[at],
-                "model.qkv": np.concatenate(heads),
+                "model.qkv": np.concatenate(headers),
                 "model.norm": norm,
             }
         )
@@ -447,18 +447,18 @@ def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
     done = subprocess.run(
         command, cwd=convert.folder, capture_output=True, text=True, check=True, timeout=60
     )
-    told = json.loads(done.stdout)
-    assert told["problem"] == ""
-    assert told["num_bytes"] > 256e6
+    reported = json.loads(done.stdout)
+    assert reported["problem"] == ""
+    assert reported["num_bytes"] > 256e6
     assert int(done.stderr) * 1024 < 150e6
 
 
-def test_what_was_made_is_told(convert: Converter) -> None:
+def test_what_was_made_is_reported(convert: Converter) -> None:
     World(convert.folder / "old", large(2, 2))
     words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "2")
-    told = json.loads(convert.command(*words, "--json").stdout)
-    assert (told["world_size"], told["num_tensors"]) == (2, 9)
-    assert (told["mesh_before"], told["mesh_after"]) == ("dp 2, tp 2", "dp 1, tp 2")
+    reported = json.loads(convert.command(*words, "--json").stdout)
+    assert (reported["world_size"], reported["num_tensors"]) == (2, 9)
+    assert (reported["mesh_before"], reported["mesh_after"]) == ("dp 2, tp 2", "dp 1, tp 2")
     again = convert.command(*words)
     assert "dp 2, tp 2 -> dp 1, tp 2" in again.stdout
     assert (convert.folder / "new" / "latest").readlink().name.endswith(".2")
@@ -486,7 +486,7 @@ def without_file(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "reported"),
     [
         (lambda world: flipped(world, "model.wide", 1), "rank 1: the digest of piece"),
         (lambda world: flipped(world, "model.norm", 0), "rank 0: the digest of piece"),
@@ -496,13 +496,13 @@ def without_file(world: World) -> None:
     ids=["large", "small", "cut off", "no digests"],
 )
 def test_a_damaged_checkpoint_is_not_converted(
-    convert: Converter, harm: Callable[[World], None], told: str
+    convert: Converter, harm: Callable[[World], None], reported: str
 ) -> None:
     harm(World(convert.folder / "old", large(2, 2)))
     name = convert.rules("large.yaml", LARGE)
     code, words = convert.refused("--rules", name, "--ranks", "2")
     assert code == 77
-    assert told in words
+    assert reported in words
 
 
 @pytest.mark.parametrize("name", ["model.norm", "model.wide"])
@@ -519,7 +519,7 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
 
 
 @pytest.mark.parametrize(
-    ("rules", "more", "told"),
+    ("rules", "more", "reported"),
     [
         ("mesh: {tp: 2", ["--ranks", "2"], "line 1, column 13"),
         ("mesh: {tp: 3}", ["--ranks", "2"], "does not fit the mesh"),
@@ -538,15 +538,15 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    convert: Converter, rules: str, more: list[str], told: str
+    convert: Converter, rules: str, more: list[str], reported: str
 ) -> None:
     World(convert.folder / "old", large(2, 2))
     code, words = convert.refused("--rules", convert.rules("x.yaml", rules), *more)
     assert code == 2
-    assert told in words
+    assert reported in words
 
 
-def test_the_command_line_says_why_and_has_the_exit_code(convert: Converter) -> None:
+def test_the_command_line_reports_why_and_has_the_exit_code(convert: Converter) -> None:
     World(convert.folder / "old", large(2, 2))
     words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "3")
     done = convert.command(*words)

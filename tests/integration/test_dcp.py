@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PAGE = Path(__file__).parents[2] / "docs" / "dcp.md"
 (EXAMPLE,) = re.findall(r"```python\n(import sys\n.*?)```", PAGE.read_text(), re.DOTALL)
 
-TELLS = """
+REPORTS = """
 import hashlib, os, signal
 
 def whole(tensor):
@@ -58,10 +58,10 @@ KILL = f"""
 def example(*, kills: str = "", saves: str = SAVE, at_end: str = "") -> str:
     """The example, which tells what it has, with parts in place of its own."""
     text = EXAMPLE.replace(SAVE, saves).replace(STEPPED, STEPPED + kills)
-    return text.replace(LOOP, TELLS + LOOP).replace(END, f'{at_end}tell("ends")\n{END}')
+    return text.replace(LOOP, REPORTS + LOOP).replace(END, f'{at_end}tell("ends")\n{END}')
 
 
-def told(run: Run, word: str) -> list[str]:
+def reported(run: Run, word: str) -> list[str]:
     """What the ranks have said, each thing once, in order."""
     return list(dict.fromkeys(re.findall(rf"{word} (step=.*)", run.text)))
 
@@ -71,12 +71,12 @@ def undisturbed(start: Start, script: Callable[..., str], kind: str, steps: int 
     name = script(example(saves="pass\n"), "whole.py")
     run = start("--nproc-per-node", "2", name, kind, str(steps))
     assert run.wait() == 0, run.text
-    (found,) = told(run, "ends")
+    (found,) = reported(run, "ends")
     return found
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_a_killed_rank_goes_on_from_memory(
+def test_a_killed_rank_continues_from_memory(
     start: Start, script: Callable[..., str], kind: str
 ) -> None:
     run = start("--nproc-per-node", "2", script(example(kills=KILL)), kind, "12")
@@ -84,10 +84,10 @@ def test_a_killed_rank_goes_on_from_memory(
     # The other rank may see its collective fail before it is ended, and may say so.
     assert not re.search(r'File ".*/ftrun/(worker|wire|dcp)', run.text), run.text
     assert len(run.journal("generation_started")) == 2
-    first, second = told(run, "begins")
+    first, second = reported(run, "begins")
     assert first.startswith("step=0 ")
     assert second.startswith(f"step={LAST_SAVE} ")
-    assert told(run, "ends") == [undisturbed(start, script, kind)]
+    assert reported(run, "ends") == [undisturbed(start, script, kind)]
 
 
 def chain(start: Start, name: str, *turns: tuple[int, str]) -> None:
@@ -98,8 +98,8 @@ def chain(start: Start, name: str, *turns: tuple[int, str]) -> None:
         run = start(*words, name, kind, str(6 * (number + 1)))
         assert run.wait() == 0, run.text
         if number:
-            assert told(run, "begins") == last, run.text
-        last = told(run, "ends")
+            assert reported(run, "begins") == last, run.text
+        last = reported(run, "ends")
         assert len(last) == 1, run.text
         assert last[0].startswith(f"step={6 * (number + 1)} ")
 
@@ -111,7 +111,7 @@ def test_what_two_ranks_have_saved_is_loaded_by_one_from_disk(
 
 
 @pytest.mark.full
-def test_any_number_of_ranks_and_any_layout_goes_on_from_disk(
+def test_any_number_of_ranks_and_any_layout_continues_from_disk(
     start: Start, script: Callable[..., str]
 ) -> None:
     turns = ((2, "ddp"), (3, "fsdp"), (3, "ddp"), (1, "fsdp"), (2, "fsdp"))
@@ -134,13 +134,15 @@ IS_DONE = f"""
 
 
 @pytest.mark.full
-def test_a_save_in_the_background_is_gone_on_from(start: Start, script: Callable[..., str]) -> None:
+def test_a_save_in_the_background_is_continued_from(
+    start: Start, script: Callable[..., str]
+) -> None:
     text = example(kills=IS_DONE + KILL, saves=IN_THE_BACKGROUND, at_end="saved.result()\n")
     text = text.replace(LOOP, "background = dist.new_group()\n" + LOOP)
     run = start("--nproc-per-node", "2", script(text), "fsdp", "12")
     assert run.wait() == 0, run.text
-    assert told(run, "begins")[1].startswith(f"step={LAST_SAVE} ")
-    assert told(run, "ends") == [undisturbed(start, script, "fsdp")]
+    assert reported(run, "begins")[1].startswith(f"step={LAST_SAVE} ")
+    assert reported(run, "ends") == [undisturbed(start, script, "fsdp")]
 
 
 FAILS = "try_to_save(training)\n"
@@ -177,7 +179,7 @@ assert ftrun.dcp.newest_step() == 120
 
 @pytest.mark.full
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_fails_on_one_rank_is_told_to_all_and_the_next_save_goes_on(
+def test_what_fails_on_one_rank_is_sent_to_all_and_the_next_save_continues(
     start: Start, script: Callable[..., str], who: int
 ) -> None:
     text = example(saves=FAILS, at_end=LABELS).replace(LOOP, TRIES.replace("WHO", str(who)) + LOOP)
@@ -205,7 +207,7 @@ def test_a_rank_that_dies_in_a_save_costs_the_steps_since_the_last(
     assert run.wait() == 0, run.text
     assert once.exists()
     assert len(run.journal("generation_started")) == 2
-    assert told(run, "ends") == [undisturbed(start, script, "fsdp")]
+    assert reported(run, "ends") == [undisturbed(start, script, "fsdp")]
 
 
 @pytest.mark.full
@@ -218,4 +220,4 @@ def test_a_snapshot_manager_that_dies_between_saves_costs_nothing(
     os.kill(run.pid_of("smp"), signal.SIGKILL)
     assert run.wait() == 0, run.text
     assert len(run.journal("generation_started")) == 1
-    assert told(run, "ends") == [undisturbed(start, script, "ddp")]
+    assert reported(run, "ends") == [undisturbed(start, script, "ddp")]

@@ -138,7 +138,7 @@ def fresh() -> tuple[Model, torch.optim.Optimizer]:
 def test_safetensors_hold_the_model_as_it_was(
     trained: Trainings, tmp_path: Path, kind: str
 ) -> None:
-    told = export(trained.saved(kind), tmp_path / "out", "--format", "safetensors")
+    reported = export(trained.saved(kind), tmp_path / "out", "--format", "safetensors")
     wanted = tensors_of(trained.whole(kind)["model"])
     folder = tmp_path / "out"
     check_same(read_safetensors(folder), {n: t for n, t in wanted.items() if n not in TIED})
@@ -151,10 +151,10 @@ def test_safetensors_hold_the_model_as_it_was(
     safetensors.torch.load_model(model, folder / "model-00001-of-00001.safetensors")
     check_same(tensors_of(model.state_dict()), wanted)
     for name in ("optimizer", "scheduler", "table", "progress", "model.counted._extra_state"):
-        assert f"left out  {name}: " in told
-    assert "left out  random states of 2 ranks, dice" in told
-    assert "head.weight is tied to words.weight" in told
-    assert "model.norm.running_mean differs between ranks" in told
+        assert f"left out  {name}: " in reported
+    assert "left out  random states of 2 ranks, dice" in reported
+    assert "head.weight is tied to words.weight" in reported
+    assert "model.norm.running_mean differs between ranks" in reported
 
 
 def test_torch_reads_the_safetensors_in_any_other_layout(
@@ -186,7 +186,7 @@ def test_files_are_cut_at_a_size_and_are_the_same_for_any_number_of_writers(
 def test_dcp_is_loaded_by_torch_with_the_optimizer(
     trained: Trainings, tmp_path: Path, kind: str
 ) -> None:
-    told = export(trained.saved(kind), tmp_path / "out", "--format", "dcp")
+    reported = export(trained.saved(kind), tmp_path / "out", "--format", "dcp")
     wanted = trained.whole(kind)
     model, optimizer = fresh()
     torch.optim.lr_scheduler.StepLR(optimizer, 2)  # notes something in the groups
@@ -198,7 +198,7 @@ def test_dcp_is_loaded_by_torch_with_the_optimizer(
     )
     got = dict(zip(names, get_state_dict(model, optimizer), strict=True))
     check_same(got, {name: wanted[name] for name in names})
-    assert "left out  random states of 2 ranks, dice" in told
+    assert "left out  random states of 2 ranks, dice" in reported
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
     saved = torch.load(tmp_path / "out.pt", weights_only=True)
     check_same(saved["model"], wanted["model"])
@@ -210,8 +210,8 @@ def test_dcp_is_loaded_by_torch_with_the_optimizer(
 def test_a_state_dict_goes_into_a_model_and_an_optimizer_of_one_process(
     trained: Trainings, tmp_path: Path, kind: str
 ) -> None:
-    told = export(trained.saved(kind), tmp_path / "out.pt", "--format", "state_dict")
-    assert "weights_only" not in told
+    reported = export(trained.saved(kind), tmp_path / "out.pt", "--format", "state_dict")
+    assert "weights_only" not in reported
     saved = torch.load(tmp_path / "out.pt", weights_only=True)
     wanted = trained.whole(kind)
     check_same(saved["model"], wanted["model"])
@@ -226,7 +226,7 @@ def test_a_state_dict_goes_into_a_model_and_an_optimizer_of_one_process(
     array = saved["progress"].pop("array")
     assert array.tolist() == [0, 1, 2]
     assert saved["progress"] == {"best": (STEPS - 1) / 8, "seen": (1, 2), 7: None}
-    assert "progress.array is a numpy array; it is written as a tensor" in told
+    assert "progress.array is a numpy array; it is written as a tensor" in reported
     # What torch has saved is a zip archive whose checksums are right; so is this.
     subprocess.run([sys.executable, "-m", "zipfile", "-t", tmp_path / "out.pt"], check=True)
 
@@ -268,10 +268,10 @@ def test_only_what_is_wanted(trained: Trainings, tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "b", weights_only=True)
     assert set(saved) == {"model", "optimizer"}
     check_same(saved["model"], {"head.weight": wanted["model"]["head.weight"]})
-    told = export(source, tmp_path / "c", "--format", "dcp", "--only", "modle.*", code=1)
-    assert "--only 'modle.*' matches nothing; existing names: model.head.weight, " in told
-    told = export(source, tmp_path / "c", "--format", "safetensors", "--only", "table", code=1)
-    assert "no tensor of a module" in told
+    reported = export(source, tmp_path / "c", "--format", "dcp", "--only", "modle.*", code=1)
+    assert "--only 'modle.*' matches nothing; existing names: model.head.weight, " in reported
+    reported = export(source, tmp_path / "c", "--format", "safetensors", "--only", "table", code=1)
+    assert "no tensor of a module" in reported
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -293,49 +293,49 @@ def flip(path: Path, at: int) -> None:
 
 
 @each_format
-def test_damage_is_told_with_file_and_tensor_and_leaves_nothing(
+def test_damage_is_reported_with_file_and_tensor_and_leaves_nothing(
     copied: Callable[[str], Path], tmp_path: Path, form: str
 ) -> None:
     folder = copied("fsdp")
     path, at = place_of(folder, 1, SAMPLE)
     flip(path, at + 100)
-    told = export(folder, tmp_path / "out", "--format", form, code=1)
-    assert f"{path} is damaged: piece " in told
-    assert f"which has model.{SAMPLE}, differs" in told
-    assert "Traceback" not in told
+    reported = export(folder, tmp_path / "out", "--format", form, code=1)
+    assert f"{path} is damaged: piece " in reported
+    assert f"which has model.{SAMPLE}, differs" in reported
+    assert "Traceback" not in reported
     assert [one.name for one in tmp_path.iterdir()] == ["copied"]
 
 
 @pytest.mark.full
-def test_another_ranks_copy_stands_in_for_a_damaged_one(
+def test_another_ranks_copy_replaces_a_damaged_one(
     copied: Callable[[str], Path], trained: Trainings, tmp_path: Path
 ) -> None:
     folder = copied("ddp")
     path, at = place_of(folder, 0, SAMPLE)
     flip(path, at)
-    told = export(folder, tmp_path / "out", "--format", "safetensors")
-    assert f"{path} is damaged" in told
-    assert "rank-00001.safetensors has a whole copy" in told
+    reported = export(folder, tmp_path / "out", "--format", "safetensors")
+    assert f"{path} is damaged" in reported
+    assert "rank-00001.safetensors has a whole copy" in reported
     found = read_safetensors(tmp_path / "out")[SAMPLE]
     check_same(found, trained.whole("ddp")["model"][SAMPLE])
     other, at = place_of(folder, 1, SAMPLE)
     flip(other, at)
-    told = export(folder, tmp_path / "again", "--format", "safetensors", code=1)
-    assert f"{path} is damaged" in told
+    reported = export(folder, tmp_path / "again", "--format", "safetensors", code=1)
+    assert f"{path} is damaged" in reported
 
 
 @pytest.mark.parametrize("damaged", ["rank-00000.digests", "rank-00001.safetensors", "index.json"])
-def test_damage_of_what_describes_a_shard_is_told(
+def test_damage_of_what_describes_a_shard_is_reported(
     copied: Callable[[str], Path], tmp_path: Path, damaged: str
 ) -> None:
     folder = copied("fsdp")
     flip(folder / damaged, 40)
-    told = export(folder, tmp_path / "out", "--format", "safetensors", code=1)
-    assert (damaged if damaged != "index.json" else f"{folder}: its index") in told
-    assert "Traceback" not in told
+    reported = export(folder, tmp_path / "out", "--format", "safetensors", code=1)
+    assert (damaged if damaged != "index.json" else f"{folder}: its index") in reported
+    assert "Traceback" not in reported
     (folder / damaged).unlink()
-    told = export(folder, tmp_path / "out", "--format", "safetensors", code=1)
-    assert "Traceback" not in told
+    reported = export(folder, tmp_path / "out", "--format", "safetensors", code=1)
+    assert "Traceback" not in reported
 
 
 @each_format
@@ -347,9 +347,9 @@ def test_a_full_disk_leaves_nothing_half_written(
 
     out = tmp_path / "out"
     source = trained.saved("fsdp")
-    told = export(source, out, "--format", form, code=1, preexec_fn=limit)
-    assert f"{out} is not written: " in told
-    assert "Traceback" not in told
+    reported = export(source, out, "--format", form, code=1, preexec_fn=limit)
+    assert f"{out} is not written: " in reported
+    assert "Traceback" not in reported
     assert list(tmp_path.iterdir()) == []
 
 
@@ -360,10 +360,10 @@ def test_safetensors_need_no_torch(trained: Trainings, tmp_path: Path) -> None:
     path = f"{blocked}:{os.environ.get('PYTHONPATH', '')}"
     words = (trained.saved("fsdp"), tmp_path / "out")
     export(*words, "--format", "safetensors", env={**os.environ, "PYTHONPATH": path})
-    told = export(
+    reported = export(
         *words, "--format", "dcp", "--force", code=1, env={**os.environ, "PYTHONPATH": path}
     )
-    assert "torch must not be loaded here" in told
+    assert "torch must not be loaded here" in reported
     assert read_safetensors(tmp_path / "out")
 
 
@@ -377,11 +377,11 @@ def test_what_is_there_is_replaced_only_when_it_is_asked_for(
     export(*words, "--force")
     assert (tmp_path / "out").stat().st_ino != before
     (tmp_path / "out" / "mine.txt").touch()
-    told = export(*words, "--force", code=1)
-    assert "files that no export wrote (mine.txt)" in told
+    reported = export(*words, "--force", code=1)
+    assert "files that no export wrote (mine.txt)" in reported
     assert (tmp_path / "out" / "mine.txt").exists()
-    told = export(words[0], tmp_path / "out", "--format", "state_dict", "--force", code=1)
-    assert "is not a file" in told
+    reported = export(words[0], tmp_path / "out", "--format", "state_dict", "--force", code=1)
+    assert "is not a file" in reported
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
 
 
@@ -411,7 +411,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "reported"),
     [
         (["/nowhere", "OUT", "--format", "dcp"], 1, "/nowhere is not a directory"),
         (["HERE", "OUT", "--format", "dcp"], 1, "there is no whole checkpoint in"),
@@ -422,10 +422,10 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
         (["HERE", "HERE", "--format", "dcp"], 2, "exists already"),
     ],
 )
-def test_a_mistake_is_told(tmp_path: Path, words: list[str], code: int, told: str) -> None:
+def test_a_mistake_is_reported(tmp_path: Path, words: list[str], code: int, reported: str) -> None:
     places = {"OUT": tmp_path / "out", "HERE": tmp_path}
     said = export(*(places.get(word, word) for word in words), code=code)
-    assert told in said
+    assert reported in said
     assert "Traceback" not in said
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.cli.runs import look_at
+from ftrun.cli.runs import inspect_run
 from ftrun.errors import PeerError
 from ftrun.wire.fault_orders import make_cancel, make_order
 from ftrun.wire.messages.envelope import AnyMessage, Refused, StatusReply, StatusRequest
@@ -115,15 +115,15 @@ def asked(run: Run, *words: object) -> "subprocess.CompletedProcess[str]":
 def order(run: Run, kind: str, **words: object) -> str:
     """Order a fault that must be taken; its id."""
     wanted = make_order(f"t{uuid.uuid4().hex[:6]}", kind, **words)  # type: ignore[arg-type]
-    answer = tell(run, InjectFault(wanted))
+    answer = send(run, InjectFault(wanted))
     assert isinstance(answer, FaultAccepted), f"{kind}: {answer}"
     assert answer.id == wanted.id
     return wanted.id
 
 
-def tell(run: Run, message: AnyMessage) -> AnyMessage:
+def send(run: Run, message: AnyMessage) -> AnyMessage:
     """Say something to the agent; its answer. As the command line does, but at once."""
-    channel = look_at(run_folder(RunId(run.run_id))).to_agent()
+    channel = inspect_run(run_folder(RunId(run.run_id))).to_agent()
     try:
         return channel.ask(message, deadline_s=WAIT_S).body
     finally:
@@ -131,7 +131,7 @@ def tell(run: Run, message: AnyMessage) -> AnyMessage:
 
 
 def status(run: Run) -> dict[str, Any]:
-    answer = tell(run, StatusRequest())
+    answer = send(run, StatusRequest())
     assert isinstance(answer, StatusReply)
     return dict(json.loads(answer.document))
 
@@ -204,7 +204,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("shared")
     (folder / "train.py").write_text(TRAIN)
     # What stands still by an order waits for the test, which a busy machine may keep waiting.
-    words = ["restart.budget=100", "monitor.stopped_kill_s=60", "hang.suspect_s=60"]
+    words = ["restart.budget=100", "monitor.frozen_kill_after_s=60", "hang.suspect_after_s=60"]
     settings = [word for key in words for word in ("--set", key)]
     found = Run(folder, *QUICK, *settings, "train.py", FOREVER, "loader")
     try:
@@ -261,7 +261,7 @@ def test_a_rank_that_leaves_early_is_missed(run: Run) -> None:
     run.wait_until("restarted", lambda: generation(run) == number + 1)
 
 
-def test_a_rank_stands_still_and_goes_on(run: Run) -> None:
+def test_a_rank_is_paused_and_continues(run: Run) -> None:
     number, pids = now_at(run)
     for kind, letters in {"stop": "T", "hang": "S", "busy-loop": "R", "gil-hold": "S"}.items():
         used_s = cpu_s(pids[1])
@@ -322,7 +322,7 @@ def test_an_explicit_collective_is_skipped(start: Start, script: Script) -> None
 
 
 @pytest.mark.full
-def test_what_a_rank_cannot_do_harms_nobody_and_is_told(start: Start, script: Script) -> None:
+def test_what_a_rank_cannot_do_is_harmless_and_is_reported(start: Start, script: Script) -> None:
     run = start("--allow-faults", "--nproc-per-node", "1", script(EMPTY))
     goes_on(run, 0, 0)
     fault_id = order(run, "weight-bitflip", rank=0)
@@ -346,9 +346,9 @@ def test_a_slow_rank_is_slow(run: Run) -> None:
         assert "in the cgroup of an earlier fault" in refused(run, "slow", "--rank", 1)
     else:
         assert "T" in {state(pid) for _ in range(50) if not time.sleep(0.01)}
-    used_s, begun_s = cpu_s(pid), time.monotonic()
+    used_s, started_s = cpu_s(pid), time.monotonic()
     ended(run, fault_id)
-    assert cpu_s(pid) - used_s < 0.2 * (time.monotonic() - begun_s) + 0.1
+    assert cpu_s(pid) - used_s < 0.2 * (time.monotonic() - started_s) + 0.1
     assert "ftrun-fault" not in Path(f"/proc/{pid}/cgroup").read_text()
     goes_on(run, number, step_of(run))
     assert run.pids() == pids
@@ -383,15 +383,15 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     assert asked(run, "--cancel", stop, run.run_id).returncode == 0
     goes_on(run, number, step_of(run))
     assert run.pids() == pids, "nobody had to be started again"
-    whys = [lines(run, "fault_reverted", one)[0]["reason"] for one in (slow, later, hang, stop)]
-    assert whys == ["cancelled"] * 4
+    reasons = [lines(run, "fault_reverted", one)[0]["reason"] for one in (slow, later, hang, stop)]
+    assert reasons == ["cancelled"] * 4
 
     gil = order(run, "gil-hold", rank=0, for_s=4.0)
     fired(run, gil)
     # At once: whoever types it might come when it is over.
-    answer = tell(run, InjectFault(make_cancel("cancel", gil)))
+    answer = send(run, InjectFault(make_cancel("cancel", gil)))
     assert isinstance(answer, Refused)
-    assert "cannot be taken back" in answer.why
+    assert "cannot be taken back" in answer.reason
     assert "it accepts only --node and the run" in refused(run, "--cancel", gil, "--rank", 0)
     ended(run, gil)
     goes_on(run, number, step_of(run))
@@ -432,14 +432,14 @@ def test_out_of_memory_in_a_cgroup_of_its_own(run: Run, is_later: bool) -> None:
 
 @pytest.mark.full
 def test_a_poisoned_batch_ends_the_run(start: Start, script: Script) -> None:
-    run = start(*QUICK, "--set", "restart.backoff_first_s=0.1", script(TRAIN), FOREVER)
+    run = start(*QUICK, "--set", "restart.backoff_initial_s=0.1", script(TRAIN), FOREVER)
     goes_on(run, 0, 0)
     with held(run) as step:
         fault_id = order(run, "poison-batch", rank=0, at_step=step + 10)
     assert run.wait() == 93
-    told = lines(run, "fault_injected", fault_id)
-    assert len(told) == 3
-    assert len({line["step"] for line in told}) == 1
+    reported = lines(run, "fault_injected", fault_id)
+    assert len(reported) == 3
+    assert len({line["step"] for line in reported}) == 1
 
 
 @pytest.mark.full
@@ -497,19 +497,19 @@ def test_snapshot_and_checkpoint_are_damaged(start: Start, script: Script) -> No
 def test_a_node_freezes_and_is_lost(start: Start, script: Script) -> None:
     run = start(*QUICK, script(TRAIN), FOREVER)
     goes_on(run, 0, 0)
-    everybody = [run.process.pid, run.pid_of("agent"), run.pid_of("smp"), *run.pids()]
+    all_pids = [run.process.pid, run.pid_of("agent"), run.pid_of("smp"), *run.pids()]
     order(run, "freeze", for_s=3.0)
-    run.wait_until("frozen", lambda: all(state(pid) == "T" for pid in everybody))
-    run.wait_until("thawed", lambda: all(state(pid) != "T" for pid in everybody))
+    run.wait_until("frozen", lambda: all(state(pid) == "T" for pid in all_pids))
+    run.wait_until("thawed", lambda: all(state(pid) != "T" for pid in all_pids))
     goes_on(run, 0, step_of(run))
     fired(run, order(run, "cpu-starve", for_s=1000.0, amount=1.0))
-    (healer,) = healers(run.pid_of("agent"))
-    burners = Path(f"/proc/{healer}/task/{healer}/children").read_text().split()
-    everybody += [healer, *map(int, burners)]
+    (reverter,) = reverters(run.pid_of("agent"))
+    burners = Path(f"/proc/{reverter}/task/{reverter}/children").read_text().split()
+    all_pids += [reverter, *map(int, burners)]
     order(run, "node-loss")
     assert run.process.wait(WAIT_S) == -signal.SIGKILL
     give_up = time.monotonic() + WAIT_S
-    while not all(is_gone(pid) for pid in everybody[1:]) or healers_of(run.process.pid):
+    while not all(is_gone(pid) for pid in all_pids[1:]) or reverters_of(run.process.pid):
         assert time.monotonic() < give_up
         time.sleep(0.02)
     assert run.journal("fault_injected")[-1]["fault"] == "node-loss"
@@ -530,8 +530,8 @@ def test_resources_are_short(run: Run) -> None:
     ended(run, fault_id)
     assert resource.prlimit(agent, resource.RLIMIT_NOFILE) == before
     fault_id = order(run, "cpu-starve", for_s=3.0, amount=1.0)
-    healer = healers(agent)[0]
-    burners = Path(f"/proc/{healer}/task/{healer}/children").read_text().split()
+    reverter = reverters(agent)[0]
+    burners = Path(f"/proc/{reverter}/task/{reverter}/children").read_text().split()
     assert len(burners) == len(os.sched_getaffinity(agent))
     ended(run, fault_id)
     assert all(is_gone(int(pid)) for pid in burners)
@@ -546,7 +546,7 @@ def test_resources_are_short(run: Run) -> None:
     goes_on(run, number, step_of(run))
 
 
-def healers_of(stub: int) -> list[str]:
+def reverters_of(stub: int) -> list[str]:
     """Those that have this process in their order."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -557,7 +557,7 @@ def healers_of(stub: int) -> list[str]:
     return found
 
 
-def healers(agent: int) -> list[int]:
+def reverters(agent: int) -> list[int]:
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     names = {int(pid): Path(f"/proc/{pid}/comm").read_text().strip() for pid in children}
     return [pid for pid, name in names.items() if name == "ftrun-healer"]

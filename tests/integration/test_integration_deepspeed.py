@@ -59,7 +59,7 @@ model = types.SimpleNamespace(state_dict=lambda: found)
 """What is compared: parameters, in fp32 as well, their moments, and this rank's last loss."""
 
 
-TELLS_ROWS = """
+REPORTS_ROWS = """
 import hashlib
 import sys
 
@@ -83,7 +83,7 @@ def tell(word):
 """
 
 RESIZED = {
-    "import deepspeed\n": TELLS_ROWS.lstrip() + "import deepspeed\n",
+    "import deepspeed\n": REPORTS_ROWS.lstrip() + "import deepspeed\n",
     "session.epochs(3)": "session.epochs(int(sys.argv[1]))",
     "session = attach(engine, loader=loader)\n": """session = attach(engine, loader=loader)
 tell("begins")
@@ -114,22 +114,22 @@ def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_another_number_of_ranks_goes_on_with_the_same_parameters_and_moments(
+def test_another_number_of_ranks_continues_with_the_same_parameters_and_moments(
     start: Start, tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are 331 items: padded to 332 on two ranks, 336 on three, 332 on one."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     changes = {**RESIZED, STAGE: STAGE.replace("2", str(stage))}
     (tmp_path / "train.py").write_text(example("DeepSpeed", changes) + "tell('ends')\n")
-    told: list[dict[str, set[str]]] = []
+    reported: list[dict[str, set[str]]] = []
     for epochs, ranks in enumerate((2, 3, 1), start=1):
         words = ("--checkpoint-dir", "saved", "--nproc-per-node", str(ranks))
         run = start(*words, "train.py", str(epochs))
         assert wait_long(run) == 0, run.text
         found = {word: set(re.findall(rf"{word} (.*)", run.text)) for word in ("begins", "ends")}
         assert all(len(lines) == 1 for lines in found.values()), run.text
-        told.append(found)
-    for one, other in pairwise(told):
+        reported.append(found)
+    for one, other in pairwise(reported):
         assert one["ends"] == other["begins"]
         assert next(iter(one["ends"])).startswith("tensors=3 ")
 

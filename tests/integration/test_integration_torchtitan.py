@@ -10,7 +10,7 @@ from tests.integration.conftest import Start
 from tests.integration.examples import (
     RUNS_A_FRAMEWORK,
     each_of,
-    ends_as_undisturbed,
+    ends_like_undisturbed,
     example,
     restored_steps,
 )
@@ -157,7 +157,7 @@ def test_a_rank_that_dies_within_an_accumulation(
 ) -> None:
     """A step has two backwards; on disk there are the steps 4 and 8, and at the end 9."""
     code = CPU + example("torchtitan", {BUILT: SMALL + BUILT, **changes}) + AFTER
-    run = ends_as_undisturbed(start, tmp_path, code, {0: 11, 1: 5})
+    run = ends_like_undisturbed(start, tmp_path, code, {0: 11, 1: 5})
     first, second = restored_steps(run)
     assert first in (4, 5)
     assert second in (5, 6, 7)

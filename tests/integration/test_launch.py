@@ -338,7 +338,12 @@ for step in session.steps(1 << 30):
 
 def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
     run = start(
-        "--nproc-per-node", "2", "--set", "monitor.stopped_kill_s=0.5", script(TRAIN), "1000000"
+        "--nproc-per-node",
+        "2",
+        "--set",
+        "monitor.frozen_kill_after_s=0.5",
+        script(TRAIN),
+        "1000000",
     )
     run.wait_for_step(5)
     os.kill(run.pids()[0], signal.SIGSTOP)

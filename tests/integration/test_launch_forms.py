@@ -91,7 +91,7 @@ class Launch:
     def all_text(self) -> str:
         return "\n".join(f"node{node}:\n{self.text(node)}" for node in self.processes)
 
-    def begun(self) -> dict[int, dict[str, Any]]:
+    def started(self) -> dict[int, dict[str, Any]]:
         """What each rank has noted first, by rank: its node and its variables."""
         found = {}
         for path in self.folder.glob("rank*.jsonl"):
@@ -178,7 +178,7 @@ def test_ranks_are_given_what_torchrun_gives_them(
             run.start(node, *words, env=variables, launcher=launcher)
         codes = [run.code(node) for node in NODES]
         assert codes == [0, 0], run.all_text
-        found[name] = run.begun()
+        found[name] = run.started()
     theirs, ours = found["torchrun"], found["ftrun"]
     assert sorted(theirs) == sorted(ours) == [0, 1, 2, 3]
     for rank in theirs:
@@ -206,7 +206,9 @@ def comparable(given: Mapping[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.full
-def test_nodes_with_a_secret_trust_each_other_and_say_so(launch: Callable[[str], Launch]) -> None:
+def test_nodes_with_a_secret_trust_each_other_and_report_it(
+    launch: Callable[[str], Launch],
+) -> None:
     run = launch("run")
     path = secret(run.folder)
     words, variables = pytorchjob(0, "")
@@ -232,7 +234,7 @@ def test_a_pod_waits_until_its_name_has_an_address(
     done = cluster.run(0, ["sh", "-c", f"echo '{name}' >> /etc/hosts"])  # of all nodes
     assert done.wait(WAIT_S) == 0
     assert [run.code(node) for node in NODES] == [0, 0], run.all_text
-    assert {rank: note["node"] for rank, note in run.begun().items()} == {
+    assert {rank: note["node"] for rank, note in run.started().items()} == {
         0: "node0",
         1: "node0",
         2: "node1",
@@ -268,7 +270,7 @@ def test_the_manifest_of_the_page_makes_one_run(
     for node in range(3):
         run.start(node, *words, env=variables)
     assert [run.code(node) for node in range(3)] == [0, 0, 0], run.all_text
-    assert {note["node"] for note in run.begun().values()} == {"node0", "node1"}
+    assert {note["node"] for note in run.started().values()} == {"node0", "node1"}
     assert "UNAUTHENTICATED" not in run.all_text
 
 
@@ -279,7 +281,7 @@ def at(cluster: VirtualCluster, *more: object, node: int = 0) -> list[object]:
     return ["--nnodes=2", f"--rdzv-endpoint={cluster.address(node)}:23456", *more]
 
 
-def test_an_endpoint_where_nobody_listens(
+def test_an_endpoint_without_a_listener(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:
     run = launch("run")
@@ -292,7 +294,7 @@ def test_an_endpoint_where_nobody_listens(
 
 
 @pytest.mark.full
-def test_an_endpoint_where_nobody_comes(
+def test_an_endpoint_where_no_node_comes(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:
     run = launch("run")
@@ -360,8 +362,8 @@ def test_another_secret_or_none(
     other = [f"--secret-file={secret(run.folder, 'other')}"] if has_one else []
     run.start(1, *at(cluster, *other))
     assert run.code(1) == 2
-    why = "the secret differs" if has_one else "this side has no secret, and the other has one"
-    assert f"{cluster.address(0)} port 23456 refuses us: {why}" in run.text(1)
+    reason = "the secret differs" if has_one else "this side has no secret, and the other has one"
+    assert f"{cluster.address(0)} port 23456 refuses us: {reason}" in run.text(1)
     assert "Use the same --secret-file on every node" in run.text(1)
     run.wait_for_text(0, f"{cluster.address(1)} port \\d+ is refused: ")
 
@@ -380,7 +382,7 @@ def test_another_version_of_ftrun(launch: Callable[[str], Launch], cluster: Virt
     assert f"it has ftrun {found[0]}, and this is ftrun 0.0.7. Install the same" in run.text(1)
 
 
-def test_what_is_told_before_anything_is_started(
+def test_what_is_reported_before_anything_is_started(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:
     run = launch("run")

@@ -20,7 +20,7 @@ PIPELINE = str(SCRIPTS / "pipeline_training.py")
 pytestmark = pytest.mark.timeout(300)
 
 
-def told(run: Run, word: str) -> set[str]:
+def reported(run: Run, word: str) -> set[str]:
     """Step and digest of the whole state, of which all ranks should say the same."""
     return set(re.findall(rf"{word} (step=\d+ digest=\w+(?: of=\d+)?)", run.text))
 
@@ -67,7 +67,7 @@ def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
     steps, before, folder = 6, (4, 2), "saved-0"
     run = trained(start, folder, *before, steps)
     for number, (ranks, size) in enumerate(sizes, start=1):
-        last = told(run, "ends")
+        last = reported(run, "ends")
         assert len(last) == 1, run.text
         new = f"saved-{number}"
         text = rules.read_text()
@@ -77,10 +77,10 @@ def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
         assert f"a checkpoint of {ranks} ranks" in shown
         steps += 4
         run = trained(start, new, ranks, size, steps)
-        assert told(run, "begins") == last, run.text
+        assert reported(run, "begins") == last, run.text
         assert "not bitwise" not in run.text
         before, folder = (ranks, size), new
-    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+    assert next(iter(reported(run, "ends"))).startswith(f"step={steps} ")
 
 
 @pytest.mark.slow
@@ -92,36 +92,36 @@ def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
     ],
     ids=["to 3", "to 4, 1 of 2, 2 of 4 and the same"],
 )
-def test_a_run_that_declares_its_layout_goes_on_from_another_by_itself(
+def test_a_run_that_declares_its_layout_continues_from_another_by_itself(
     start: Start, tmp_path: Path, sizes: list[tuple[int, int]]
 ) -> None:
     (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
     steps = 6
     run = trained(start, "saved", 4, 2, steps, "rules.yaml")
     for ranks, size in sizes:
-        last = told(run, "ends")
+        last = reported(run, "ends")
         assert len(last) == 1, run.text
         steps += 4
         run = trained(start, "saved", ranks, size, steps, "rules.yaml")
-        assert told(run, "begins") == last, run.text
-    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+        assert reported(run, "begins") == last, run.text
+    assert next(iter(reported(run, "ends"))).startswith(f"step={steps} ")
 
 
 @pytest.mark.full
-def test_a_converted_checkpoint_says_its_new_layout(start: Start, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_reports_its_new_layout(start: Start, tmp_path: Path) -> None:
     rules = tmp_path / "tensor-parallel.yaml"
     rules.write_text(rule_file("tensor-parallel.yaml"))
     run = trained(start, "saved", 4, 2, 3, rules.name)
-    last = told(run, "ends")
+    last = reported(run, "ends")
     converted(tmp_path, "saved", "one", "--mesh", "dp=1,tp=1")
-    assert told(trained(start, "one", 1, 1, 3, rules.name), "begins") == last
+    assert reported(trained(start, "one", 1, 1, 3, rules.name), "begins") == last
     run = trained(start, "one", 2, 2, 5, rules.name)
-    assert told(run, "begins") == last
+    assert reported(run, "begins") == last
     assert run.text.count("not bitwise") == 1
 
 
 @pytest.mark.full
-def test_a_version_that_says_no_layout_is_refused_in_words(start: Start, tmp_path: Path) -> None:
+def test_a_version_that_reports_no_layout_is_refused_in_words(start: Start, tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
     trained(start, "saved", 4, 2, 3)
     words = ("--checkpoint-dir", "saved", "--nproc-per-node", "3", SCRIPT, "3", "9", "rules.yaml")
@@ -162,30 +162,30 @@ def piped(start: Start, folder: Path, way: Way, steps: int, *more: str, saved: s
     ],
     ids=["2 stages to 3", "2x2 to 1x4 to 2x2 in two turns", "two turns to 3 stages to 1x2"],
 )
-def test_layers_that_each_stage_numbers_anew_move_to_other_stages(
+def test_layers_that_each_stage_numbers_again_move_to_other_stages(
     start: Start, tmp_path: Path, first: Way, others: list[Way]
 ) -> None:
     steps = 5
     run = piped(start, tmp_path, first, steps, saved="saved")
     for way in others:
-        last = told(run, "ends")
+        last = reported(run, "ends")
         assert len(last) == 1, run.text
         assert next(iter(last)).endswith(" of=68")  # 17 tensors, two moments and a step each
         steps += 3
         run = piped(start, tmp_path, way, steps, saved="saved")
-        assert told(run, "begins") == last, run.text
-    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+        assert reported(run, "begins") == last, run.text
+    assert next(iter(reported(run, "ends"))).startswith(f"step={steps} ")
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_stages_that_number_their_layers_anew_are_converted(start: Start, tmp_path: Path) -> None:
+def test_stages_that_number_their_layers_again_are_converted(start: Start, tmp_path: Path) -> None:
     run = piped(start, tmp_path, (2, 2, "3,2"), 4, "undeclared", saved="saved")
-    last = told(run, "ends")
+    last = reported(run, "ends")
     (tmp_path / "to.yaml").write_text(
         rule_file("stages.yaml").replace("pp: 2, tp: 2", "pp: 3, tp: 1")
     )
     (tmp_path / "stages.yaml").write_text(rule_file("stages.yaml"))
     converted(tmp_path, "saved", "new", "--to", "to.yaml", rules="stages.yaml")
     run = piped(start, tmp_path, (3, 1, "2,2,1"), 6, "undeclared", saved="new")
-    assert told(run, "begins") == last, run.text
+    assert reported(run, "begins") == last, run.text

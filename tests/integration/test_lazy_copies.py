@@ -2,7 +2,7 @@
 
 Each test trains in this process against a real SMP, stops the copy of one snapshot at a chosen
 piece, changes tensors there, and compares every version that is committed with the state at its
-boundary. No snapshot is verified by digests of all bytes (`proof_first=0`): the lazy copy check
+boundary. No snapshot is verified by digests of all bytes (`verify_first=0`): the lazy copy check
 has to find each change by itself.
 """
 
@@ -25,7 +25,7 @@ from ftrun.worker.capture.copying import LazyCopyCheck
 from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
 from ftrun.worker.state.optimizers import OptimizerWatch
-from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made
+from tests.integration.in_process_worker import TIMEOUT_S, WIDTH, Run, made
 
 AT = 2
 """The step whose snapshot is stopped."""
@@ -38,7 +38,7 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with closing(Run(tmp_path)) as one:
-        one.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
+        one.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, verify_first=0)
         yield one
 
 
@@ -64,7 +64,7 @@ class Gate:
 
     def wait(self) -> None:
         """Until the copy stands still."""
-        assert self._reached.wait(PATIENCE_S)
+        assert self._reached.wait(TIMEOUT_S)
 
     def release(self, *, stop_at: int = -1) -> None:
         """Let the copy continue.
@@ -92,7 +92,7 @@ class Gate:
     def _stop(self) -> None:
         may_continue = self._may_continue
         self._reached.set()
-        assert may_continue.wait(PATIENCE_S)
+        assert may_continue.wait(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
 
     def copy_late(self: copying.SlotCopy, table: memoryview) -> None:
         """Copy as late as the call of `phase` can see."""
-        assert is_about_to_swap.wait(PATIENCE_S)
+        assert is_about_to_swap.wait(TIMEOUT_S)
         threading.Event().wait(0.2)
         copies(self, table)
         is_copied.append(1)
@@ -384,7 +384,7 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
     assert not run.page.note
 
 
-def test_a_turn_that_says_train_again_does_not_wait_for_the_copy(run: Run, gate: Gate) -> None:
+def test_a_turn_that_reports_train_again_does_not_wait_for_the_copy(run: Run, gate: Gate) -> None:
     model, optimizer = made()
 
     def top(at: int, session: Session) -> None:
@@ -426,7 +426,7 @@ def test_a_bug_in_ftrun_ends_protection_and_not_the_training(
 ) -> None:
     break_it(owner, name, monkeypatch)
     model, optimizer = made()
-    run.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, proof_first=1)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, verify_first=1)
     session = run.attach(model=model, optimizer=optimizer)
     for _ in session.steps(LAST):
         with session.phase("eval"):
@@ -539,7 +539,7 @@ def test_a_step_in_another_thread_waits_for_the_copy(run: Run, gate: Gate) -> No
         thread = threading.Thread(target=step)
         thread.start()
         gate.release()
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
 
     optimizer.step = step_elsewhere  # type: ignore[method-assign]
@@ -574,7 +574,7 @@ def test_the_replay_of_a_graph_waits_for_the_copy(
             replay.join(0.2)
             assert replay.is_alive()
             gate.release()
-            replay.join(PATIENCE_S)
+            replay.join(TIMEOUT_S)
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 1))
     assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0

@@ -47,9 +47,9 @@ class ResettingRelay:
         while not self._is_over:
             with contextlib.suppress(TimeoutError):
                 here, _ = self._listener.accept()
-                passing = threading.Thread(target=self._pass_on, args=(here,), daemon=True)
-                self._threads.append(passing)
-                passing.start()
+                tick = threading.Thread(target=self._pass_on, args=(here,), daemon=True)
+                self._threads.append(tick)
+                tick.start()
 
     def _pass_on(self, here: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
@@ -143,7 +143,7 @@ def test_resets_while_exactly_k_sources_remain_end_no_restore(
     assert sum(relay.num_resets for relay in relays) >= 2
 
 
-def test_a_fetch_that_failed_for_resets_says_so(relayed: Cluster) -> None:
+def test_a_fetch_that_failed_for_resets_is_reported(relayed: Cluster) -> None:
     """No connection lives long enough for a handshake: the SMP says that the cause is a link."""
     relayed.begin()
     relayed.employ()
@@ -153,6 +153,6 @@ def test_a_fetch_that_failed_for_resets_says_so(relayed: Cluster) -> None:
     relayed.nodes[0].generation = -1
     put_relays(relayed, 100)
     relayed.restore(at, fails=[0])
-    (failed,) = relayed.nodes[0].has_told(smp_messages.RestoreFailed)
+    (failed,) = relayed.nodes[0].has_reported(smp_messages.RestoreFailed)
     assert isinstance(failed, smp_messages.RestoreFailed)
     assert failed.is_link

@@ -152,7 +152,7 @@ def logs(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_all_who_look_at_a_run_see_its_failure(
+def test_all_that_look_at_a_run_see_its_failure(
     start: Start, script: Callable[..., str], tmp_path: Path
 ) -> None:
     name = script(TRAIN)
@@ -187,10 +187,10 @@ def test_all_who_look_at_a_run_see_its_failure(
         screen.read_until(r"(?s)\x1b\[\?1049l.*\x1b\[\?1049h.*running at step")
         screen.process.send_signal(signal.SIGINT)
         until("left", lambda: (screen.read(), screen.process.poll() is not None)[1])
-        _look_at_status(run)
-        _look_at_figures(port)
-        _look_at_the_downtime(run, port)
-        _look_at_logs(run)
+        _check_status(run)
+        _check_figures(port)
+        _check_downtime(run, port)
+        _check_logs(run)
         (tmp_path / "stop").touch()
         assert run.wait() == 0, run.text
         assert follower.wait(WAIT_S) == 0
@@ -199,8 +199,8 @@ def test_all_who_look_at_a_run_see_its_failure(
         follower.wait(WAIT_S)
         followed.close()
         screen.close()
-    _look_at_the_screen(screen)
-    _look_at_hooks(run)
+    _check_screen(screen)
+    _check_hooks(run)
     lines = (tmp_path / "followed").read_text().splitlines()
     assert lines.index("1 | last words of rank 1") < lines.index("1 | begin rank=1 generation=1")
     assert lines[-1].split(" | ")[1].startswith("step ")
@@ -211,7 +211,7 @@ def test_all_who_look_at_a_run_see_its_failure(
     assert last["p50_s"] > 0.01  # type: ignore[operator]
 
 
-def _look_at_status(run: Run) -> None:
+def _check_status(run: Run) -> None:
     run.wait_for_step(1, generation=1)
     document: dict[str, Any] = run.status()
     (incident,) = document["incidents"]
@@ -222,7 +222,7 @@ def _look_at_status(run: Run) -> None:
     assert all(0.01 < rank["step_p50_s"] <= rank["step_p99_s"] for rank in document["ranks"])
 
 
-def _look_at_figures(port: int) -> None:
+def _check_figures(port: int) -> None:
     found = figures(port, "abc")
     assert found["ftrun_incidents_total crash"] == 1
     assert found["ftrun_restarts_total"] == 1
@@ -234,12 +234,12 @@ def _look_at_figures(port: int) -> None:
     assert sum(value for name, value in found.items() if name.startswith("ftrun_rank_up")) == 2
 
 
-def _look_at_the_downtime(run: Run, port: int) -> None:
+def _check_downtime(run: Run, port: int) -> None:
     """Log, journal, status, metrics and report tell one figure."""
-    (told,) = run.journal("downtime")
-    total_s = told["total_s"]
+    (reported,) = run.journal("downtime")
+    total_s = reported["total_s"]
     parts = ("detection_s", "restart_s", "restore_s", "first_step_s")
-    assert sum(told[name] for name in parts) == pytest.approx(total_s, abs=0.003)  # type: ignore[misc]
+    assert sum(reported[name] for name in parts) == pytest.approx(total_s, abs=0.003)  # type: ignore[misc]
     (closed,) = run.journal("incident_closed")
     (incident,) = run.status()["incidents"]  # type: ignore[attr-defined]
     assert closed["recovered_s"] == incident["recovered_s"] == total_s
@@ -253,7 +253,7 @@ def _look_at_the_downtime(run: Run, port: int) -> None:
     assert f"training again after {took}" in shown
 
 
-def _look_at_logs(run: Run) -> None:
+def _check_logs(run: Run) -> None:
     every = logs(run)
     assert every.returncode == 0, every.stderr
     lines = every.stdout.splitlines()
@@ -274,7 +274,7 @@ def _look_at_logs(run: Run) -> None:
     assert "ranks 0, 1" in nobody.stderr
 
 
-def _look_at_the_screen(screen: Terminal) -> None:
+def _check_screen(screen: Terminal) -> None:
     assert screen.process.returncode == 0
     enter, leave = "\x1b[?1049h", "\x1b[?1049l"
     assert screen.output.count(enter) == screen.output.count(leave) == 2  # once for ^Z
@@ -284,7 +284,7 @@ def _look_at_the_screen(screen: Terminal) -> None:
     assert "Traceback" not in screen.output
 
 
-def _look_at_hooks(run: Run) -> None:
+def _check_hooks(run: Run) -> None:
     assert (run.folder / "events").read_text() == "verdict 1\nclosed 1\n"
     texts = (run.folder / "told").read_text().replace("}{", "}\n{").splitlines()
     first, second = map(json.loads, texts)
@@ -297,7 +297,7 @@ def _look_at_hooks(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_what_cannot_be_served_or_shown_is_said_and_the_run_goes_on(
+def test_what_cannot_be_served_or_shown_is_reported_and_the_run_continues(
     start: Start, script: Callable[..., str], tmp_path: Path
 ) -> None:
     name = script(TRAIN)
@@ -376,7 +376,7 @@ class TwoNodes:
 
 
 @pytest.mark.full
-def test_the_node_that_leads_shows_and_tells_for_all(
+def test_the_node_that_leads_shows_and_reports_for_all(
     script: Callable[..., str], tmp_path: Path
 ) -> None:
     run = TwoNodes(

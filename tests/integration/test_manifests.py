@@ -184,7 +184,7 @@ def job(tmp_path: Path, short: Path) -> Iterator[Job]:
 
 
 @pytest.mark.full
-def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(job: Job) -> None:
+def test_a_job_that_is_queued_again_continues_from_its_checkpoint(job: Job) -> None:
     job.start(0)
     job.wait_for_steps(20, life=0)
     assert job.secrets == [f"none-{JOB_ID}-0.secret"]
@@ -197,10 +197,10 @@ def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(job: Job) -> Non
     job.start(1)
     job.wait_for_steps(5, life=1)
     for rank in range(2):
-        (begun,) = job.notes(rank, "begun", life=1)
-        assert begun["restored"] is True
-        assert last <= begun["step"] <= last + 1
-        assert begun["given"]["TORCHELASTIC_RUN_ID"] == RUN_ID
+        (started,) = job.notes(rank, "begun", life=1)
+        assert started["restored"] is True
+        assert last <= started["step"] <= last + 1
+        assert started["given"]["TORCHELASTIC_RUN_ID"] == RUN_ID
     assert job.secrets == [f"none-{JOB_ID}-0-r1.secret"]
     (job.folder / "go").touch()
     assert job.code() == 0, job.text
@@ -211,7 +211,7 @@ def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(job: Job) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("left", [(), ("one",), ("two",), NODES], ids=["no", "one", "two", "both"])
-def test_a_job_that_was_killed_goes_on_whatever_it_has_left(
+def test_a_job_that_was_killed_continues_whatever_it_has_left(
     job: Job, left: tuple[str, ...]
 ) -> None:
     """A secret, run folders, locks, journals; and the memory of some of its nodes."""
@@ -232,9 +232,9 @@ def test_a_job_that_was_killed_goes_on_whatever_it_has_left(
     job.start(1)
     job.wait_for_steps(5, life=1)
     assert job.secrets == [f"none-{JOB_ID}-0-r1.secret"]
-    begun = [job.notes(rank, "begun", life=1)[0] for rank in range(2)]
-    assert [note["restored"] for note in begun] == [True, True]
-    assert 0 < begun[0]["step"] == begun[1]["step"] <= max(first)
+    started = [job.notes(rank, "begun", life=1)[0] for rank in range(2)]
+    assert [note["restored"] for note in started] == [True, True]
+    assert 0 < started[0]["step"] == started[1]["step"] <= max(first)
     again = {note["step"]: note["loss"] for note in job.notes(0, "step", life=1)}
     both = first.keys() & again.keys()
     assert {step: again[step] for step in both} == {step: first[step] for step in both}

@@ -25,7 +25,7 @@ from ftrun.worker.capture import slots
 from ftrun.worker.session import Session
 from tests.integration.conftest import Run as FtrunRun
 from tests.integration.conftest import Start
-from tests.integration.in_process_worker import PATIENCE_S, Run, assert_same
+from tests.integration.in_process_worker import TIMEOUT_S, Run, assert_same
 from tests.memory_cgroup import memory_cgroup
 
 WIDTH = 300
@@ -167,10 +167,10 @@ def test_refused_memory_is_not_asked_for_at_each_step(run: Run, asked: list[int]
             refuse_memory(run, is_short=True)
             training.grow()
 
-    began_s = clock.now_s()
+    started_s = clock.now_s()
     training.steps(40, act)
     # The first, one after each pause, and one at the last step.
-    assert len(asked) <= 3 + (clock.now_s() - began_s) / slots._RETRY_S
+    assert len(asked) <= 3 + (clock.now_s() - started_s) / slots._RETRY_S
     assert run.page.get(HeartbeatField.SKIPPED_COUNT) >= 37
 
 
@@ -193,7 +193,7 @@ def test_a_state_that_fits_again_is_protected_at_once(run: Run) -> None:
 
 
 def test_required_snapshots_end_the_script_at_the_boundary(run: Run) -> None:
-    run.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, required=True)
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, required=True)
     training = Training(run)
 
     def act(at: int) -> None:
@@ -247,7 +247,7 @@ def test_an_smp_that_dies_while_it_makes_an_arena_is_followed_by_one_that_is_ask
 
     def act(at: int) -> None:
         if at == 3:
-            assert run.smp.wait(PATIENCE_S)
+            assert run.smp.wait(TIMEOUT_S)
             assert not run.page.get(HeartbeatField.SEALED_COUNT)
             run.next_smp()
 
@@ -286,7 +286,7 @@ def test_a_node_that_takes_long_for_its_arenas_is_waited_for(
 # --- a limit of the cgroup ---------------------------------------------------------------------
 
 
-def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(run: Run) -> None:
+def test_what_will_not_fit_is_reported_at_attach_and_protected_when_there_is_room(run: Run) -> None:
     with memory_cgroup() as group:
         group.add(run.smp.pid)
         group.limit(group.used_bytes + 16 * MB)
@@ -325,8 +325,8 @@ class Hoarder(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_state_larger_than_was_guessed_is_told_before_the_first_snapshot(run: Run) -> None:
-    run.settings = SnapshotConfig(every=1000, commit_wait_s=PATIENCE_S)
+def test_a_state_larger_than_was_guessed_is_reported_before_the_first_snapshot(run: Run) -> None:
+    run.settings = SnapshotConfig(every=1000, commit_timeout_s=TIMEOUT_S)
     with memory_cgroup() as group:
         group.add(run.smp.pid)
         group.limit(group.used_bytes + 8 * MB)

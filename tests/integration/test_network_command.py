@@ -22,7 +22,7 @@ if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
 
-def told_in_node(cluster: VirtualCluster, folder: Path, *words: str) -> str:
+def reported_in_node(cluster: VirtualCluster, folder: Path, *words: str) -> str:
     """What the command prints on node0."""
     path = folder / "told.txt"
     with path.open("wb") as output:
@@ -39,7 +39,7 @@ def told_in_node(cluster: VirtualCluster, folder: Path, *words: str) -> str:
     return path.read_text()
 
 
-def test_a_slow_rail_is_told_while_the_run_lives_and_after(tmp_path: Path) -> None:
+def test_a_slow_rail_is_reported_while_the_run_lives_and_after(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(32)))
     secret.chmod(0o600)
@@ -51,9 +51,9 @@ def test_a_slow_rail_is_told_while_the_run_lives_and_after(tmp_path: Path) -> No
         run.start_all()
         run.wait_for_step(5)
         run.wait_for("the plan", lambda: bool(run.journals("network_plan")))
-        live = told_in_node(cluster, tmp_path)
+        live = reported_in_node(cluster, tmp_path)
         run.finish()
-        kept = json.loads(told_in_node(cluster, tmp_path, RUN_ID, "--json"))
+        kept = json.loads(reported_in_node(cluster, tmp_path, RUN_ID, "--json"))
     # On a busy machine one more path may look slow.
     assert re.match(rf"run {RUN_ID}: of 12 paths, [4-9] slow; the plan is not applied", live)
     assert " ago" in live.splitlines()[1]

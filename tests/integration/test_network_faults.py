@@ -93,11 +93,11 @@ def test_a_node_is_cut_off_by_an_order_from_another_and_comes_back(run: NodesRun
 def test_slow_and_lossy_links_are_made_and_taken_back(run: NodesRun) -> None:
     expected = {"slow-link": ("qdisc", "tbf"), "lossy-link": ("filter", "bytecode")}
     for kind, (what, word) in expected.items():
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         fault_id = order(run, 0, kind, "--node", "node0", "--for", "2s")
         shown = tc(run, 0, what, "show", *(["egress"] if what == "filter" else []))
         # It is taken back some time before that is written down.
-        assert word in shown or time.monotonic() - began_s > 2.0, shown
+        assert word in shown or time.monotonic() - started_s > 2.0, shown
         run.wait_for(f"the end of {kind}", lambda i=fault_id: lines(run, "fault_reverted", i))
         assert word not in tc(run, 0, "qdisc", "show")
     run.wait_for_more_steps(3)
@@ -115,9 +115,9 @@ def test_a_bit_flips_on_the_wire_and_nothing_is_believed(run: NodesRun) -> None:
 @pytest.mark.full
 def test_what_a_node_keeps_for_others_is_damaged(run: NodesRun) -> None:
     run.wait_for("a commit", lambda: run.last_step() > 20)
-    keeper = f"node{run.node_of(0)}"
+    store_node = f"node{run.node_of(0)}"
     for kind in ("fragment-truncate", "fragment-stale"):
-        fault_id = order(run, 2, kind, "--node", keeper)
+        fault_id = order(run, 2, kind, "--node", store_node)
         run.wait_for(kind, lambda i=fault_id: lines(run, "fault_injected", i))
     run.wait_for_more_steps(5)
 

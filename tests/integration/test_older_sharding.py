@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Start
-from tests.integration.examples import ends_as_undisturbed, restored_steps
+from tests.integration.examples import ends_like_undisturbed, restored_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -59,5 +59,5 @@ def test_two_ranks_end_as_undisturbed(
     start: Start, tmp_path: Path, wrapped: str, is_view: bool
 ) -> None:
     code = CODE.replace("WRAPPED", wrapped.replace("IS_VIEW", str(is_view)))
-    run = ends_as_undisturbed(start, tmp_path, code, {0: 8})
+    run = ends_like_undisturbed(start, tmp_path, code, {0: 8})
     assert restored_steps(run)[0] in (6, 7)

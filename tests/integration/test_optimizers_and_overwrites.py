@@ -183,7 +183,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
-def calm_values(make: Callable[[nn.Module], Any], steps: int) -> list[torch.Tensor]:
+def undisturbed_values(make: Callable[[nn.Module], Any], steps: int) -> list[torch.Tensor]:
     """The end of an undisturbed training."""
     model = network()
     optimizer = make(model)
@@ -229,7 +229,7 @@ def test_an_inner_optimizer_comes_back(run: Run, kind: str) -> None:
         run.committed_version()
         assert not run.page.get(HeartbeatField.UNPROTECTED), run.page.note
     assert session.restored
-    assert all(map(torch.equal, values(model), calm_values(make, 10)))
+    assert all(map(torch.equal, values(model), undisturbed_values(make, 10)))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -387,7 +387,7 @@ def test_a_second_optimizer_that_takes_over_is_reported_before_its_state_is_lost
     assert caplog.text.count("UNPROTECTED: optimizer SGD") == 1
 
 
-def test_an_unattached_optimizer_beside_state_that_cannot_be_stored_is_no_bug(run: Run) -> None:
+def test_an_unattached_optimizer_next_to_state_that_cannot_be_stored_is_no_bug(run: Run) -> None:
     model = network()
     optimizer = adam(model)
     second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -550,11 +550,11 @@ def load_others(model: nn.Module, optimizer: Optimizer, what: str = "both") -> N
 def assert_goes_on(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
     for at in session.steps(8):
         turn(model, optimizer, at)
-    calm = network()
-    its = adam(calm)
+    undisturbed = network()
+    its = adam(undisturbed)
     for at in range(8):
-        turn(calm, its, at)
-    assert all(map(torch.equal, values(model), values(calm)))
+        turn(undisturbed, its, at)
+    assert all(map(torch.equal, values(model), values(undisturbed)))
 
 
 def test_what_is_loaded_after_attach_gives_way_to_the_restored_state(
@@ -662,10 +662,10 @@ def test_flags_and_groups_set_after_attach_give_way_to_the_restored_ones(
             if at == 2:
                 set_later(model, optimizer)
 
-    calm = network()
-    its = adam(calm)
-    at_first(calm, its)
-    train(calm, its, iter(range(8)))
+    undisturbed = network()
+    its = adam(undisturbed)
+    at_first(undisturbed, its)
+    train(undisturbed, its, iter(range(8)))
     for steps in (5, 8):
         model = network()
         optimizer = adam(model)
@@ -674,7 +674,7 @@ def test_flags_and_groups_set_after_attach_give_way_to_the_restored_ones(
         with caplog.at_level(logging.WARNING):
             train(model, optimizer, session.steps(steps))
         run.committed_version()
-    assert all(map(torch.equal, values(model), values(calm)))
+    assert all(map(torch.equal, values(model), values(undisturbed)))
     assert [part.training for part in model.modules()] == [True, True, False, True]
     assert (
         "after attach the script has set model.0.weight.requires_grad, model.1.training, "

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Start
-from tests.integration.examples import ends_as_undisturbed, example, restored_steps
+from tests.integration.examples import ends_like_undisturbed, example, restored_steps
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_the_snapshot_wins_over_the_older_checkpoint(start: Start, tmp_path: Path) -> None:
     code = example("A script with a checkpoint of its own")
-    run = ends_as_undisturbed(start, tmp_path, code, {0: 40, 1: 30})
+    run = ends_like_undisturbed(start, tmp_path, code, {0: 40, 1: 30})
     first, second = restored_steps(run)
     assert 36 <= first <= 39
     assert 60 <= second <= 68

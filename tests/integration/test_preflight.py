@@ -77,7 +77,7 @@ def status(run: NodesRun, node: int) -> dict[str, Any]:
 
 
 def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
-    run = nodes(2, 1, "--set", "preflight.limit_s=60")
+    run = nodes(2, 1, "--set", "preflight.timeout_s=60")
     run.start_all({1: NO_NODE_IS_SO_FAST})
     run.wait_for_step(3)
     assert [run.node_of(rank) for rank in (0, 1)] == [0, 2], run.journals("preflight_finished")
@@ -106,7 +106,7 @@ def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
 
 @pytest.mark.full
 def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> None:
-    run = nodes(2, 0, "--set", "preflight.again_s=0.5")
+    run = nodes(2, 0, "--set", "preflight.retry_max_s=0.5")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     run.start(0)
     with open_files(most - 1):
@@ -122,7 +122,7 @@ def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> No
     run.finish()
 
 
-def test_ftrun_check_tells_by_its_exit_code() -> None:
+def test_ftrun_check_reports_by_its_exit_code() -> None:
     command = f"ulimit -n 200; exec {shlex.quote(sys.executable)} -m ftrun preflight"
     done = subprocess.run(
         ["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=LIMIT_S

@@ -44,17 +44,17 @@ from ftrun.wire.transport.secret import SECRET_BYTES
 from tests.stopping import stop
 
 RUN_ID = "test-run"
-PATIENCE_S = 60.0
-LINK_PATIENCE_S = 10.0
+TIMEOUT_S = 60.0
+LINK_TIMEOUT_S = 10.0
 M = TypeVar("M")
 
 
 def wait_until(claim: Callable[[], bool], what: str | Callable[[], str]) -> None:
     """Bounded wait on a condition that another process makes true."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not claim():
         if time.monotonic() > end:
-            pytest.fail(f"not within {PATIENCE_S} s: {what if isinstance(what, str) else what()}")
+            pytest.fail(f"not within {TIMEOUT_S} s: {what if isinstance(what, str) else what()}")
         select.select([], [], [], 0.002)
 
 
@@ -112,7 +112,7 @@ class Worker:
                 num_pieces=len(layout.pieces),
                 layout_id=xxhash.xxh3_64_intdigest(layout.header),
             ),
-            deadline_s=PATIENCE_S,
+            deadline_s=TIMEOUT_S,
         )
         assert isinstance(answer.body, worker_messages.ArenaGranted), answer.body
         (self.fd,) = answer.fds
@@ -141,7 +141,7 @@ class Worker:
         finally:
             arena.close()
 
-    def tell_sealed(self, at: Version) -> None:
+    def report_sealed(self, at: Version) -> None:
         layout_id = xxhash.xxh3_64_intdigest(self.model.layout(self.rank).header)
         self.channel.send(worker_messages.ShardSealed(self.rank, at.generation, at.step, layout_id))
 
@@ -159,9 +159,9 @@ class Node:
     port: int = 0
     page_fd: int = -1
     arenas: dict[int, int] = field(default_factory=dict)
-    vaults: dict[int, int] = field(default_factory=dict)
+    parity_regions: dict[int, int] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
-    told: list[messages.AnyMessage] = field(default_factory=list)
+    reported: list[messages.AnyMessage] = field(default_factory=list)
     starts: int = 0
     generation: int = -1
 
@@ -170,7 +170,7 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def place(self) -> smp_messages.NodeAddress:
+    def position(self) -> smp_messages.NodeAddress:
         return smp_messages.NodeAddress(
             self.node_id, 1, self.host, self.port if self.is_up else 0, self.ranks
         )
@@ -178,7 +178,7 @@ class Node:
     def start(self, *, secret: bytes | None, adopt: bool = False, crash_at: str = "") -> None:
         self.starts += 1
         if self.agent is not None:
-            self.hear()
+            self.receive()
             self.agent.close()
         path = self.folder / f"{self.node_id}-{self.starts}.sock"
         command = [
@@ -195,8 +195,8 @@ class Node:
         self.agent = self.connect("agent")
         if adopt:
             fds = [self.arenas[rank] for rank in sorted(self.arenas)]
-            fds += [self.vaults[slot] for slot in sorted(self.vaults)]
-            body = smp_messages.AdoptMemory(sorted(self.arenas), sorted(self.vaults))
+            fds += [self.parity_regions[slot] for slot in sorted(self.parity_regions)]
+            body = smp_messages.AdoptMemory(sorted(self.arenas), sorted(self.parity_regions))
             assert self.ask(body, messages.Done, *fds) == messages.Done()
         self.listen(secret)
 
@@ -206,7 +206,7 @@ class Node:
             run_id=RUN_ID,
             peer=f"the SMP of {self.node_id}",
             hello=messages.Hello(role=role, pid=os.getpid(), rank=rank),
-            deadline_s=PATIENCE_S,
+            deadline_s=TIMEOUT_S,
         )
 
     def listen(self, secret: bytes | None) -> None:
@@ -226,9 +226,9 @@ class Node:
 
     def ask(self, body: messages.AnyMessage, kind: type[M], *fds: int) -> M:
         assert self.agent is not None
-        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
+        self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
         while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
+            received = self.agent.receive(deadline_s=TIMEOUT_S)
             if isinstance(received.body, kind):
                 return received.body
             assert self._take(received), received.body
@@ -240,10 +240,10 @@ class Node:
             case worker_messages.ArenaGranted():
                 self._keep(self.arenas, body.rank, *received.fds)
             case smp_messages.ParityRegionCreated():
-                self._keep(self.vaults, body.slot, *received.fds)
-            case smp_messages.VaultFreed():
-                if body.slot in self.vaults:
-                    os.close(self.vaults.pop(body.slot))
+                self._keep(self.parity_regions, body.slot, *received.fds)
+            case smp_messages.ParityRegionFreed():
+                if body.slot in self.parity_regions:
+                    os.close(self.parity_regions.pop(body.slot))
             case (
                 smp_messages.VersionReady()
                 | smp_messages.VersionCommitted()
@@ -253,7 +253,7 @@ class Node:
                 | smp_messages.PeersUnreachable()
                 | smp_messages.SmpNotice()
             ):
-                self.told.append(body)
+                self.reported.append(body)
             case _:
                 return False
         return True
@@ -264,16 +264,16 @@ class Node:
             os.close(where[at])
         where[at] = fd
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what has been said unasked."""
         if self.agent is not None:
             with contextlib.suppress(PeerError):
                 for received in self.agent.receive_ready():
                     assert self._take(received), received.body
 
-    def has_told(self, kind: type[messages.AnyMessage]) -> list[messages.AnyMessage]:
-        self.hear()
-        return [body for body in self.told if isinstance(body, kind)]
+    def has_reported(self, kind: type[messages.AnyMessage]) -> list[messages.AnyMessage]:
+        self.receive()
+        return [body for body in self.reported if isinstance(body, kind)]
 
     def status(self) -> dict[str, object]:
         answer = self.ask(messages.StatusRequest(), messages.StatusReply)
@@ -293,7 +293,7 @@ class Node:
         """The node is gone: its SMP, and every copy of its memory."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         self.forget()
 
     def forget_channels(self) -> None:
@@ -303,13 +303,13 @@ class Node:
                 os.close(worker.fd)
         if self.agent is not None:
             self.agent.close()
-        self.agent, self.workers, self.told = None, [], []
+        self.agent, self.workers, self.reported = None, [], []
 
     def forget(self) -> None:
         self.forget_channels()
-        for fd in (*self.arenas.values(), *self.vaults.values()):
+        for fd in (*self.arenas.values(), *self.parity_regions.values()):
             os.close(fd)
-        self.arenas, self.vaults = {}, {}
+        self.arenas, self.parity_regions = {}, {}
         if self.page_fd >= 0:
             os.close(self.page_fd)
             self.page_fd = -1
@@ -328,7 +328,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     generation: int = -1
     committed: Version | None = None
-    old_group: smp_messages.PreviousGroup | None = None
+    previous_group: smp_messages.PreviousGroup | None = None
 
     def start(self, count: int, *, ranks_per_node: int = 1, crash_at: str = "") -> None:
         for at in range(count):
@@ -342,7 +342,7 @@ class Cluster:
 
     @property
     def places(self) -> list[smp_messages.NodeAddress]:
-        return [node.place for node in self.nodes]
+        return [node.position for node in self.nodes]
 
     def begin(self, *, restored: Version | None = None, protected_in: int = -1) -> None:
         """Start the next generation on every node that is up."""
@@ -380,8 +380,8 @@ class Cluster:
                 small_state_bytes=self.small_state_bytes,
                 restored=(restored.generation, restored.step) if restored else None,
                 protected_in=protected_in,
-                restore_from=[self.old_group] if missing and self.old_group else [],
-                patience_s=LINK_PATIENCE_S,
+                restore_from=[self.previous_group] if missing and self.previous_group else [],
+                timeout_s=LINK_TIMEOUT_S,
                 pace_bytes_s=self.pace_bytes_s,
             )
             assert node.agent is not None
@@ -416,7 +416,7 @@ class Cluster:
         for node in self.nodes:
             for worker in node.workers:
                 worker.capture(at, kept=self.committed)
-                worker.tell_sealed(at)
+                worker.report_sealed(at)
         return at
 
     def wait_ready(self, at: Version, *, survives: int | None = None) -> None:
@@ -439,7 +439,7 @@ class Cluster:
     def readiness(node: Node, at: Version) -> list[smp_messages.VersionReady]:
         return [
             body
-            for body in node.has_told(smp_messages.VersionReady)
+            for body in node.has_reported(smp_messages.VersionReady)
             if isinstance(body, smp_messages.VersionReady)
             and (body.generation, body.step) == (at.generation, at.step)
         ]
@@ -480,7 +480,7 @@ class Cluster:
     ) -> None:
         """Put a fresh SMP in the place of each lost node, and begin from a version."""
         made_in = self.protected_in(wanted) if protected_in is None else protected_in
-        self.old_group = smp_messages.PreviousGroup(self.places, self.parity, made_in)
+        self.previous_group = smp_messages.PreviousGroup(self.places, self.parity, made_in)
         for node in self.nodes:
             for worker in node.workers:
                 worker.channel.close()
@@ -489,19 +489,19 @@ class Cluster:
             if not node.is_up:
                 node.start(secret=self.secret)
                 node.generation = -1
-            node.told = []
+            node.reported = []
             node.ask(smp_messages.VoidAfter(wanted.generation, wanted.step), messages.Done)
         self.begin(restored=wanted, protected_in=made_in)
         for at, node in enumerate(self.nodes):
             kind = smp_messages.RestoreFailed if at in fails else smp_messages.RestoreReady
             wait_until(
                 lambda node=node: bool(
-                    node.has_told(smp_messages.RestoreReady)
-                    + node.has_told(smp_messages.RestoreFailed)
+                    node.has_reported(smp_messages.RestoreReady)
+                    + node.has_reported(smp_messages.RestoreFailed)
                 ),  # type: ignore[misc]
                 f"{node.node_id} is restored",
             )
-            assert node.has_told(kind), (node.node_id, node.told, node.log())
+            assert node.has_reported(kind), (node.node_id, node.reported, node.log())
 
     def protected_in(self, wanted: Version) -> int:
         """The generation in which the group has protected what was committed last."""
@@ -512,7 +512,7 @@ class Cluster:
     def check(self, wanted: Version) -> None:
         """Every rank holds just what it sealed."""
         for node in self.nodes:
-            node.hear()
+            node.receive()
             assert sorted(node.arenas) == node.ranks, node.node_id
             for rank, fd in node.arenas.items():
                 self.check_bytes(rank, fd, wanted)
@@ -534,7 +534,7 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     node.process.send_signal(signal.SIGCONT)
                     node.process.kill()
-                node.process.wait(PATIENCE_S)
+                node.process.wait(TIMEOUT_S)
             node.forget()
 
 
@@ -601,10 +601,10 @@ def test_one_node_too_many_is_refused_in_words(cluster: Cluster) -> None:
     at = cluster.protect(1)
     cluster.lose(1, 2)
     cluster.restore(at, fails=(1, 2))
-    (failed,) = cluster.nodes[2].has_told(smp_messages.RestoreFailed)
+    (failed,) = cluster.nodes[2].has_reported(smp_messages.RestoreFailed)
     assert isinstance(failed, smp_messages.RestoreFailed)
     for word in ("rank 2", "node n2", str(at), "n1", "2 of the 4", "3 are needed"):
-        assert word in failed.why, failed.why
+        assert word in failed.reason, failed.reason
     assert failed.generation == cluster.generation
 
 
@@ -639,7 +639,7 @@ def test_replicas_of_a_node_are_fetched_once(cluster: Cluster) -> None:
     assert sent_bytes(cluster) < 1.5 * cluster.model.layout(0).image_bytes
 
 
-def test_what_is_no_replica_any_more_is_encoded_and_told(cluster: Cluster) -> None:
+def test_what_is_no_replica_any_more_is_encoded_and_reported(cluster: Cluster) -> None:
     cluster.model = Model(shared=500_000, own=50_000)
     cluster.start(3)
     cluster.begin()
@@ -655,7 +655,7 @@ def test_what_is_no_replica_any_more_is_encoded_and_told(cluster: Cluster) -> No
     for node in cluster.nodes:
         notices = [
             n
-            for n in node.has_told(smp_messages.SmpNotice)
+            for n in node.has_reported(smp_messages.SmpNotice)
             if isinstance(n, smp_messages.SmpNotice)
         ]
         assert [(n.kind, n.nodes, n.ranks) for n in notices] == [
@@ -674,8 +674,8 @@ class Drifting(Model):
         if rank != 1:
             return image
         shared = next(e for e in self.layout(rank).entries if e.name == "shared")
-        place = len(self.layout(rank).header) + shared.offset + 1_000_000
-        return image[:place] + bytes([image[place] ^ 1]) + image[place + 1 :]
+        position = len(self.layout(rank).header) + shared.offset + 1_000_000
+        return image[:position] + bytes([image[position] ^ 1]) + image[position + 1 :]
 
 
 def test_parity_takes_its_share_of_memory_and_no_more(cluster: Cluster) -> None:
@@ -735,21 +735,23 @@ def committed_parts(node: Node) -> list[smp_messages.ProtectionPart]:
     return [part for part in inventory(node).protected if part.is_committed]
 
 
-def test_the_inventory_says_who_protects_what(cluster: Cluster) -> None:
+def test_the_inventory_reports_protection_of_each_node(cluster: Cluster) -> None:
     cluster.parity = 2
     cluster.start(4, ranks_per_node=2)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1)
     names = [node.node_id for node in cluster.nodes]
-    for place, node in enumerate(cluster.nodes):
+    for position, node in enumerate(cluster.nodes):
         (part,) = inventory(node).protected
         assert (part.generation, part.step, part.protected_in) == (0, 1, 0)
         assert [(one.node_id, one.ranks) for one in part.members] == [
             (one.node_id, one.ranks) for one in cluster.nodes
         ]
         assert (part.parity, part.world_size, part.node_id) == (2, 8, node.node_id)
-        assert sorted(part.mirrors) == sorted({names[(place - 1) % 4], names[(place - 2) % 4]})
+        assert sorted(part.mirrors) == sorted(
+            {names[(position - 1) % 4], names[(position - 2) % 4]}
+        )
         assert part.is_complete
         assert part.is_committed
     cluster.nodes[0].ask(smp_messages.VoidAfter(-1, -1), messages.Done)
@@ -777,46 +779,46 @@ def flip_in_slot(node: Node, rank: int, wanted: Version, entry_name: str) -> Non
         arena.close()
 
 
-def vault_of(node: Node, wanted: Version) -> ParityRegion:
+def parity_region_of(node: Node, wanted: Version) -> ParityRegion:
     """The node's vault with this version, through the descriptor that its agent keeps."""
-    node.hear()
-    for fd in node.vaults.values():
-        vault = ParityRegion(os.dup(fd))
-        is_whole = vault.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
-        if is_whole and vault.record is not None and vault.record.version == wanted:
-            return vault
-        vault.close()
+    node.receive()
+    for fd in node.parity_regions.values():
+        region = ParityRegion(os.dup(fd))
+        is_whole = region.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
+        if is_whole and region.record is not None and region.record.version == wanted:
+            return region
+        region.close()
     raise AssertionError(f"{node.node_id} has no vault with {wanted}")
 
 
 def notices(node: Node, kind: str) -> list[str]:
     return [
-        n.why
-        for n in node.has_told(smp_messages.SmpNotice)
+        n.reason
+        for n in node.has_reported(smp_messages.SmpNotice)
         if isinstance(n, smp_messages.SmpNotice) and n.kind == kind
     ]
 
 
-def test_a_flipped_bit_in_parity_is_set_aside_and_the_next_parity_used(cluster: Cluster) -> None:
+def test_a_flipped_bit_in_parity_is_excluded_and_the_next_parity_used(cluster: Cluster) -> None:
     cluster.parity = 2
     cluster.start(4)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1)
-    vault = vault_of(cluster.nodes[1], at)
-    assert vault.record is not None
-    for row in range(vault.record.num_rows):
-        if vault.row_digest(row):
-            vault.row(row)[1000] ^= 4
-    vault.close()
+    region = parity_region_of(cluster.nodes[1], at)
+    assert region.record is not None
+    for row in range(region.record.num_rows):
+        if region.row_digest(row):
+            region.row(row)[1000] ^= 4
+    region.close()
     cluster.lose(0)
     cluster.restore(at)
     cluster.check(at)
     wait_until(  # another thread tells it than the one that has found it
-        lambda: any("parity" in why for why in notices(cluster.nodes[1], "source_set_aside")),
+        lambda: any("parity" in reason for reason in notices(cluster.nodes[1], "source_set_aside")),
         "it is told",
     )
-    assert inventory(cluster.nodes[1]).set_aside
+    assert inventory(cluster.nodes[1]).excluded
 
 
 def test_flipped_bits_in_all_parity_of_a_stripe_are_a_refusal_that_names_it(
@@ -827,33 +829,33 @@ def test_flipped_bits_in_all_parity_of_a_stripe_are_a_refusal_that_names_it(
     cluster.employ()
     at = cluster.protect(1)
     for node in cluster.nodes[1:]:
-        vault = vault_of(node, at)
-        assert vault.record is not None
-        for row in range(vault.record.num_rows):
-            if vault.row_digest(row):
-                vault.row(row)[77] ^= 1
-        vault.close()
+        region = parity_region_of(node, at)
+        assert region.record is not None
+        for row in range(region.record.num_rows):
+            if region.row_digest(row):
+                region.row(row)[77] ^= 1
+        region.close()
     cluster.lose(0)
     cluster.restore(at, fails=(0,))
-    (failed,) = cluster.nodes[0].has_told(smp_messages.RestoreFailed)
+    (failed,) = cluster.nodes[0].has_reported(smp_messages.RestoreFailed)
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "stripe" in failed.why
-    assert "parity" in failed.why
+    assert "stripe" in failed.reason
+    assert "parity" in failed.reason
     assert not cluster.nodes[0].arenas
     # If their parts still counted, the leader would choose the same restore for ever.
     offered = [part for node in cluster.nodes[1:] for part in inventory(node).protected]
     assert not all(part.is_complete for part in offered)
 
 
-def test_a_flipped_bit_in_a_mirror_is_set_aside_and_the_next_mirror_used(cluster: Cluster) -> None:
+def test_a_flipped_bit_in_a_mirror_is_excluded_and_the_next_mirror_used(cluster: Cluster) -> None:
     cluster.parity = 2
     cluster.start(4)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1)
-    vault = vault_of(cluster.nodes[1], at)
-    vault.mirror_room(0)[300] ^= 1
-    vault.close()
+    region = parity_region_of(cluster.nodes[1], at)
+    region.mirror_space(0)[300] ^= 1
+    region.close()
     cluster.lose(0)
     cluster.restore(at)
     cluster.check(at)
@@ -891,7 +893,7 @@ def test_a_damaged_slot_is_missing_until_it_is_restored_and_its_protection_count
     assert notices(node, "source_set_aside")
 
 
-def test_a_slot_that_was_set_aside_is_fetched_like_a_lost_one(cluster: Cluster) -> None:
+def test_a_slot_that_was_excluded_is_fetched_like_a_lost_one(cluster: Cluster) -> None:
     cluster.start(3, ranks_per_node=2)
     cluster.begin()
     cluster.employ()
@@ -917,14 +919,14 @@ def test_a_slot_that_is_damaged_before_it_is_protected_is_abandoned(cluster: Clu
         for worker in node.workers:
             worker.capture(bad, kept=at)
     node = cluster.nodes[1]
-    node.hear()
+    node.receive()
     flip_in_slot(node, 1, bad, "own")
     for node in cluster.nodes:
         for worker in node.workers:
-            worker.tell_sealed(bad)
+            worker.report_sealed(bad)
     node = cluster.nodes[1]
-    wait_until(lambda: bool(node.has_told(smp_messages.AbandonVersion)), "it is abandoned")
-    assert node.has_told(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 2)]
+    wait_until(lambda: bool(node.has_reported(smp_messages.AbandonVersion)), "it is abandoned")
+    assert node.has_reported(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 2)]
     assert SharedPage(node.page_fd).get(CommandField.ABANDONED_STEP) == 2
     for other in cluster.nodes:
         assert other.agent is not None
@@ -961,8 +963,8 @@ def test_an_smp_killed_while_it_protects_loses_nothing(cluster: Cluster, point: 
     wait_until(lambda: not victim.is_up, f"it dies at {point}")
     # Its agent starts another, which adopts the memory; all go on in the same generation.
     for node in cluster.nodes:
-        node.hear()
-        node.told = []
+        node.receive()
+        node.reported = []
     victim.start(secret=cluster.secret, adopt=True)
     cluster.renew(restored=cluster.committed)
     cluster.wait_ready(at)
@@ -972,16 +974,16 @@ def test_an_smp_killed_while_it_protects_loses_nothing(cluster: Cluster, point: 
     cluster.check(at)
 
 
-def test_the_next_smp_serves_from_the_vaults_of_the_one_before(cluster: Cluster) -> None:
+def test_the_next_smp_serves_from_the_parity_regions_of_the_one_before(cluster: Cluster) -> None:
     cluster.start(3)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1)
     for node in cluster.nodes[1:]:
-        node.hear()
+        node.receive()
         assert node.process is not None
         node.process.kill()
-        node.process.wait(PATIENCE_S)
+        node.process.wait(TIMEOUT_S)
         node.start(secret=cluster.secret, adopt=True)
     cluster.lose(0)
     cluster.restore(at)
@@ -999,7 +1001,7 @@ def test_a_replacement_killed_while_it_fetches_is_replaced(cluster: Cluster, poi
     at = cluster.protect(1)
     cluster.lose(0)
     node = cluster.nodes[0]
-    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.previous_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     node.start(secret=cluster.secret, crash_at=point)
     node.generation = -1
     cluster.begin(restored=at, protected_in=0)
@@ -1018,15 +1020,17 @@ def test_a_survivor_killed_while_it_gives_is_done_without(cluster: Cluster, poin
     at = cluster.protect(1)
     cluster.lose(3)
     victim = cluster.nodes[3]
-    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.previous_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     victim.start(secret=cluster.secret)
     victim.generation = -1
     for node in cluster.nodes:
-        node.told = []
+        node.reported = []
     cluster.begin(restored=at, protected_in=0)
     wait_until(
-        lambda: bool(victim.has_told(smp_messages.RestoreReady)),
-        lambda: f"the rest is enough: {victim.told} {[node.told for node in cluster.nodes]}",
+        lambda: bool(victim.has_reported(smp_messages.RestoreReady)),
+        lambda: (
+            f"the rest is enough: {victim.reported} {[node.reported for node in cluster.nodes]}"
+        ),
     )
     wait_until(lambda: not cluster.nodes[0].is_up, "it has ended; its links end before")
     cluster.check_bytes(3, victim.arenas[3], at)
@@ -1041,7 +1045,7 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.previous_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     cluster.generation += 1
@@ -1050,12 +1054,12 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     assert frozen is not None
     stop(frozen.pid)
     cluster.renew(restored=at, protected_in=0, only=[fresh])
-    wait_until(lambda: bool(fresh.has_told(smp_messages.RestoreReady)), "the rest is enough")
+    wait_until(lambda: bool(fresh.has_reported(smp_messages.RestoreReady)), "the rest is enough")
     cluster.check_bytes(0, fresh.arenas[0], at)
     frozen.send_signal(signal.SIGCONT)
 
 
-def test_a_frozen_peer_holds_a_version_up_and_the_thaw_lets_it_go_on(cluster: Cluster) -> None:
+def test_a_frozen_peer_holds_a_version_up_and_the_thaw_lets_it_continue(cluster: Cluster) -> None:
     cluster.model = Model(own=8_000_000)
     cluster.start(3)
     cluster.begin()
@@ -1068,7 +1072,7 @@ def test_a_frozen_peer_holds_a_version_up_and_the_thaw_lets_it_go_on(cluster: Cl
     for node in cluster.nodes:
         for worker in node.workers:
             worker.capture(at, kept=cluster.committed)
-            worker.tell_sealed(at)
+            worker.report_sealed(at)
     assert cluster.nodes[0].status()["committed"] == [0, 1]
     frozen.send_signal(signal.SIGCONT)
     cluster.wait_ready(at)
@@ -1105,18 +1109,18 @@ def test_a_new_generation_ends_what_is_under_way(cluster: Cluster) -> None:
         )  # type: ignore[misc]
 
 
-def test_what_was_told_for_the_next_generation_stays_until_it_begins(cluster: Cluster) -> None:
+def test_what_was_reported_for_the_next_generation_stays_until_it_begins(cluster: Cluster) -> None:
     cluster.start(3)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1, 2)
     node, *others = cluster.nodes
-    told = node.ask(smp_messages.InventoryRequest(stand_still=True), smp_messages.Inventory)
+    reported = node.ask(smp_messages.InventoryRequest(freeze_versions=True), smp_messages.Inventory)
     cluster.seal(3)
     for other in others:
         wait_until(lambda other=other: "'step': 3" in str(other.work()["under_way"]), "step 3")  # type: ignore[misc]
     assert node.work()["under_way"] == []
-    assert inventory(node).protected == told.protected
+    assert inventory(node).protected == reported.protected
     cluster.restore(at)
     cluster.wait_ready(at)
     cluster.check(at)
@@ -1129,18 +1133,18 @@ def test_a_worker_waits_for_the_arena_that_is_on_its_way(cluster: Cluster) -> No
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.previous_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     with contextlib.closing(fresh.connect("worker", 0)) as channel:
         channel.generation = 1
         channel.send(worker_messages.AwaitRestored(0, at.generation, at.step))
         cluster.begin(restored=at, protected_in=0)
-        received = channel.receive(deadline_s=PATIENCE_S)
+        received = channel.receive(deadline_s=TIMEOUT_S)
         assert isinstance(received.body, worker_messages.ArenaGranted)
         cluster.check_bytes(0, received.fds[0], at)
         os.close(received.fds[0])
-        answer = channel.ask(worker_messages.AwaitRestored(0, 0, 77), deadline_s=PATIENCE_S).body
+        answer = channel.ask(worker_messages.AwaitRestored(0, 0, 77), deadline_s=TIMEOUT_S).body
         assert isinstance(answer, messages.Refused)
 
 
@@ -1153,24 +1157,24 @@ def test_a_skipped_step_is_abandoned_once_nothing_older_is_pending(cluster: Clus
     node = cluster.nodes[0]
     node.workers[0].channel.send(worker_messages.ShardSkipped(0, 0, 3))
     cluster.wait_ready(at)
-    assert not node.has_told(smp_messages.AbandonVersion)
+    assert not node.has_reported(smp_messages.AbandonVersion)
     assert SharedPage(node.page_fd).get(CommandField.ABANDONED_STEP) == -1
     assert SharedPage(node.page_fd).get(CommandField.PROTECTING_STEP) == 2
     refused = (
         node.workers[0]
-        .channel.ask(worker_messages.WithdrawShard(0, 0, 2), deadline_s=PATIENCE_S)
+        .channel.ask(worker_messages.WithdrawShard(0, 0, 2), deadline_s=TIMEOUT_S)
         .body
     )
     assert isinstance(refused, messages.Refused)
     cluster.commit(at)
-    wait_until(lambda: bool(node.has_told(smp_messages.AbandonVersion)), "the skip is told")
-    assert node.has_told(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 3)]
+    wait_until(lambda: bool(node.has_reported(smp_messages.AbandonVersion)), "the skip is told")
+    assert node.has_reported(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 3)]
     # The other node has taken step 3; it hears that it is over and goes on.
     other = cluster.nodes[1]
     other.workers[0].capture(version(0, 3), kept=at)
     assert other.agent is not None
     other.agent.send(smp_messages.AbandonVersion(0, 3))
-    other.workers[0].tell_sealed(version(0, 3))
+    other.workers[0].report_sealed(version(0, 3))
     wait_until(
         lambda: SharedPage(other.page_fd).get(CommandField.ABANDONED_STEP) == 3, "it hears of it"
     )
@@ -1192,14 +1196,14 @@ def test_nothing_new_is_committed_before_the_restored_version_is(cluster: Cluste
     cluster.commit(at)
 
 
-def test_too_few_nodes_train_unprotected_and_say_so(cluster: Cluster) -> None:
+def test_too_few_nodes_train_unprotected_and_report_it(cluster: Cluster) -> None:
     cluster.start(1)
     cluster.begin()
     cluster.employ()
     at = cluster.seal(1)
     cluster.wait_ready(at, survives=0)
     cluster.commit(at)
-    assert "cannot protect each other" in cluster.readiness(cluster.nodes[0], at)[0].why
+    assert "cannot protect each other" in cluster.readiness(cluster.nodes[0], at)[0].reason
 
 
 @pytest.mark.full
@@ -1212,15 +1216,15 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
     spare = Node("n9", "127.0.0.19", [2], cluster.folder)
     cluster.nodes.append(spare)
     spare.start(secret=cluster.secret)
-    cluster.old_group = smp_messages.PreviousGroup(cluster.places[:3], cluster.parity, 0)
+    cluster.previous_group = smp_messages.PreviousGroup(cluster.places[:3], cluster.parity, 0)
     moved = cluster.nodes.pop(2)
     try:
         cluster.begin(restored=at, protected_in=0)
         body = smp_messages.BeginGeneration(
-            1, 3, [], restored=(0, 1), protected_in=0, node_id="n2", patience_s=LINK_PATIENCE_S
+            1, 3, [], restored=(0, 1), protected_in=0, node_id="n2", timeout_s=LINK_TIMEOUT_S
         )
         assert body.group == []
-        wait_until(lambda: bool(spare.has_told(smp_messages.RestoreReady)), "it is fetched")
+        wait_until(lambda: bool(spare.has_reported(smp_messages.RestoreReady)), "it is fetched")
         cluster.check_bytes(2, spare.arenas[2], at)
     finally:
         moved.lose()
@@ -1245,10 +1249,10 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
         os.close(worker.fd)
     replaced.workers = []
     cluster.lose(2)
-    old_places = [cluster.nodes[0].place, replaced.place, cluster.nodes[2].place]
-    newcomer = Node("n3", "127.0.0.13", [1], cluster.folder)
-    newcomer.start(secret=cluster.secret)
-    cluster.nodes = [cluster.nodes[0], newcomer, cluster.nodes[2], replaced]
+    previous_places = [cluster.nodes[0].position, replaced.position, cluster.nodes[2].position]
+    joining = Node("n3", "127.0.0.13", [1], cluster.folder)
+    joining.start(secret=cluster.secret)
+    cluster.nodes = [cluster.nodes[0], joining, cluster.nodes[2], replaced]
     page_fd = create_command_page()
     try:
         assert replaced.agent is not None
@@ -1260,16 +1264,18 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
             node_id="n1",
             restored=(at.generation, at.step),
             protected_in=made_in,
-            own=replaced.place,
+            own=replaced.position,
         )
         replaced.ask(body, messages.Done, page_fd)
-        cluster.old_group = smp_messages.PreviousGroup(old_places, cluster.parity, made_in)
+        cluster.previous_group = smp_messages.PreviousGroup(
+            previous_places, cluster.parity, made_in
+        )
         if not is_relied_on:
-            cluster.old_group = smp_messages.PreviousGroup([replaced.place], 0, -1)
-        group = [cluster.nodes[0].place, newcomer.place]
-        newcomer.page_fd = create_command_page()
-        assert newcomer.agent is not None
-        newcomer.agent.generation = cluster.generation + 1
+            cluster.previous_group = smp_messages.PreviousGroup([replaced.position], 0, -1)
+        group = [cluster.nodes[0].position, joining.position]
+        joining.page_fd = create_command_page()
+        assert joining.agent is not None
+        joining.agent.generation = cluster.generation + 1
         wanted = smp_messages.BeginGeneration(
             generation=cluster.generation + 1,
             world_size=3,
@@ -1279,19 +1285,19 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
             parity=1,
             restored=(at.generation, at.step),
             protected_in=made_in,
-            restore_from=[cluster.old_group],
-            patience_s=LINK_PATIENCE_S,
+            restore_from=[cluster.previous_group],
+            timeout_s=LINK_TIMEOUT_S,
         )
-        newcomer.ask(wanted, messages.Done, newcomer.page_fd)
+        joining.ask(wanted, messages.Done, joining.page_fd)
         wait_until(
             lambda: bool(
-                newcomer.has_told(smp_messages.RestoreReady)
-                + newcomer.has_told(smp_messages.RestoreFailed)
+                joining.has_reported(smp_messages.RestoreReady)
+                + joining.has_reported(smp_messages.RestoreFailed)
             ),
             "the state has come",
         )
-        assert newcomer.has_told(smp_messages.RestoreReady), (newcomer.told, newcomer.log())
-        cluster.check_bytes(1, newcomer.arenas[1], at)
+        assert joining.has_reported(smp_messages.RestoreReady), (joining.reported, joining.log())
+        cluster.check_bytes(1, joining.arenas[1], at)
     finally:
         os.close(page_fd)
 
@@ -1307,13 +1313,15 @@ def test_without_a_secret_it_works_and_with_another_it_does_not(cluster: Cluster
     cluster.generation += 1
     cluster.renew(restored=version(0, 1))
     wait_until(
-        lambda: any("secret" in why for why in notices(cluster.nodes[0], "peer_lost")),
-        lambda: f"the handshake is refused: {[(n.told, n.log()[-600:]) for n in cluster.nodes]}",
+        lambda: any("secret" in reason for reason in notices(cluster.nodes[0], "peer_lost")),
+        lambda: (
+            f"the handshake is refused: {[(n.reported, n.log()[-600:]) for n in cluster.nodes]}"
+        ),
     )
     assert not cluster.readiness(cluster.nodes[0], version(0, 1))[1:]
 
 
-def test_parity_that_does_not_fit_is_told_and_training_goes_on(cluster: Cluster) -> None:
+def test_parity_that_does_not_fit_is_reported_and_training_continues(cluster: Cluster) -> None:
     cluster.model = Model(own=4_000_000)
     cluster.start(3)
     cluster.begin()
@@ -1326,9 +1334,9 @@ def test_parity_that_does_not_fit_is_told_and_training_goes_on(cluster: Cluster)
     cluster.wait_ready(at, survives=0)
     cluster.commit(at)
     for one in cluster.nodes:
-        (why,) = notices(one, "unprotected")
-        assert "mirrors and parity need" in why
-        assert cluster.readiness(one, at)[-1].why in why
+        (reason,) = notices(one, "unprotected")
+        assert "mirrors and parity need" in reason
+        assert cluster.readiness(one, at)[-1].reason in reason
     resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
     again = cluster.protect(2)
     cluster.lose(1)

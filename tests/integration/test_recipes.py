@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PAGE = "getting-started.md"
 
-TELLS = """
+REPORTS = """
 import hashlib
 
 digest = hashlib.sha256()
@@ -38,7 +38,7 @@ if torch.distributed.is_initialized():
 
 
 def recipe(title: str) -> str:
-    return example(title, page=PAGE) + TELLS
+    return example(title, page=PAGE) + REPORTS
 
 
 def digests(text: str) -> list[str]:
@@ -47,13 +47,13 @@ def digests(text: str) -> list[str]:
 
 def undisturbed(folder: Path, code: str, ranks: int = 1) -> list[str]:
     """What the script prints at its end without ftrun."""
-    calm = folder / "calm"
-    calm.mkdir()
-    (calm / "train.py").write_text(code + ENDS_AT_ONCE)
+    undisturbed = folder / "calm"
+    undisturbed.mkdir()
+    (undisturbed / "train.py").write_text(code + ENDS_AT_ONCE)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *(torchrun if ranks > 1 else []), "train.py"],
-        cwd=calm,
+        cwd=undisturbed,
         capture_output=True,
         text=True,
         timeout=WAIT_S,
@@ -110,7 +110,7 @@ def test_a_rank_killed_after_the_loop_and_a_finished_run_started_again_end_with_
 ) -> None:
     code = recipe("nanoGPT loop")
     words = ("--snapshot-every", "1", "--checkpoint-dir", "kept")
-    run = started(start, tmp_path, code.replace(TELLS, KILLED_AFTER_THE_LOOP + TELLS), *words)
+    run = started(start, tmp_path, code.replace(REPORTS, KILLED_AFTER_THE_LOOP + REPORTS), *words)
     expected = undisturbed(tmp_path, code)
     run.wait_until("committed", lambda: committed_step(run) == 16)
     (tmp_path / "die").touch()
@@ -151,7 +151,7 @@ def test_a_loop_left_by_break_inside_epochs_has_its_last_step_on_disk(
     start: Start, tmp_path: Path
 ) -> None:
     """The interval alone would have left the newest snapshot at step 4."""
-    code = LEFT_BY_BREAK + TELLS
+    code = LEFT_BY_BREAK + REPORTS
     words = ("--snapshot-every", "4", "--checkpoint-dir", "kept")
     run = started(start, tmp_path, code, *words)
     assert run.wait() == 0, run.text

@@ -81,8 +81,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw["many-ranks"] = b"".join(long_run(ranks=512, nodes=64).raw())
     text = b"".join(long_run().raw())
     escaped = WORDS.replace("\\", "\\\\").replace('"', '\\"').encode()
-    for told in (b"stopped answering", b"node0", b"all_reduce", b"train.py", b"forward"):
-        text = text.replace(told, told + escaped)
+    for reported in (b"stopped answering", b"node0", b"all_reduce", b"train.py", b"forward"):
+        text = text.replace(reported, reported + escaped)
     raw["hostile"] = text
     for name, data in raw.items():
         (root / name).mkdir()
@@ -131,7 +131,7 @@ def test_a_page_fetches_nothing_and_can_be_read(
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", [1100, 480, 340])
-def test_no_text_lies_over_another_and_the_page_is_as_wide_as_the_window(
+def test_no_text_covers_another_and_the_page_is_as_wide_as_the_window(
     browser: Browser, folder: Path, name: str, width: int
 ) -> None:
     page = browser.open(folder / name, width=width)
@@ -153,17 +153,17 @@ def test_a_page_can_be_printed(browser: Browser, folder: Path, tmp_path: Path) -
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_pictures_are_told_to_those_who_cannot_see_them(browser: Browser, folder: Path) -> None:
+def test_pictures_have_text_for_users_that_cannot_see_them(browser: Browser, folder: Path) -> None:
     page = browser.open(folder / "made/incident-0001.html")
     nodes = page.ask("Accessibility.getFullAXTree")["nodes"]
     # Chromium calls a picture of SVG with role=img an image or a graphic.
-    told = {
+    reported = {
         node["name"]["value"]: node.get("description", {}).get("value", "")
         for node in nodes
         if node.get("role", {}).get("value") in ("image", "img", "graphics-document")
     }
-    assert "Timeline of the incident" in " ".join(told)
-    assert "detect: 12.1 s" in " ".join([*told, *told.values()])
+    assert "Timeline of the incident" in " ".join(reported)
+    assert "detect: 12.1 s" in " ".join([*reported, *reported.values()])
 
 
 def test_words_from_a_journal_do_nothing(browser: Browser, folder: Path) -> None:

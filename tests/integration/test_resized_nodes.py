@@ -38,8 +38,8 @@ RUN = RunId("resized-nodes")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
 MOST_NODES = 4
 MOST_GENERATIONS = 4
-PATIENCE_S = 90.0
-LINK_PATIENCE_S = 20.0
+TIMEOUT_S = 90.0
+LINK_TIMEOUT_S = 20.0
 SMALL_STATE_BYTES = 1 << 16
 M = Any
 
@@ -61,7 +61,7 @@ class Node:
         wait_until(self.socket.exists, f"the SMP of {self.node_id} listens")
         hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent: Channel = connect(
-            self.socket, run_id=RUN, peer=self.node_id, hello=hello, deadline_s=PATIENCE_S
+            self.socket, run_id=RUN, peer=self.node_id, hello=hello, deadline_s=TIMEOUT_S
         )
         ends.callback(self.agent.close)
         self.ready: set[Version] = set()
@@ -80,13 +80,13 @@ class Node:
         )
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
-        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
+        self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
         while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
+            received = self.agent.receive(deadline_s=TIMEOUT_S)
             if not self.took(received):
                 return received.body
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         with contextlib.suppress(PeerError):
             for received in self.agent.receive_ready():
                 assert self.took(received), received.body
@@ -99,11 +99,11 @@ class Node:
             case smp_messages.VersionReady() as body:
                 self.ready.add(version(body.generation, body.step))
             case smp_messages.RestoreFailed() as body:
-                self.failed.append(body.why)
+                self.failed.append(body.reason)
             case (
                 worker_messages.ArenaGranted()
                 | smp_messages.ParityRegionCreated()
-                | smp_messages.VaultFreed()
+                | smp_messages.ParityRegionFreed()
                 | smp_messages.VersionCommitted()
                 | smp_messages.AbandonVersion()
                 | smp_messages.RestoreReady()
@@ -117,7 +117,7 @@ class Node:
 
     def lose(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(TIMEOUT_S)
 
     def num_arena_bytes(self) -> int:
         answer = self.ask(messages.StatusRequest())
@@ -132,17 +132,17 @@ class Cluster:
         self.folder = folder
         self.ends = ends
         pages = [create_command_page() for _ in range(MOST_GENERATIONS * MOST_NODES)]
-        beats = [create_page("beat") for _ in range(MOST_GENERATIONS * MOST_NODES)]
-        for fd in (*pages, *beats):
+        heartbeats = [create_page("beat") for _ in range(MOST_GENERATIONS * MOST_NODES)]
+        for fd in (*pages, *heartbeats):
             ends.callback(os.close, fd)
-        self.pages, self.beats = iter(pages), iter(beats)
+        self.pages, self.heartbeats = iter(pages), iter(heartbeats)
         self.warm = ends.enter_context(
             process(
                 *(sys.executable, "-u", str(SCRIPT), str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=ends.enter_context((folder / "ranks.err").open("wb")),
-                pass_fds=[*pages, *beats],
+                pass_fds=[*pages, *heartbeats],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 text=True,
             )
@@ -153,7 +153,7 @@ class Cluster:
         self.generation = -1
         self.newest: Version | None = None
         self.narrow = False
-        wait_until(self.warm_has_said, self.log)
+        wait_until(self.warm_has_reported, self.log)
         assert json.loads(self.warm.stdout.readline()) == "ready"
 
     def add(self) -> Node:
@@ -164,15 +164,15 @@ class Cluster:
         texts = [path.read_text() for path in sorted(self.folder.glob("*.log"))]
         return "\n".join([(self.folder / "ranks.err").read_text(), *texts])
 
-    def warm_has_said(self) -> bool:
+    def warm_has_reported(self) -> bool:
         return bool(select.select([self.warm.stdout], [], [], 0)[0])
 
     def run(self, members: list[Node], kind: str, steps: int) -> list[int]:
         """One generation of these nodes to this step; exit statuses by rank."""
         self.generation += 1
         old = [node.place([rank]) for rank, node in enumerate(self.members)]
-        old_generation = self.generation - 1
-        protection = smp_messages.PreviousGroup(old, min(1, len(old) - 1), old_generation)
+        previous_generation = self.generation - 1
+        protection = smp_messages.PreviousGroup(old, min(1, len(old) - 1), previous_generation)
         group = [node.place([rank]) for rank, node in enumerate(members)]
         restored = self.newest
         self.shown, variables = [], []
@@ -193,10 +193,10 @@ class Cluster:
                 parity=1,
                 small_state_bytes=SMALL_STATE_BYTES,
                 restored=(restored.generation, restored.step) if restored else None,
-                protected_in=old_generation if restored else -1,
+                protected_in=previous_generation if restored else -1,
                 restore_from=[protection] if restored else [],
                 restored_world_size=len(self.members),
-                patience_s=LINK_PATIENCE_S,
+                timeout_s=LINK_TIMEOUT_S,
             )
             node.agent.generation = self.generation
             assert node.ask(body, page_fd) == messages.Done()
@@ -211,11 +211,11 @@ class Cluster:
         self.members = members
         self.warm.stdin.write(json.dumps(order) + "\n")
         self.warm.stdin.flush()
-        wait_until(lambda: self.lead() or self.warm_has_said(), self.log)
+        wait_until(lambda: self.leader() or self.warm_has_reported(), self.log)
         statuses: list[int] = json.loads(self.warm.stdout.readline())
         if not any(statuses):
             wanted = version(self.generation, steps)
-            wait_until(lambda: self.lead() or self.is_committed(wanted), self.log)
+            wait_until(lambda: self.leader() or self.is_committed(wanted), self.log)
             self.newest = wanted
         return statuses
 
@@ -227,15 +227,15 @@ class Cluster:
             smp_socket=str(node.socket),
             restore=self.newest,
             restore_world_size=len(self.members) if self.newest is not None else 0,
-            snapshot=SnapshotConfig(every=1, commit_wait_s=60),
-            descriptors={"heartbeat": next(self.beats), "command": page_fd},
+            snapshot=SnapshotConfig(every=1, commit_timeout_s=60),
+            descriptors={"heartbeat": next(self.heartbeats), "command": page_fd},
         )
         return launch_variables(RUN, request)
 
-    def lead(self) -> bool:
+    def leader(self) -> bool:
         """Commit what all nodes are ready with; always False, for the sake of `or`."""
         for node in self.members:
-            node.hear()
+            node.receive()
         if len(self.members) > 1:
             for ready in set.intersection(*(node.ready for node in self.members)):
                 for node in self.members:
@@ -256,11 +256,11 @@ class Cluster:
 
 
 def wait_until(claim: Callable[[], bool], what: str | Callable[[], str]) -> None:
-    end_s = clock.now_s() + PATIENCE_S
+    end_s = clock.now_s() + TIMEOUT_S
     while not claim():
         if clock.now_s() > end_s:
             text = what if isinstance(what, str) else what()
-            pytest.fail(f"not within {PATIENCE_S} s: {text}")
+            pytest.fail(f"not within {TIMEOUT_S} s: {text}")
         select.select([], [], [], 0.002)
 
 
@@ -314,7 +314,7 @@ def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kin
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_last_node_of_two_goes_on_alone(cluster: Cluster) -> None:
+def test_the_last_node_of_two_continues_alone(cluster: Cluster) -> None:
     first, second = cluster.add(), cluster.add()
     assert cluster.run([first, second], "fsdp", 2) == [0] * 2, cluster.log()
     ends = ends_of(cluster)

@@ -40,13 +40,13 @@ RUN = RunId("resized")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
 MOST_RANKS = 4
 MOST_GENERATIONS = 8
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 
 
 def wait_until(claim: Callable[[], bool], what: str) -> None:
-    end_s = clock.now_s() + PATIENCE_S
+    end_s = clock.now_s() + TIMEOUT_S
     while not claim():
-        assert clock.now_s() < end_s, f"not within {PATIENCE_S} s: {what}"
+        assert clock.now_s() < end_s, f"not within {TIMEOUT_S} s: {what}"
         select.select([], [], [], 0.002)
 
 
@@ -64,8 +64,8 @@ class Node:
             )
         )
         self.commands = [create_command_page() for _ in range(MOST_GENERATIONS)]
-        self.beats = [create_page("beat") for _ in range(MOST_GENERATIONS * MOST_RANKS)]
-        for fd in (*self.commands, *self.beats):
+        self.heartbeats = [create_page("beat") for _ in range(MOST_GENERATIONS * MOST_RANKS)]
+        for fd in (*self.commands, *self.heartbeats):
             ends.callback(os.close, fd)
         errors = ends.enter_context((folder / "ranks.err").open("wb"))
         self.warm = ends.enter_context(
@@ -74,7 +74,7 @@ class Node:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                pass_fds=[*self.commands, *self.beats],
+                pass_fds=[*self.commands, *self.heartbeats],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 text=True,
             )
@@ -82,7 +82,7 @@ class Node:
         wait_until(self.socket.exists, "the SMP listens")
         hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent = connect(
-            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
+            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=TIMEOUT_S
         )
         ends.callback(self.agent.close)
         self.generation = -1
@@ -92,7 +92,7 @@ class Node:
 
     def answer(self) -> Any:
         assert self.warm.stdout is not None
-        assert select.select([self.warm.stdout], [], [], PATIENCE_S)[0], self.log()
+        assert select.select([self.warm.stdout], [], [], TIMEOUT_S)[0], self.log()
         return json.loads(self.warm.stdout.readline() or "null")
 
     def log(self) -> str:
@@ -100,7 +100,7 @@ class Node:
 
     def run(self, world_size: int, steps: int, **extra: object) -> list[int]:
         """One generation to this step; exit statuses by rank."""
-        before, old_size = self.newest, self.world_size
+        before, previous_size = self.newest, self.world_size
         self.generation += 1
         if before is not None:
             self.ask(smp_messages.VoidAfter(before.generation, before.step))
@@ -110,7 +110,7 @@ class Node:
             world_size,
             ranks,
             restored=(before.generation, before.step) if before is not None else None,
-            restored_world_size=old_size,
+            restored_world_size=previous_size,
         )
         self.ask(body, self.commands[self.generation])
         command_fd = self.commands[self.generation]
@@ -121,9 +121,9 @@ class Node:
                 world_size=world_size,
                 smp_socket=str(self.socket),
                 restore=before,
-                restore_world_size=old_size if before is not None else 0,
-                snapshot=SnapshotConfig(every=1, commit_wait_s=60),
-                descriptors={"heartbeat": self.beat_fd(rank), "command": command_fd},
+                restore_world_size=previous_size if before is not None else 0,
+                snapshot=SnapshotConfig(every=1, commit_timeout_s=60),
+                descriptors={"heartbeat": self.heartbeat_fd(rank), "command": command_fd},
             )
             for rank in ranks
         ]
@@ -146,11 +146,11 @@ class Node:
             self.newest = newest
         return statuses
 
-    def beat_fd(self, rank: int) -> int:
-        return self.beats[self.generation * MOST_RANKS + rank]
+    def heartbeat_fd(self, rank: int) -> int:
+        return self.heartbeats[self.generation * MOST_RANKS + rank]
 
-    def beat(self, rank: int) -> SharedPage:
-        return SharedPage(self.beat_fd(rank))
+    def heartbeat(self, rank: int) -> SharedPage:
+        return SharedPage(self.heartbeat_fd(rank))
 
     def shown(self) -> Version:
         page = SharedPage(self.commands[self.generation])
@@ -160,9 +160,9 @@ class Node:
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> ReceivedMessage:
         """Ask the SMP; what it tells unasked is passed over."""
-        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
+        self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
         while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
+            received = self.agent.receive(deadline_s=TIMEOUT_S)
             if isinstance(
                 received.body,
                 worker_messages.ArenaGranted
@@ -238,19 +238,19 @@ def test_every_bit_comes_back_in_another_number_of_ranks(node: Node) -> None:
     assert node.run(4, 3, mask=mask) == [0] * 4, node.log()
     steps = 3
     for size in (3, 4, 2, 1, 2):
-        old_size = node.world_size
-        ends = [node.saved("end", rank) for rank in range(old_size)]
-        used = [node.saved("seen", rank) for rank in range(old_size)]
+        previous_size = node.world_size
+        ends = [node.saved("end", rank) for rank in range(previous_size)]
+        used = [node.saved("seen", rank) for rank in range(previous_size)]
         steps += 2
         assert node.run(size, steps, mask=mask) == [0] * size, node.log()
         for rank in range(size):
             restored = node.saved("restored", rank)
-            old = ends[rank % old_size]
+            old = ends[rank % previous_size]
             for what in COMMON:
                 assert_same(restored[what], ends[0][what], what)
             for what in ("buffers", "average", "training"):
                 assert_same(restored[what], old[what], what)
-            if rank < old_size:
+            if rank < previous_size:
                 assert_same(restored["random"], old["random"], "random")
             else:
                 assert not torch.equal(restored["random"][1], old["random"][1])
@@ -357,7 +357,7 @@ def test_stages_of_a_pipeline_come_back_split_otherwise(
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_mesh_says_which_ranks_go_on_with_the_same_data(node: Node) -> None:
+def test_a_mesh_reports_which_ranks_continue_with_the_same_data(node: Node) -> None:
     """Every sample once, in the order of the sampler, whatever the tensor-parallel size."""
     order = list(DistributedSampler(range(96), 1, 0, seed=3))
     steps = used = 0
@@ -381,7 +381,7 @@ def test_a_mesh_says_which_ranks_go_on_with_the_same_data(node: Node) -> None:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_one_stage_becomes_two_where_the_mesh_says_so(node: Node) -> None:
+def test_one_stage_becomes_two_where_the_mesh_declares_it(node: Node) -> None:
     assert node.run(1, 2, kind="pp", split=[3], mesh={"pp": 1}) == [0], node.log()
     ends = [node.saved("end", 0)]
     assert any(node.run(2, 3, kind="pp", split=[1, 2]))
@@ -440,11 +440,11 @@ def test_tensors_of_another_model_are_listed(node: Node, sizes: tuple[int, int])
     kind = "plain" if sizes[0] == 1 else "fsdp"
     assert node.run(sizes[0], 2, kind=kind) == [0] * sizes[0], node.log()
     assert all(node.run(sizes[1], 3, more=12))
-    told = error_of(node, 0)
-    assert told.startswith("ShapeChanged: 12 saved values do not fit:")
-    assert "model.new9 was saved as nothing and is F32[10] now" in told
-    assert "new10" not in told
-    assert "- and 2 more" in told
+    reported = error_of(node, 0)
+    assert reported.startswith("ShapeChanged: 12 saved values do not fit:")
+    assert "model.new9 was saved as nothing and is F32[10] now" in reported
+    assert "new10" not in reported
+    assert "- and 2 more" in reported
 
 
 def flip_a_bit(node: Node, of_rank: int) -> None:
@@ -464,19 +464,19 @@ def flip_a_bit(node: Node, of_rank: int) -> None:
 
 
 @pytest.mark.parametrize("node", ["fsdp"], indirect=True)
-def test_a_corrupt_shard_of_another_rank_is_never_loaded_and_is_told(node: Node) -> None:
+def test_a_corrupt_shard_of_another_rank_is_never_loaded_and_is_reported(node: Node) -> None:
     assert node.run(2, 2) == [0, 0], node.log()
     flip_a_bit(node, of_rank=1)
     assert any(node.run(3, 4))
-    told = [node.beat(rank).get(HeartbeatField.CORRUPT_RANK) for rank in range(3)]
-    assert told[1] == 2
-    assert set(told) <= {0, 2}
-    assert node.beat(1).get(HeartbeatField.CORRUPT_SLOT)
-    assert "digest" in node.beat(1).note
+    reported = [node.heartbeat(rank).get(HeartbeatField.CORRUPT_RANK) for rank in range(3)]
+    assert reported[1] == 2
+    assert set(reported) <= {0, 2}
+    assert node.heartbeat(1).get(HeartbeatField.CORRUPT_SLOT)
+    assert "digest" in node.heartbeat(1).note
     assert error_of(node, 1).startswith("SnapshotCorrupt")
 
 
-def test_a_replica_stands_in_for_a_corrupt_one(node: Node) -> None:
+def test_a_replica_replaces_a_corrupt_one(node: Node) -> None:
     assert node.run(2, 2) == [0, 0], node.log()
     expected = node.saved("end", 0)
     flip_a_bit(node, of_rank=1)

@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "session-test"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WAIT_S = 350.0
-SETTINGS = SnapshotConfig(every=1, commit_wait_s=60)
+SETTINGS = SnapshotConfig(every=1, commit_timeout_s=60)
 """No boundary is skipped because the machine is busy."""
 
 
@@ -45,7 +45,7 @@ class Node:
         self.generation = -1
         self.command_fd = create_command_page()
         self.commands = SharedPage(self.command_fd)
-        self.beats: list[SharedPage] = []
+        self.heartbeats: list[SharedPage] = []
         self.arenas: dict[int, int] = {}
         self.socket = folder / "smp.sock"
         self._store: TCPStore | None = None
@@ -63,18 +63,18 @@ class Node:
             raise
 
     def _connect(self) -> Channel:
-        give_up_s = clock.now_s() + PATIENCE_S
+        give_up_s = clock.now_s() + TIMEOUT_S
         while not self.socket.exists():
             assert clock.now_s() < give_up_s, "the SMP does not listen"
             clock.sleep(0.005)
         hello = messages.Hello(role="agent", pid=os.getpid())
-        return connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S)
+        return connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=TIMEOUT_S)
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
         """Ask the SMP, and keep what it hands over unasked on the way."""
-        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
+        self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
         while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
+            received = self.agent.receive(deadline_s=TIMEOUT_S)
             if isinstance(received.body, worker_messages.ArenaGranted):
                 self.arenas[received.body.rank] = received.fds[0]
             elif not isinstance(received.body, smp_messages.VersionCommitted):
@@ -103,7 +103,7 @@ class Node:
             smp_messages.BeginGeneration(self.generation, self.world_size, ranks), self.command_fd
         )
         fds = [create_page(f"beat-{rank}") for rank in ranks]
-        self.beats = [SharedPage(fd) for fd in fds]
+        self.heartbeats = [SharedPage(fd) for fd in fds]
         workers = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPTS / script), str(self.folder), *arguments],
@@ -128,7 +128,7 @@ class Node:
             codes.append(worker.wait(WAIT_S))
         return codes
 
-    def _environment(self, rank: int, beat_fd: int, restore: Version | None) -> dict[str, str]:
+    def _environment(self, rank: int, heartbeat_fd: int, restore: Version | None) -> dict[str, str]:
         made = {
             **os.environ,
             "LOCAL_RANK": str(rank),
@@ -146,7 +146,7 @@ class Node:
             smp_socket=str(self.socket),
             restore=restore,
             snapshot=SETTINGS,
-            descriptors={"heartbeat": beat_fd, "command": self.command_fd},
+            descriptors={"heartbeat": heartbeat_fd, "command": self.command_fd},
         )
         if rank in self.arenas:
             request.descriptors["arena"] = self.arenas[rank]
@@ -169,7 +169,7 @@ class Node:
     def close(self) -> None:
         self.agent.close()
         self._smp.terminate()
-        self._smp.wait(PATIENCE_S)
+        self._smp.wait(TIMEOUT_S)
         for fd in (self.command_fd, *self.arenas.values()):
             os.close(fd)
 
@@ -187,18 +187,21 @@ def node(folder: Path, world_size: int = 1) -> Iterator[Node]:
 def assert_same_as_undisturbed(
     tmp_path: Path, *switches: str, world_size: int = 1, die_at: tuple[int, ...] = (7,)
 ) -> None:
-    with node(tmp_path / "calm", world_size) as calm, node(tmp_path / "hit", world_size) as hit:
-        assert calm.run("small_training.py", "3", *switches) == [0] * world_size
+    with (
+        node(tmp_path / "calm", world_size) as undisturbed,
+        node(tmp_path / "hit", world_size) as hit,
+    ):
+        assert undisturbed.run("small_training.py", "3", *switches) == [0] * world_size
         for step in die_at:
             assert any(hit.run("small_training.py", "3", *switches, f"die={step}"))
         assert hit.run("small_training.py", "3", *switches) == [0] * world_size
-        assert hit.beats[0].get(HeartbeatField.RESTORED_STEP) >= sum(die_at) - 2 * len(die_at)
+        assert hit.heartbeats[0].get(HeartbeatField.RESTORED_STEP) >= sum(die_at) - 2 * len(die_at)
         for rank in range(world_size):
-            assert hit.losses(rank) == calm.losses(rank)
+            assert hit.losses(rank) == undisturbed.losses(rank)
             step, tensors = hit.end(rank)
-            calm_step, calm_tensors = calm.end(rank)
-            assert step == calm_step
-            assert all(torch.equal(a, b) for a, b in zip(tensors, calm_tensors, strict=True))
+            undisturbed_step, undisturbed_tensors = undisturbed.end(rank)
+            assert step == undisturbed_step
+            assert all(torch.equal(a, b) for a, b in zip(tensors, undisturbed_tensors, strict=True))
 
 
 def test_one_process_with_shuffled_data_resumes_bitwise(tmp_path: Path) -> None:

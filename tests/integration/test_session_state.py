@@ -22,9 +22,9 @@ from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import UsageError
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.session import Session
-from tests.integration.in_process_worker import PATIENCE_S, Run
+from tests.integration.in_process_worker import TIMEOUT_S, Run
 
-EVERY_THIRD = SnapshotConfig(every=3, commit_wait_s=PATIENCE_S)
+EVERY_THIRD = SnapshotConfig(every=3, commit_timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_boundary_waits_for_the_lease_where_no_optimizer_steps(run: Run) -> No
     assert turning.is_alive()
     assert run.page.get(HeartbeatField.STEP) == 0
     run.commands.set(CommandField.LEASE_NS, clock.now_ns() + 10**12)
-    turning.join(PATIENCE_S)
+    turning.join(TIMEOUT_S)
     assert not turning.is_alive()
     run.commands.set(CommandField.LEASE_NS, 0)
 
@@ -121,7 +121,7 @@ def test_a_run_without_a_state_of_its_own_is_restored_by_a_script_that_has_one(r
     assert session.step == 1
 
 
-def test_generators_of_torch_numpy_and_python_go_on_where_they_were(run: Run) -> None:
+def test_generators_of_torch_numpy_and_python_continue_where_they_were(run: Run) -> None:
     def made() -> dict[str, object]:
         return {
             "torch_rng": torch.Generator().manual_seed(1),
@@ -272,7 +272,7 @@ def test_a_pattern_that_begins_with_nothing_attached_is_refused_in_a_run_too(run
         begin(run, progress={"best": 1}, skip=["typo.progress"])
 
 
-def test_the_first_restore_of_a_run_says_what_is_not_restored(
+def test_the_first_restore_of_a_run_reports_what_is_not_restored(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     session, model, optimizer = begin(run)
@@ -370,7 +370,7 @@ def test_the_steps_before_a_break_at_the_top_of_a_turn_are_in_a_snapshot(run: Ru
     assert torch.equal(model.weight, weight)
 
 
-def test_a_loop_that_is_closed_later_says_which_step_is_kept(
+def test_a_loop_that_is_closed_later_reports_which_step_is_kept(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.settings = EVERY_THIRD
@@ -407,7 +407,7 @@ def undisturbed(loop: Callable[..., list[object]]) -> list[object]:
         session.close()
 
 
-def test_batches_left_by_break_end_their_pass_and_the_epochs_go_on(run: Run) -> None:
+def test_batches_left_by_break_end_their_pass_and_the_epochs_continue(run: Run) -> None:
     loader = DataLoader(torch.arange(6), shuffle=True)
 
     def loop(
@@ -431,7 +431,7 @@ def test_batches_left_by_break_end_their_pass_and_the_epochs_go_on(run: Run) -> 
 
 
 @pytest.mark.parametrize("first", [2, 4, 5])
-def test_until_goes_on_in_the_same_pass_after_a_restart_as_without_one(
+def test_until_continues_in_the_same_pass_after_a_restart_as_without_one(
     run: Run, first: int
 ) -> None:
     loader = DataLoader(torch.arange(4), shuffle=True)
@@ -481,7 +481,7 @@ def test_a_value_that_cannot_be_stored_costs_the_snapshots_while_it_is_there(
     assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 3
 
 
-def test_the_index_of_a_batch_goes_on_in_the_middle_of_a_pass(run: Run) -> None:
+def test_the_index_of_a_batch_continues_in_the_middle_of_a_pass(run: Run) -> None:
     loader = DataLoader(torch.arange(5), shuffle=True)
 
     def loop(

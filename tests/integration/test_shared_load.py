@@ -27,7 +27,7 @@ from ftrun.wire.shared_memory.arena import Arena, SlotState, verify
 from ftrun.wire.shared_memory.pages import create_command_page
 from tests.ftp_server import ftp_server
 from tests.integration import test_checkpoint_nodes as nodes_of
-from tests.integration.test_checkpoint_nodes import PATIENCE_S
+from tests.integration.test_checkpoint_nodes import TIMEOUT_S
 
 pytestmark = [pytest.mark.slow]
 
@@ -89,7 +89,7 @@ class Node(nodes_of.Node):
             layout = layout_of(rank)
             pieces = len(layout.pieces)
             asked = worker_messages.RequestArena(rank, WORLD, layout.image_bytes, pieces, 9 + rank)
-            got = self.connect("worker", rank).ask(asked, deadline_s=PATIENCE_S)
+            got = self.connect("worker", rank).ask(asked, deadline_s=TIMEOUT_S)
             (self.arenas[rank],) = got.fds
         self.seal(FIRST)
 
@@ -106,10 +106,10 @@ class Node(nodes_of.Node):
             pytest.skip("needs root: an SMP is not dumpable, so its counters are root's")
         return int(text.split("rchar:")[1].split()[0])
 
-    def hear(self, *kinds: type[messages.AnyMessage]) -> messages.AnyMessage:
+    def receive(self, *kinds: type[messages.AnyMessage]) -> messages.AnyMessage:
         """The first message of these kinds, said already or not; the others are kept."""
         assert self.agent is not None
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + TIMEOUT_S
         while True:
             for body in self.said:
                 if isinstance(body, kinds):
@@ -120,8 +120,8 @@ class Node(nodes_of.Node):
                 os.close(fd)
             self.said.append(received.body)
 
-    def hear_of_restore(self) -> messages.AnyMessage:
-        return self.hear(smp_messages.RestoreReady, smp_messages.RestoreFailed)
+    def receive_restore(self) -> messages.AnyMessage:
+        return self.receive(smp_messages.RestoreReady, smp_messages.RestoreFailed)
 
 
 @pytest.fixture(autouse=True)
@@ -170,38 +170,42 @@ def where(kind: str, nodes: list[Node], tmp_path: Path) -> Iterator[str]:
         yield place
 
 
-def load(node: Node, where: str, company: list[Node]) -> checkpoint_messages.CheckpointLoaded:
-    ranks = [[at] for at in range(len(company))]
+def load(node: Node, where: str, load_group: list[Node]) -> checkpoint_messages.CheckpointLoaded:
+    ranks = [[at] for at in range(len(load_group))]
     body = checkpoint_messages.LoadCheckpoint(
-        where, len(company), ranks[company.index(node)], ranks=ranks, node=company.index(node)
+        where,
+        len(load_group),
+        ranks[load_group.index(node)],
+        ranks=ranks,
+        node=load_group.index(node),
     )
     answer = node.ask(body)
     assert isinstance(answer, checkpoint_messages.CheckpointLoaded), answer
     return answer
 
 
-def begin(node: Node, company: list[Node], *, old_world_size: int = 0) -> None:
+def begin(node: Node, load_group: list[Node], *, previous_world_size: int = 0) -> None:
     """As the agents' `begin_generation` does."""
-    count = len(company)
-    own = [one.place([at]) for at, one in enumerate(company)]
-    loaded = [one.place(list(ranks_at(at, count, WORLD))) for at, one in enumerate(company)]
+    count = len(load_group)
+    own = [one.place([at]) for at, one in enumerate(load_group)]
+    loaded = [one.place(list(ranks_at(at, count, WORLD))) for at, one in enumerate(load_group)]
     node.page_fd = create_command_page() if node.page_fd < 0 else node.page_fd
     body = smp_messages.BeginGeneration(
         1,
         count,
-        [company.index(node)],
+        [load_group.index(node)],
         group=own,
         node_id=node.name,
         restored=(LOADED.generation, LOADED.step),
-        restored_world_size=old_world_size,
-        restore_from=[smp_messages.PreviousGroup(loaded, 0, -1)] if old_world_size else [],
+        restored_world_size=previous_world_size,
+        restore_from=[smp_messages.PreviousGroup(loaded, 0, -1)] if previous_world_size else [],
         read_from=[smp_messages.PreviousGroup(own, 0, -1)],
-        patience_s=20.0,
+        timeout_s=20.0,
     )
     assert node.agent is not None
     node.agent.generation = 1
     node.send(body, node.page_fd)
-    node.hear(messages.Done)
+    node.receive(messages.Done)
 
 
 def check_whole(node: Node, ranks: list[int]) -> None:
@@ -226,7 +230,7 @@ def test_three_replicas_read_one_copy(nodes: list[Node], where: str) -> None:
     read = [node.num_read() - start for node, start in zip(nodes, before, strict=True)]
     for node in nodes:
         begin(node, nodes)
-    assert [type(node.hear_of_restore()) for node in nodes] == [smp_messages.RestoreReady] * WORLD
+    assert [type(node.receive_restore()) for node in nodes] == [smp_messages.RestoreReady] * WORLD
     for at, node in enumerate(nodes):
         check_whole(node, [at])
     after = [node.num_read() - start for node, start in zip(nodes, before, strict=True)]
@@ -245,9 +249,9 @@ def test_what_a_lost_node_was_to_read_the_others_read(nodes: list[Node], where: 
     for node in left:
         begin(node, nodes)
     for node in left:
-        assert isinstance(node.hear_of_restore(), smp_messages.RestoreReady)
+        assert isinstance(node.receive_restore(), smp_messages.RestoreReady)
         notes = [one for one in node.said if isinstance(one, smp_messages.SmpNotice)]
-        assert any("are read here" in one.why for one in notes), notes
+        assert any("are read here" in one.reason for one in notes), notes
         check_whole(node, node.ranks)
 
 
@@ -259,8 +263,8 @@ def test_fewer_nodes_than_ranks_load_a_part_each(nodes: list[Node], where: str) 
     for node in two:
         assert load(node, where, two).world_size == WORLD
     for node in two:
-        begin(node, two, old_world_size=WORLD)
-    assert [type(node.hear_of_restore()) for node in two] == [smp_messages.RestoreReady] * 2
+        begin(node, two, previous_world_size=WORLD)
+    assert [type(node.receive_restore()) for node in two] == [smp_messages.RestoreReady] * 2
     after = [node.num_read() - start for node, start in zip(two, before, strict=True)]
     assert sum(after) < 1.25 * (4 * WEIGHTS + WORLD * OWN_BYTES) + (4 << 20), after
     for at, node in enumerate(two):
@@ -292,9 +296,9 @@ def test_an_smp_killed_with_half_of_it_leaves_nothing_that_counts(
     for node in nodes:
         begin(node, nodes)
     with pytest.raises(PeerError):
-        first.hear_of_restore()
+        first.receive_restore()
     for node in (second, third):
-        assert isinstance(node.hear_of_restore(), smp_messages.RestoreReady)
+        assert isinstance(node.receive_restore(), smp_messages.RestoreReady)
     first.kill()
     first.arenas, first.granted = first.granted, {}
     arena = Arena(first.arenas[0], writable=False)
@@ -302,7 +306,7 @@ def test_an_smp_killed_with_half_of_it_leaves_nothing_that_counts(
     arena.close()
     first.start()
     begin(first, nodes)
-    assert isinstance(first.hear_of_restore(), smp_messages.RestoreFailed)
+    assert isinstance(first.receive_restore(), smp_messages.RestoreFailed)
     assert load(first, where, nodes).is_share
 
 
@@ -341,5 +345,5 @@ def test_it_comes_over_ftp_as_well(nodes: list[Node], where: str) -> None:
     for node in nodes:
         begin(node, nodes)
     for at, node in enumerate(nodes):
-        assert isinstance(node.hear_of_restore(), smp_messages.RestoreReady)
+        assert isinstance(node.receive_restore(), smp_messages.RestoreReady)
         check_whole(node, [at])

@@ -29,73 +29,73 @@ def ftrun(*words: str, code: int = 0) -> str:
 
 
 @pytest.fixture
-def shelf(arenas: Arenas, tmp_path: Path) -> Path:
+def catalog(arenas: Arenas, tmp_path: Path) -> Path:
     for step in (1, 2, 3):
         arenas.seal(step)
         write(arenas, tmp_path)
     return tmp_path
 
 
-def test_list_tells_what_is_there_and_what_is_not_whole(shelf: Path) -> None:
-    (shelf / OLDER / "rank-00001.safetensors").unlink()
-    (shelf / ".tmp-step-00000004-g0-00000000-00000000").mkdir()
-    found = json.loads(ftrun("list", str(shelf), "--json", code=1))
+def test_list_reports_what_is_there_and_what_is_not_whole(catalog: Path) -> None:
+    (catalog / OLDER / "rank-00001.safetensors").unlink()
+    (catalog / ".tmp-step-00000004-g0-00000000-00000000").mkdir()
+    found = json.loads(ftrun("list", str(catalog), "--json", code=1))
     assert [one["name"] for one in found["checkpoints"]] == [NEWEST, OLDER, "step-00000001-g0"]
     assert [one["is_latest"] for one in found["checkpoints"]] == [True, False, False]
     assert [bool(one["problems"]) for one in found["checkpoints"]] == [False, True, False]
     assert {one["world_size"] for one in found["checkpoints"]} == {2}
-    size = sum(path.stat().st_size for path in (shelf / NEWEST).glob("rank-*"))
+    size = sum(path.stat().st_size for path in (catalog / NEWEST).glob("rank-*"))
     assert found["checkpoints"][0]["num_bytes"] == size
     assert found["unfinished"] == 1
-    text = ftrun("list", str(shelf), code=1)
+    text = ftrun("list", str(catalog), code=1)
     assert "rank-00001.safetensors" in text
     assert "1 incomplete" in text
 
 
-def test_every_byte_is_looked_at(shelf: Path) -> None:
+def test_every_byte_is_checked(catalog: Path) -> None:
     """A flipped bit anywhere in any file is found, and named with its file."""
-    folder = shelf / NEWEST
-    assert "ok       step-00000003-g0: whole" in ftrun("verify", str(shelf), "latest")
+    folder = catalog / NEWEST
+    assert "ok       step-00000003-g0: whole" in ftrun("verify", str(catalog), "latest")
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         for at in (0, len(data) // 2, len(data) - 1):
             path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-            told = ftrun("verify", str(shelf), NEWEST, code=1)
-            assert f"DAMAGED  {NEWEST}: " in told
-            assert path.name in told or path.name == "index.json"
+            reported = ftrun("verify", str(catalog), NEWEST, code=1)
+            assert f"DAMAGED  {NEWEST}: " in reported
+            assert path.name in reported or path.name == "index.json"
         path.write_bytes(data)
-    assert "DAMAGED" not in ftrun("verify", str(shelf))
+    assert "DAMAGED" not in ftrun("verify", str(catalog))
 
 
-def test_damage_is_told_with_the_tensors_that_lie_there(shelf: Path) -> None:
-    path = shelf / NEWEST / "rank-00000.safetensors"
+def test_damage_is_reported_with_the_tensors_that_lie_there(catalog: Path) -> None:
+    path = catalog / NEWEST / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     name = next(name for name in header if name != "__metadata__")
     data[start + header[name]["data_offsets"][0]] ^= 1
     path.write_bytes(bytes(data))
-    told = ftrun("verify", str(shelf), NEWEST, code=1)
-    assert name in told
-    assert "piece 0 of" in told
+    reported = ftrun("verify", str(catalog), NEWEST, code=1)
+    assert name in reported
+    assert "piece 0 of" in reported
 
 
-def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(shelf: Path) -> None:
-    (shelf / "notes").touch()
+def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(catalog: Path) -> None:
+    (catalog / "notes").touch()
     assert "would be removed  step-00000001-g0" in ftrun(
-        "prune", str(shelf), "--keep", "2", "--dry-run"
+        "prune", str(catalog), "--keep", "2", "--dry-run"
     )
-    assert (shelf / "step-00000001-g0").is_dir()
+    assert (catalog / "step-00000001-g0").is_dir()
     hour_ago_s = time.time() - 3600
-    os.utime(shelf / OLDER / "index.json", (hour_ago_s, hour_ago_s))
-    told = ftrun("prune", str(shelf), "--keep", "3", "--older-than", "30m")
-    assert "removed  step-00000002-g0" in told
-    assert "1 removed, 2 left" in told
-    assert "1 removed, 1 left" in ftrun("prune", str(shelf), "--keep", "1")
-    assert sorted(one.name for one in shelf.iterdir() if one.name != ".lock") == [
+    os.utime(catalog / OLDER / "index.json", (hour_ago_s, hour_ago_s))
+    reported = ftrun("prune", str(catalog), "--keep", "3", "--older-than", "30m")
+    assert "removed  step-00000002-g0" in reported
+    assert "1 removed, 2 left" in reported
+    assert "1 removed, 1 left" in ftrun("prune", str(catalog), "--keep", "1")
+    assert sorted(one.name for one in catalog.iterdir() if one.name != ".lock") == [
         "latest", "notes", NEWEST,
     ]  # fmt: skip
-    found = load(shelf)
+    found = load(catalog)
     assert found is not None
     assert found.version.step == 3
     for fd in found.fds:
@@ -103,7 +103,7 @@ def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(shelf: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "reported"),
     [
         (["list", "/nowhere"], 1, "/nowhere is not a directory"),
         (["verify", "SHELF", "step-9"], 1, "no checkpoint step-9"),
@@ -111,7 +111,7 @@ def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(shelf: Path) -> No
         (["prune", "SHELF", "--keep", "1", "--older-than", "soon"], 2, "30m, 12h or 7d"),
     ],
 )
-def test_a_mistake_is_told(shelf: Path, words: list[str], code: int, told: str) -> None:
-    said = ftrun(*(str(shelf) if word == "SHELF" else word for word in words), code=code)
-    assert told in said
+def test_a_mistake_is_reported(catalog: Path, words: list[str], code: int, reported: str) -> None:
+    said = ftrun(*(str(catalog) if word == "SHELF" else word for word in words), code=code)
+    assert reported in said
     assert "Traceback" not in said

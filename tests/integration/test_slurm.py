@@ -191,11 +191,11 @@ def codes_of_tasks(step: Step) -> dict[str, int]:
 def test_a_step_is_one_run_with_a_spare_and_a_secret_of_its_own(step: Step) -> None:
     step.srun(*ONE_TASK_EACH, *ftrun(step))
     step.wait_for_steps(5)
-    begun = [step.notes(rank, "begun")[0] for rank in range(2)]
-    assert [note["node"] for note in begun] == ["node1", "node2"]
+    started = [step.notes(rank, "begun")[0] for rank in range(2)]
+    assert [note["node"] for note in started] == ["node1", "node2"]
     run_id = f"ranks_on_nodes-job{step.job_id}-0"
     expected = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": run_id}
-    for rank, note in enumerate(begun):
+    for rank, note in enumerate(started):
         assert {**expected, "RANK": str(rank)}.items() <= note["given"].items()
 
     (secret,) = (step.home / ".ftrun" / "secrets").iterdir()
@@ -280,7 +280,7 @@ def test_several_tasks_on_a_node_are_runs_of_their_own(step: Step) -> None:
     assert len(list((step.folder / "ftrun-logs").glob("alone-*"))) == 3
 
 
-def test_several_tasks_on_a_node_are_told_what_is_missing(step: Step) -> None:
+def test_several_tasks_on_a_node_are_refused_with_what_is_missing(step: Step) -> None:
     step.srun("-N2", "-n4", "ftrun", "--nnodes", 2, SCRIPT, step.folder, 1)
     assert step.code() == 2
     assert step.text.count("srun --ntasks-per-node=1") == 4
@@ -331,7 +331,7 @@ def test_a_job_outlives_the_node_of_its_batch_script(step: Step) -> None:
     assert job_state(step) == "RUNNING"
 
 
-def test_a_job_that_is_out_of_time_goes_on_from_its_checkpoint(step: Step) -> None:
+def test_a_job_that_is_out_of_time_continues_from_its_checkpoint(step: Step) -> None:
     script = step.folder / "attached.py"
     script.write_text(ATTACHED)
     submit(step, script)
@@ -384,7 +384,7 @@ def test_sbatch_takes_what_is_rendered(
     assert re.search(r"Job \d+ to start at", step.slurm.ask("sbatch", "--test-only", path))
 
 
-def test_a_rendered_job_loses_a_node_and_its_time_and_goes_on(step: Step) -> None:
+def test_a_rendered_job_loses_a_node_and_its_time_and_continues(step: Step) -> None:
     script = step.folder / "attached.py"
     script.write_text(ATTACHED)
     directory = step.folder / "checkpoints"

@@ -51,16 +51,16 @@ from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from tests.stopping import stop
 
 RUN_ID = "test-run"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WORLD = 2
 M = TypeVar("M")
 
 
 def wait_until(claim: Callable[[], bool], what: str) -> None:
     """Bounded wait on a condition that another process makes true."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
+        assert time.monotonic() < end, f"not within {TIMEOUT_S} s: {what}"
         select.select([], [], [], 0.002)
 
 
@@ -103,7 +103,7 @@ class Worker:
                 num_pieces=len(self.layout.pieces),
                 layout_id=xxhash.xxh3_64_intdigest(self.layout.header),
             ),
-            deadline_s=PATIENCE_S,
+            deadline_s=TIMEOUT_S,
         )
         if answer.fds:
             self.drop()
@@ -138,7 +138,7 @@ class Worker:
             arena.close()
         self.slot = 1 - self.slot
 
-    def tell_sealed(self, at: Version) -> None:
+    def report_sealed(self, at: Version) -> None:
         self.channel.send(
             worker_messages.ShardSealed(
                 rank=self.rank,
@@ -150,7 +150,7 @@ class Worker:
 
     def seal(self, at: Version) -> None:
         self.capture(at)
-        self.tell_sealed(at)
+        self.report_sealed(at)
 
     def drop(self) -> None:
         if self.fd >= 0:
@@ -167,7 +167,7 @@ class World:
     channels: list[Channel] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
-    unasked: list[ReceivedMessage] = field(default_factory=list)
+    unsolicited: list[ReceivedMessage] = field(default_factory=list)
     page_fd: int = -1
 
     @property
@@ -188,7 +188,7 @@ class World:
         waits: bool = True,
     ) -> None:
         if self.processes:
-            self.smp.wait(PATIENCE_S)
+            self.smp.wait(TIMEOUT_S)
         self.socket.unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN_ID),
@@ -217,7 +217,7 @@ class World:
             run_id=RUN_ID,
             peer="the SMP",
             hello=messages.Hello(role=role, pid=os.getpid(), rank=rank),
-            deadline_s=PATIENCE_S,
+            deadline_s=TIMEOUT_S,
         )
         self.channels.append(channel)
         return channel
@@ -236,7 +236,7 @@ class World:
 
     def wait_for(self, agent: Channel, kind: type[M]) -> M:
         while True:
-            received = agent.receive(deadline_s=PATIENCE_S)
+            received = agent.receive(deadline_s=TIMEOUT_S)
             self.fds.extend(received.fds)
             if isinstance(received.body, kind):
                 return received.body
@@ -246,7 +246,7 @@ class World:
                 | smp_messages.VersionCommitted
                 | smp_messages.SmpNotice,
             ), received.body
-            self.unasked.append(received)
+            self.unsolicited.append(received)
 
     def begin(self, agent: Channel, generation: int = 0) -> None:
         if self.page_fd < 0:
@@ -265,21 +265,22 @@ class World:
     def granted_fds(self, agent: Channel, count: int) -> dict[int, int]:
         """The duplicates that the agent is given unasked: by rank, the newest."""
         while (
-            sum(isinstance(one.body, worker_messages.ArenaGranted) for one in self.unasked) < count
+            sum(isinstance(one.body, worker_messages.ArenaGranted) for one in self.unsolicited)
+            < count
         ):
-            received = agent.receive(deadline_s=PATIENCE_S)
+            received = agent.receive(deadline_s=TIMEOUT_S)
             self.fds.extend(received.fds)
-            self.unasked.append(received)
+            self.unsolicited.append(received)
         return {
             one.body.rank: one.fds[0]
-            for one in self.unasked
+            for one in self.unsolicited
             if isinstance(one.body, worker_messages.ArenaGranted)
         }
 
     def all_granted(self) -> list[tuple[int, int]]:
         return [
             (one.body.rank, one.fds[0])
-            for one in self.unasked
+            for one in self.unsolicited
             if isinstance(one.body, worker_messages.ArenaGranted)
         ]
 
@@ -291,7 +292,7 @@ class World:
             worker.drop()
         for fd in {*self.fds, self.page_fd} - {-1}:
             os.close(fd)
-        self.channels, self.workers, self.fds, self.unasked = [], [], [], []
+        self.channels, self.workers, self.fds, self.unsolicited = [], [], [], []
         self.page_fd = -1
 
     def train(self, *steps: int, generation: int = 0) -> tuple[Channel, list[Worker]]:
@@ -319,7 +320,7 @@ class World:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
         self.forget()
 
 
@@ -354,7 +355,7 @@ def offered(inventory: smp_messages.Inventory) -> set[tuple[int, int, int]]:
 def drain(channel: Channel, fds: list[int] | None = None) -> None:
     """Receive until the other end closes, which is an error."""
     while True:
-        received = channel.receive(deadline_s=PATIENCE_S)
+        received = channel.receive(deadline_s=TIMEOUT_S)
         assert fds is not None or not received.fds
         (fds if fds is not None else []).extend(received.fds)
 
@@ -384,7 +385,7 @@ def test_the_agent_has_a_duplicate_of_each_arena_unasked(world: World) -> None:
     assert len(workers) == WORLD
 
 
-def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World) -> None:
+def test_memory_outlives_a_killed_smp_and_the_next_snapshot_continues(world: World) -> None:
     world.start()
     agent, workers = world.train(1, 2)
     granted = world.granted_fds(agent, WORLD)
@@ -423,7 +424,7 @@ def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World
     world.commit([again, other], version(0, 4))
 
 
-def test_a_seal_that_died_with_the_smp_is_heard_at_the_workers_return(world: World) -> None:
+def test_a_seal_that_died_with_the_smp_arrives_at_the_workers_return(world: World) -> None:
     world.start()
     agent, workers = world.train(1)
     workers[0].seal(version(0, 2))
@@ -444,7 +445,7 @@ def test_an_orphan_hands_its_memory_to_the_next_agent(world: World) -> None:
 
     agent = world.connect("agent")
     agent.send(smp_messages.HandOverMemory())
-    received = agent.receive(deadline_s=PATIENCE_S)
+    received = agent.receive(deadline_s=TIMEOUT_S)
     world.fds.extend(received.fds)
     assert received.body == smp_messages.MemoryHandedOver([0, 1], b"what the next agent must know")
     for fd in received.fds:
@@ -453,7 +454,7 @@ def test_an_orphan_hands_its_memory_to_the_next_agent(world: World) -> None:
 
 
 def orphaned_for_s(cli: Channel) -> float | None:
-    answer = cli.ask(messages.StatusRequest(), deadline_s=PATIENCE_S).body
+    answer = cli.ask(messages.StatusRequest(), deadline_s=TIMEOUT_S).body
     assert isinstance(answer, messages.StatusReply)
     document = json.loads(answer.document)
     found = document["orphaned_for_s"]
@@ -461,18 +462,18 @@ def orphaned_for_s(cli: Channel) -> float | None:
     return found
 
 
-def test_an_orphan_frees_everything_when_nobody_comes(world: World) -> None:
+def test_an_orphan_frees_everything_when_no_node_comes(world: World) -> None:
     world.start(orphan_s=3.0)  # the first agent comes within that, also on a busy machine
     agent, _ = world.train(1)
     agent.close()
-    assert world.smp.wait(PATIENCE_S) == 0
+    assert world.smp.wait(TIMEOUT_S) == 0
     assert not world.socket.exists()
     assert "keeping the snapshots" in world.log()
 
 
 def test_an_smp_that_no_agent_ever_calls_ends(world: World) -> None:
     world.start(orphan_s=0.3, waits=False)
-    assert world.smp.wait(PATIENCE_S) == 0
+    assert world.smp.wait(TIMEOUT_S) == 0
     assert not world.socket.exists()
 
 
@@ -480,9 +481,9 @@ def test_an_smp_that_no_agent_ever_calls_ends(world: World) -> None:
 def test_shutdown_frees_everything(world: World, role: str) -> None:
     world.start()
     caller = world.connect(role)
-    assert caller.ask(smp_messages.Shutdown(), deadline_s=PATIENCE_S).body == messages.Done()
+    assert caller.ask(smp_messages.Shutdown(), deadline_s=TIMEOUT_S).body == messages.Done()
     assert not world.socket.exists()
-    assert world.smp.wait(PATIENCE_S) == 0
+    assert world.smp.wait(TIMEOUT_S) == 0
 
 
 def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world: World) -> None:
@@ -495,7 +496,7 @@ def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world:
         (1, 0, 1),
     }
     agent.close()
-    for _ in range(int(PATIENCE_S / 0.1)):
+    for _ in range(int(TIMEOUT_S / 0.1)):
         world.smp.send_signal(signal.SIGTERM)
         try:
             assert world.smp.wait(0.1) == 0
@@ -519,7 +520,7 @@ def test_a_signal_that_comes_while_python_ends_does_not_make_a_good_end_a_kill(
         "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
         "        kill(pid, 15)\n"
         "late = Late()\n"
-        "server = SmpServer('test-run', Path(sys.argv[1]), orphan_s=1.0, adopt=False)\n"
+        "server = SmpServer('test-run', Path(sys.argv[1]), orphan_timeout_s=1.0, adopt=False)\n"
         "with _signals(server):\n"
         "    server._is_ending = True\n"
         "    server.serve()\n"
@@ -537,13 +538,13 @@ def test_memory_that_does_not_exist_is_refused_with_numbers(world: World) -> Non
             rank=0, world_size=WORLD, image_bytes=10**13, num_pieces=10**6, layout_id=7
         ),
     ):
-        answer = workers[0].channel.ask(request, deadline_s=PATIENCE_S).body
+        answer = workers[0].channel.ask(request, deadline_s=TIMEOUT_S).body
         assert isinstance(answer, worker_messages.MemoryRefused)
         assert answer.needed_bytes >= 2 * 10**13
         assert 0 < answer.available_bytes < 10**13
         assert answer.limit
     small = worker_messages.ReserveMemory(rank=0, image_bytes=10**6)
-    assert workers[0].channel.ask(small, deadline_s=PATIENCE_S).body == messages.Done()
+    assert workers[0].channel.ask(small, deadline_s=TIMEOUT_S).body == messages.Done()
     assert (
         offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == set()
     )
@@ -563,19 +564,19 @@ def test_voided_versions_never_come_back(world: World) -> None:
     workers[0].seal(version(0, 3))
     workers[1].seal(version(0, 3))
     workers[0].channel.ask(
-        worker_messages.ReserveMemory(rank=0, image_bytes=1), deadline_s=PATIENCE_S
+        worker_messages.ReserveMemory(rank=0, image_bytes=1), deadline_s=TIMEOUT_S
     )
     assert world.shown() == version(0, 1)
 
 
-def test_ranks_of_one_node_that_were_alike_and_are_so_no_more_are_told(world: World) -> None:
+def test_ranks_of_one_node_that_were_alike_and_are_so_no_more_are_reported(world: World) -> None:
     """Of two nobody can tell whose memory is wrong; of more, see test_node_replicas.py."""
     world.start()
     agent, workers = world.train()
-    told: list[smp_messages.SmpNotice] = []
-    end = time.monotonic() + PATIENCE_S
+    reported: list[smp_messages.SmpNotice] = []
+    end = time.monotonic() + TIMEOUT_S
     step = 0
-    while not told:
+    while not reported:
         assert time.monotonic() < end, "they are not told"
         step += 1
         for worker in workers:
@@ -583,9 +584,9 @@ def test_ranks_of_one_node_that_were_alike_and_are_so_no_more_are_told(world: Wo
             worker.seal(version(0, step))
         world.wait_for(agent, smp_messages.VersionCommitted)
         select.select([], [], [], 0.02)  # a slot that is sealed anew meanwhile is not compared
-        unasked = [one.body for one in world.unasked]
-        told = [one for one in unasked if isinstance(one, smp_messages.SmpNotice)]
-    assert [(one.kind, one.ranks) for one in told] == [("replicas_differ", [0, 1])]
+        unsolicited = [one.body for one in world.unsolicited]
+        reported = [one for one in unsolicited if isinstance(one, smp_messages.SmpNotice)]
+    assert [(one.kind, one.ranks) for one in reported] == [("replicas_differ", [0, 1])]
 
 
 def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None:
@@ -608,7 +609,7 @@ def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         b"\xff\xff\xff\xff",
         b"\x04\x00\x00\x00junk",
@@ -616,18 +617,18 @@ def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None
     ids=["a frame of 4 GB", "no message"],
 )
 def test_a_client_that_breaks_the_protocol_loses_only_its_connection(
-    world: World, spoil: bytes
+    world: World, corrupt: bytes
 ) -> None:
     world.start()
     agent, _ = world.train(1)
     bad = world.connect("cli")
-    os.write(bad.fileno(), spoil)
+    os.write(bad.fileno(), corrupt)
     with pytest.raises(PeerError):
-        bad.receive(deadline_s=PATIENCE_S)
-    stranger = world.connect("worker", 0)
-    stranger.send(smp_messages.InventoryRequest())
+        bad.receive(deadline_s=TIMEOUT_S)
+    unknown_peer = world.connect("worker", 0)
+    unknown_peer.send(smp_messages.InventoryRequest())
     with pytest.raises(PeerLost):
-        stranger.receive(deadline_s=PATIENCE_S)
+        unknown_peer.receive(deadline_s=TIMEOUT_S)
     assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
@@ -648,7 +649,7 @@ def test_an_agent_brings_the_smp_it_finds_what_the_last_agent_did_not(
     world.start(adopt=True)
     folder = world.folder / RUN_ID
     folder.symlink_to(world.folder)
-    link = AgentSmpClient(RunFolder(folder), orphan_s=60.0)
+    link = AgentSmpClient(RunFolder(folder), orphan_timeout_s=60.0)
     try:
         assert link.find() is not None
         link.complete(fds)
@@ -669,7 +670,7 @@ def test_an_agent_does_not_take_a_late_answer_for_that_to_its_next_question(worl
     world.start(adopt=True)
     folder = world.folder / RUN_ID
     folder.symlink_to(world.folder)
-    link = AgentSmpClient(RunFolder(folder), orphan_s=60.0)
+    link = AgentSmpClient(RunFolder(folder), orphan_timeout_s=60.0)
     try:
         assert link.find() is not None
         link.complete([])
@@ -677,18 +678,18 @@ def test_an_agent_does_not_take_a_late_answer_for_that_to_its_next_question(worl
         stop(world.smp.pid)
         assert offered(link.inventory()) == set(), "what the agent holds itself"
         with pytest.raises(PeerTimeout):
-            link.keep_run_state(b"late")
+            link.persist_run_state(b"late")
         world.smp.send_signal(signal.SIGCONT)
-        link.answer_wait_s = PATIENCE_S
+        link.answer_wait_s = TIMEOUT_S
         assert link.listen_for_peers("127.0.0.1", None) > 0
         stop(world.smp.pid)
         link.answer_wait_s = 0.2
         with pytest.raises(PeerTimeout):
-            link.keep_run_state(b"late again")
+            link.persist_run_state(b"late again")
         world.smp.send_signal(signal.SIGCONT)
         wait_until(lambda: bool(select.select([link.channel], [], [], 0.0)[0]), "the late answer")
         link.collect()
-        link.answer_wait_s = PATIENCE_S
+        link.answer_wait_s = TIMEOUT_S
         assert offered(link.inventory()) == set()
     finally:
         world.smp.send_signal(signal.SIGCONT)
@@ -703,7 +704,7 @@ def test_only_a_run_without_a_checkpoint_directory_is_advised_to_give_one(
     world.start(adopt=True)
     folder = world.folder / RUN_ID
     folder.symlink_to(world.folder)
-    link = AgentSmpClient(RunFolder(folder), orphan_s=60.0)
+    link = AgentSmpClient(RunFolder(folder), orphan_timeout_s=60.0)
     where = str(world.folder)
     profile = Profile(checkpoint=CheckpointConfig(directory=directory))
     spec = RunSpec(
@@ -739,7 +740,7 @@ def test_what_is_no_arena_is_not_adopted(world: World) -> None:
     fd = create_command_page()
     world.fds.append(fd)
     refused = world.ask(agent, smp_messages.AdoptMemory(ranks=[1]), messages.Refused, fd)
-    assert "rank 1" in refused.why
+    assert "rank 1" in refused.reason
     assert (
         offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == set()
     )
@@ -777,17 +778,17 @@ def test_a_seal_that_is_withdrawn_is_never_committed(world: World) -> None:
     for number, worker in enumerate(workers):
         worker.capture(version(0, 2))
         if number == 0:
-            worker.tell_sealed(version(0, 2))
+            worker.report_sealed(version(0, 2))
     withdrawal = worker_messages.WithdrawShard(rank=0, generation=0, step=2)
-    assert workers[0].channel.ask(withdrawal, deadline_s=PATIENCE_S).body == messages.Done()
-    workers[1].tell_sealed(version(0, 2))
+    assert workers[0].channel.ask(withdrawal, deadline_s=TIMEOUT_S).body == messages.Done()
+    workers[1].report_sealed(version(0, 2))
     inventory = world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert offered(inventory) == {(0, 0, 1), (1, 0, 1), (1, 0, 2)}
     for worker in workers:
         worker.slot = 1
     world.commit(workers, version(0, 3))
     too_late = worker_messages.WithdrawShard(rank=0, generation=0, step=3)
-    answer = workers[0].channel.ask(too_late, deadline_s=PATIENCE_S).body
+    answer = workers[0].channel.ask(too_late, deadline_s=TIMEOUT_S).body
     assert isinstance(answer, messages.Refused)
 
 
@@ -832,7 +833,7 @@ def test_an_smp_killed_at_any_point_of_a_run_loses_no_sealed_version(
         world.forget()
         world.start(crash_at=point)
         shown, captured = run_that_may_die(world)
-        assert world.smp.wait(PATIENCE_S) == -signal.SIGKILL, point
+        assert world.smp.wait(TIMEOUT_S) == -signal.SIGKILL, point
         granted = world.all_granted()
 
         world.start(adopt=True)
@@ -861,14 +862,14 @@ def run_that_may_die(world: World) -> tuple[Version, Version]:
                 worker.capture(at)
             captured = at
             for worker in workers:
-                worker.tell_sealed(at)
+                worker.report_sealed(at)
             wait_until(lambda at=at: world.shown() == at or world.is_dead(), "commit")  # type: ignore[misc]
             shown = world.shown()
     with contextlib.suppress(PeerError):
         while world.is_dead() or select.select([agent], [], [], 0)[0]:
-            received = agent.receive(deadline_s=PATIENCE_S)
+            received = agent.receive(deadline_s=TIMEOUT_S)
             world.fds.extend(received.fds)
-            world.unasked.append(received)
+            world.unsolicited.append(received)
     return shown, captured
 
 
@@ -965,7 +966,7 @@ def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
         world.start(crash_at=point)
         with contextlib.suppress(PeerError):
             write_twice(world, where)
-        assert world.smp.wait(PATIENCE_S) == -signal.SIGKILL, point
+        assert world.smp.wait(TIMEOUT_S) == -signal.SIGKILL, point
 
         world.forget()
         world.start()
@@ -1020,13 +1021,13 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
         checkpoint_messages.CheckpointFailed,
     )
-    assert "nothing to write" in refused.why
+    assert "nothing to write" in refused.reason
     world.commit(workers, version(0, 1))
     (tmp_path / "file").touch()
     bad = checkpoint_messages.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
-    assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointFailed).why
+    assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointFailed).reason
     full = checkpoint_messages.WriteCheckpoint("/proc/sys/kernel", keep=1)
-    assert "cannot write" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).why
+    assert "cannot write" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).reason
     world.ask(
         agent,
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),

@@ -84,22 +84,22 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
         found.close()
 
 
-def looked(stats: SocketStats, child: Child, until_bytes: int) -> LinkSample:
+def observed(stats: SocketStats, child: Child, until_bytes: int) -> LinkSample:
     """Looks until so many bytes have been acknowledged, added up."""
     samples: list[LinkSample] = []
     give_up_s = clock.now_s() + WAIT_S
     while sum(one.bytes for one in samples) < until_bytes:
         assert clock.now_s() < give_up_s, stats.error
-        samples += stats.look([child.process.pid], clock.now_s())
+        samples += stats.poll([child.process.pid], clock.now_s())
     return LinkSample.together(samples)
 
 
 def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> None:
     stats = SocketStats()
     child.send(10_000)
-    assert stats.look([child.process.pid], clock.now_s()) == []  # counts begin here
+    assert stats.poll([child.process.pid], clock.now_s()) == []  # counts begin here
     child.send(300_000)
-    sample = looked(stats, child, 300_000)
+    sample = observed(stats, child, 300_000)
     assert sample.to_host == child.sock.getsockname()[0]
     assert sample.bytes == 300_000
     assert 0 <= sample.busy_s < WAIT_S
@@ -126,10 +126,10 @@ def test_a_peer_that_reads_nothing_stalls_but_is_not_the_networks_fault(child: C
     give_up_s = clock.now_s() + WAIT_S
     while not (figures := stats.figures([pid], clock.now_s())) or not figures[0].notsent_bytes:
         assert clock.now_s() < give_up_s
-    stats.look([pid], 100.0)
-    (sample,) = stats.look([pid], 103.0)
+    stats.poll([pid], 100.0)
+    (sample,) = stats.poll([pid], 103.0)
     before = sample.busy_s
-    (sample,) = stats.look([pid], 110.0)
+    (sample,) = stats.poll([pid], 110.0)
     assert sample.stalled_s >= 7.0 or sample.bytes > 0
     assert sample.busy_s + before < WAIT_S
 
@@ -137,7 +137,7 @@ def test_a_peer_that_reads_nothing_stalls_but_is_not_the_networks_fault(child: C
 def test_a_connection_that_comes_later_is_counted_whole(child: Child) -> None:
     stats = SocketStats()
     child.send(1_000)
-    stats.look([child.process.pid], 0.0)
+    stats.poll([child.process.pid], 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = Child(listener)
     try:
@@ -147,7 +147,7 @@ def test_a_connection_that_comes_later_is_counted_whole(child: Child) -> None:
         give_up_s = clock.now_s() + WAIT_S
         while total < 7_000:
             assert clock.now_s() < give_up_s
-            total += sum(one.bytes for one in stats.look(pids, 1.0))
+            total += sum(one.bytes for one in stats.poll(pids, 1.0))
         assert total in (7_000, 7_001)  # who has opened a connection counts its SYN
     finally:
         other.close()
@@ -157,19 +157,19 @@ def test_processes_that_are_gone_have_no_connections() -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                            capture_output=True, text=True, check=True)  # fmt: skip
     stats = SocketStats()
-    assert stats.look([int(ended.stdout)], 0.0) == []
-    assert stats.look([], 1.0) == []
+    assert stats.poll([int(ended.stdout)], 0.0) == []
+    assert stats.poll([], 1.0) == []
 
 
-def test_a_kernel_that_does_not_answer_is_told_and_does_no_harm(
+def test_a_kernel_that_does_not_answer_is_reported_and_does_no_harm(
     child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket_stats, "_SOCK_DIAG_BY_FAMILY", 99)
     stats = SocketStats()
-    assert stats.look([child.process.pid], 0.0) == []
+    assert stats.poll([child.process.pid], 0.0) == []
     assert "the kernel does not tell" in stats.error
     monkeypatch.undo()
-    stats.look([child.process.pid], 20.0)
+    stats.poll([child.process.pid], 20.0)
     assert stats.error == ""
 
 
@@ -178,17 +178,17 @@ import ctypes, encodings.idna, os, socket, sys
 from ftrun.agent.observe.proc import SocketStats
 os.setgid(65534)
 os.setuid(65534)
-begun, told = os.pipe()
+started, reported = os.pipe()
 pid = os.fork()
 if pid == 0:
     # Who has changed its user is hidden from others of it, until it execs; ranks have done so.
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
     sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
     sock.sendall(b"12345")
-    os.write(told, b"1")
+    os.write(reported, b"1")
     sock.recv(1)
     os._exit(0)
-os.read(begun, 1)
+os.read(started, 1)
 stats = SocketStats()
 print(len(stats.figures([pid], 0.0)), stats.error, flush=True)
 os.waitpid(pid, 0)

@@ -35,13 +35,13 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
-def ends_the_same(
+def ends_equal(
     run: Run, build: Callable[[], Things], turn: Callable[[Things, int], None]
 ) -> tuple[Things, Things]:
     """Compare a run that is restored once with one that is not; the things of both."""
-    calm = build()
+    undisturbed = build()
     for at in range(END):
-        turn(calm, at)
+        turn(undisturbed, at)
     things = build()
     for at in run.attach(**things).steps(KILLED_AT):
         turn(things, at)
@@ -51,9 +51,9 @@ def ends_the_same(
     for at in session.steps(END):
         turn(things, at)
     assert not run.page.get(HeartbeatField.UNPROTECTED), run.page.note
-    for name, thing in calm.items():
+    for name, thing in undisturbed.items():
         assert_equal(state_of(things[name]), state_of(thing), name)
-    return things, calm
+    return things, undisturbed
 
 
 def state_of(thing: Any) -> Any:
@@ -116,7 +116,7 @@ def test_moments_of_channels_last_parameters_keep_their_strides(run: Run, how: s
         things["model"](x).square().mean().backward()
         things["optimizer"].step()
 
-    things, _ = ends_the_same(run, build, turn)
+    things, _ = ends_equal(run, build, turn)
     moment = things["optimizer"].state[things["model"][0].weight]["exp_avg"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
 
@@ -144,7 +144,7 @@ def test_arrays_and_tensors_among_plain_values_keep_their_strides(run: Run) -> N
             turned=batch(at, 4, 5).t(),
         )
 
-    run_things, _ = ends_the_same(run, build, turn)
+    run_things, _ = ends_equal(run, build, turn)
     again = build()
     run.attach(**again)
     for key in ("fortran", "readonly", "scalar", "turned"):
@@ -171,7 +171,7 @@ def test_an_unused_parameter_with_a_gradient_of_zeros_is_moved_by_momentum(run: 
         loss.backward()
         things["optimizer"].step()
 
-    ends_the_same(run, build, turn)
+    ends_equal(run, build, turn)
 
 
 def test_a_parameter_without_a_gradient_stays_without_one(run: Run) -> None:
@@ -186,7 +186,7 @@ def test_a_parameter_without_a_gradient_stays_without_one(run: Run) -> None:
         model[2](model[1](model[0](batch(at, 4, 6)))).square().mean().backward()
         things["optimizer"].step()
 
-    things, _ = ends_the_same(run, build, turn)
+    things, _ = ends_equal(run, build, turn)
     assert things["model"].unused.weight.grad is None
 
 
@@ -238,8 +238,10 @@ def test_gradients_of_zeros_suit_what_keeps_gradients_in_buckets(
         things["model"](batch(at, 4, 6), is_first=at == 0).square().mean().backward()
         things["optimizer"].step()
 
-    things, calm = ends_the_same(run, build, turn)
-    for mine, its in zip(things["model"].parameters(), calm["model"].parameters(), strict=True):
+    things, undisturbed = ends_equal(run, build, turn)
+    for mine, its in zip(
+        things["model"].parameters(), undisturbed["model"].parameters(), strict=True
+    ):
         assert torch.equal(mine.grad, its.grad)
 
 
@@ -261,7 +263,7 @@ def test_lbfgs_whose_lists_grow_ends_the_same(run: Run) -> None:
 
         things["optimizer"].step(closure)
 
-    ends_the_same(run, build, turn)
+    ends_equal(run, build, turn)
 
 
 class Nested(torch.optim.Optimizer):
@@ -297,7 +299,7 @@ def test_nested_state_comes_back_as_it_was_at_the_boundary(run: Run, dtype: torc
         things["model"](batch(at, 4, 6).to(dtype)).square().mean().backward()
         things["optimizer"].step()
 
-    things, _ = ends_the_same(run, build, turn)
+    things, _ = ends_equal(run, build, turn)
     state = things["optimizer"].state[things["model"][0].weight]
     assert state["factors"][0].dtype == state["blocks"]["a"]["b"].dtype == torch.float32
 
@@ -316,15 +318,15 @@ def test_state_of_the_optimizer_as_a_whole_comes_back(run: Run) -> None:
         state["mean"] = batch(at, 3)
 
     # torch's own state_dict() takes these for state of parameters, so they are compared by hand.
-    calm, things = build(), build()
+    undisturbed, things = build(), build()
     for at in range(END):
-        turn(calm, at)
+        turn(undisturbed, at)
     for at in run.attach(**things).steps(END):
         turn(things, at)
     again = build()
     run.attach(**again)
     for key in ("count", "name", 0, "mean"):
-        assert_equal(again["optimizer"].state[key], calm["optimizer"].state[key], str(key))
+        assert_equal(again["optimizer"].state[key], undisturbed["optimizer"].state[key], str(key))
 
 
 def test_functions_and_meshes_of_a_group_are_those_of_the_new_optimizer(run: Run) -> None:
@@ -347,7 +349,7 @@ def test_functions_and_meshes_of_a_group_are_those_of_the_new_optimizer(run: Run
         step(things, at)
         things["optimizer"].param_groups[0]["buffer"] += at
 
-    things, _ = ends_the_same(run, build, turn)
+    things, _ = ends_equal(run, build, turn)
     group = things["optimizer"].param_groups[0]
     assert (group["mesh"], group["norm"], group["dtype"]) == (
         mesh,
@@ -475,8 +477,8 @@ def test_what_a_module_adds_to_its_state_dict_comes_back(run: Run, kind: type[Co
         model = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 2))
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
-    things, calm = ends_the_same(run, build, step)
-    assert things["model"][1].count == calm["model"][1].count == END
+    things, undisturbed = ends_equal(run, build, step)
+    assert things["model"][1].count == undisturbed["model"][1].count == END
 
 
 class SavesOnly(Counting):
@@ -517,7 +519,7 @@ def test_a_key_that_no_module_takes_back_and_that_stays_does_no_harm(run: Run) -
         )
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
-    ends_the_same(run, build, step)
+    ends_equal(run, build, step)
 
 
 def test_flags_of_modules_and_tensors_come_back(run: Run) -> None:
@@ -540,8 +542,8 @@ def test_flags_of_modules_and_tensors_come_back(run: Run) -> None:
             model[1].learned.requires_grad_()
         step(things, at)
 
-    things, calm = ends_the_same(run, build, turn)
-    for one in (things, calm):
+    things, undisturbed = ends_equal(run, build, turn)
+    for one in (things, undisturbed):
         assert [part.training for part in one["model"].modules()] == [
             True,
             True,
@@ -601,7 +603,7 @@ def test_buffers_that_appear_and_grow_come_back(run: Run, caplog: pytest.LogCapt
         things["table"].resize_(at + 1).fill_(at)
 
     with caplog.at_level(logging.INFO):
-        things, _ = ends_the_same(run, build, turn)
+        things, _ = ends_equal(run, build, turn)
     assert things["model"].seen.shape == (END,)
     assert things["model"].mask.stride() == (1, 0)
     assert "model.seen" in caplog.text
@@ -636,7 +638,7 @@ def test_buffers_that_are_replaced_come_back_with_their_strides_and_persistence(
         step(things, at)
         things["table"].data = batch(at, 3, at + 2).t()
 
-    ends_the_same(run, build, turn)
+    ends_equal(run, build, turn)
     things = build()
     run.attach(**things)
     assert things["model"].later.is_contiguous(memory_format=torch.channels_last)
@@ -654,7 +656,7 @@ def test_an_expanded_buffer_that_was_replaced_gets_memory_of_its_own(run: Run) -
         step(things, at)
         things["model"].mask = things["model"].mask + torch.arange(4.0)
 
-    ends_the_same(run, build, turn)
+    ends_equal(run, build, turn)
 
 
 def add_parameter(things: Things) -> None:
@@ -665,7 +667,7 @@ def add_module(things: Things) -> None:
     things["model"].add_module("norm", nn.BatchNorm1d(2, affine=False))
 
 
-def replace_head(things: Things) -> None:
+def replace_header(things: Things) -> None:
     things["model"][2] = nn.Linear(8, 5)
 
 
@@ -682,12 +684,12 @@ def group_of_new_parameters(things: Things) -> None:
     [
         (add_parameter, "model.late was added"),
         (add_module, "model.norm.running_mean"),
-        (replace_head, "model.2.weight was F32[2, 8] at attach and is F32[5, 8] now"),
+        (replace_header, "model.2.weight was F32[2, 8] at attach and is F32[5, 8] now"),
         (remove_group, "parameter groups of optimizer"),
         (group_of_new_parameters, "optimizer.params[1][0] was added"),
     ],
 )
-def test_what_a_rebuilt_script_could_not_take_is_said_and_the_last_snapshot_stays(
+def test_what_a_rebuilt_script_could_not_take_is_reported_and_the_last_snapshot_stays(
     run: Run, change: Callable[[Things], None], named: str
 ) -> None:
     def build() -> Things:
@@ -744,6 +746,6 @@ def test_lazy_modules_get_their_shape_from_the_snapshot(run: Run) -> None:
             torch.random.set_rng_state(state)
         step(things, at)
 
-    things, _ = ends_the_same(run, build, turn)
+    things, _ = ends_equal(run, build, turn)
     assert type(things["model"][0]) is nn.Linear
     assert things["model"][0].in_features == 6

@@ -222,7 +222,7 @@ def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
     run = start("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--node-id", "n0",
-                "--set", "nodes.settle_s=0.1")  # fmt: skip
+                "--set", "nodes.last_call_timeout_s=0.1")  # fmt: skip
     rank = run.wait_alive(0)
     broken_s = time.monotonic()
     (tmp_path / "break").touch()
@@ -419,7 +419,7 @@ exit $?
 """
 
 
-def test_ranks_behind_a_wrapper_never_run_beside_their_successors(
+def test_ranks_behind_a_wrapper_never_run_next_to_their_successors(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     wrapper = tmp_path / "wrapper.sh"

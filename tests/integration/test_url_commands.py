@@ -12,7 +12,7 @@ import pytest
 from ftrun.cli.launch import checkpoint_check as url_check
 from ftrun.cli.launch.checkpoint_check import check_there, check_writable
 from ftrun.errors import UsageError
-from tests.contract.answering import nobody_at
+from tests.contract.answering import closed_port
 from tests.ftp_server import FtpServer, ftp_server, url_of
 from tests.integration.test_checkpoint_files import LAYOUT, Arenas, arenas
 from tests.integration.test_checkpoint_url import newest, write, writer
@@ -53,16 +53,16 @@ def test_a_url_that_cannot_be_written_is_refused_in_words(root: Path) -> None:
             check_writable(server.url())
         with pytest.raises(UsageError, match="530"):
             check_writable(server.url().replace("s3cret", "other"))
-    told = "ftrun tried to write a small file there"
-    with ftp_server(root, quota_bytes=0) as server, pytest.raises(UsageError, match=told):
+    reported = "ftrun tried to write a small file there"
+    with ftp_server(root, quota_bytes=0) as server, pytest.raises(UsageError, match=reported):
         check_writable(server.url())
-    with nobody_at("127.0.0.1") as port:
-        for url, told in (
+    with closed_port("127.0.0.1") as port:
+        for url, reported in (
             (url_of("127.0.0.1", port), "Connection refused"),
             ("nope://bucket/run", "nope"),
             (f"https://127.0.0.1:{port}/run", "--checkpoint-dir https"),
         ):
-            with pytest.raises(UsageError, match=told) as refused:
+            with pytest.raises(UsageError, match=reported) as refused:
                 check_writable(url)
             assert "nothing was started" in str(refused.value)
             assert "s3cret" not in str(refused.value)
@@ -113,9 +113,9 @@ def test_snapshots_lists_verifies_and_prunes(full: FtpServer, root: Path) -> Non
     data = bytearray(path.read_bytes())
     data[LAYOUT.image_bytes // 2] ^= 1
     path.write_bytes(data)
-    told = ftrun("verify", url, "latest", code=1)
-    assert f"DAMAGED  {newest(root).name}: {path.name}: piece" in told
-    assert "weight" in told
+    reported = ftrun("verify", url, "latest", code=1)
+    assert f"DAMAGED  {newest(root).name}: {path.name}: piece" in reported
+    assert "weight" in reported
     (newest(root) / "rank-00001.digests").unlink()
     assert "rank-00001" in ftrun("list", url, code=1)
     assert "2 would be removed" in ftrun("prune", url, "--keep", "1", "--dry-run")

@@ -96,7 +96,7 @@ def test_nodes_that_write_at_once_make_one_checkpoint(
         assert (again.step, again.total_bytes) == (3, 0), "what was loaded is not sent again"
 
 
-def test_a_killed_node_is_replaced_and_goes_on_from_the_url(
+def test_a_killed_node_is_replaced_and_continues_from_the_url(
     make: Make, server: FtpServer, root: Path
 ) -> None:
     """SIGKILL in the middle of its files; what it had sent of that version counts for nothing."""
@@ -130,17 +130,17 @@ def test_an_smp_ends_at_once_while_its_store_hangs(make: Make, server: FtpServer
     node.seal(version(0, 2), slot=1)
     server.freeze()
     node.send(order(server.url(), None))
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     node.send(smp_messages.Shutdown())
     while not isinstance(node.answer(), messages.Done):
         pass
     assert node.process is not None
     node.process.wait(60)
-    assert time.monotonic() - began_s < 30, "it would wait for as long as the store hangs"
+    assert time.monotonic() - started_s < 30, "it would wait for as long as the store hangs"
     server.thaw()
 
 
-def test_a_store_that_is_gone_is_told_and_the_next_checkpoint_is_written(
+def test_a_store_that_is_gone_is_reported_and_the_next_checkpoint_is_written(
     make: Make, root: Path
 ) -> None:
     node = make(0, 1, 2, 3)
@@ -150,9 +150,9 @@ def test_a_store_that_is_gone_is_told_and_the_next_checkpoint_is_written(
         url = server.url()
         assert finished(node.ask(order(url, None))).step == 1
     node.seal(version(0, 2), slot=1)
-    why = refused(node.ask(order(url, None)))
-    assert "ftp://me:***@127.0.0.1" in why
-    assert "Connection refused" in why
+    reason = refused(node.ask(order(url, None)))
+    assert "ftp://me:***@127.0.0.1" in reason
+    assert "Connection refused" in reason
     with ftp_server(root, port=port):
         assert finished(node.ask(order(url, None))).step == 2
     check_files(root, version(0, 2))

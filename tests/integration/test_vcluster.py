@@ -271,7 +271,7 @@ def test_nodes_talk(talk: Talk, whole: VirtualCluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_node_dies_in_silence(talk: Talk, whole: VirtualCluster) -> None:
+def test_a_killed_node_dies_without_a_message(talk: Talk, whole: VirtualCluster) -> None:
     holder = whole.run(1, ["sleep", "600"])
     assert talk("connect", "node1", 10) == "connected"
     assert talk("ask", "hello", 10) == "hello"
@@ -305,7 +305,7 @@ def test_a_revived_node_is_empty_and_can_be_reached(talk: Talk, whole: VirtualCl
     server.communicate()
 
 
-def test_a_reset_node_tells_its_peers(talk: Talk, whole: VirtualCluster) -> None:
+def test_a_reset_node_reports_its_peers(talk: Talk, whole: VirtualCluster) -> None:
     output_of(whole, 1, "sh", "-c", "echo kept >/dev/shm/kept")
     assert talk("connect", "node1", 10) == "connected"
     assert talk("ask", "hello", 10) == "hello"
@@ -328,7 +328,7 @@ def test_a_connection_outlives_a_cut(talk: Talk, whole: VirtualCluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_pair_is_cut_and_others_hear_both(talk: Talk, whole: VirtualCluster) -> None:
+def test_a_pair_is_cut_and_others_receive_from_both(talk: Talk, whole: VirtualCluster) -> None:
     third = Talk(whole, 2)
     assert talk("connect", "node1", 10) == "connected"
     assert talk("ask", "before", 10) == "before"
@@ -345,7 +345,7 @@ def test_a_pair_is_cut_and_others_hear_both(talk: Talk, whole: VirtualCluster) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cgroup", "signals"])
-def test_the_kernel_of_a_frozen_node_answers_and_nobody_else(
+def test_the_kernel_of_a_frozen_node_answers_and_no_other(
     talk: Talk, whole: VirtualCluster, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "signals":
@@ -420,7 +420,7 @@ def test_a_delayed_node_is_killed_and_revived_as_new(talk: Talk, whole: VirtualC
 
 
 @pytest.fixture(scope="module")
-def roads() -> Iterator[VirtualCluster]:
+def paths() -> Iterator[VirtualCluster]:
     """Two rails; node0 and node2 on one leaf, node1 and node3 on the other. Echo servers."""
     uplink = f"{UPLINK_MBIT}mbit"
     with VirtualCluster(4, rails=2, leaves=2, uplink=uplink, rail_rate="1gbit", shm="16m") as made:
@@ -432,74 +432,74 @@ def roads() -> Iterator[VirtualCluster]:
 
 
 @pytest.fixture
-def from_node0(roads: VirtualCluster) -> Iterator[Talk]:
+def from_node0(paths: VirtualCluster) -> Iterator[Talk]:
     """With all cables as new."""
     for node in (0, 1, 2, 3):
-        roads.heal(node)
-        roads.slow(node, "off")
-    made = Talk(roads, 0)
+        paths.heal(node)
+        paths.slow(node, "off")
+    made = Talk(paths, 0)
     yield made
     made.close()
 
 
-def test_each_rail_is_a_network_of_its_own(roads: VirtualCluster, from_node0: Talk) -> None:
+def test_each_rail_is_a_network_of_its_own(paths: VirtualCluster, from_node0: Talk) -> None:
     code = "import socket; print(*[name for _, name in socket.if_nameindex()])"
-    assert output_of(roads, 3, sys.executable, "-c", code) == "lo eth0 eth1"
-    assert [node.leaf for node in roads.nodes()] == [0, 1, 0, 1]
-    addresses = {roads.address(node, rail) for node in range(4) for rail in (0, 1)}
+    assert output_of(paths, 3, sys.executable, "-c", code) == "lo eth0 eth1"
+    assert [node.leaf for node in paths.nodes()] == [0, 1, 0, 1]
+    addresses = {paths.address(node, rail) for node in range(4) for rail in (0, 1)}
     assert len(addresses) == 8
-    assert roads.address("node3") == roads.address(3, 0)
+    assert paths.address("node3") == paths.address(3, 0)
     networks = [
-        {roads.address(node, rail).rpartition(".")[0] for node in range(4)} for rail in (0, 1)
+        {paths.address(node, rail).rpartition(".")[0] for node in range(4)} for rail in (0, 1)
     ]
     assert [len(one) for one in networks] == [1, 1]
     assert networks[0] != networks[1]
     for node in (1, 2, 3):
         for rail in (0, 1):
-            assert from_node0("connect", roads.address(node, rail), 10) == "connected"
+            assert from_node0("connect", paths.address(node, rail), 10) == "connected"
 
 
 def test_one_rail_is_cut_and_the_other_one_is_whole(
-    roads: VirtualCluster, from_node0: Talk
+    paths: VirtualCluster, from_node0: Talk
 ) -> None:
-    first, second = roads.address(1, 0), roads.address(1, 1)
-    roads.cut(1, rail=1)
-    assert roads.nodes()[1].state == "up, eth1 cut"
+    first, second = paths.address(1, 0), paths.address(1, 1)
+    paths.cut(1, rail=1)
+    assert paths.nodes()[1].state == "up, eth1 cut"
     assert from_node0("connect", second, 0.5) in NO_ANSWER
     assert from_node0("connect", first, 10) == "connected"
-    assert from_node0("connect", roads.address(2, 1), 10) == "connected"
-    roads.heal(1, rail=1)
+    assert from_node0("connect", paths.address(2, 1), 10) == "connected"
+    paths.heal(1, rail=1)
     assert from_node0("connect", second, 10) == "connected"
-    roads.cut(0, peer=1, rail=0)
-    assert roads.nodes()[0].state == "up, eth0 cut from node1"
+    paths.cut(0, peer=1, rail=0)
+    assert paths.nodes()[0].state == "up, eth0 cut from node1"
     assert from_node0("connect", first, 0.5) in NO_ANSWER
     assert from_node0("connect", second, 10) == "connected"
-    roads.heal(1)
-    roads.cut(1)
-    assert roads.nodes()[1].state == "up, cut"
+    paths.heal(1)
+    paths.cut(1)
+    assert paths.nodes()[1].state == "up, cut"
     assert from_node0("connect", first, 0.5) in NO_ANSWER
     assert from_node0("connect", second, 0.5) in NO_ANSWER
     with pytest.raises(ClusterError, match="it has 2"):
-        roads.cut(1, rail=2)
+        paths.cut(1, rail=2)
 
 
-def test_one_rail_is_slow_and_the_other_one_is_not(roads: VirtualCluster, from_node0: Talk) -> None:
-    roads.slow(2, "40mbit", rail=1)
-    assert roads.nodes()[2].state == "up, eth1 slow 40mbit"
+def test_one_rail_is_slow_and_the_other_one_is_not(paths: VirtualCluster, from_node0: Talk) -> None:
+    paths.slow(2, "40mbit", rail=1)
+    assert paths.nodes()[2].state == "up, eth1 slow 40mbit"
     limit_bytes_per_s = 40e6 / 8
-    assert float(from_node0("rate", roads.address(2, 1), 40)) < 1.2 * limit_bytes_per_s
-    assert quickest_rate(from_node0, roads.address(2, 0), 20) > 2 * limit_bytes_per_s
-    roads.slow(2, "off", rail=1)
-    assert quickest_rate(from_node0, roads.address(2, 1), 20) > 2 * limit_bytes_per_s
+    assert float(from_node0("rate", paths.address(2, 1), 40)) < 1.2 * limit_bytes_per_s
+    assert quickest_rate(from_node0, paths.address(2, 0), 20) > 2 * limit_bytes_per_s
+    paths.slow(2, "off", rail=1)
+    assert quickest_rate(from_node0, paths.address(2, 1), 20) > 2 * limit_bytes_per_s
 
 
 @pytest.mark.parametrize("rail", [0, 1])
-def test_between_leaves_there_is_less(roads: VirtualCluster, from_node0: Talk, rail: int) -> None:
+def test_between_leaves_there_is_less(paths: VirtualCluster, from_node0: Talk, rail: int) -> None:
     uplink_bytes_per_s = UPLINK_MBIT * 1e6 / 8
     for node in (1, 3):
-        rate = float(from_node0("rate", roads.address(node, rail), 40))
+        rate = float(from_node0("rate", paths.address(node, rail), 40))
         assert 0.1 * uplink_bytes_per_s < rate < 1.2 * uplink_bytes_per_s
-    assert quickest_rate(from_node0, roads.address(2, rail), 20) > 2 * uplink_bytes_per_s
+    assert quickest_rate(from_node0, paths.address(2, rail), 20) > 2 * uplink_bytes_per_s
 
 
 def test_nodes_are_put_on_leaves_as_asked() -> None:

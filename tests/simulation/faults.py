@@ -217,7 +217,7 @@ class Faults:
         thing = self.random.choice(things)
         self.note(f"flip bits ({thing.version})", node)
         self.simulation.invariants.flipped(node)
-        thing.spoil(self.random)
+        thing.corrupt(self.random)
 
     def two_at_once(self, node: "Node") -> None:
         self.hit(node)
@@ -227,33 +227,33 @@ class Faults:
         """A node is unreachable while the run continues. It returns before the next ballot."""
         self.cut_off(node)
         delay_s = 3.5 + 3 * self.random.random()
-        self.world.after(delay_s, self.heal_all)
+        self.world.after(delay_s, self.revert_all)
         self.world.after(delay_s + 1.5 * self.random.random(), self._kill_any_rank)
 
     def forget(self, node: "Node") -> None:
         """The leader is cut off and replaced. When it returns, it meets only restarted agents."""
         nodes = self._nodes()
-        lead = next((one for one in nodes if _leads(one)), None)
-        others = [one for one in nodes if one is not lead]
-        if lead is None or not others:
+        leader = next((one for one in nodes if _leads(one)), None)
+        others = [one for one in nodes if one is not leader]
+        if leader is None or not others:
             return
-        self.cut_off(lead)
+        self.cut_off(leader)
         forgetful = self.random.choice(others)
-        self.world.after(4 + 2 * self.random.random(), self._meet_again, lead, forgetful)
+        self.world.after(4 + 2 * self.random.random(), self._meet_again, leader, forgetful)
 
-    def _meet_again(self, lead: "Node", forgetful: "Node") -> None:
+    def _meet_again(self, leader: "Node", forgetful: "Node") -> None:
         if self.are_over:
             return
-        self.heal_all()
-        rest = [one for one in self._nodes() if one not in (lead, forgetful)]
-        self.cut(f"only with ({lead.node_id})", forgetful, [lead, forgetful], rest)
+        self.revert_all()
+        rest = [one for one in self._nodes() if one not in (leader, forgetful)]
+        self.cut(f"only with ({leader.node_id})", forgetful, [leader, forgetful], rest)
         self.wipe(forgetful)
 
     def ask_stop(self, node: "Node") -> None:
         if self.world.now_s > self.simulation.scenario.faults_end_s / 2:
             self.note("SIGTERM", node)
             self.simulation.stops[node.node_id] = self.simulation.stops.get(node.node_id, 0) + 1
-            node.tell(is_urgent=True)
+            node.send(is_urgent=True)
 
     def ask_to_leave(self, node: "Node") -> None:
         """SIGTERM to one node: the run continues without it, or stops if too few are left."""
@@ -262,10 +262,13 @@ class Faults:
             return
         others = [one.agent for one in self._nodes() if one is not node and one.agent is not None]
         left = sum(other.leaves_since_s is None for other in others)
-        if left >= self.simulation.scenario.settings.wishes.min_nodes or self.random.random() < 0.2:
+        if (
+            left >= self.simulation.scenario.settings.cluster_size.min_nodes
+            or self.random.random() < 0.2
+        ):
             self.note("asked to leave", node)
             agent.leaves_since_s = self.world.now_s
-            node.tell(is_urgent=True)
+            node.send(is_urgent=True)
 
     def has_left(self, node: "Node") -> None:
         """A machine takes its place after a while, with nothing in memory."""
@@ -305,7 +308,7 @@ class Faults:
             self.simulation.network.cuts.difference_update(pairs)
             self.simulation.network.refused.difference_update(pairs)
 
-    def heal_all(self) -> None:
+    def revert_all(self) -> None:
         self._heal(sorted(self.simulation.network.cuts))
 
     def _kill_any_rank(self) -> None:
@@ -348,4 +351,4 @@ def _both(one: "Node", other: "Node") -> list[tuple[str, str]]:
 
 
 def _leads(node: "Node") -> bool:
-    return node.agent is not None and node.agent.member.lead is not None
+    return node.agent is not None and node.agent.member.leader is not None

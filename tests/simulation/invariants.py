@@ -23,7 +23,7 @@ from ftrun.membership.events import Happening, MessageReceived
 from ftrun.records.incidents import LifecycleChangeRejected
 from ftrun.records.membership import GenerationChosen, VotersChanged
 from ftrun.recovery import commands as do
-from ftrun.wire.cluster.generation import Edition, GenerationPlan
+from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan
 from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
@@ -67,14 +67,14 @@ class Invariants:
         self.world = simulation.world
         self.effective: dict[int, GenerationPlan] = {}
         self.newest: GenerationPlan | None = None
-        self.accepted: dict[Edition, GenerationPlan] = {}
+        self.accepted: dict[ConfigurationId, GenerationPlan] = {}
         """Plans that some agent has accepted, whether they were chosen or not."""
         self.states: dict[Version, int] = {}
         self.records: dict[Version, Record] = {}
         self.step_generation = -1
         self.steps = 0
         self.is_second_run = False
-        self.rosters = 0
+        self.voter_revisions = 0
         self.went_back = 0
         self.commits = 0
         self.restores = 0
@@ -83,16 +83,16 @@ class Invariants:
         """When a node has last committed a version."""
         self.exits: list[tuple[str, do.EndRun]] = []
         self._leads: dict[int, str] = {}
-        self._settled: dict[int, int] = {}
+        self._resolved: dict[int, int] = {}
         self._started: dict[int, Version | None] = {}
         self._removed: set[Version] = set()
         self._adopted_s: dict[int, float] = {}
         self._sealed_s: dict[Version, float] = {}
         self._lost_s: dict[str, float] = {}
 
-    def fail(self, why: str) -> None:
-        self.world.trace("!", why)
-        raise Violation(f"at {self.world.now_s:.3f} s: {why}")
+    def fail(self, reason: str) -> None:
+        self.world.trace("!", reason)
+        raise Violation(f"at {self.world.now_s:.3f} s: {reason}")
 
     # --- decisions ----------------------------------------------------------------------------
 
@@ -110,10 +110,10 @@ class Invariants:
                 elif isinstance(command.message, Accept):
                     self._announces(command.message.plan)
             elif isinstance(command, do.InstallGeneration):
-                self.accepted.setdefault(command.plan.edition, command.plan)
+                self.accepted.setdefault(command.plan.configuration_id, command.plan)
                 self._adopted_s.setdefault(command.plan.generation, self.world.now_s)
             elif isinstance(command, do.PersistPlan):
-                self.accepted.setdefault(command.plan.edition, command.plan)
+                self.accepted.setdefault(command.plan.configuration_id, command.plan)
             elif isinstance(command, do.JournalEntry):
                 self._notes(agent, command)
 
@@ -123,12 +123,12 @@ class Invariants:
             self.fail(f"the life of a run goes from state to state only: {record}")
         if not isinstance(record, GenerationChosen | VotersChanged):
             return
-        assert agent.member.lead is not None
-        assert agent.member.lead.plan is not None
+        assert agent.member.leader is not None
+        assert agent.member.leader.plan is not None
         if isinstance(record, GenerationChosen):
-            self._takes_effect(agent.member.lead.plan, agent.node)
+            self._takes_effect(agent.member.leader.plan, agent.node)
         else:
-            self._other_voters(agent.member.lead.plan)
+            self._other_voters(agent.member.leader.plan)
 
     def _check_message(
         self, agent: "Agent", event: MessageReceived, before: int, found: list[do.Command]
@@ -172,9 +172,14 @@ class Invariants:
         if previous is not None:
             # Another run may have come to the same number.
             same = {card.identity for card in previous.voters}
-            known = [one for one in plan.decided_by if one.edition != previous.edition]
-            known += [one for one in plan.decided_by if same & set(one.who)]
-            if max((one.edition for one in known), default=(-1, 0)) < previous.edition:
+            known = [
+                one for one in plan.decided_by if one.configuration_id != previous.configuration_id
+            ]
+            known += [one for one in plan.decided_by if same & set(one.identities)]
+            if (
+                max((one.configuration_id for one in known), default=(-1, 0))
+                < previous.configuration_id
+            ):
                 self._unknown_to(plan, previous, node)
                 if self.is_second_run:
                     return
@@ -190,19 +195,23 @@ class Invariants:
     def _took_effect_before(self, plan: GenerationPlan) -> None:
         """Its proposer receives the acceptance late: the next proposer must have known the plan."""
         later = [one for at, one in self.effective.items() if at > plan.generation]
-        is_known = any(voters.edition == plan.edition for one in later for voters in one.decided_by)
-        if not is_known or self.accepted.get(plan.edition) != plan:
-            self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.lead])
+        is_known = any(
+            voters.configuration_id == plan.configuration_id
+            for one in later
+            for voters in one.decided_by
+        )
+        if not is_known or self.accepted.get(plan.configuration_id) != plan:
+            self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.leader])
 
     def _other_voters(self, plan: GenerationPlan) -> None:
         """Others vote in a generation that runs: its successor must have known it."""
-        self.rosters += 1
+        self.voter_revisions += 1
         newest = self.newest
         assert newest is not None
         later = newest if newest.generation > plan.generation else plan
-        wanted = plan.edition if later is newest else newest.edition
-        if all(voters.edition != wanted for voters in later.decided_by):
-            self.fail(f"{later.edition} does not know that {wanted} was in effect")
+        wanted = plan.configuration_id if later is newest else newest.configuration_id
+        if all(voters.configuration_id != wanted for voters in later.decided_by):
+            self.fail(f"{later.configuration_id} does not know that {wanted} was in effect")
         if later is plan:
             self.effective[plan.generation] = self.newest = plan
 
@@ -213,7 +222,7 @@ class Invariants:
             other.node_id
             for other in self.simulation.nodes
             if other.agent is not None
-            and not other.agent.stands_still
+            and not other.agent.is_paused
             and other.agent.member.follower.newest_plan not in (None, plan)
             and not self._is_blank(other)
         ]
@@ -228,8 +237,8 @@ class Invariants:
         is_stable &= not self.simulation.is_ending
         if not is_first or (reached and is_stable):
             self.fail(
-                f"generation {plan.generation} of {plan.lead} does not know of generation "
-                f"{previous.generation} of {previous.lead} ({reached} could have reported it)"
+                f"generation {plan.generation} of {plan.leader} does not know of generation "
+                f"{previous.generation} of {previous.leader} ({reached} could have reported it)"
             )
         self.is_second_run = True
         self.world.is_over = True
@@ -239,23 +248,25 @@ class Invariants:
         if all(voters.generation < 0 for voters in plan.decided_by):
             return True
         before = {card.identity for one in self.effective.values() for card in one.voters}
-        return not any(before & set(voters.who) for voters in plan.decided_by)
+        return not any(before & set(voters.identities) for voters in plan.decided_by)
 
     def _beside(self, plan: GenerationPlan) -> GenerationPlan | None:
         """Some agent has accepted a plan that the first chosen one does not know."""
-        known = {plan.edition} | {voters.edition for voters in plan.decided_by}
+        known = {plan.configuration_id} | {voters.configuration_id for voters in plan.decided_by}
         agents = [node.agent for node in self.simulation.nodes]
         plans = [agent.member.follower.newest_plan for agent in agents if agent is not None]
-        return next((one for one in plans if one is not None and one.edition not in known), None)
+        return next(
+            (one for one in plans if one is not None and one.configuration_id not in known), None
+        )
 
     def _stable_s(self, reached: list[str]) -> float:
         """A settled leader connects to the endpoint to find new nodes."""
         scenario = self.simulation.scenario
         agents = [self.simulation.network.nodes[node_id].agent for node_id in reached]
-        leads = [agent.member.lead for agent in agents if agent is not None]
-        looks = any(lead is not None and lead.is_settled for lead in leads)
+        leads = [agent.member.leader for agent in agents if agent is not None]
+        samples = any(leader is not None and leader.is_settled for leader in leads)
         is_orderly = not (scenario.unruly or self.simulation.network.slow)
-        return scenario.settings.blank_wait_s if looks and is_orderly else _STABLE_S
+        return scenario.settings.blank_wait_s if samples and is_orderly else _STABLE_S
 
     @staticmethod
     def _is_blank(node: "Node") -> bool:
@@ -269,15 +280,16 @@ class Invariants:
         if newest is None or (wanted is not None and wanted.step >= newest.version.step):
             return
         self.went_back += 1
-        is_said = any(words in plan.restore_why for words in _SAID)
+        is_said = any(words in plan.restore_reason for words in _SAID)
         is_known = any(node.memory.kept is not None for node in self.simulation.nodes)
         # The run does not wait for ever for nodes that hold more where something older is left.
         if (newest.is_safe and not (is_said and self._has_older(plan))) or (
-            not is_said and is_known and self._was_heard(newest, plan)
+            not is_said and is_known and self._was_received(newest, plan)
         ):
             self.fail(
                 f"generation {plan.generation} starts from {wanted}, and {newest.version} was "
-                f"committed; lost memory since: {sorted(newest.lost)}; said: {plan.restore_why!r}"
+                f"committed; lost memory since: {sorted(newest.lost)}; said: "
+                f"{plan.restore_reason!r}"
             )
 
     def _goes_on_without(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
@@ -294,12 +306,12 @@ class Invariants:
             if record.version < start or (goes_back and record.version == start):
                 record.lost |= {one for nodes, _ in record.groups for one in nodes} - here
 
-    def _was_heard(self, record: Record, plan: GenerationPlan) -> bool:
+    def _was_received(self, record: Record, plan: GenerationPlan) -> bool:
         """Some node of the new generation received this commit."""
         for card in plan.voters:
             agent = self.simulation.network.nodes[card.node_id].agent
-            told = as_version(agent.member.follower.committed) if agent is not None else None
-            if told == record.version:
+            reported = as_version(agent.member.follower.committed) if agent is not None else None
+            if reported == record.version:
                 return True
         return False
 
@@ -368,7 +380,7 @@ class Invariants:
     def committed(self, node: "Node", version: Version) -> None:
         """A node's SMP takes this version as committed."""
         agent = node.agent
-        plan = agent.hands.plan if agent is not None else None
+        plan = agent.executor.plan if agent is not None else None
         if agent is None:
             return  # the next one receives the generation of the commit
         if plan is None:
@@ -408,7 +420,7 @@ class Invariants:
     def _is_bare(self, nodes: frozenset[str], version: Version) -> bool:
         """A node of the group cannot keep its part; training continues unprotected."""
         agents = [self.simulation.network.nodes[one].agent for one in nodes]
-        links = [agent.hands.smp for agent in agents if agent is not None]
+        links = [agent.executor.smp for agent in agents if agent is not None]
         return any(link.unprotected and link.ready == version for link in links)
 
     def _check_protection(self, record: Record) -> None:
@@ -419,8 +431,8 @@ class Invariants:
         memories = self._memories()
         for nodes, parity in record.groups:
             ordered = sorted(nodes)
-            for place in range(parity):
-                memories.pop(ordered[(turn + place) % len(ordered)], None)
+            for position in range(parity):
+                memories.pop(ordered[(turn + position) % len(ordered)], None)
         if not can_have(record.version, memories):
             self.fail(f"{record.version} is committed and does not tolerate the loss of m nodes")
 
@@ -441,10 +453,10 @@ class Invariants:
     def after_event(self, agent: "Agent") -> None:
         if self.is_second_run:
             return
-        lead = agent.member.lead
-        if lead is not None and lead.is_settled and lead.plan is not None:
-            at = lead.plan.generation
-            first = self._settled.setdefault(at, agent.card.incarnation)
+        leader = agent.member.leader
+        if leader is not None and leader.is_settled and leader.plan is not None:
+            at = leader.plan.generation
+            first = self._resolved.setdefault(at, agent.card.incarnation)
             if first != agent.card.incarnation:
                 self.fail(f"two agents lead generation {at}")
         if self._removed:
@@ -475,16 +487,16 @@ class Invariants:
         A node that held the commit may meet that plan later, and must take it as chosen.
         """
         return any(
-            plan.edition > self.newest.edition
+            plan.configuration_id > self.newest.configuration_id
             and self._has_older(plan)
-            and any(words in plan.restore_why for words in _SAID)
+            and any(words in plan.restore_reason for words in _SAID)
             for plan in self.accepted.values()
             if self.newest is not None
         )
 
     def _has_older(self, plan: GenerationPlan) -> bool:
         """There is something that a run may resume from instead of a lost commit."""
-        is_unknown = "may have been committed" in plan.restore_why
+        is_unknown = "may have been committed" in plan.restore_reason
         return self.simulation.scenario.has_checkpoints or plan.restore is not None or is_unknown
 
     def _memories(self) -> dict[str, Memory]:
@@ -547,7 +559,7 @@ class Invariants:
             other.node_id: other.memory
             for other in self.simulation.nodes
             if other.agent is not None
-            and not other.agent.stands_still
+            and not other.agent.is_paused
             and (
                 other is node
                 or (passes(node.node_id, other.node_id) and passes(other.node_id, node.node_id))

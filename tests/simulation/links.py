@@ -9,7 +9,7 @@ is lost after the timeout.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftrun.smp.peer_link import FETCH, PROTECT, SILENT_S, LinkRules, OutgoingFrame, admits
+from ftrun.smp.peer_link import FETCH, PROTECT, UNRESPONSIVE_S, LinkRules, OutgoingFrame, admits
 from ftrun.wire.cluster.transfer import LinkHello
 from ftrun.wire.messages.smp import NodeAddress
 
@@ -71,22 +71,22 @@ class Link:
     """The sending end; it dials by itself."""
 
     def __init__(
-        self, peers: "Peers", place: NodeAddress, purpose: str, session: "PeerSession"
+        self, peers: "Peers", position: NodeAddress, purpose: str, session: "PeerSession"
     ) -> None:
         number = session.number if purpose == PROTECT else 0
         self.peers = peers
-        self.place = place
+        self.position = position
         self.purpose = purpose
         self.hello = LinkHello(session.generation, purpose, number)
         self.is_closed = False
-        self._patience_s = session.patience_s
-        self._rules = LinkRules(dials_again_first=purpose == FETCH, patience_s=session.patience_s)
+        self._timeout_s = session.timeout_s
+        self._rules = LinkRules(dials_again_first=purpose == FETCH, timeout_s=session.timeout_s)
         self._there: Incoming | None = None
         self._frames: list[OutgoingFrame] = []
         self._streams: list[Any] = []
         self._is_awake = False
         self._last_s = 0.0
-        self._silent_s: float | None = None
+        self._unresponsive_s: float | None = None
         """Since when nothing of it arrives."""
 
     @property
@@ -102,8 +102,8 @@ class Link:
         if self._there is None:
             return self._rules.is_lost
         self._probe()
-        silent_s = self._silent_s
-        return silent_s is not None and self._now_s - silent_s > SILENT_S
+        unresponsive_s = self._unresponsive_s
+        return unresponsive_s is not None and self._now_s - unresponsive_s > UNRESPONSIVE_S
 
     @property
     def _now_s(self) -> float:
@@ -113,7 +113,7 @@ class Link:
         self._rules.begin_dialing(self._now_s)
         self._later(0.0, self._dial)
 
-    def tell(self, frame: OutgoingFrame) -> None:
+    def send(self, frame: OutgoingFrame) -> None:
         if self.is_closed:
             _release(frame)
             return
@@ -145,37 +145,37 @@ class Link:
 
     def _dial(self) -> None:
         node, network = self.peers.smp.node, self.peers.smp.node.network
-        mine, there = node.node_id, self.place.node_id
+        mine, there = node.node_id, self.position.node_id
         if not (network.passes(mine, there) and network.passes(there, mine)):
             self._dial_failed("it is silent", _SYN_S)
             return
         target = network.nodes[there].smp
-        if target is None or not target.is_alive or target.port != self.place.smp_port:
+        if target is None or not target.is_alive or target.port != self.position.smp_port:
             self._dial_failed("it is refused", 0.0, is_refused=True)
             return
         peers = target.peers
         if peers.session is None:
             self._dial_failed("it does not answer", _SYN_S)
-        elif peers.session.own.incarnation != self.place.incarnation:
+        elif peers.session.own.incarnation != self.position.incarnation:
             self._dial_failed("another life", 0.0)
         else:
             self._there = Incoming(self, peers)
-            self._silent_s = None
+            self._unresponsive_s = None
             self._last_s = self._now_s + network.delay_s(mine, there)
             self._later(self._last_s - self._now_s, peers.accept, self._there)
             if self._rules.connected(self._now_s):
                 self.peers.events.linked(there, self.purpose)
             self.wake()
 
-    def _dial_failed(self, why: str, after_s: float, *, is_refused: bool = False) -> None:
+    def _dial_failed(self, cause: str, after_s: float, *, is_refused: bool = False) -> None:
         reason = self._rules.dial_failed(
-            f"{self.place.node_id}: {why}",
+            f"{self.position.node_id}: {cause}",
             is_refused=is_refused,
             is_turned_away=False,
             now_s=self._now_s,
         )
         if reason:
-            self.peers.events.lost(self.place.node_id, self.purpose, reason)
+            self.peers.events.lost(self.position.node_id, self.purpose, reason)
         self._later(after_s + self._rules.pause_s(), self._dial)
 
     def ended(self, there: Incoming) -> None:
@@ -184,9 +184,9 @@ class Link:
             return
         self._there = None
         self._forget()
-        reason = self._rules.disconnected(f"{self.place.node_id}: the connection is closed")
+        reason = self._rules.disconnected(f"{self.position.node_id}: the connection is closed")
         if reason:
-            self.peers.events.lost(self.place.node_id, self.purpose, reason)
+            self.peers.events.lost(self.position.node_id, self.purpose, reason)
         rest_s = self._rules.rest_s(self._now_s)
         self._rules.begin_dialing(self._now_s + rest_s)
         self._later(rest_s, self._dial)
@@ -211,7 +211,7 @@ class Link:
         if there is None:
             return
         self._probe()
-        if self._silent_s is not None:
+        if self._unresponsive_s is not None:
             if self._there is there:
                 self._is_awake = True
                 self._later(_RESEND_S, self._flush)
@@ -234,7 +234,7 @@ class Link:
 
     def _arrive(self, there: Incoming, frames: list[OutgoingFrame]) -> None:
         network = self.peers.smp.node.network
-        if not network.passes(self.peers.smp.node.node_id, self.place.node_id):
+        if not network.passes(self.peers.smp.node.node_id, self.position.node_id):
             # Sent again for as long as the sender lives and has patience.
             if self._there is there and not self.is_closed:
                 self._probe()
@@ -248,19 +248,21 @@ class Link:
         if there is None:
             return
         network = node.network
-        mine, target = node.node_id, self.place.node_id
+        mine, target = node.node_id, self.position.node_id
         if not (network.passes(mine, target) and network.passes(target, mine)):
-            if self._silent_s is None:
-                self._silent_s = self._now_s
-            elif self._now_s - self._silent_s > self._patience_s:
+            if self._unresponsive_s is None:
+                self._unresponsive_s = self._now_s
+            elif self._now_s - self._unresponsive_s > self._timeout_s:
                 self.ended(there)
             return
-        self._silent_s = None
+        self._unresponsive_s = None
         if not there.is_open or not there.peers.smp.is_alive:
             self.ended(there)
 
     def _delay_s(self) -> float:
-        return self.peers.smp.node.network.delay_s(self.peers.smp.node.node_id, self.place.node_id)
+        return self.peers.smp.node.network.delay_s(
+            self.peers.smp.node.node_id, self.position.node_id
+        )
 
     def _later(self, delay_s: float, what: Any, *args: Any) -> None:
         self.peers.smp.later(delay_s, self._unless_closed, what, args)
@@ -291,11 +293,11 @@ class Peers:
         for incoming in parked:
             self._let_in(incoming)
 
-    def link(self, place: NodeAddress, purpose: str) -> Link:
-        key = (place.node_id, purpose)
+    def link(self, position: NodeAddress, purpose: str) -> Link:
+        key = (position.node_id, purpose)
         if key not in self._links:
             assert self.session is not None
-            self._links[key] = link = Link(self, place, purpose, self.session)
+            self._links[key] = link = Link(self, position, purpose, self.session)
             link.start()
         return self._links[key]
 
@@ -386,11 +388,11 @@ class Peers:
         link = self._links.get(key)
         if link is not None and link.dials_again_first:
             assert self.session is not None
-            self.smp.later(self.session.patience_s, self._tell_lost, key, incoming)
+            self.smp.later(self.session.timeout_s, self._report_lost, key, incoming)
         else:
-            self._tell_lost(key, incoming)
+            self._report_lost(key, incoming)
 
-    def _tell_lost(self, key: tuple[str, str], incoming: Incoming) -> None:
+    def _report_lost(self, key: tuple[str, str], incoming: Incoming) -> None:
         if self._incoming.get(key) is incoming:
             self.events.lost(*key, f"{incoming.node_id}: the connection is closed")
 

@@ -51,7 +51,7 @@ class Slot:
         """A worker writes here: whatever still reads it finds other bytes."""
         self.state = ~self.digest
 
-    def spoil(self, random: Random) -> None:
+    def corrupt(self, random: Random) -> None:
         """Flip a bit of it."""
         self.state ^= 1 << random.randrange(60)
 
@@ -76,7 +76,7 @@ class Arena:
     def sealed(self) -> list[Slot]:
         return [slot for slot in self.slots if slot is not None]
 
-    def place_of(self, version: Version | None) -> int | None:
+    def position_of(self, version: Version | None) -> int | None:
         slot = self.find(version)
         return self.slots.index(slot) if slot is not None else None
 
@@ -184,7 +184,7 @@ class ArenaMaps:
         return HeldShards(version, [slot for slot in slots if slot is not None])
 
 
-class Vault:
+class FakeParityRegion:
     """What a node keeps of one version for its group; it stands for its own descriptor."""
 
     def __init__(self, memory: "Memory") -> None:
@@ -202,7 +202,7 @@ class Vault:
         self._memory = memory
 
     @property
-    def fd(self) -> "Vault":
+    def fd(self) -> "FakeParityRegion":
         return self
 
     @property
@@ -244,31 +244,31 @@ class Vault:
             self._lose()
         self.state = state
 
-    def mirrored_places(self) -> list[int]:
+    def mirrored_positions(self) -> list[int]:
         return sorted(self.mirrored)
 
     def mirrors(self) -> list[str]:
         """Nodes whose small state is here, and is what they brought in."""
         assert self.record is not None
-        names = [self.record.members[place].node_id for place in self.mirrored]
+        names = [self.record.members[position].node_id for position in self.mirrored]
         return [one for one in names if self.given.get(one) == self.digests.get(one)]
 
-    def mirror(self, place: int) -> int | None:
+    def mirror(self, position: int) -> int | None:
         """What a node has brought in, or None where it has not come or is damaged."""
         assert self.record is not None
-        name = self.record.members[place].node_id
-        return self.digests[name] if place in self.mirrored and name in self.mirrors() else None
+        name = self.record.members[position].node_id
+        return self.digests[name] if position in self.mirrored and name in self.mirrors() else None
 
-    def keep_mirror(self, place: int, num_bytes: int, _: int) -> None:
+    def store_mirror(self, position: int, num_bytes: int, _: int) -> None:
         assert not num_bytes, "a mirror that is whole comes with an exchange"
-        self.mirrored.discard(place)
+        self.mirrored.discard(position)
 
     def close(self) -> None:
         self.is_mapped = False
-        if self not in self._memory.vaults.values():
+        if self not in self._memory.parity_regions.values():
             self._lose()
 
-    def spoil(self, random: Random) -> None:
+    def corrupt(self, random: Random) -> None:
         """Flip a bit of something in it."""
         if self.given:
             self.given[random.choice(sorted(self.given))] ^= 1 << random.randrange(60)
@@ -290,43 +290,43 @@ class Memory:
     def __init__(self, removed: Removed) -> None:
         self.removed = removed
         self.arenas: list[Arena] = []
-        self.vaults: dict[int, Vault] = {}
+        self.parity_regions: dict[int, FakeParityRegion] = {}
         """Duplicates that the agent has, by the slot that the SMP has named."""
         self.kept: tuple[GenerationPlan, bool] | None = None
         """What the last agent knew: the plan it accepted, and whether that was chosen."""
         self._mapped = ParityStore()
 
-    def map_vaults(self, vaults: ParityStore) -> None:
+    def map_parity_regions(self, parity_regions: ParityStore) -> None:
         """Another SMP has come, and is given what the agent has."""
-        self._mapped = vaults
-        for slot, vault in sorted(self.vaults.items()):
-            vault.is_mapped = True
-            vaults.put(slot, vault)
+        self._mapped = parity_regions
+        for slot, region in sorted(self.parity_regions.items()):
+            region.is_mapped = True
+            parity_regions.put(slot, region)
 
     def hand_over(self) -> None:
         """Another agent has come, and is given what the SMP has."""
-        self.vaults = dict(zip(self._mapped.slots, self._mapped.fds, strict=True))
+        self.parity_regions = dict(zip(self._mapped.slots, self._mapped.fds, strict=True))
 
     def agent_died(self) -> None:
-        self._drop([*self.vaults])
+        self._drop([*self.parity_regions])
 
     def smp_died(self) -> None:
         mapped, self._mapped = self._mapped.fds, ParityStore()
-        for vault in mapped:
-            vault.close()
+        for region in mapped:
+            region.close()
 
-    def keep_vault(self, slot: int, vault: Vault) -> None:
+    def retain_parity_region(self, slot: int, region: FakeParityRegion) -> None:
         self._drop([slot])
-        self.vaults[slot] = vault
+        self.parity_regions[slot] = region
 
-    def drop_vault(self, slot: int) -> None:
+    def drop_parity_region(self, slot: int) -> None:
         self._drop([slot])
 
     def _drop(self, slots: list[int]) -> None:
         for slot in slots:
-            vault = self.vaults.pop(slot, None)
-            if vault is not None and not vault.is_mapped:
-                vault.close()
+            region = self.parity_regions.pop(slot, None)
+            if region is not None and not region.is_mapped:
+                region.close()
 
     # --- what there is, for faults and invariants ----------------------------------------------
 
@@ -335,10 +335,10 @@ class Memory:
         return [slot for arena in self.arenas for slot in arena.slots if slot is not None]
 
     @property
-    def parts(self) -> list[Vault]:
+    def parts(self) -> list[FakeParityRegion]:
         """Protected parts that are not empty."""
-        found = [*self._mapped.fds, *self.vaults.values()]
-        return [vault for vault in dict.fromkeys(found) if vault.holds_something]
+        found = [*self._mapped.fds, *self.parity_regions.values()]
+        return [region for region in dict.fromkeys(found) if region.holds_something]
 
     def arena_of(self, rank: int, version: Version) -> Arena | None:
         return next((a for a in self.arenas if a.rank == rank and a.find(version)), None)
@@ -379,7 +379,9 @@ def can_have(version: Version, memories: dict[str, Memory]) -> bool:
     return any(_can_have(size, held.get(size, {}), parts) for size in sizes)
 
 
-def _can_have(world_size: int, held: dict[int, set[str]], parts: list[tuple[str, Vault]]) -> bool:
+def _can_have(
+    world_size: int, held: dict[int, set[str]], parts: list[tuple[str, FakeParityRegion]]
+) -> bool:
     lost = [rank for rank in range(world_size) if rank not in held]
     if not lost:
         return True

@@ -110,7 +110,7 @@ class Mishaps:
         self._faults.note("a thread of the agent dies", node)
         agent.is_frozen = True
         if node.ranks is not None:
-            node.ranks.are_held = True
+            node.ranks.are_suspended = True
         node.later(0.02 + 0.2 * self._random.random(), self._ends, node, agent)
 
     def _ends(self, node: "Node", agent: object) -> None:

@@ -138,8 +138,8 @@ class Network:
         if not agent.is_alive:
             return
         agent.dialling.discard((host, port))
-        why = f"{host} is refused" if refused else f"{host} is silent"
-        agent.happens(ConnectFailed(host, port, node_id, refused, why))
+        reason = f"{host} is refused" if refused else f"{host} is silent"
+        agent.happens(ConnectFailed(host, port, node_id, refused, reason))
 
     def _dialled(self, end: End, host: str, port: int) -> None:
         if not end.agent.is_alive:

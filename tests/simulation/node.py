@@ -14,13 +14,13 @@ from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
+    ClockTick,
     ConnectionClosed,
     GenerationInstalled,
     Happening,
     MessageReceived,
     NodeChecked,
     NodeReported,
-    Passing,
     PlanPersisted,
     Quiesced,
 )
@@ -40,7 +40,7 @@ from simulation.snapshots import FETCH_FOR_S, RETRY_S, Page, Smp, as_version
 from simulation.training import Ranks, beginning, exit_of
 
 _SPEC = SimpleNamespace(
-    profile=SimpleNamespace(erasure=SimpleNamespace(small_state_bytes=0)),
+    profile=SimpleNamespace(erasure=SimpleNamespace(mirror_max_bytes=0)),
     checkpoint_directory=None,
 )
 """Settings that SMPs receive; with these all state is erasure-coded."""
@@ -205,8 +205,8 @@ class Node:
         self._num_ports += 1
         self.smp = Smp(self, 1000 + self._num_ports)
         if self.agent is not None:
-            self.agent.hands.tell_new_smp()
-            self.tell(is_urgent=True)
+            self.agent.executor.configure_new_smp()
+            self.send(is_urgent=True)
 
     def kill_smp(self) -> None:
         """The agent, or the stub, keeps its memory and starts another one."""
@@ -231,21 +231,21 @@ class Node:
     def neighbour(self, node_id: str) -> "Node | None":
         return self.network.nodes.get(node_id)
 
-    def tell(self, *, is_urgent: bool) -> None:
+    def send(self, *, is_urgent: bool) -> None:
         if self.agent is not None:
-            self.agent.hands.tell(is_urgent=is_urgent)
+            self.agent.executor.send(is_urgent=is_urgent)
 
     def agent_noted(self, what: str) -> None:
         self.world.trace(self.node_id, what)
 
-    def told_by_smp(self, body: Any) -> None:
+    def reported_by_smp(self, body: Any) -> None:
         if self.agent is not None:
-            self.agent.call(self.agent.hands.told_by_smp, body)
+            self.agent.call(self.agent.executor.reported_by_smp, body)
 
     def ranks_ended(self, ranks: Ranks, kind: ExitKind) -> None:
         if self.agent is not None and self.ranks is ranks:
             delay_s = 0.005 + 0.05 * self.random.random()
-            self.later(delay_s, self.agent.hands.saw_exits, ranks, kind)
+            self.later(delay_s, self.agent.executor.saw_exits, ranks, kind)
 
     def removed(self, version: Version) -> None:
         self.simulation.invariants.removed(version)
@@ -284,9 +284,9 @@ class Agent:
             lambda: GenerationMonitor(scenario.settings, pairs=PairCheck()),
             now_s=self.now_s,
             kept=kept[0] if kept is not None else None,
-            took_effect=kept is not None and kept[1],
+            is_chosen=kept is not None and kept[1],
         )
-        self.hands = Hands(self)
+        self.executor = SimulatedExecutor(self)
         self._inbox: deque[tuple[End | None, Happening]] = deque()
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
@@ -296,7 +296,7 @@ class Agent:
         return self.node.monotonic_s
 
     @property
-    def stands_still(self) -> bool:
+    def is_paused(self) -> bool:
         return self.is_frozen or self.node.is_frozen
 
     def begin(self) -> None:
@@ -326,9 +326,9 @@ class Agent:
 
     def catch_up(self) -> None:
         """What has arrived in the pause, in order."""
-        while self._inbox and self.is_alive and not self.stands_still:
+        while self._inbox and self.is_alive and not self.is_paused:
             self._take(*self._inbox.popleft())
-        while self._calls and self.is_alive and not self.stands_still:
+        while self._calls and self.is_alive and not self.is_paused:
             what, args = self._calls.popleft()
             what(*args)
 
@@ -336,7 +336,7 @@ class Agent:
         self.happens_to(None, event)
 
     def happens_to(self, end: End | None, event: Happening) -> None:
-        if self.stands_still:
+        if self.is_paused:
             self._inbox.append((end, event))
         elif self.is_alive:
             self._take(end, event)
@@ -345,7 +345,7 @@ class Agent:
         """An action of its executor, which is paused with the process."""
         if not self.is_alive:
             return
-        if self.stands_still:
+        if self.is_paused:
             self._calls.append((what, args))
         else:
             what(*args)
@@ -363,9 +363,9 @@ class Agent:
         if not self.is_alive:
             return
         self.node.later(self.node.simulation.scenario.tick_s, self.call, self._tick)
-        self.think(Passing())
-        self.hands.repeat()
-        self.hands.tell(is_urgent=False)
+        self.think(ClockTick())
+        self.executor.repeat()
+        self.executor.send(is_urgent=False)
 
     def think(self, event: Happening) -> None:
         """Decide, and do."""
@@ -388,16 +388,16 @@ class Agent:
                 assert simulation.witness is not None
                 simulation.witness.ask(self, command)
             elif isinstance(command, do.ProbePath):
-                simulation.try_road(self, command)
+                simulation.probe_path(self, command)
             elif isinstance(command, do.RepeatNodeCheck):
                 self.node.later(0.5, self.call, self._check, CheckOutcome.PASS, command.number)
             else:
-                self.hands.take(command)
-        self.hands.renew_lease()
+                self.executor.take(command)
+        self.executor.renew_lease()
         simulation.invariants.after_event(self)
 
 
-class Hands:
+class SimulatedExecutor:
     """What an agent's main thread does, one thing after the other."""
 
     def __init__(self, agent: Agent) -> None:
@@ -414,14 +414,14 @@ class Hands:
         self._queue: deque[do.NodeCommand] = deque()
         self._is_busy = False
         self._awaits_boundary = False
-        self._told: tuple[object, ...] = ()
-        self._step_told = -1
+        self._reported: tuple[object, ...] = ()
+        self._step_reported = -1
         self._unconfirmed = UnconfirmedCommands()
 
     def renew_lease(self) -> None:
         """The ranks of this node may step for as long as the agent says."""
         if self.node.ranks is not None:
-            self.node.ranks.lease_s = self.agent.member.holding.lease_s
+            self.node.ranks.lease_s = self.agent.member.suspension.lease_s
 
     def take(self, command: do.NodeCommand) -> None:
         trace = self.node.world.trace
@@ -433,7 +433,7 @@ class Hands:
                 trace(self.node.node_id, type(command).__name__)
                 ranks = self.node.ranks
                 if ranks is not None:
-                    ranks.are_held = isinstance(command, do.SuspendRanks)
+                    ranks.are_suspended = isinstance(command, do.SuspendRanks)
                 return
         self._queue.append(command)
         if not self._is_busy:
@@ -445,7 +445,7 @@ class Hands:
             return
         self._is_busy = True
         command = self._queue.popleft()
-        self.node.world.trace(self.node.node_id, _in_words(command))
+        self.node.world.trace(self.node.node_id, _as_text(command))
         self.node.simulation.faults.on_command(self.node, command)
         if not self.agent.is_alive:
             return
@@ -484,16 +484,16 @@ class Hands:
             case do.InstallGeneration():
                 self._adopt(command.plan, smp)
             case do.PersistPlan():
-                self.node.memory.kept = (command.plan, command.took_effect)
-                self.agent.think(PlanPersisted(command.plan.edition))
+                self.node.memory.kept = (command.plan, command.is_chosen)
+                self.agent.think(PlanPersisted(command.plan.configuration_id))
             case do.StartRanks():
                 self._run(command.plan)
             case do.CommitSnapshot():
                 if self.plan is not None and len(self.plan.members) > 1:
-                    self._tell_order(command, smp)
+                    self._report_order(command, smp)
             case do.AbandonStep():
                 if self.plan is not None:
-                    self._tell_order(command, smp)
+                    self._report_order(command, smp)
             case do.SetFirstSnapshotStep():
                 page = self.node.page
                 if page is not None and self.plan is not None and len(self.plan.members) > 1:
@@ -504,7 +504,7 @@ class Hands:
                 if self.plan is not None:
                     ports = {**self.plan.smp_ports, **command.ports}
                     self.plan = msgspec.structs.replace(self.plan, smp_ports=ports)
-                    self._tell_smp()
+                    self._send_to_smp()
             case do.RequestFinalSnapshot():
                 if self.node.ranks is not None:
                     # Ranks that have passed that boundary stop at the next one.
@@ -530,9 +530,9 @@ class Hands:
         if page is None or plan is None or self.is_over or smp is None or not smp.is_alive:
             return
         for order in self._unconfirmed.due(page, plan.generation, now_s=self.node.world.now_s):
-            self._tell_order(order, smp)
+            self._report_order(order, smp)
 
-    def _tell_order(self, order: do.CommitSnapshot | do.AbandonStep, smp: Smp) -> None:
+    def _report_order(self, order: do.CommitSnapshot | do.AbandonStep, smp: Smp) -> None:
         assert self.plan is not None
         generation = self.plan.generation
         self._unconfirmed.add(order, generation, now_s=self.node.world.now_s)
@@ -554,7 +554,7 @@ class Hands:
         node.restored_in[plan.generation] = restored
         self.plan, node.page = plan, Page(restored, as_version(plan.committed))
         self.smp.committed = restored if plan.restore is not None else None
-        self._tell_smp()
+        self._send_to_smp()
         node.memory.kept = (plan, False)
         pair = (int(restored.generation), int(restored.step)) if restored is not None else None
         self.agent.think(GenerationInstalled(plan.generation, pair, problem, name, rejected))
@@ -565,43 +565,45 @@ class Hands:
         self.wants_ranks = True
         group = node.simulation.group_of(plan)
         node.ranks = Ranks(node, plan, group)
-        node.ranks.are_held = self.agent.member.is_held
+        node.ranks.are_suspended = self.agent.member.is_suspended
         self.renew_lease()
         self._restore()
-        self.tell(is_urgent=True)
+        self.send(is_urgent=True)
 
     # --- the SMP ------------------------------------------------------------------------------
 
-    def tell_new_smp(self) -> None:
+    def configure_new_smp(self) -> None:
         """One was started, and has been given the memory of the one before."""
         if self.plan is None or self.is_over:
             return
-        self._tell_smp()
+        self._send_to_smp()
         smp, ranks = self.node.smp, self.node.ranks
         if smp is not None and ranks is not None and ranks.are_alive:
-            smp.hear_again(ranks.locals)
+            smp.resend_sealed(ranks.locals)
 
-    def _tell_smp(self) -> None:
-        """As `GenerationRunner.tell_smp` does it."""
+    def _send_to_smp(self) -> None:
+        """As `GenerationRunner.send_to_smp` does it."""
         plan, smp, node = self.plan, self.node.smp, self.node
         assert plan is not None
         if smp is None or not smp.is_alive:
             return
         restored = node.restored_in.get(plan.generation)
         newest = max((v for v in (restored, self.smp.committed) if v is not None), default=None)
-        old_world_size = plan.restore_world_size if plan.is_resized and newest == restored else 0
+        previous_world_size = (
+            plan.restore_world_size if plan.is_resized and newest == restored else 0
+        )
         body = begin_generation(
-            plan, node.node_id, _SPEC, newest, node, old_world_size=old_world_size
+            plan, node.node_id, _SPEC, newest, node, previous_world_size=previous_world_size
         )
         self.smp.begin(plan.generation)
         smp.begin_generation(body)
 
-    def told_by_smp(self, body: Any) -> None:
+    def reported_by_smp(self, body: Any) -> None:
         self.smp.take(body)
         if isinstance(body, smp_messages.RestoreReady):
             self._restore()
         if isinstance(body, _MATTERS):
-            self.tell(is_urgent=True)
+            self.send(is_urgent=True)
 
     def _restore(self) -> None:
         """Ranks read what this generation starts from, if the SMP has it."""
@@ -614,16 +616,16 @@ class Hands:
         if restored is None:
             self._restored(ranks, None, beginning())
         elif plan.is_resized:
-            self._read_old(ranks, restored, self.node.world.now_s)
+            self._read_previous(ranks, restored, self.node.world.now_s)
         elif self.smp.is_restored:
             states = {smp.good_state(restored, rank) for rank in ranks.locals}
             if None in states:
                 self.smp.restore_failed = f"{restored} does not match its digest"
-                self.tell(is_urgent=True)
+                self.send(is_urgent=True)
                 return
             self._restored(ranks, restored, max(state for state in states if state is not None))
 
-    def _read_old(self, ranks: Ranks, restored: Version, since_s: float) -> None:
+    def _read_previous(self, ranks: Ranks, restored: Version, since_s: float) -> None:
         """Ranks of another world read it in place."""
         smp, plan = self.node.smp, self.plan
         if self.node.ranks is not ranks or not ranks.are_alive or plan is None:
@@ -632,15 +634,15 @@ class Hands:
             return  # another try, after the SMP of a node was started again, has read it
         state = None
         if smp is not None and smp.is_alive and smp.body is not None:
-            state = smp.read_old(restored, smp.body.restore_from)
+            state = smp.read_previous(restored, smp.body.restore_from)
         if state is not None:
             self._restored(ranks, restored, state)
         elif self.node.world.now_s - since_s < FETCH_FOR_S:
-            again = (self._read_old, ranks, restored, since_s)
+            again = (self._read_previous, ranks, restored, since_s)
             self.node.later(RETRY_S, self.agent.call, *again)
         else:
             self.smp.restore_failed = f"{restored} cannot be read"
-            self.tell(is_urgent=True)
+            self.send(is_urgent=True)
 
     def _restored(self, ranks: Ranks, restored: Version | None, state: int) -> None:
         plan = ranks.plan
@@ -659,13 +661,13 @@ class Hands:
         node = ranks.plan.member(self.node.node_id)
         assert node is not None
         self.exits += [exit_of(ranks, rank, kind) for rank in node.ranks]
-        self.tell(is_urgent=True)
+        self.send(is_urgent=True)
 
-    def tell(self, *, is_urgent: bool) -> None:
+    def send(self, *, is_urgent: bool) -> None:
         """Say how things are here."""
-        self.agent.call(self._tell, is_urgent)
+        self.agent.call(self._send, is_urgent)
 
-    def _tell(self, is_urgent: bool) -> None:
+    def _send(self, is_urgent: bool) -> None:
         ranks, smp, plan = self.node.ranks, self.node.smp, self.plan
         runs = ranks is not None and plan is not None and self.wants_ranks
         says = self.smp
@@ -686,12 +688,12 @@ class Hands:
             generation, exits, ready_pair, skipped, at_boundary, stops, leaves, smp_port, problem,
             says.unreachable,
         )  # fmt: skip
-        is_urgent |= matters != self._told
-        self._told = matters
-        if not is_urgent and step == self._step_told:
+        is_urgent |= matters != self._reported
+        self._reported = matters
+        if not is_urgent and step == self._step_reported:
             return
-        self._step_told = step
-        beat = Heartbeat(
+        self._step_reported = step
+        heartbeat = Heartbeat(
             generation=generation,
             state="running" if runs else "idle",
             step=step,
@@ -714,7 +716,7 @@ class Hands:
             unprotected=says.unprotected,
             ranks=self._reports(ranks, ranks.locals) if ranks is not None and matches else (),
         )
-        self.agent.think(NodeReported(beat, is_urgent))
+        self.agent.think(NodeReported(heartbeat, is_urgent))
 
     def _reports(self, ranks: Ranks, own: tuple[int, ...]) -> tuple[RankReport, ...]:
         if not self.node.simulation.scenario.has_reports:
@@ -735,18 +737,18 @@ class Hands:
             node.simulation.faults.has_left(node)
 
 
-def _in_words(command: do.NodeCommand) -> str:
+def _as_text(command: do.NodeCommand) -> str:
     match command:
         case do.InstallGeneration():
             return f"Adopt {_plan(command.plan)}"
         case do.PersistPlan():
             voters = " ".join(card.node_id for card in command.plan.voters)
-            effect = "in effect" if command.took_effect else "asked for"
-            return f"KeepPlan {command.plan.edition} {effect}: voters {voters}"
+            effect = "in effect" if command.is_chosen else "asked for"
+            return f"KeepPlan {command.plan.configuration_id} {effect}: voters {voters}"
         case do.StartRanks():
             return f"RunGeneration {command.plan.generation}"
         case do.Quiesce():
-            return f"Quiesce {command.generation}: {command.why}"
+            return f"Quiesce {command.generation}: {command.reason}"
         case _:
             return str(command)[:160]
 
@@ -755,8 +757,8 @@ def _plan(plan: GenerationPlan) -> str:
     members = " ".join(f"{one.node_id}@{one.first_rank}" for one in plan.members)
     spares = " ".join(card.node_id for card in plan.spares)
     return (
-        f"{plan.generation} by {plan.lead}: {members} | {spares} | from {plan.restore} "
-        f"{plan.restore_why} groups {plan.groups} m {plan.parity}"
+        f"{plan.generation} by {plan.leader}: {members} | {spares} | from {plan.restore} "
+        f"{plan.restore_reason} groups {plan.groups} m {plan.parity}"
     )
 
 

@@ -24,7 +24,7 @@ PLOTS = {"forgotten": 0.04, "outvoted": 0.02, "unexpected": 0.02, "unfinished": 
 LASTS_S = 30.0
 """A run with a plot runs for this time before its faults end."""
 _BEGINS_S = 5.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class Plots:
@@ -51,7 +51,7 @@ class Plots:
         if self._faults.are_over:
             return
         if newest is None or len(self._voters(newest)) < 2:
-            self._world.after(_LOOK_S, self._start, name)
+            self._world.after(_POLL_S, self._start, name)
         else:
             self._faults.note(f"plot {name}", None)
             self._plots[name](newest)
@@ -60,8 +60,8 @@ class Plots:
 
     def _forgotten(self, plan: GenerationPlan) -> None:
         voters = self._voters(plan)
-        lead = self._simulation.network.nodes[plan.lead]
-        stale = lead if self._random.random() < 0.5 else self._random.choice(voters)
+        leader = self._simulation.network.nodes[plan.leader]
+        stale = leader if self._random.random() < 0.5 else self._random.choice(voters)
         rest = [node for node in self._nodes() if node is not stale]
         self._faults.cut("cut off", stale, [stale], rest, for_s=LASTS_S)
         self._await_next(plan, [stale], self._random.random() * 2)
@@ -72,7 +72,7 @@ class Plots:
         if self._faults.are_over:
             return
         if newest is None or newest.generation == plan.generation:
-            self._world.after(_LOOK_S, self._await_next, plan, stale, later_s)
+            self._world.after(_POLL_S, self._await_next, plan, stale, later_s)
         else:
             self._world.after(later_s, self._meet_again, plan, stale)
 
@@ -87,7 +87,7 @@ class Plots:
             others = others[: len(voters) // 2]
         met = [*stale, *others]
         rest = [node for node in self._nodes() if node not in met]
-        self._faults.heal_all()
+        self._faults.revert_all()
         for node in met:
             self._faults.cut(f"only with ({stale[0].node_id})", node, [node], rest, for_s=LASTS_S)
         for node in others:
@@ -124,11 +124,13 @@ class Plots:
         self, plan: GenerationPlan, later_s: float, what: Callable[..., None], *args: object
     ) -> None:
         """Some agent has accepted a plan after this one: an action follows after this delay."""
-        newest = max(self._simulation.invariants.accepted.values(), key=lambda one: one.edition)
+        newest = max(
+            self._simulation.invariants.accepted.values(), key=lambda one: one.configuration_id
+        )
         if self._faults.are_over:
             return
         if newest.generation == plan.generation:
-            self._world.after(_LOOK_S, self._on_plan_after, plan, later_s, what, *args)
+            self._world.after(_POLL_S, self._on_plan_after, plan, later_s, what, *args)
         else:
             self._world.after(later_s, what, newest, *args)
 

@@ -12,7 +12,7 @@ from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.membership.ballots import carries, electorate
 from ftrun.membership.discovery import MemberRole
-from ftrun.membership.leader.failure_detector import AWAIT_SILENT_S
+from ftrun.membership.leader.failure_detector import AWAIT_UNRESPONSIVE_S
 from ftrun.recovery import commands as do
 from ftrun.wire.cluster.generation import GenerationPlan
 from simulation.faults import Faults
@@ -53,7 +53,7 @@ class Outcome:
     commits: int
     restores: int
     messages: int
-    new_leads: int
+    new_leaders: int
     """Generations under another leader than the one before."""
     growths: int
     """Generations of more nodes than the one before."""
@@ -64,7 +64,7 @@ class Outcome:
     @property
     def happened(self) -> dict[str, int]:
         """What a run is to do, and how often it has."""
-        names = ("steps", "generations", "commits", "restores", "new_leads", "growths")
+        names = ("steps", "generations", "commits", "restores", "new_leaders", "growths")
         return {name: getattr(self, name) for name in (*names, "shrinkings", "messages")}
 
 
@@ -112,7 +112,7 @@ class Simulation:
         self._incarnation += 1
         return self._incarnation
 
-    def try_road(self, agent: Agent, command: do.ProbePath) -> None:
+    def probe_path(self, agent: Agent, command: do.ProbePath) -> None:
         """Without paths, the answer never comes."""
         if self.tries is not None:
             self.tries.take(agent, command)
@@ -122,13 +122,13 @@ class Simulation:
 
     def agent_ended(self, node: Node, command: do.EndRun) -> None:
         """If the leader has ended the run, what follows is another run."""
-        lead = node.agent.member.lead if node.agent is not None else None
-        if lead is None or command.goes_on or self.is_ending:
+        leader = node.agent.member.leader if node.agent is not None else None
+        if leader is None or command.goes_on or self.is_ending:
             return
         # One that has waited for long enough speaks for those that it reaches, and no others. So
         # does one that receives SIGTERM while it waits.
         gives_up = command.exit_code == ExitCode.NOT_ENOUGH_NODES
-        if not gives_up and (lead.is_settled or command.exit_code != _TERMINATED):
+        if not gives_up and (leader.is_settled or command.exit_code != _TERMINATED):
             self.is_ending = True
             self.world.after(_ENDING_S, self._stop)
 
@@ -227,13 +227,13 @@ class Simulation:
         leads = [
             node.node_id
             for node in self.nodes
-            if node.agent is not None and node.agent.member.lead is not None
+            if node.agent is not None and node.agent.member.leader is not None
         ]
         agents = [node.agent for node in self.nodes if node.agent is not None]
         num_here = len({agent.card.identity for agent in agents} & electorate(newest.voters))
         if 2 * num_here <= len(newest.voters):
             return False  # it makes steps still, and is about to pause
-        if leads != [newest.lead] or self.invariants.step_generation != newest.generation:
+        if leads != [newest.leader] or self.invariants.step_generation != newest.generation:
             return False
         group = self._groups.get(newest.generation)
         if group is None or group.is_broken:
@@ -243,9 +243,9 @@ class Simulation:
             return False
         if self.invariants.committed_s < self.scenario.faults_end_s:
             return False  # snapshots continue, too
-        wishes = self.scenario.settings.wishes
+        cluster_size = self.scenario.settings.cluster_size
         endpoint = self.nodes[0].agent
-        barred = self._barred_by(newest.lead)
+        barred = self._barred_by(newest.leader)
         here = sum(
             node.agent is not None
             and node.node_id not in barred
@@ -255,24 +255,24 @@ class Simulation:
             )
             for node in self.nodes
         )
-        return len(newest.members) == min(here, wishes.max_nodes)
+        return len(newest.members) == min(here, cluster_size.max_nodes)
 
-    def _barred_by(self, lead_id: str) -> set[str]:
+    def _barred_by(self, leader_id: str) -> set[str]:
         """Nodes that run no ranks for an hour, because they could load no checkpoint."""
-        agent = self.network.nodes[lead_id].agent
-        if not self.bad_loads or agent is None or agent.member.lead is None:
+        agent = self.network.nodes[leader_id].agent
+        if not self.bad_loads or agent is None or agent.member.leader is None:
             return set()
-        return agent.member.lead.oversight.set_aside(now_s=agent.now_s)
+        return agent.member.leader.monitor.excluded(now_s=agent.now_s)
 
     def _finish(self) -> str:
         """Let the run come to its end: every agent says 0."""
         newest = self.invariants.newest
         assert newest is not None
         self.last_step = self._groups[newest.generation].step + 2
-        agent = self.network.nodes[newest.lead].agent
+        agent = self.network.nodes[newest.leader].agent
         assert agent is not None
-        assert agent.member.lead is not None
-        peers = agent.member.lead.known.by_id
+        assert agent.member.leader is not None
+        peers = agent.member.leader.known.by_id
         expected = {
             node_id
             for node_id, peer in peers.items()
@@ -281,7 +281,7 @@ class Simulation:
             and (there := self.network.nodes[node_id].agent) is not None
             and there.leaves_since_s is None
         }
-        end_s = self.world.now_s + 25.0 + AWAIT_SILENT_S
+        end_s = self.world.now_s + 25.0 + AWAIT_UNRESPONSIVE_S
         while self.world.now_s < end_s and not self.world.is_over and not self._all_ended():
             self.world.run_until(self.world.now_s + 1.0)
         if self._was_stopped():
@@ -334,8 +334,8 @@ class Simulation:
             return False
         if newest is None:
             is_full = len(here) == len(self.nodes) and not self.invariants.accepted
-            return is_full and len(here) >= settings.wishes.min_nodes
-        if len(here) < settings.wishes.min_nodes:
+            return is_full and len(here) >= settings.cluster_size.min_nodes
+        if len(here) < settings.cluster_size.min_nodes:
             return False
         memories = {node.node_id: node.memory for node in here}
         record = self.invariants._newest_committed(newest)
@@ -356,23 +356,23 @@ class Simulation:
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
         # A generation that was chosen by nodes that are lost needs the voters of the one before.
         known = [
-            plan.edition
+            plan.configuration_id
             for node in here
             if node.agent is not None and (plan := node.agent.member.follower.plan) is not None
         ]
-        first = min(newest.edition, max(known, default=newest.edition))
+        first = min(newest.configuration_id, max(known, default=newest.configuration_id))
         later = [at for at in self.invariants.accepted if at >= first]
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
 
     def _gives_up_soon(self, node: Node) -> bool:
         """Its pause may end it before it has met the others again."""
         agent = node.agent
-        lead = agent.member.lead if agent is not None else None
-        if agent is None or lead is None:
+        leader = agent.member.leader if agent is not None else None
+        if agent is None or leader is None:
             return False
-        if lead.ending is not None:
+        if leader.ending is not None:
             return True
-        return lead.pause.given_up(now_s=agent.now_s + _MEETS_WITHIN_S) is not None
+        return leader.pause.given_up(now_s=agent.now_s + _MEETS_WITHIN_S) is not None
 
     @staticmethod
     def _can_decide(plan: GenerationPlan, here: list[Node]) -> bool:
@@ -387,8 +387,8 @@ class Simulation:
         codes = sorted({int(command.exit_code) for _, command in self.invariants.exits})
         if self._all_ended() or self.is_ending:
             return f"ended {' '.join(map(str, codes))}"
-        leads = [node.agent.member.lead for node in self.nodes if node.agent is not None]
-        if any(lead is not None and lead.pause.is_on for lead in leads):
+        leads = [node.agent.member.leader for node in self.nodes if node.agent is not None]
+        if any(leader is not None and leader.pause.is_on for leader in leads):
             return "paused"
         return "running"
 
@@ -400,9 +400,9 @@ class Simulation:
                 found.append(f"{node.node_id} off" if not node.is_on else f"{node.node_id} ended")
                 continue
             member = agent.member
-            lead = member.lead_card.node_id if member.lead_card is not None else "nobody"
+            leader = member.leader_card.node_id if member.leader_card is not None else "nobody"
             found.append(
-                f"{node.node_id} {member.role.value} {lead} generation "
+                f"{node.node_id} {member.role.value} {leader} generation "
                 f"{member.follower.generation}, promised {member.follower.vote.promised}"
             )
         return "; ".join(found)
@@ -471,7 +471,7 @@ def _outcome(simulation: Simulation, problem: str, verdict: str, *, keep_log: bo
         commits=seen.commits,
         restores=seen.restores,
         messages=simulation.network.num_messages,
-        new_leads=sum(before.lead != after.lead for before, after in pairs),
+        new_leaders=sum(before.leader != after.leader for before, after in pairs),
         growths=sum(len(before.members) < len(after.members) for before, after in pairs),
         shrinkings=sum(len(before.members) > len(after.members) for before, after in pairs),
         faults=dict(simulation.faults.counts),

@@ -44,7 +44,7 @@ class Scenario:
 
     @property
     def num_voters(self) -> int:
-        return self.settings.wishes.max_nodes + self.settings.wishes.spares
+        return self.settings.cluster_size.max_nodes + self.settings.cluster_size.spares
 
 
 def draw(seed: int, mode: str) -> Scenario:
@@ -54,7 +54,7 @@ def draw(seed: int, mode: str) -> Scenario:
     spares = random.choices((0, 1, 2), (5, 4, 2) if nodes > 2 else (3, 2, 4))[0]
     is_elastic = nodes > 1 and random.random() < 0.4
     fewest = random.randint(1, nodes) if is_elastic else nodes
-    wishes = ClusterSize(fewest, nodes, spares)
+    cluster_size = ClusterSize(fewest, nodes, spares)
     is_live = mode == "liveness"
     is_strict = not is_live and random.random() < _STRICT
     has_checkpoints = random.random() < (0.5 if spares > nodes else 0.15)
@@ -62,23 +62,23 @@ def draw(seed: int, mode: str) -> Scenario:
     late = random.randint(0, nodes - fewest) if is_elastic and random.random() < 0.5 else 0
     late += random.random() < 0.2
     settings = made_settings(
-        wishes,
+        cluster_size,
         "n0",
-        heartbeat_s=0.5,
-        pause_limit_s=20.0,
-        join_wait_s=60.0,
-        settle_s=random.choice((1.0, 3.0)),
-        failures_per_hour=3 if is_strict else 1000,
+        heartbeat_interval_s=0.5,
+        pause_timeout_s=20.0,
+        join_timeout_s=60.0,
+        last_call_timeout_s=random.choice((1.0, 3.0)),
+        max_failures_per_hour=3 if is_strict else 1000,
         erasure_data=random.choice((None, None, 1, 2, 3)),
         erasure_parity=random.choice((None, 1, 2)),
         has_checkpoints=has_checkpoints,
         answer_s=8.0,
         budget=random.choice((2, 4)) if is_strict else 1000,
         window_s=3600.0,
-        backoff_first_s=0.5,
-        backoff_limit_s=2.0,
+        backoff_initial_s=0.5,
+        backoff_max_s=2.0,
         same_cause_limit=3 if is_strict else 1000,
-        boundary_wait_s=2.0,
+        final_snapshot_timeout_s=2.0,
     )
     scenario = Scenario(
         mode=mode,
@@ -108,9 +108,14 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
     has_checkpoints = scenario.has_checkpoints
     if plot == "outvoted":
         # The memory of the members is unreachable, and without it no node continues.
-        wishes, has_checkpoints = random.choice((ClusterSize(1, 1, 2), ClusterSize(2, 2, 3))), True
+        cluster_size, has_checkpoints = (
+            random.choice((ClusterSize(1, 1, 2), ClusterSize(2, 2, 3))),
+            True,
+        )
     elif plot == "unfinished":
-        wishes = random.choice((ClusterSize(1, 4, 0), ClusterSize(2, 5, 0), ClusterSize(3, 6, 0)))
+        cluster_size = random.choice(
+            (ClusterSize(1, 4, 0), ClusterSize(2, 5, 0), ClusterSize(3, 6, 0))
+        )
     else:
         choices = (
             ClusterSize(2, 2, 1),
@@ -118,14 +123,16 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
             ClusterSize(2, 3, 0),
             ClusterSize(2, 2, 2),
         )
-        wishes = random.choice((*choices, ClusterSize(3, 5, 0), ClusterSize(3, 3, 2)))
-    settings = changed(scenario.settings, wishes=wishes, has_checkpoints=has_checkpoints)
+        cluster_size = random.choice((*choices, ClusterSize(3, 5, 0), ClusterSize(3, 3, 2)))
+    settings = changed(
+        scenario.settings, cluster_size=cluster_size, has_checkpoints=has_checkpoints
+    )
     return replace(
         scenario,
         plot=plot,
         settings=settings,
         has_checkpoints=has_checkpoints,
-        num_nodes=wishes.max_nodes + wishes.spares,
+        num_nodes=cluster_size.max_nodes + cluster_size.spares,
         late_nodes=0,
         transfer_s=0.8 if plot == "unfinished" else scenario.transfer_s,
         num_faults=random.choice((0, 0, 1)),

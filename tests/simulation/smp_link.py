@@ -32,13 +32,13 @@ class SmpLink:
                 self.committed = version(body.generation, body.step)
             case smp_messages.VersionReady():
                 self.ready = version(body.generation, body.step)
-                self.survives, self.unprotected = body.survives, body.why
+                self.survives, self.unprotected = body.survives, body.reason
             case smp_messages.AbandonVersion():
                 self.abandoned_step = max(self.abandoned_step, body.step)
             case smp_messages.RestoreReady():
                 self.is_restored = True
             case smp_messages.RestoreFailed():
-                self.restore_failed, self.lost_links = body.why, body.is_link
+                self.restore_failed, self.lost_links = body.reason, body.is_link
             case smp_messages.PeersUnreachable():
                 self.unreachable = tuple(body.nodes)
             case _:

@@ -44,8 +44,8 @@ from simulation.memory import (
     Arena,
     ArenaMaps,
     Arenas,
+    FakeParityRegion,
     HeldShards,
-    Vault,
 )
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Page:
     def __init__(self, restored: Version | None, kept: Version | None) -> None:
         self._words = [0] * len(CommandField)
         kept = kept if kept is not None else version(-1, -1)
-        self.set(CommandField.KEPT_GENERATION, kept.generation)
-        self.set(CommandField.KEPT_STEP, kept.step)
+        self.set(CommandField.RETAINED_GENERATION, kept.generation)
+        self.set(CommandField.RETAINED_STEP, kept.step)
         at = restored if restored is not None else version(-1, -1)
         self.set(CommandField.COMMITTED_GENERATION, at.generation)
         self.set(CommandField.COMMITTED_STEP, at.step)
@@ -126,12 +126,12 @@ class Jobs:
     def post(self, finish: Callable[[], None]) -> None:
         self._smp.run(finish)
 
-    def repeat(self, interval_s: float, look: Callable[[], None]) -> Callable[[], None]:
+    def repeat(self, interval_s: float, poll: Callable[[], None]) -> Callable[[], None]:
         state = SimpleNamespace(is_over=False)
 
         def turn() -> None:
             if not state.is_over:
-                look()
+                poll()
                 self._smp.later(interval_s, turn)
 
         self._smp.later(interval_s, turn)
@@ -154,7 +154,7 @@ class Watch:
     def __init__(self, *_: object) -> None:
         pass
 
-    def look(self, *_: object) -> None:
+    def poll(self, *_: object) -> None:
         pass
 
 
@@ -169,14 +169,14 @@ class WholeExchange(Exchange):
     def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> tuple[Any, Any, Any]:
         ranks = [rank.rank for rank in record.own.ranks]
         raw = _bytes(self._shards.state(ranks))
-        vault = Vault(self._tools.peers.smp.node.memory) if needs_memory else None
-        return vault, SimpleNamespace(shards=self._shards), [raw]
+        region = FakeParityRegion(self._tools.peers.smp.node.memory) if needs_memory else None
+        return region, SimpleNamespace(shards=self._shards), [raw]
 
-    def _filled(self, vault: Vault) -> "WholeFill":
+    def _filled(self, region: FakeParityRegion) -> "WholeFill":
         full = self._later(self._full)
-        return WholeFill(vault, self._group, self._forward, self._tell_window, full)
+        return WholeFill(region, self._group, self._forward, self._report_window, full)
 
-    def _block_stream(self, sending: BlockSender, place: int) -> "WholeStream":
+    def _block_stream(self, sending: BlockSender, position: int) -> "WholeStream":
         return WholeStream(sending, self._mirror[0])
 
 
@@ -215,23 +215,23 @@ class WholeFill:
 
     def __init__(
         self,
-        vault: Vault,
+        region: FakeParityRegion,
         group: LocalGroup,
         forward: Callable[..., None],
         window: Callable[[int], None],
         full: Callable[[], None],
     ) -> None:
-        record = vault.record
+        record = region.record
         assert record is not None
-        self._vault = vault
+        self._region = region
         self._record = record
         self._group = group
         self._forward, self._window, self._full = forward, window, full
         self._is_active = True
         count = len(group.nodes)
-        self._blocks = {place for place in range(count) if place != group.place}
-        self._rows = {(group.place - back) % count for back in range(1, group.parity)}
-        self._mirrors = {place for place, _ in record.mirrors}
+        self._blocks = {position for position in range(count) if position != group.position}
+        self._rows = {(group.position - back) % count for back in range(1, group.parity)}
+        self._mirrors = {position for position, _ in record.mirrors}
 
     @property
     def missing(self) -> int:
@@ -251,27 +251,27 @@ class WholeFill:
         if header == b"row":
             self._rows.discard(sender)
         elif sender not in self._blocks:
-            raise FragmentRefused(what=f"a block of {name}", why="it came before")
+            raise FragmentRefused(what=f"a block of {name}", reason="it came before")
         else:
             self._blocks.discard(sender)
             state = int.from_bytes(payload, "little")
-            self._vault.given[name] = self._vault.digests[name] = state
+            self._region.given[name] = self._region.digests[name] = state
             if not self._blocks:
                 self._send_on()
         self._count()
 
-    def mirror_room(self, place: int) -> int:
-        return STATE_BYTES if place in dict(self._record.mirrors) else 0
+    def mirror_space(self, position: int) -> int:
+        return STATE_BYTES if position in dict(self._record.mirrors) else 0
 
     def take_mirror(self, sender: int, payload: bytearray, digest: int) -> None:
         if self._is_active:
             self._mirrors.discard(sender)
-            self._vault.mirrored.add(sender)
+            self._region.mirrored.add(sender)
             self._count()
 
     def _send_on(self) -> None:
-        for place in self._group.parity_places(self._group.place):
-            out = OutgoingRow(place, b"row", bytearray(STATE_BYTES))
+        for position in self._group.parity_positions(self._group.position):
+            out = OutgoingRow(position, b"row", bytearray(STATE_BYTES))
             self._forward(out, lambda: None)
 
     def _count(self) -> None:
@@ -300,14 +300,14 @@ class Served:
         wanted: Version,
         *,
         maps: ArenaMaps,
-        vaults: ParityStore,
+        parity_store: ParityStore,
         fds: Any,
         **_: object,
     ) -> None:
         self.version = wanted
         self._run = run
         self._maps = maps
-        self._vaults = vaults
+        self._parity_store = parity_store
         self._fds = fds
 
     def take_in(self, fds: Any) -> None:
@@ -320,8 +320,8 @@ class Served:
     def shards(self) -> HeldShards:
         return self._maps.hold(self._fds, self.version)
 
-    def vault(self, ask: t.FetchRequest) -> tuple[Vault, ParityRecord]:
-        found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
+    def region(self, ask: t.FetchRequest) -> tuple[FakeParityRegion, ParityRecord]:
+        found = self._parity_store.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
         if record is None or group_of(record).id != ask.group:
             raise LayoutUnknown("this node has no whole part of it")
@@ -329,15 +329,15 @@ class Served:
 
     def mirror(self, ask: t.GetMirror) -> list[bytes]:
         """The digest of a node's state, as digest tables are in a mirror."""
-        vault, record = self.vault(ask)
-        member = record.members[ask.place]
-        if ask.place == record.place:
+        region, record = self.region(ask)
+        member = record.members[ask.position]
+        if ask.position == record.position:
             return [_bytes(self.shards.state(member.ranks))]
-        if ask.place not in vault.mirrored:
-            raise LayoutUnknown(f"the mirror of place {ask.place} is not here")
-        if vault.mirror(ask.place) is None:
-            raise SnapshotCorrupt(what=f"mirror of place {ask.place}", piece=0, pieces=1)
-        return [_bytes(vault.digests[member.node_id])]
+        if ask.position not in region.mirrored:
+            raise LayoutUnknown(f"the mirror of place {ask.position} is not here")
+        if region.mirror(ask.position) is None:
+            raise SnapshotCorrupt(what=f"mirror of place {ask.position}", piece=0, pieces=1)
+        return [_bytes(region.digests[member.node_id])]
 
     def piece(self, digest: int) -> bytes:
         for rank, slot in self.shards.slots.items():
@@ -346,42 +346,44 @@ class Served:
         raise LayoutUnknown("no piece with this digest is here")
 
     def unit(self, ask: t.GetBlock) -> tuple[bytes, list[bytes]]:
-        vault, record = self.vault(ask)
+        region, record = self.region(ask)
         stripes = stripes_of(record)
-        if stripes.block_of(record.place, ask.stripe) is None:
-            return self.row(vault, record, ask.stripe)
-        raw = _bytes(self.shards.state(record.members[record.place].ranks))
+        if stripes.block_of(record.position, ask.stripe) is None:
+            return self.row(region, record, ask.stripe)
+        raw = _bytes(self.shards.state(record.members[record.position].ranks))
         return self._header(record, ask.stripe, raw), [raw]
 
-    def row(self, vault: Vault, record: ParityRecord, stripe: int) -> tuple[bytes, list[bytes]]:
+    def row(
+        self, region: FakeParityRegion, record: ParityRecord, stripe: int
+    ) -> tuple[bytes, list[bytes]]:
         """Parity of what others have brought in."""
         stripes = stripes_of(record)
         codec = Codecs().get(stripes.k, stripes.m)
         row = bytearray(record.block_bytes)
-        parity_row = stripes.index(stripe, record.place) - stripes.k
+        parity_row = stripes.index(stripe, record.position) - stripes.k
         if parity_row < 0:
             raise LayoutUnknown(f"no parity of stripe {stripe} belongs here")
-        for at, place in enumerate(stripes.senders(stripe, record.coded_bytes)):
-            name = record.members[place].node_id
-            if not memory.is_good(vault.given.get(name), vault.digests.get(name)):
+        for at, position in enumerate(stripes.senders(stripe, record.coded_bytes)):
+            name = record.members[position].node_id
+            if not memory.is_good(region.given.get(name), region.digests.get(name)):
                 raise SnapshotCorrupt(what=f"parity of stripe {stripe}", piece=0, pieces=1)
             block = bytearray(record.block_bytes)
-            block[:STATE_BYTES] = _bytes(vault.given[name])
-            codec.update(stripes.index(stripe, place), block, parity_row, row, first=not at)
+            block[:STATE_BYTES] = _bytes(region.given[name])
+            codec.update(stripes.index(stripe, position), block, parity_row, row, first=not at)
         return self._header(record, stripe, row), [row]
 
     def _header(self, record: ParityRecord, stripe: int, raw: bytes | bytearray) -> bytes:
         header = FragmentHeader(
             StripeId(self._run, record.version, group_of(record).id, stripe),
             Generation(record.protected_in),
-            stripes_of(record).index(stripe, record.place),
+            stripes_of(record).index(stripe, record.position),
             block_digest(raw),
         )
         return pack(header)
 
 
-class OldShards:
-    """Ranks that did not take the version read it in `Smp.read_old`."""
+class PreviousShards:
+    """Ranks that did not take the version read it in `Smp.read_previous`."""
 
     def __init__(self, world: Any, fetch: object, *_: object) -> None:
         self.world, self.fetch = world, fetch
@@ -445,9 +447,9 @@ class WholeWork(LostNodeRestore):
     def _block_items(self) -> list[DownloadItem]:
         lost = self._lost
         stripes = Stripes(len(lost.group.nodes), lost.group.parity, BLOCK_BYTES)
-        for block in range(BLOCKS_PER_RANK * len(lost.group.nodes[lost.place].ranks)):
-            stripe = stripes.stripe_of(lost.place, block)
-            keepers = [at for at in stripes.parity_nodes(stripe) if at in lost.alive_places]
+        for block in range(BLOCKS_PER_RANK * len(lost.group.nodes[lost.position].ranks)):
+            stripe = stripes.stripe_of(lost.position, block)
+            keepers = [at for at in stripes.parity_nodes(stripe) if at in lost.alive_positions]
             names = deque(lost.group.nodes[at].node_id for at in keepers)
             room = memoryview(bytearray(BLOCK_BYTES))
             self._blocks[block] = DownloadItem(BLOCK, stripe, BLOCK_BYTES, [room], names)
@@ -487,7 +489,7 @@ class Runner:
     def start(self, name: str, steps: Steps[None]) -> None:
         self.smp.later(0.001, self._go_on, steps, None)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Something has happened: continue what waited for it."""
         for number, (steps, wait) in list(self.waiting.items()):
             if not wait.events.empty() and self.waiting.pop(number, None) is not None:
@@ -523,7 +525,7 @@ class Smp:
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_busy = False
         self.arenas = Arenas(self.memory)
-        self.commits = CommitCoordinator(self.arenas, self._tell_agent)
+        self.commits = CommitCoordinator(self.arenas, self._send_to_agent)
         self.peers = Peers(self)
         self.runner = Runner(self)
         engines = Engines(
@@ -534,7 +536,7 @@ class Smp:
             exchange=WholeExchange,
             lost_ranks=Fetch,
             served=Served,
-            old_shards=OldShards,
+            previous_shards=PreviousShards,
             replica_watch=Watch,
         )
         self.work = RedundancyCoordinator(
@@ -542,13 +544,13 @@ class Smp:
             memory=self.arenas,
             commits=self.commits,
             jobs=Jobs(self),
-            tell_agent=self._tell_agent,
+            send_to_agent=self._send_to_agent,
             engines=engines,
         )
         self.body: BeginGeneration | None = None
         for arena in list(self.memory.arenas):
             self.arenas.add(arena, self.commits.tracker.generation)
-        self.memory.map_vaults(self.work.vaults)
+        self.memory.map_parity_regions(self.work.parity_store)
 
     @property
     def world(self) -> "World":
@@ -579,7 +581,7 @@ class Smp:
                 what, args = self._inbox.popleft()
                 what(*args)
                 if self.runner.waiting and not self._inbox:
-                    self.runner.look()
+                    self.runner.poll()
         finally:
             self._is_busy = False
 
@@ -596,19 +598,19 @@ class Smp:
             self.peers.die()
             self.memory.smp_died()
 
-    def _tell_agent(self, body: Any, *, fds: tuple[Any, ...] = ()) -> None:
+    def _send_to_agent(self, body: Any, *, fds: tuple[Any, ...] = ()) -> None:
         match body:
             case smp_messages.ParityRegionCreated():
                 if self.node.agent is not None:
-                    self.memory.keep_vault(body.slot, *fds)
-            case smp_messages.VaultFreed():
+                    self.memory.retain_parity_region(body.slot, *fds)
+            case smp_messages.ParityRegionFreed():
                 if self.node.agent is not None:
-                    self.memory.drop_vault(body.slot)
+                    self.memory.drop_parity_region(body.slot)
             case smp_messages.VersionCommitted():
                 self.node.has_committed(version(body.generation, body.step))
             case smp_messages.RestoreReady() if self._is_alone:
                 self.node.has_committed(version(body.generation, body.step))
-        self.node.told_by_smp(body)
+        self.node.reported_by_smp(body)
 
     # --- the agent ----------------------------------------------------------------------------
 
@@ -631,7 +633,7 @@ class Smp:
 
     def inventory(self) -> smp_messages.Inventory:
         found: list[smp_messages.Inventory] = []
-        body = smp_messages.InventoryRequest(stand_still=True)
+        body = smp_messages.InventoryRequest(freeze_versions=True)
         self.run(lambda: found.append(self.work.inventory(body)))
         return found[0]
 
@@ -670,13 +672,13 @@ class Smp:
     def withdraw(self, rank: int, taken: Version) -> None:
         self.run(self.commits.withdraw, Rank(rank), taken)
 
-    def hear_again(self, ranks: Iterable[int]) -> None:
+    def resend_sealed(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self.run(self.commits.hear_again, Rank(rank))
+            self.run(self.commits.resend_sealed, Rank(rank))
 
     # --- other nodes' memory --------------------------------------------------------------------
 
-    def read_old(self, wanted: Version, groups: Iterable[PreviousGroup]) -> int | None:
+    def read_previous(self, wanted: Version, groups: Iterable[PreviousGroup]) -> int | None:
         """The state, read by ranks of another world from wherever its shards lie."""
         groups = list(groups)
         ranks = [rank for group in groups for node in group.nodes for rank in node.ranks]
@@ -743,15 +745,15 @@ class Smp:
             if slot is not None:
                 if memory.is_good(slot.state, slot.digest):
                     return slot.state
-                self.set_aside(rank, wanted)
+                self.excluded(rank, wanted)
         return None
 
-    def set_aside(self, rank: int, wanted: Version) -> None:
+    def excluded(self, rank: int, wanted: Version) -> None:
         self.arenas.void(Rank(rank), wanted)
         self.world.trace(self.node.node_id, f"sets its slot of {wanted} aside")
 
-    def good_part(self, wanted: Version, group: PreviousGroup) -> Vault | None:
-        part = self.work.vaults.find(wanted, group.generation)
+    def good_part(self, wanted: Version, group: PreviousGroup) -> FakeParityRegion | None:
+        part = self.work.parity_store.find(wanted, group.generation)
         record = part.record if part is not None else None
         if part is None or record is None:
             return None

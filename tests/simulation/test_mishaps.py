@@ -16,8 +16,8 @@ from ftrun.ids import Version
 from ftrun.membership import ballots
 from ftrun.membership.ballots import Electorate
 from ftrun.membership.fencing import RankSuspension
-from ftrun.membership.leader import leader as lead
-from ftrun.membership.leader import reconfiguration as enrolment
+from ftrun.membership.leader import leader as leader
+from ftrun.membership.leader import reconfiguration as reconfiguration
 from ftrun.membership.leader.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.restore_point import _Held
@@ -78,22 +78,22 @@ def test_nothing_goes_wrong_in_worlds_that_no_run_of_the_tests_has_seen(
 # --- the proof that it can fail ---------------------------------------------------------------
 
 
-def quiet(seed: int, wishes: ClusterSize) -> Scenario:
+def quiet(seed: int, cluster_size: ClusterSize) -> Scenario:
     """A world in which nothing goes wrong but what a test does."""
     scenario = draw(seed, "safety")
     # With more spares than members the run resumes from a checkpoint without the members.
-    has_checkpoints = wishes.spares > wishes.max_nodes
+    has_checkpoints = cluster_size.spares > cluster_size.max_nodes
     settings = changed(
         scenario.settings,
-        wishes=wishes,
-        failures_per_hour=1000,
-        settle_s=1.0,
+        cluster_size=cluster_size,
+        max_failures_per_hour=1000,
+        last_call_timeout_s=1.0,
         has_checkpoints=has_checkpoints,
     )
     return replace(
         scenario,
         settings=settings,
-        num_nodes=wishes.max_nodes + wishes.spares,
+        num_nodes=cluster_size.max_nodes + cluster_size.spares,
         late_nodes=0,
         num_ranks=1,
         unruly=0.0,
@@ -157,7 +157,7 @@ def split_while_the_voters_change(simulation: Simulation) -> None:
     def split() -> None:
         newest = simulation.invariants.newest
         assert newest is not None
-        side = [simulation.network.nodes[newest.lead], *late]
+        side = [simulation.network.nodes[newest.leader], *late]
         rest = [node for node in simulation.nodes if node not in side]
         simulation.faults.cut("split", side[0], side, rest, for_s=12.0)
 
@@ -186,16 +186,16 @@ def _a_bad_checkpoint_ends_the_run(patch: Patch) -> None:
         found = disagreement(plan, answers)
         return EndRun(ExitCode.STATE_LOST, f"{found}") if found else None
 
-    patch.setattr(lead, "disagreement", ends)
+    patch.setattr(leader, "disagreement", ends)
 
 
 def _new_voters_decide_alone(patch: Patch) -> None:
-    real = enrolment.carries
+    real = reconfiguration.carries
 
     def carries(voters: Electorate, agreed: set[ballots.Identity], **also: object) -> bool:
         return "gone" in also or real(voters, agreed)
 
-    patch.setattr(enrolment, "carries", carries)
+    patch.setattr(reconfiguration, "carries", carries)
 
 
 CASES = [
@@ -223,16 +223,16 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wishes", "prepare", "break_it", "words"), CASES)
+@pytest.mark.parametrize(("cluster_size", "prepare", "break_it", "words"), CASES)
 def test_a_rule_that_is_left_out_is_missed(
-    wishes: ClusterSize,
+    cluster_size: ClusterSize,
     prepare: Callable[[Simulation], None],
     break_it: Callable[[Patch], None],
     words: str,
     monkeypatch: Patch,
 ) -> None:
     def runs() -> list[Outcome]:
-        made = [quiet(seed, wishes) for seed in range(8)]
+        made = [quiet(seed, cluster_size) for seed in range(8)]
         return [
             run_seed(seed, "safety", prepare=prepare, scenario=one) for seed, one in enumerate(made)
         ]
@@ -261,7 +261,7 @@ def test_commits_do_not_stop_when_a_node_passes_a_step_that_others_take(
 
     assert [*islice(two_nodes_live(pass_one), 3)] == [""] * 3
     with monkeypatch.context() as patch:
-        patch.setattr(MemberReports, "missed_step", lambda self, beat: -1)
+        patch.setattr(MemberReports, "missed_step", lambda self, heartbeat: -1)
         assert any("no run after" in problem for problem in two_nodes_live(pass_one))
 
 

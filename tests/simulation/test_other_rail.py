@@ -19,7 +19,7 @@ from simulation.world import World
 
 SEEDS = [range(60), pytest.param(range(60, 150), marks=pytest.mark.full)]
 OFTEN_MOVED = (153, 239, 413, 833)
-"""Where connections to newcomers go over another rail more often than every `settle_s`."""
+"""Connections to newcomers use another rail more often than every `last_call_timeout_s`."""
 
 CUT_S = (0.3, 1.1)
 """From the cut until the other rail is in use."""
@@ -118,7 +118,7 @@ def test_rails_are_cut_at_any_moment_and_nothing_goes_wrong(seeds: range) -> Non
 
 
 @pytest.mark.parametrize("seed", OFTEN_MOVED)
-def test_a_newcomer_is_taken_in_however_often_its_rail_changes(seed: int) -> None:
+def test_a_joining_node_is_taken_in_however_often_its_rail_changes(seed: int) -> None:
     for mode in MODES:
         run_of(seed, mode, is_quiet=False)
 
@@ -131,7 +131,7 @@ def test_a_run_in_which_only_rails_are_cut_has_one_generation(seeds: range) -> N
     for seed in seeds[: len(seeds) // 2]:
         simulation, network = run_of(seed, "liveness", is_quiet=True)
         plans = simulation.invariants.effective
-        assert len(plans) == 1, (seed, [plan.why for plan in plans.values()])
+        assert len(plans) == 1, (seed, [plan.reason for plan in plans.values()])
         assert simulation.invariants.steps
         moved += network.num_moved
     assert moved > 10 * (len(seeds) // 2)

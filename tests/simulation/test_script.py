@@ -20,7 +20,7 @@ def simulate(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_seed_is_told_with_its_whole_story() -> None:
+def test_a_seed_is_reported_with_its_whole_story() -> None:
     done = simulate("--seed", 3, "--mode", "safety")
     outcome = run_seed(3, "safety")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,10 +29,10 @@ def test_a_seed_is_told_with_its_whole_story() -> None:
     assert f"{outcome.steps} steps" in done.stdout
 
 
-def test_without_a_mode_it_is_told_in_both() -> None:
-    told = simulate("--seed", 5).stdout
-    assert "seed 5, safety" in told
-    assert "seed 5, liveness" in told
+def test_without_a_mode_it_is_reported_in_both() -> None:
+    reported = simulate("--seed", 5).stdout
+    assert "seed 5, safety" in reported
+    assert "seed 5, liveness" in reported
 
 
 @pytest.mark.slow
@@ -47,8 +47,8 @@ def test_many_seeds_are_counted(tmp_path: Path, jobs: int, seeds: int, more: lis
     found = json.loads(path.read_text())
     assert found["runs"] == seeds
     assert sum(found["verdicts"].values()) == seeds
-    told = sum(run_seed(seed, "safety").num_events for seed in range(40, 40 + seeds))
-    assert found["events"] == told
+    reported = sum(run_seed(seed, "safety").num_events for seed in range(40, 40 + seeds))
+    assert found["events"] == reported
 
 
 @pytest.mark.slow

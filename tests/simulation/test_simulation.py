@@ -75,7 +75,7 @@ def has_unfit_nodes(simulation: Simulation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nobody_runs_ranks_that_fails_its_check() -> None:
+def test_no_node_runs_ranks_that_fails_its_check() -> None:
     for seed in range(CHUNK):
         for mode in MODES:
             outcome = run_seed(seed, mode, prepare=has_unfit_nodes)

@@ -29,8 +29,8 @@ def test_it_is_heartbeats_and_commits_and_little_else() -> None:
     assert both_ways <= found.messages_per_node_s <= 1.2 * both_ways
 
 
-def test_the_lead_sends_one_message_for_each_it_gets() -> None:
+def test_the_leader_sends_one_message_for_each_it_gets() -> None:
     """No heartbeat is passed on: that would be as many as there are pairs of nodes."""
     found = measure(MANY, no_clock)
-    assert found.lead_cpu > 0
+    assert found.leader_cpu > 0
     assert found.messages_per_node_s * MANY < 3 * 2 / HEARTBEAT_S * MANY

@@ -28,7 +28,7 @@ SEEDS, CHUNK = 300, 100
 RUNS_TO_FIND = 1500
 HALVED_S = 30.0
 """Worlds that are split in halves run for this time before their faults end."""
-WISHES = [
+OPERATIONS = [
     *(
         ClusterSize(1, 2, 0),
         ClusterSize(1, 2, 0),
@@ -89,14 +89,16 @@ def _halve(simulation: Simulation, model: WitnessModel, random: Random) -> None:
 
 
 def _changed(scenario: Scenario, random: Random) -> Scenario:
-    fits = [one for one in WISHES if one.max_nodes + one.spares <= scenario.num_nodes]
-    wishes = random.choice(fits) if fits and not scenario.plot else scenario.settings.wishes
-    num_nodes = wishes.max_nodes + wishes.spares
+    fits = [one for one in OPERATIONS if one.max_nodes + one.spares <= scenario.num_nodes]
+    cluster_size = (
+        random.choice(fits) if fits and not scenario.plot else scenario.settings.cluster_size
+    )
+    num_nodes = cluster_size.max_nodes + cluster_size.spares
     is_halved = num_nodes % 2 == 0 and not scenario.plot and random.random() < 0.4
     has_checkpoints = scenario.has_checkpoints or is_halved
     settings = changed(
         scenario.settings,
-        wishes=wishes,
+        cluster_size=cluster_size,
         etcd=["etcd:2379"],
         has_checkpoints=has_checkpoints,
     )
@@ -139,7 +141,7 @@ def test_the_witness_breaks_ties() -> None:
     """Generations are chosen that no majority of nodes could have chosen."""
     broken: Counter[int] = Counter()
 
-    def look(simulation: Simulation) -> None:
+    def poll(simulation: Simulation) -> None:
         with_witness(simulation)
         seen = simulation.invariants
         real = seen._takes_effect
@@ -147,16 +149,16 @@ def test_the_witness_breaks_ties() -> None:
         def takes_effect(plan: ballots.GenerationPlan, node: object) -> None:
             agreed = ballots.electorate(plan.voters)
             for voters in plan.decided_by:
-                who = [one for one in voters.who if one[0] != ballots.WITNESS]
+                who = [one for one in voters.identities if one[0] != ballots.WITNESS]
                 is_tie = len(who) > 1 and 2 * len(agreed & set(who)) == len(who)
-                broken[len(who)] += is_tie and len(who) < len(voters.who)
+                broken[len(who)] += is_tie and len(who) < len(voters.identities)
             real(plan, node)  # type: ignore[arg-type]
 
         seen._takes_effect = takes_effect  # type: ignore[method-assign]
 
     verdicts: Counter[str] = Counter()
     for seed in range(100):
-        verdicts[run_seed(seed, "liveness", prepare=look).verdict] += 1
+        verdicts[run_seed(seed, "liveness", prepare=poll).verdict] += 1
     assert broken[2] > 10, broken
     assert broken[4] > 0, broken
     assert verdicts["finished"] > 30, verdicts
@@ -180,7 +182,7 @@ def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
         asked: QueryWitness,
         me: ballots.NodeCard,
         register: witness_rules.WitnessRegister | None,
-        lead: ballots.NodeCard | None,
+        leader: ballots.NodeCard | None,
         *,
         new_life: int,
     ) -> witness_rules.WitnessDecision:
@@ -188,12 +190,12 @@ def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
         known = register.plan if register is not None else None
         who = me.identity
         kept = witness_rules.WitnessRegister(life, asked.generation, who, asked.plan or known)
-        return witness_rules.WitnessDecision(True, kept, lead or me)
+        return witness_rules.WitnessDecision(True, kept, leader or me)
 
     patch.setattr("simulation.witness.rule", rule)
 
 
-def test_a_lead_that_is_cut_off_from_the_witness_too_is_not_sure(
+def test_a_leader_that_is_cut_off_from_the_witness_too_is_not_sure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has half of the votes, and the other half and the witness continue without it."""
@@ -205,10 +207,10 @@ def test_a_lead_that_is_cut_off_from_the_witness_too_is_not_sure(
         def cut() -> None:
             newest = simulation.invariants.newest
             assert newest is not None
-            lead = simulation.network.nodes[newest.lead]
-            rest = [node for node in simulation.nodes if node is not lead]
-            simulation.faults.cut("cut off", lead, [lead], rest, for_s=12.0)
-            model.cut.add(lead.node_id)
+            leader = simulation.network.nodes[newest.leader]
+            rest = [node for node in simulation.nodes if node is not leader]
+            simulation.faults.cut("cut off", leader, [leader], rest, for_s=12.0)
+            model.cut.add(leader.node_id)
 
         simulation.world.after(BEGINS_S, cut)
 

@@ -54,11 +54,11 @@ class Traffic:
     nodes: int
     bytes_per_node_s: float
     messages_per_node_s: float
-    lead_cpu: float
+    leader_cpu: float
     """Seconds of the leader's computing in a second: deciding, encoding, sealing, and back."""
-    lead_decides: float
+    leader_decides: float
     """The part of it that is spent with deciding."""
-    lead_us_per_message: float
+    leader_us_per_message: float
     """Microseconds, of the messages that it sends or gets."""
     plan_bytes: int
     """Of one announcement of a generation, which goes to each node."""
@@ -69,28 +69,28 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.lead: Agent | None = None
+        self.leader: Agent | None = None
         """None while the run begins."""
         self.decides_s = 0.0
         self.codes_s = 0.0
         self.num_messages = 0
 
-    def watch(self, lead: "Agent") -> None:
+    def watch(self, leader: "Agent") -> None:
         """From now on."""
-        self.lead = lead
-        handle = lead.member.handle
+        self.leader = leader
+        handle = leader.member.handle
 
         def timed(*args: Any, **also: Any) -> Any:
-            began_s = self.clock()
+            started_s = self.clock()
             found = handle(*args, **also)
-            self.decides_s += self.clock() - began_s
+            self.decides_s += self.clock() - started_s
             return found
 
-        lead.member.handle = timed  # type: ignore[method-assign]
+        leader.member.handle = timed  # type: ignore[method-assign]
 
-    def coded(self, agent: "Agent", began_s: float) -> None:
-        if agent is self.lead:
-            self.codes_s += self.clock() - began_s
+    def coded(self, agent: "Agent", started_s: float) -> None:
+        if agent is self.leader:
+            self.codes_s += self.clock() - started_s
             self.num_messages += 1
 
 
@@ -113,25 +113,25 @@ class MeteredNetwork(Network):
 
     def _encode(self, agent: "Agent", body: AnyClusterMessage) -> Any:
         meter = self.meter
-        if meter is None or meter.lead is None:
+        if meter is None or meter.leader is None:
             return _AsItIs(body)
-        began_s = meter.clock()
+        started_s = meter.clock()
         generation = max(0, agent.member.follower.generation)
-        told = encode_body(ClusterEnvelope("run", generation, agent.card.incarnation, body))
-        data = seal_header(_KEY, 1, told)
-        meter.coded(agent, began_s)
+        reported = encode_body(ClusterEnvelope("run", generation, agent.card.incarnation, body))
+        data = seal_header(_KEY, 1, reported)
+        meter.coded(agent, started_s)
         return data
 
     def _decode(self, agent: "Agent", data: Any) -> AnyClusterMessage:
         if isinstance(data, _AsItIs):
             return data.body
         assert self.meter is not None
-        began_s = self.meter.clock()
-        prefix, told = data[:PREFIX_BYTES], data[PREFIX_BYTES:]
+        started_s = self.meter.clock()
+        prefix, reported = data[:PREFIX_BYTES], data[PREFIX_BYTES:]
         body_length(prefix, 1)
-        check_body(_KEY, prefix, told)
-        body = decode_body(_decoder, told).body
-        self.meter.coded(agent, began_s)
+        check_body(_KEY, prefix, reported)
+        body = decode_body(_decoder, reported).body
+        self.meter.coded(agent, started_s)
         return body
 
 
@@ -156,9 +156,9 @@ def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW
         world.run_until(world.now_s + 0.5)
     if not seen.steps or seen.newest is None:
         raise Violation(f"{num_nodes} nodes have not begun within {_BEGINS_WITHIN_S:.0f} s")
-    lead = network.nodes[seen.newest.lead].agent
-    assert lead is not None
-    meter.watch(lead)
+    leader = network.nodes[seen.newest.leader].agent
+    assert leader is not None
+    meter.watch(leader)
     network.num_messages = network.num_bytes = 0
     world.run_until(world.now_s + window_s)
     if len(seen.effective) != 1 or not seen.commits:
@@ -166,14 +166,14 @@ def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW
             f"a quiet run has had {len(seen.effective)} generations and {seen.commits} commits"
         )
     per_node_s = num_nodes * window_s
-    lead_s = meter.decides_s + meter.codes_s
+    leader_s = meter.decides_s + meter.codes_s
     return Traffic(
         nodes=num_nodes,
         bytes_per_node_s=network.num_bytes / per_node_s,
         messages_per_node_s=network.num_messages / per_node_s,
-        lead_cpu=lead_s / window_s,
-        lead_decides=meter.decides_s / window_s,
-        lead_us_per_message=1e6 * lead_s / max(1, meter.num_messages),
+        leader_cpu=leader_s / window_s,
+        leader_decides=meter.decides_s / window_s,
+        leader_us_per_message=1e6 * leader_s / max(1, meter.num_messages),
         plan_bytes=len(msgspec.msgpack.encode(seen.newest)),
     )
 
@@ -188,10 +188,10 @@ def quiet(num_nodes: int) -> Scenario:
         settings=made_settings(
             ClusterSize(num_nodes, num_nodes, 0),
             "n0",
-            heartbeat_s=HEARTBEAT_S,
+            heartbeat_interval_s=HEARTBEAT_S,
             budget=3,
-            backoff_first_s=0.5,
-            boundary_wait_s=2.0,
+            backoff_initial_s=0.5,
+            final_snapshot_timeout_s=2.0,
         ),
         every=SNAPSHOT_EVERY,
         transfer_s=0.15,

@@ -36,7 +36,7 @@ class Ranks:
         self.plan = plan
         self.group = group
         self.are_alive = True
-        self.are_held = False
+        self.are_suspended = False
         self.lease_s: float | None = None
         """Until when they may step, on the clock of their node; None: without a limit."""
         self.are_ready = False
@@ -52,7 +52,7 @@ class Ranks:
         assert node.page is not None
         self.page = node.page
         restored = node.restored_in.get(plan.generation)
-        self.settling = CommitWait(self.page, plan.generation, restored)
+        self.commit_wait = CommitWait(self.page, plan.generation, restored)
         self.passes = 0
         """Due snapshots that it skips without a report, because it received an interval late."""
         self.newest_seals: dict[Rank, int] = {}
@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def can_move(self) -> bool:
-        if not self.are_alive or self.are_held or not self.node.is_running:
+        if not self.are_alive or self.are_suspended or not self.node.is_running:
             return False
         if self.node.is_stuck:
             return False
@@ -153,28 +153,30 @@ class Group:
         """As `ftrun.worker.capture.capture` does it."""
         smp = ranks.node.smp
         if smp is None or not smp.is_alive:
-            ranks.settling.skipped(taken.step)  # the next SMP receives it with the next step
+            ranks.commit_wait.skipped(taken.step)  # the next SMP receives it with the next step
             return
-        if not is_free(ranks) and (ranks.settling.is_under_way or not self._take_back(ranks, smp)):
-            ranks.settling.skipped(taken.step)
+        if not is_free(ranks) and (
+            ranks.commit_wait.is_under_way or not self._take_back(ranks, smp)
+        ):
+            ranks.commit_wait.skipped(taken.step)
             smp.skipped(taken)
             return
         ranks.node.agent_noted(f"captures {taken}")
         arenas = [smp.arena_for(rank) for rank in ranks.locals]
         places = [slot_to_overwrite(ranks, arena) for arena in arenas]
-        for arena, place in zip(arenas, places, strict=True):
-            arena.empty(place)
+        for arena, position in zip(arenas, places, strict=True):
+            arena.empty(position)
         delay_s = 0.02 + 0.2 * ranks.node.random.random()
-        for arena, place in zip(arenas, places, strict=True):
-            ranks.node.later(delay_s, self._seal, ranks, arena, place, taken, ranks.state)
+        for arena, position in zip(arenas, places, strict=True):
+            ranks.node.later(delay_s, self._seal, ranks, arena, position, taken, ranks.state)
             delay_s += 0.02 * ranks.node.random.random()
 
     @staticmethod
     def _take_back(ranks: Ranks, smp: "Smp") -> bool:
         """Withdraw the newest seal, which no other rank needs any more."""
-        last = ranks.settling.newest_sealed
+        last = ranks.commit_wait.newest_sealed
         if last is not None:
-            ranks.settling.skipped(last.step)
+            ranks.commit_wait.skipped(last.step)
             for rank in ranks.locals:
                 smp.withdraw(rank, last)
         return is_free(ranks)
@@ -184,7 +186,7 @@ class Group:
             return
         self.simulation.invariants.sealed(taken, state)
         arena.seal(taken, state, at)
-        ranks.settling.sealed(taken.step)
+        ranks.commit_wait.sealed(taken.step)
         ranks.newest_seals[arena.rank] = int(taken.step)
         smp = ranks.node.smp
         if smp is not None and smp.is_alive:
@@ -222,12 +224,12 @@ def is_due(ranks: Ranks, step: int, every: int) -> bool:
 
 
 def is_free(ranks: Ranks) -> bool:
-    return ranks.settling.is_free
+    return ranks.commit_wait.is_free
 
 
 def slot_to_overwrite(ranks: Ranks, arena: Arena) -> int:
     """The one without the committed version."""
-    return ranks.settling.slot_to_fill(arena.place_of)
+    return ranks.commit_wait.slot_to_fill(arena.position_of)
 
 
 def exit_of(ranks: Ranks, rank: int, kind: ExitKind) -> WorkerExit:

@@ -16,7 +16,7 @@ from ftrun.membership import ballots
 from ftrun.membership import voter as follower
 from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.leader import draining, planning
-from ftrun.membership.leader import leader as lead
+from ftrun.membership.leader import leader as leader
 from ftrun.membership.leader import proposer as election
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.recovery import restore_point as restore_choice
@@ -36,7 +36,7 @@ from ftrun.wire.messages.smp import Inventory, ProtectionPart
 from ftrun.wire.shared_memory.pages import CommandField as Word
 from ftrun.worker.capture.boundaries import CommitWait
 from simulation import memory, training
-from simulation.memory import Arena, Vault
+from simulation.memory import Arena, FakeParityRegion
 from simulation.training import Ranks
 
 Patch = pytest.MonkeyPatch
@@ -79,11 +79,13 @@ def _abandoned_timeline_comes_back(patch: Patch) -> None:
 
 
 def _generation_not_checked(patch: Patch) -> None:
-    def obey(self: follower.Voter, sender: str, body: LeaderHeartbeat, **_: Any) -> list[Command]:
+    def apply_heartbeat(
+        self: follower.Voter, sender: str, body: LeaderHeartbeat, **_: Any
+    ) -> list[Command]:
         found = self._learn_of_effect(sender, body)
         return found + (self._new_orders(body) if self.plan is not None else [])
 
-    def took_effect(self: follower.Voter, plan: GenerationPlan) -> list[Command]:
+    def is_chosen(self: follower.Voter, plan: GenerationPlan) -> list[Command]:
         self._effective(plan)
         return [follower.StartRanks(plan)] if self.is_member else []
 
@@ -91,9 +93,9 @@ def _generation_not_checked(patch: Patch) -> None:
         accepted = self.vote.accepted
         if accepted is None or accepted.generation <= self.generation:
             return []
-        return took_effect(self, accepted)
+        return is_chosen(self, accepted)
 
-    patch.setattr(follower.Voter, "obey", obey)
+    patch.setattr(follower.Voter, "apply_heartbeat", apply_heartbeat)
     patch.setattr(follower.Voter, "_learn_of_effect", learn)
 
 
@@ -129,7 +131,7 @@ def _parity_of_another_step_accepted(patch: Patch) -> None:
                         held.add_part(node_id, part)
         return found
 
-    def find(self: ParityStore, wanted: Version, protected_in: int) -> Vault | None:
+    def find(self: ParityStore, wanted: Version, protected_in: int) -> FakeParityRegion | None:
         whole = [part for part in self.fds if part.is_complete]
         fits = [part for part in whole if part.record.protected_in == protected_in]
         return min(fits, key=lambda part: part.version != wanted, default=None)
@@ -148,11 +150,11 @@ def _restore_point_from_one_record(patch: Patch) -> None:
         committed: Collection[VersionPair] = (),
         **also: Any,
     ) -> RestoreChoice:
-        told = [version(*pair) for pair in committed]
+        reported = [version(*pair) for pair in committed]
         own = next(iter(sorted(holdings)))
-        told += [version(one.generation, one.step) for one in holdings[own].offers]
+        reported += [version(one.generation, one.step) for one in holdings[own].offers]
         found = real(holdings, newest_plan, committed=committed, **also)
-        return replace(found, version=max(told)) if told else found
+        return replace(found, version=max(reported)) if reported else found
 
     patch.setattr(planning, "choose", choose)
 
@@ -170,29 +172,31 @@ def _promise_before_ranks_are_dead(patch: Patch) -> None:
     patch.setattr(follower.Voter, "prepare", prepare)
 
 
-def _ranks_go_on_without_a_lead(patch: Patch) -> None:
-    patch.setattr(SelfFencing, "why", lambda self, now_s: "")
+def _ranks_continue_without_a_leader(patch: Patch) -> None:
+    patch.setattr(SelfFencing, "reason", lambda self, now_s: "")
     patch.setattr(FailureDetector, "may_decide_without_me", lambda self, plan, now_s: False)
 
 
 def _commit_when_one_node_is_ready(patch: Patch) -> None:
-    def ready_with(self: MemberReports, beat: Heartbeat) -> VersionPair | None:
-        return beat.ready
+    def ready_with(self: MemberReports, heartbeat: Heartbeat) -> VersionPair | None:
+        return heartbeat.ready
 
     patch.setattr(MemberReports, "ready_with", ready_with)
 
 
-def _endpoint_is_not_told_of_the_run(patch: Patch) -> None:
+def _endpoint_does_not_know_the_run(patch: Patch) -> None:
     patch.setattr(FailureDetector, "endpoints_without_agent", lambda self: [])
 
-    def opened(self: lead.Leader, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
+    def opened(
+        self: leader.Leader, node_id: str, incarnation: int, *, now_s: float
+    ) -> list[Command]:
         peer = self.known.get(node_id)
         if peer is None:
             return []
         self.known.opened(peer, now_s=now_s)
         return self._election.ask(peer, now_s=now_s)
 
-    patch.setattr(lead.Leader, "opened", opened)
+    patch.setattr(leader.Leader, "opened", opened)
 
 
 def _lost_memory_counts_as_memory(patch: Patch) -> None:
@@ -227,15 +231,15 @@ def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
 
 
 def _ready_before_all_nodes_have_stored(patch: Patch) -> None:
-    def stored(self: Protector, round_: ProtectionRound, place: int) -> None:
-        round_.stored.add(place)
+    def stored(self: Protector, round_: ProtectionRound, position: int) -> None:
+        round_.stored.add(position)
         if not round_.is_ready:
             self._ready(round_)
 
     patch.setattr(Protector, "_stored", stored)
 
 
-def _vault_overwritten_before_commit(patch: Patch) -> None:
+def _parity_region_overwritten_before_commit(patch: Patch) -> None:
     def free_slot(self: ParityStore) -> int:
         return self._kept if self._kept is not None else 0
 
@@ -243,15 +247,15 @@ def _vault_overwritten_before_commit(patch: Patch) -> None:
 
 
 def _round_of_the_attempt_before_counts(patch: Patch) -> None:
-    real = Protector.heard
+    real = Protector.received
 
-    def heard(self: Protector, session: int, node_id: str, body: RoundMessage) -> None:
+    def received(self: Protector, session: int, node_id: str, body: RoundMessage) -> None:
         at = self._rounds.find(version(body.generation, body.step))
         if at is not None and body.attempt < at.attempt:
             body = structs.replace(body, attempt=at.attempt)
         real(self, session, node_id, body)
 
-    patch.setattr(Protector, "heard", heard)
+    patch.setattr(Protector, "received", received)
 
 
 def _incomplete_part_is_offered_as_whole(patch: Patch) -> None:
@@ -284,7 +288,7 @@ def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
     patch.setattr(draining.NodeDraining, "_let_go", let_go)
 
 
-def _stale_lead_stays(patch: Patch) -> None:
+def _stale_leader_stays(patch: Patch) -> None:
     patch.setattr(election.Proposer, "again_s", None)
 
 
@@ -330,7 +334,7 @@ VARIANTS = [
     ),
     Variant(
         "ranks go on without a lead",
-        _ranks_go_on_without_a_lead,
+        _ranks_continue_without_a_leader,
         ("makes a step",),
         plot="outvoted",
     ),
@@ -339,7 +343,7 @@ VARIANTS = [
     ),
     Variant(
         "endpoint is not told of the run",
-        _endpoint_is_not_told_of_the_run,
+        _endpoint_does_not_know_the_run,
         ("could have reported it",),
         plot="unexpected",
     ),
@@ -372,7 +376,7 @@ VARIANTS = [
     ),
     Variant(
         "vault overwritten before commit",
-        _vault_overwritten_before_commit,
+        _parity_region_overwritten_before_commit,
         ("is lost", "is there", "starts from", "no run after", "does not tolerate"),
     ),
     Variant(

@@ -35,69 +35,73 @@ class WitnessModel:
         self.refused = 0
         self._random = random
         self._register: WitnessRegister | None = None
-        self._lead: NodeCard | None = None
+        self._leader: NodeCard | None = None
         self._ends_s = -1.0
         self._revision = 0
         self._lives = 0
 
     def forget(self) -> None:
         """Its memory is lost."""
-        self._register, self._lead = None, None
+        self._register, self._leader = None, None
         self._revision += 1
 
     def ask(self, agent: "Agent", asked: QueryWitness) -> None:
         """A question leaves; its answer comes, or the word that there is none."""
-        self.world.after(self._way_s(), self._read, agent, asked)
+        self.world.after(self._delay_s(), self._read, agent, asked)
 
-    def _way_s(self) -> float:
+    def _delay_s(self) -> float:
         return 0.001 + 0.1 * self._random.random() ** 2
 
     def _reaches(self, agent: "Agent") -> bool:
         return self.is_up and agent.node.node_id not in self.cut
 
-    def _lead_now(self) -> NodeCard | None:
-        if self._lead is not None and self.world.now_s >= self._ends_s:
-            self._lead = None
+    def _current_leader(self) -> NodeCard | None:
+        if self._leader is not None and self.world.now_s >= self._ends_s:
+            self._leader = None
             self._revision += 1
-        return self._lead
+        return self._leader
 
     def _read(self, agent: "Agent", asked: QueryWitness) -> None:
         if not self._reaches(agent):
-            said = WitnessAnswered(asked, is_reached=False, why="the witness is out of reach")
-            self.world.after(ANSWER_S, self._say, agent, said)
+            said = WitnessAnswered(asked, is_reached=False, reason="the witness is out of reach")
+            self.world.after(ANSWER_S, self._report, agent, said)
             return
         self._lives += 1
-        lead = self._lead_now()
-        ruling = rule(asked, agent.card, self._register, lead, new_life=7000 + self._lives)
-        seen = WitnessAnswered(asked, True, ruling.granted, self._register, lead)
-        self.world.after(self._way_s() * 2, self._write, agent, ruling, self._revision, seen)
+        leader = self._current_leader()
+        ruling = rule(asked, agent.card, self._register, leader, new_life=7000 + self._lives)
+        seen = WitnessAnswered(asked, True, ruling.granted, self._register, leader)
+        self.world.after(self._delay_s() * 2, self._write, agent, ruling, self._revision, seen)
 
     def _write(
         self, agent: "Agent", ruling: WitnessDecision, read: int, seen: WitnessAnswered
     ) -> None:
         if not self._reaches(agent):
-            said = WitnessAnswered(seen.asked, is_reached=False, why="the witness is out of reach")
-            self.world.after(ANSWER_S, self._say, agent, said)
+            said = WitnessAnswered(
+                seen.asked, is_reached=False, reason="the witness is out of reach"
+            )
+            self.world.after(ANSWER_S, self._report, agent, said)
             return
-        self._lead_now()
+        self._current_leader()
         if not ruling.granted:
             self.refused += 1
-            self.world.after(self._way_s(), self._say, agent, seen)
+            self.world.after(self._delay_s(), self._report, agent, seen)
             return
         if read != self._revision and not self.swaps_anyway:
-            self.world.after(self._way_s(), self._read, agent, seen.asked)
+            self.world.after(self._delay_s(), self._read, agent, seen.asked)
             return
         self.granted += 1
-        if (ruling.register, ruling.lead) != (self._register, self._lead):
+        if (ruling.register, ruling.leader) != (self._register, self._leader):
             self._revision += 1
-        self._register, self._lead = ruling.register, ruling.lead
-        if ruling.lead is not None and ruling.lead.identity == agent.card.identity:
+        self._register, self._leader = ruling.register, ruling.leader
+        if ruling.leader is not None and ruling.leader.identity == agent.card.identity:
             self._ends_s = self.world.now_s + LEASE_S
-        said = WitnessAnswered(seen.asked, True, True, self._register, self._lead)
+        said = WitnessAnswered(seen.asked, True, True, self._register, self._leader)
         # The answer may be lost on its way, and what was asked is done all the same.
-        self.world.after(self._way_s(), self._say, agent, said)
+        self.world.after(self._delay_s(), self._report, agent, said)
 
-    def _say(self, agent: "Agent", said: WitnessAnswered) -> None:
+    def _report(self, agent: "Agent", said: WitnessAnswered) -> None:
         if said.is_reached and not self._reaches(agent):
-            said = WitnessAnswered(said.asked, is_reached=False, why="the witness is out of reach")
+            said = WitnessAnswered(
+                said.asked, is_reached=False, reason="the witness is out of reach"
+            )
         agent.happens(said)

@@ -13,7 +13,7 @@ from ftrun.errors import UsageError
 
 
 @pytest.mark.parametrize("kind", [ftrun.dcp.Writer, ftrun.dcp.Reader])
-def test_without_a_fallback_it_says_what_to_do(kind: type) -> None:
+def test_without_a_fallback_it_reports_what_to_do(kind: type) -> None:
     with pytest.raises(UsageError, match="start it with `ftrun`, or give"):
         kind()
     assert not ftrun.dcp.exists()

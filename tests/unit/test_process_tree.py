@@ -65,13 +65,13 @@ def test_marked_processes_are_found_under_any_name_and_session(
     tree = "echo other > /proc/$$/comm; setsid sleep 600 & echo $!; wait"
     shell = start("sh", "-c", tree, **{process_tree.MARK: mark})
     inner = int(first_line(shell))
-    stranger = start("sh", "-c", "echo up; sleep 600; :", **{process_tree.MARK: f"{mark}2"})
-    first_line(stranger)
+    unknown_peer = start("sh", "-c", "echo up; sleep 600; :", **{process_tree.MARK: f"{mark}2"})
+    first_line(unknown_peer)
     assert sorted(process_tree.left_behind(tmp_path)) == sorted([shell.pid, inner])
     assert process_tree.descendants([shell.pid]) == [inner]
     assert process_tree.end_left_behind(tmp_path) == []
     assert process_tree.left_behind(tmp_path) == []
-    assert stranger.poll() is None, "another run's"
+    assert unknown_peer.poll() is None, "another run's"
 
 
 def test_lasting_processes_are_no_leftovers(start: Start, tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_processes_of_a_session_are_found_by_it_alone(start: Start, tmp_path: Pa
 def test_sessions_of_other_processes_with_these_numbers_are_left_alone(
     start: Start, tmp_path: Path
 ) -> None:
-    stranger = start("sh", "-c", "echo up; sleep 600; :")
-    first_line(stranger)
-    process_tree.note_sessions(tmp_path, [stranger.pid])
+    unknown_peer = start("sh", "-c", "echo up; sleep 600; :")
+    first_line(unknown_peer)
+    process_tree.note_sessions(tmp_path, [unknown_peer.pid])
     notes = tmp_path / "rank-sessions"
     where, line = notes.read_text().splitlines()
     assert process_tree.left_behind(tmp_path)

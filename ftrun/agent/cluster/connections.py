@@ -33,12 +33,12 @@ from ftrun.agent.cluster.dialing import (
 )
 from ftrun.errors import FtrunError, PeerError, PeerLost
 from ftrun.membership.events import (
+    ClockTick,
     ConnectFailed,
     ConnectionClosed,
     ConnectionOpened,
     Happening,
     MessageReceived,
-    Passing,
 )
 from ftrun.records.membership import ConnectionFailedOver
 from ftrun.recovery.commands import Connect, JournalEntry, Send
@@ -60,13 +60,13 @@ _log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 Connection = PeerConnection[ClusterEnvelope]
-HoldNow = Callable[[bool], None]
+SuspendNow = Callable[[bool], None]
 """Suspend (True) or resume (False) this node's ranks: at once, from any thread."""
 
 Lease = Callable[[float | None], None]
 """Time until which this node's ranks may step; None: without a limit. From any thread."""
 
-Aside = Callable[[str, AnyClusterMessage], None]
+OtherMessages = Callable[[str, AnyClusterMessage], None]
 """Takes a message that needs no decision, and its sender; in this thread, without waiting."""
 
 _ASIDES = (
@@ -85,11 +85,11 @@ class _Out:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoil:
+class _Corrupt:
     """Order to flip a bit in the next frame to each other agent, see `ftrun inject-fault`."""
 
 
-_Inbox = Happening | AuthenticatedConnection | _Out | _Spoil | None
+_Inbox = Happening | AuthenticatedConnection | _Out | _Corrupt | None
 
 
 class ClusterConnections:
@@ -97,27 +97,29 @@ class ClusterConnections:
 
     def __init__(  # noqa: PLR0913 - whom its work concerns
         self,
-        brain: ControlLoop,
+        control_loop: ControlLoop,
         identity: PeerIdentity,
         secret: Secret | None,
         listeners: list[socket.socket],
         *,
-        wake_hands: Callable[[], None],
-        hold_now: HoldNow,
+        wake_executor: Callable[[], None],
+        suspend_now: SuspendNow,
         lease: Lease,
-        aside: Aside,
+        on_other_message: OtherMessages,
         dialled: Dialled,
         each_turn: Callable[[float], None],
     ) -> None:
-        self.brain = brain
+        self.control_loop = control_loop
         self._node_id = identity.node_id
-        self._wake_hands = wake_hands
-        self.hold_now = hold_now
+        self._wake_executor = wake_executor
+        self.suspend_now = suspend_now
         self._lease = lease
-        self._aside = aside
+        self._on_other_message = on_other_message
         self._each_turn = each_turn
         self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
-        self.ways = ConnectionFailover(brain.member.me, brain.settings, brain.card_of)
+        self.failover = ConnectionFailover(
+            control_loop.member.me, control_loop.settings, control_loop.card_of
+        )
         self._selector = selectors.DefaultSelector()
         self._inbox: SimpleQueue[_Inbox] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
@@ -140,15 +142,15 @@ class ClusterConnections:
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, event: Happening) -> None:
+    def post(self, event: Happening) -> None:
         self._put(event)
 
     def send(self, node_id: str, message: AnyClusterMessage) -> None:
         """Send a message that needs no decision, such as lines for the merged journal."""
         self._put(_Out(node_id, message))
 
-    def spoil_next(self) -> None:
-        self._put(_Spoil())
+    def corrupt_next(self) -> None:
+        self._put(_Corrupt())
 
     def wake(self) -> None:
         with suppress(OSError):  # the thread wakes anyway, or has ended
@@ -170,17 +172,17 @@ class ClusterConnections:
                 for key, mask in self._selector.select(TICK_S):
                     self._on_ready(key.fileobj, mask)
                 self._take_inbox()
-                self._think(Passing())
-                self._lease(self.brain.member.holding.lease_s)
+                self._think(ClockTick())
+                self._lease(self.control_loop.member.suspension.lease_s)
                 now_s = clock.now_s()
-                for call in self.ways.silent(self._connections, now_s=now_s):
+                for call in self.failover.unresponsive(self._connections, now_s=now_s):
                     self._handshakes.call(PendingDial(*call))
                 self._each_turn(now_s)
         except Exception as error:  # noqa: BLE001 - any of them ends this agent
             _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
             self.failure = error
-            self.hold_now(True)
-            self._wake_hands()
+            self.suspend_now(True)
+            self._wake_executor()
         finally:
             self._hang_up_all()
 
@@ -203,19 +205,19 @@ class ClusterConnections:
                     self._made(what)
                 elif isinstance(what, _Out):
                     self._send(what.node_id, what.message)
-                elif isinstance(what, _Spoil):
+                elif isinstance(what, _Corrupt):
                     for connection in self._connections.values():
-                        connection.is_spoilt = True
+                        connection.is_corrupted = True
                 else:
                     if isinstance(what, ConnectFailed):
                         self._handshakes.ended((what.host, what.port))
                     self._think(what)
 
     def _think(self, event: Happening) -> None:
-        before = self.brain.orders.qsize()
-        network = self.brain.think(event)
-        if self.brain.orders.qsize() != before:
-            self._wake_hands()
+        before = self.control_loop.orders.qsize()
+        network = self.control_loop.think(event)
+        if self.control_loop.orders.qsize() != before:
+            self._wake_executor()
         for command in network:
             self._carry_out(command)
 
@@ -232,7 +234,7 @@ class ClusterConnections:
         connection = self._connections.get(node_id)
         if connection is None:
             return
-        connection.generation = max(0, self.brain.member.follower.generation)
+        connection.generation = max(0, self.control_loop.member.follower.generation)
         try:
             connection.send(message)
         except PeerLost:
@@ -246,7 +248,7 @@ class ClusterConnections:
 
     def _dial(self, command: Connect) -> None:
         if command.node_id not in self._connections:
-            self._handshakes.call(PendingDial(command, self.ways.of(command)))
+            self._handshakes.call(PendingDial(command, self.failover.of(command)))
 
     def _made(self, made: AuthenticatedConnection) -> None:
         if made.call is not None:
@@ -257,21 +259,23 @@ class ClusterConnections:
             connection.close()
             return
         old = self._connections.get(node_id)
-        if old is not None and _are_two(old, connection, self.ways.hosts_of(node_id)):
+        if old is not None and _are_two(old, connection, self.failover.hosts_of(node_id)):
             self._turn_away(connection, old.address)
             return
-        if made.way is not None:
-            self.ways.met((node_id, incarnation), made.way.host, made.way.port)
+        if made.address is not None:
+            self.failover.met((node_id, incarnation), made.address.host, made.address.port)
         is_ours, now_s = made.call is not None, clock.now_s()
-        if old is not None and self.ways.keeps(node_id, incarnation, is_ours=is_ours, now_s=now_s):
+        if old is not None and self.failover.keeps(
+            node_id, incarnation, is_ours=is_ours, now_s=now_s
+        ):
             connection.close()
             return
         if old is not None:
-            self._hear_out(node_id, old, connection)
+            self._drain(node_id, old, connection)
         self._connections[node_id] = connection
-        self.ways.made(node_id, incarnation, is_ours=is_ours, now_s=now_s)
+        self.failover.made(node_id, incarnation, is_ours=is_ours, now_s=now_s)
         self._selector.register(connection, selectors.EVENT_READ)
-        self._say_which_way(node_id, made)
+        self._report_direction(node_id, made)
         self._think(ConnectionOpened(node_id, incarnation))
 
     def _turn_away(self, connection: Connection, address: str) -> None:
@@ -279,29 +283,27 @@ class ClusterConnections:
             f"{connection.address} says it is node {connection.peer.node_id}, and so does "
             f"{address}. Name each node differently with --node-id"
         )
-        self._handshakes.say_once(text)
+        self._handshakes.report_once(text)
         with suppress(PeerError):
             connection.send(JoinRejected(text))
         connection.close()
 
-    def _hear_out(self, node_id: str, old: Connection, new: Connection) -> None:
+    def _drain(self, node_id: str, old: Connection, new: Connection) -> None:
         if old.peer.incarnation == new.peer.incarnation:
             with suppress(PeerError):
                 for envelope in old.receive_ready():
-                    self._heard(node_id, envelope.body)
+                    self._received(node_id, envelope.body)
         self._drop(node_id)
 
-    def _say_which_way(self, node_id: str, made: AuthenticatedConnection) -> None:
+    def _report_direction(self, node_id: str, made: AuthenticatedConnection) -> None:
         """Report to the operator that a node is reached over another rail than its card's."""
-        call, way = made.call, made.way
-        if call is None or way is None or way.host == call.dial.host:
+        call, address = made.call, made.address
+        if call is None or address is None or address.host == call.dial.host:
             return
-        text = (
-            f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {way.host}"
-        )
-        record = ConnectionFailedOver(text, node_id, way.host, instead_of=call.dial.host)
-        self.brain.orders.put(JournalEntry(record, say=True))
-        self._wake_hands()
+        text = f"node {node_id} does not answer at {call.dial.host}; {address.host} is used"
+        record = ConnectionFailedOver(text, node_id, address.host, instead_of=call.dial.host)
+        self.control_loop.orders.put(JournalEntry(record, announce=True))
+        self._wake_executor()
 
     def _serve(self, connection: Connection, mask: int) -> None:
         node_id = connection.peer.node_id
@@ -313,18 +315,18 @@ class ClusterConnections:
             if mask & selectors.EVENT_READ:
                 envelopes = connection.receive_ready()
                 if envelopes:
-                    self.ways.heard(node_id, now_s=clock.now_s())
+                    self.failover.received(node_id, now_s=clock.now_s())
                 for envelope in envelopes:
-                    self._heard(node_id, envelope.body)
+                    self._received(node_id, envelope.body)
         except PeerError as error:
             _log.debug("node %s: %s", node_id, error)
             self._lost(node_id, connection)
         else:
             self._watch(connection)
 
-    def _heard(self, node_id: str, message: AnyClusterMessage) -> None:
+    def _received(self, node_id: str, message: AnyClusterMessage) -> None:
         if isinstance(message, _ASIDES):
-            self._aside(node_id, message)
+            self._on_other_message(node_id, message)
         else:
             self._think(MessageReceived(node_id, message))
 
@@ -336,7 +338,7 @@ class ClusterConnections:
     def _drop(self, node_id: str) -> None:
         connection = self._connections.pop(node_id, None)
         if connection is not None:
-            self.ways.gone(node_id)
+            self.failover.gone(node_id)
             self._close(connection)
 
     def _watch(self, connection: Connection) -> None:

@@ -22,7 +22,7 @@ from ftrun import clock
 from ftrun.config.cluster import MembershipSettings
 from ftrun.config.run_spec import RunSpec
 from ftrun.membership.discovery import MemberRole
-from ftrun.membership.events import Happening, Passing, RunFinished
+from ftrun.membership.events import ClockTick, Happening, RunFinished
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
@@ -55,35 +55,35 @@ class ControlLoop:
         settings: MembershipSettings,
         *,
         kept: GenerationPlan | None,
-        took_effect: bool,
+        is_chosen: bool,
     ) -> None:
         self.settings = settings
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
-        self.oversight = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
+        self.monitor = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
         """The newest one; it counts only while this agent leads."""
         # None of the following waits. In a run on one node, or without a witness, they do nothing.
         self.check_again: Callable[[int], None] = _ignored
         """Starts a check of this node with at least this number."""
         self.ask_witness: Callable[[QueryWitness], None] = _ignored
-        self.try_road: Callable[[ProbePath], None] = _ignored
+        self.probe_path: Callable[[ProbePath], None] = _ignored
         self._me = me.node_id
         self.member = Member(
             me,
             settings,
-            self._new_oversight,
+            self._new_monitor,
             now_s=clock.now_s(),
             kept=kept,
-            took_effect=took_effect,
+            is_chosen=is_chosen,
         )
 
     # --- for the executor -------------------------------------------------------------------------
 
-    def tell(self, event: Happening) -> None:
+    def post(self, event: Happening) -> None:
         self.think(event)
 
-    def passing(self) -> None:
+    def tick(self) -> None:
         """Handle the time; needed only if the control loop has no thread of its own."""
-        self.think(Passing())
+        self.think(ClockTick())
 
     def next_order(self) -> NodeCommand | None:
         try:
@@ -98,15 +98,15 @@ class ControlLoop:
 
     @property
     def leads(self) -> bool:
-        return self.member.lead is not None
+        return self.member.leader is not None
 
     def card_of(self, node_id: str) -> NodeCard | None:
         """The newest known card of a node; in the control loop's own thread only."""
         member = self.member
-        peer = member.lead.known.get(node_id) if member.lead is not None else None
+        peer = member.leader.known.get(node_id) if member.leader is not None else None
         if peer is not None:
             return peer.card
-        card = member.lead_card
+        card = member.leader_card
         if card is not None and card.node_id == node_id:
             return card
         plan = member.follower.newest_plan
@@ -133,15 +133,15 @@ class ControlLoop:
         elif isinstance(command, RepeatNodeCheck):
             self.check_again(command.number)
         elif isinstance(command, ProbePath):
-            self.try_road(command)
+            self.probe_path(command)
         elif isinstance(command, QueryWitness):
             self.ask_witness(command)
         else:
             self.orders.put(command)
 
-    def _new_oversight(self) -> GenerationMonitor:
-        self.oversight = GenerationMonitor(self.settings, self._me, pairs=PairCheck())
-        return self.oversight
+    def _new_monitor(self) -> GenerationMonitor:
+        self.monitor = GenerationMonitor(self.settings, self._me, pairs=PairCheck())
+        return self.monitor
 
 
 def _ignored(_: object) -> None: ...
@@ -158,26 +158,26 @@ class DecisionThread(Protocol):
 class ConnectionThread(DecisionThread, Protocol):
     """The thread that owns the connections, see `ClusterConnections`."""
 
-    hold_now: Callable[[bool], None]
+    suspend_now: Callable[[bool], None]
 
-    def tell(self, event: Happening) -> None: ...
+    def post(self, event: Happening) -> None: ...
 
     def send(self, node_id: str, message: AnyClusterMessage) -> None: ...
 
-    def spoil_next(self) -> None: ...
+    def corrupt_next(self) -> None: ...
 
 
 class ClusterControlLoop(ControlLoop):
-    """A control loop in a thread of its own; `tell` hands the main thread's events over to it."""
+    """A control loop in a thread of its own; `post` hands the main thread's events over to it."""
 
     thread: ConnectionThread | None = None
     witness_thread: DecisionThread | None = None
 
-    def tell(self, event: Happening) -> None:
+    def post(self, event: Happening) -> None:
         assert self.thread is not None
-        self.thread.tell(event)
+        self.thread.post(event)
 
-    def passing(self) -> None:
+    def tick(self) -> None:
         """Raise the failure of a thread; the control loop here has its own clock.
 
         Raises:
@@ -197,11 +197,11 @@ class ClusterControlLoop(ControlLoop):
         # Ranks are suspended here, before another agent can have replaced them. The main thread may
         # be busy at that time.
         if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
-            self.thread.hold_now(isinstance(command, SuspendRanks))
+            self.thread.suspend_now(isinstance(command, SuspendRanks))
         super()._sort(command, network)
 
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 
 _log = logging.getLogger("ftrun")
 
@@ -209,41 +209,41 @@ _log = logging.getLogger("ftrun")
 class FinishedWatch:
     """The watch of one agent. It does not poll checkpoints behind a URL."""
 
-    def __init__(self, spec: RunSpec, brain: ControlLoop) -> None:
+    def __init__(self, spec: RunSpec, control_loop: ControlLoop) -> None:
         self._spec = spec
-        self._brain = brain
+        self._control_loop = control_loop
         directory = spec.checkpoint_directory
         is_used = spec.nodes is not None and directory is not None and not is_url(directory)
         self._directory = directory if is_used else None
         self._due_s: float | None = None
-        self._is_told = False
+        self._is_reported = False
         self.thread: threading.Thread | None = None
 
-    def look(self, *, now_s: float) -> None:
+    def poll(self, *, now_s: float) -> None:
         if self._directory is None or not self._is_apart():
             self._due_s = None
             return
         if self._due_s is None:
-            self._due_s = now_s + LOOK_EVERY_S
+            self._due_s = now_s + POLL_EVERY_S
         if now_s < self._due_s or (self.thread is not None and self.thread.is_alive()):
             return
-        self._due_s = now_s + LOOK_EVERY_S
+        self._due_s = now_s + POLL_EVERY_S
         self.thread = threading.Thread(target=self._read, name="ftrun-finished", daemon=True)
         self.thread.start()
 
     def _is_apart(self) -> bool:
         """Whether this node has found no leader, or leads a paused run."""
-        lead = self._brain.member.lead
-        if lead is not None:
-            return lead.pause.is_on
-        return self._brain.member.role in (MemberRole.JOINING, MemberRole.SEEKING)
+        leader = self._control_loop.member.leader
+        if leader is not None:
+            return leader.pause.is_on
+        return self._control_loop.member.role in (MemberRole.JOINING, MemberRole.SEEKING)
 
     def _read(self) -> None:
         assert self._directory is not None
-        plan = self._brain.plan
+        plan = self._control_loop.plan
         record = read_owner(self._directory)
-        if why := has_finished(self._spec, record, life=plan.life if plan is not None else ""):
-            if not self._is_told:
-                self._is_told = True
-                _log.warning("%s", why)
-            self._brain.tell(RunFinished(why))
+        if reason := has_finished(self._spec, record, life=plan.life if plan is not None else ""):
+            if not self._is_reported:
+                self._is_reported = True
+                _log.warning("%s", reason)
+            self._control_loop.post(RunFinished(reason))

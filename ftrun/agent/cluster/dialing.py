@@ -29,7 +29,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ftrun.agent.cluster.path_probe import serve_probe, serve_road
+from ftrun.agent.cluster.path_probe import serve_path_probe, serve_probe
 from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.membership.events import ConnectFailed
@@ -61,7 +61,10 @@ Dialled = Callable[[str, str, int], None]
 """Takes node id, host and port of an agent that was reached and has received nothing from this one
 yet. It is called in the handshake's thread, where it may wait."""
 
-_PROBES: dict[str, Callable[[socket.socket], None]] = {"probe": serve_probe, "road": serve_road}
+_PROBES: dict[str, Callable[[socket.socket], None]] = {
+    "probe": serve_probe,
+    "road": serve_path_probe,
+}
 """By the purpose of the dialling peer."""
 
 
@@ -70,7 +73,7 @@ class PendingDial:
     """A node to dial, and the addresses to try."""
 
     dial: Connect
-    ways: list[PeerAddress]
+    addresses: list[PeerAddress]
 
     @property
     def at(self) -> tuple[str, int]:
@@ -85,7 +88,7 @@ class AuthenticatedConnection:
     session: AuthSession
     call: PendingDial | None = None
     """The dial that it answers; None: the other side has dialled."""
-    way: PeerAddress | None = None
+    address: PeerAddress | None = None
     """The address over which it was made."""
 
 
@@ -133,7 +136,7 @@ class Handshakes:
         """The result of the dial to this address was handled."""
         self._calling.discard(at)
 
-    def say_once(self, text: str) -> None:
+    def report_once(self, text: str) -> None:
         """Log a refusal once.
 
         The operator watches this node, and the refused peer may belong to another operator.
@@ -156,7 +159,7 @@ class Handshakes:
             )
         except HandshakeRefused as error:
             sock.close()
-            self.say_once(str(error))
+            self.report_once(str(error))
         except (PeerError, OSError) as error:
             sock.close()
             _log.debug("a stranger: %s", error)
@@ -173,12 +176,12 @@ class Handshakes:
     def _called(self, call: PendingDial) -> None:
         command = call.dial
         try:
-            (sock, session), way = reach(
-                call.ways, partial(self._greet, command.node_id), deadline_s=DIAL_S
+            (sock, session), address = reach(
+                call.addresses, partial(self._greet, command.node_id), deadline_s=DIAL_S
             )
             with ExitStack() as closing:
                 closing.enter_context(sock)
-                self._dialled(session.peer.node_id, way.host, way.port)
+                self._dialled(session.peer.node_id, address.host, address.port)
                 closing.pop_all()
         except PeerError as error:
             refused = isinstance(error, PeerLost) and error.how == "refused"
@@ -188,21 +191,21 @@ class Handshakes:
         except Exception:  # noqa: BLE001
             # See Rule 2: without a result the address would never be dialled again.
             _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
-            why = "a bug in ftrun; the agent's log has it"
+            reason = "a bug in ftrun; the agent's log has it"
             self._take(
-                ConnectFailed(command.host, command.port, command.node_id, False, why, False)
+                ConnectFailed(command.host, command.port, command.node_id, False, reason, False)
             )
         else:
-            self._take(AuthenticatedConnection(sock, session, call, way))
+            self._take(AuthenticatedConnection(sock, session, call, address))
 
     def _greet(
-        self, node_id: str, sock: socket.socket, way: PeerAddress
+        self, node_id: str, sock: socket.socket, address: PeerAddress
     ) -> tuple[socket.socket, AuthSession]:
         """The handshake; at an address other than that of its card the peer must be that node."""
 
         def admit(peer: PeerIdentity) -> str:
-            is_meant = way.is_sure or peer.node_id == node_id
-            return "" if is_meant else f"node {node_id} was to listen at {way.host}"
+            is_meant = address.is_sure or peer.node_id == node_id
+            return "" if is_meant else f"node {node_id} was to listen at {address.host}"
 
         return sock, dial_handshake(sock, self._identity, self._secret, admit=admit)
 
@@ -216,13 +219,13 @@ def _started(work: Callable[..., None], what: object) -> bool:
     return True
 
 
-SILENT_BEATS = 2.0
+MISSED_HEARTBEATS = 2.0
 """Heartbeats without a frame."""
 
-STUCK_BEATS = 0.8
+STUCK_HEARTBEATS = 0.8
 """Number of heartbeats during which nothing was acknowledged."""
 
-LOOK_S = 0.1
+POLL_S = 0.1
 YOUNG_S = 0.5
 """Two connections made within this time were dialled by both sides at once."""
 
@@ -240,7 +243,7 @@ class _Line:
     dialler: str
     """Node id."""
     made_s: float
-    heard_s: float
+    received_s: float
     stuck_s: float | None = None
     """Since when the kernel holds unacknowledged bytes; None: it holds none, or was not asked
     yet."""
@@ -254,13 +257,17 @@ class ConnectionFailover:
     def __init__(self, me: NodeCard, settings: MembershipSettings, card_of: CardOf) -> None:
         self._me = me
         self._card_of = card_of
-        beat_s = settings.times.heartbeat_s
+        heartbeat_s = settings.times.heartbeat_interval_s
         # Ranks are suspended at `cut_off_s`; by then the other rail must have answered.
-        self._silent_s = min(SILENT_BEATS * beat_s, settings.times.stop_cut_off_s / 2)
-        self._stuck_s = min(STUCK_BEATS * beat_s, 0.4 * settings.times.stop_cut_off_s)
+        self._unresponsive_s = min(
+            MISSED_HEARTBEATS * heartbeat_s, settings.times.self_fencing_timeout_s / 2
+        )
+        self._stuck_s = min(
+            STUCK_HEARTBEATS * heartbeat_s, 0.4 * settings.times.self_fencing_timeout_s
+        )
         self._lines: dict[str, _Line] = {}
         self._met: dict[tuple[Identity, str, int], None] = {}
-        self._look_s = 0.0
+        self._next_poll_s = 0.0
 
     # --- where to dial ------------------------------------------------------------------------
 
@@ -270,22 +277,22 @@ class ConnectionFailover:
         if card is None or (card.host, card.port) != (command.host, command.port):
             # The address is of another incarnation of that node, or of an unknown node.
             return [first]
-        who = (card.node_id, card.incarnation)
+        identity = (card.node_id, card.incarnation)
         others = [
             PeerAddress(
                 rail.host,
                 rail.port,
                 source=source_to(rail.host, self._me.rails),
-                is_sure=(who, rail.host, rail.port) in self._met,
+                is_sure=(identity, rail.host, rail.port) in self._met,
             )
             for rail in card.rails
             if rail.port and rail.host != card.host
         ]
         return [first, *others]
 
-    def met(self, who: Identity, host: str, port: int) -> None:
+    def met(self, identity: Identity, host: str, port: int) -> None:
         """This agent itself has answered at this address; for any thread."""
-        self._met[who, host, port] = None
+        self._met[identity, host, port] = None
         while len(self._met) > MAX_MET:
             self._met.pop(next(iter(self._met)))
 
@@ -306,22 +313,22 @@ class ConnectionFailover:
         dialler = self._me.node_id if is_ours else node_id
         self._lines[node_id] = _Line(incarnation, dialler, now_s, now_s)
 
-    def heard(self, node_id: str, *, now_s: float) -> None:
+    def received(self, node_id: str, *, now_s: float) -> None:
         if (line := self._lines.get(node_id)) is not None:
-            line.heard_s, line.stuck_s = now_s, None
+            line.received_s, line.stuck_s = now_s, None
 
     def gone(self, node_id: str) -> None:
         self._lines.pop(node_id, None)
 
     # --- unresponsive connections -----------------------------------------------------------------
 
-    def silent(
+    def unresponsive(
         self, connections: Mapping[str, PeerConnection[ClusterEnvelope]], *, now_s: float
     ) -> list[tuple[Connect, list[PeerAddress]]]:
         """Which nodes to dial again, and at which addresses; the present address is last."""
-        if now_s < self._look_s:
+        if now_s < self._next_poll_s:
             return []
-        self._look_s = now_s + LOOK_S
+        self._next_poll_s = now_s + POLL_S
         found = []
         for node_id, connection in connections.items():
             line = self._lines.get(node_id)
@@ -332,23 +339,23 @@ class ConnectionFailover:
             if card is None or card.incarnation != line.incarnation:
                 continue
             command = Connect(card.host, card.port, node_id)
-            ways = self.of(command)
-            if len(ways) > 1:
+            addresses = self.of(command)
+            if len(addresses) > 1:
                 here = connection.address
-                found.append((command, sorted(ways, key=lambda way: way.host == here)))
+                found.append((command, sorted(addresses, key=lambda address: address.host == here)))
         return found
 
     def _is_cut(
         self, line: _Line, connection: PeerConnection[ClusterEnvelope], now_s: float
     ) -> bool:
         # The kernel is asked early enough that its answer is old enough in time.
-        if now_s - line.heard_s < self._silent_s - self._stuck_s:
+        if now_s - line.received_s < self._unresponsive_s - self._stuck_s:
             return False
         if not unacknowledged_bytes(connection.fileno()):
             line.stuck_s = None
             return False
         if line.stuck_s is None:
             line.stuck_s = now_s
-        is_silent = now_s - line.heard_s >= self._silent_s
+        is_unresponsive = now_s - line.received_s >= self._unresponsive_s
         is_stuck = now_s - line.stuck_s >= self._stuck_s
-        return is_silent and is_stuck and now_s - line.tried_s >= self._silent_s / 2
+        return is_unresponsive and is_stuck and now_s - line.tried_s >= self._unresponsive_s / 2

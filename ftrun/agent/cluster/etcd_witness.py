@@ -142,12 +142,12 @@ class EtcdWitness:
             EtcdUnreachable: no endpoint answers. This may be temporary, so it is no usage error.
             UsageError: the endpoint is no etcd v3, or another run has this id.
         """
-        begun_s = clock.now_s()
+        started_s = clock.now_s()
         while True:
             try:
                 seen = self._on_any(self._read, TRY_S * len(self._clients))
             except EtcdUnreachable as error:
-                waited_s = clock.now_s() - begun_s
+                waited_s = clock.now_s() - started_s
                 is_there, version = self._version()
                 text = self._not_usable(error, waited_s, version)
                 if is_there or str(error) in _TLS_WORDS.values():
@@ -156,8 +156,8 @@ class EtcdWitness:
                     raise EtcdUnreachable(text) from error
                 clock.sleep(CHECK_EVERY_S)
             else:
-                if why := self._taken(seen):
-                    raise UsageError(why)
+                if reason := self._taken(seen):
+                    raise UsageError(reason)
                 return
 
     def _version(self) -> tuple[bool, str]:
@@ -198,8 +198,8 @@ class EtcdWitness:
         try:
             return self._on_any(lambda: self._answer(asked, me), ANSWER_S)
         except EtcdUnreachable as error:
-            why = f"etcd is out of reach at {self.name}: {error}"
-            return WitnessAnswered(asked, is_reached=False, why=why)
+            reason = f"etcd is out of reach at {self.name}: {error}"
+            return WitnessAnswered(asked, is_reached=False, reason=reason)
 
     def _answer(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         while True:
@@ -207,15 +207,15 @@ class EtcdWitness:
             # whole time.
             self._renew()
             seen = self._read()
-            newcomer = asked.wish in (WitnessOperation.CLAIM, WitnessOperation.LOOK)
-            if newcomer and (why := self._taken(seen)):
-                return WitnessAnswered(asked, is_reached=True, why=why, is_final=True)
-            lead = seen.claim.card if seen.claim is not None else None
-            ruling = rule(asked, me, seen.register, lead, new_life=secrets.randbits(62))
+            candidate = asked.operation in (WitnessOperation.CLAIM, WitnessOperation.READ)
+            if candidate and (reason := self._taken(seen)):
+                return WitnessAnswered(asked, is_reached=True, reason=reason, is_final=True)
+            leader = seen.claim.card if seen.claim is not None else None
+            ruling = rule(asked, me, seen.register, leader, new_life=secrets.randbits(62))
             if not ruling.granted:
-                return WitnessAnswered(asked, True, False, seen.register, lead)
+                return WitnessAnswered(asked, True, False, seen.register, leader)
             if self._swap(seen, ruling, me):
-                return WitnessAnswered(asked, True, True, ruling.register, ruling.lead)
+                return WitnessAnswered(asked, True, True, ruling.register, ruling.leader)
 
     def _taken(self, seen: _Seen) -> str:
         """Why this run id cannot be used: a live run with another job has it."""
@@ -251,21 +251,21 @@ class EtcdWitness:
         return found
 
     def _swap(self, seen: _Seen, ruling: WitnessDecision, me: NodeCard) -> bool:
-        register, lead = f"{self._folder}register", f"{self._folder}lead"
+        register, leader = f"{self._folder}register", f"{self._folder}lead"
         changes: list[_JSON] = []
         if ruling.register is None and seen.register is not None:
             changes.append(_delete(register))
         elif ruling.register is not None and ruling.register != seen.register:
             changes.append(_put(register, ruling.register))
-        if ruling.lead is None and seen.claim is not None:
-            changes.append(_delete(lead))
-        elif ruling.lead is not None and ruling.lead.identity == me.identity:
+        if ruling.leader is None and seen.claim is not None:
+            changes.append(_delete(leader))
+        elif ruling.leader is not None and ruling.leader.identity == me.identity:
             lease = self._lease_id()
             if seen.claim_lease != lease or seen.claim is None or seen.claim.card != me:
-                changes.append(_put(lead, LeaderLease(me, self.job), lease))
+                changes.append(_put(leader, LeaderLease(me, self.job), lease))
         if not changes:
             return True
-        compare = [_is_at(register, seen.register_revision), _is_at(lead, seen.claim_revision)]
+        compare = [_is_at(register, seen.register_revision), _is_at(leader, seen.claim_revision)]
         transaction = {"compare": compare, "success": changes, "failure": []}
         answer: _JSON = self._clients[self._at].transaction(transaction)
         return bool(answer.get("succeeded", False))
@@ -284,7 +284,7 @@ class EtcdWitness:
             EtcdUnreachable: no endpoint answers.
         """
         end_s = clock.now_s() + for_s
-        why = "no time was left to ask"
+        reason = "no time was left to ask"
         for _ in range(2 * len(self._clients)):
             left_s = end_s - clock.now_s()
             if left_s <= 0:
@@ -296,12 +296,12 @@ class EtcdWitness:
             try:
                 return do()
             except Exception as error:  # noqa: BLE001 - whatever a client library or a server does
-                why = _in_words(error)
+                reason = _as_text(error)
                 self._at = (self._at + 1) % len(self._clients)
-        raise EtcdUnreachable(why)
+        raise EtcdUnreachable(reason)
 
 
-def _in_words(error: Exception) -> str:
+def _as_text(error: Exception) -> str:
     # The library's errors have their text in other attributes.
     parts = (str(error), getattr(error, "detail_text", ""), str(error.__context__ or ""))
     text = " ".join(str(part) for part in parts if part)
@@ -351,11 +351,11 @@ class WitnessClient:
     """The queries of one agent, one at a time."""
 
     def __init__(
-        self, register: EtcdWitness, me: NodeCard, tell: Callable[[WitnessAnswered], None]
+        self, register: EtcdWitness, me: NodeCard, post: Callable[[WitnessAnswered], None]
     ) -> None:
         self._register = register
         self._me = me
-        self._tell = tell
+        self._send = post
         self._questions: SimpleQueue[QueryWitness | None] = SimpleQueue()
         self.failure: Exception | None = None
         """The exception that has ended this thread. The leader has no witness then, and the agent
@@ -378,7 +378,7 @@ class WitnessClient:
         try:
             while not self._is_over:
                 for asked in self._next():
-                    self._tell(self._register.ask(asked, self._me))
+                    self._send(self._register.ask(asked, self._me))
         except Exception as error:  # noqa: BLE001 - any of them ends this agent
             _log.exception("the thread that speaks with the witness ended in a bug of ftrun")
             self.failure = error
@@ -389,8 +389,8 @@ class WitnessClient:
         found = self._questions.get()
         with suppress(Empty):
             while found is not None:
-                kept.pop(found.wish, None)
-                kept[found.wish] = found
+                kept.pop(found.operation, None)
+                kept[found.operation] = found
                 found = self._questions.get_nowait()
             self._is_over = True
         return list(kept.values())

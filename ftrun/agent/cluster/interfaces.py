@@ -86,10 +86,10 @@ def interfaces(system: Path = Path("/sys")) -> list[NetworkInterface]:
         one.is_up = bool(flags & _UP and flags & _RUNNING)
         one.is_loopback = bool(flags & _LOOPBACK)
         one.addresses.append((host, bits))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as requester:
         for one in found.values():
-            one.driver = _driver(asker, one.name)
-            one.speed_mbit, one.duplex = _speed(asker, one.name)
+            one.driver = _driver(requester, one.name)
+            one.speed_mbit, one.duplex = _speed(requester, one.name)
             one.hca = _hca(system, one.name)
     return list(found.values())
 
@@ -149,27 +149,27 @@ def _bits(mask: str | None) -> int:
     return int(ipaddress.ip_address(mask)).bit_count() if mask is not None else 0
 
 
-def _driver(asker: socket.socket, name: str) -> str:
-    answer = _ethtool(asker, name, _DRIVER.pack(_GET_DRIVER, b""))
+def _driver(requester: socket.socket, name: str) -> str:
+    answer = _ethtool(requester, name, _DRIVER.pack(_GET_DRIVER, b""))
     return _DRIVER.unpack(answer)[1].split(b"\0")[0].decode(errors="replace") if answer else ""
 
 
-def _speed(asker: socket.socket, name: str) -> tuple[int, str]:
-    answer = _ethtool(asker, name, _SETTINGS.pack(_GET_SETTINGS, *[0] * 15))
+def _speed(requester: socket.socket, name: str) -> tuple[int, str]:
+    answer = _ethtool(requester, name, _SETTINGS.pack(_GET_SETTINGS, *[0] * 15))
     if not answer:
         return 0, ""
-    told = _SETTINGS.unpack(answer)
-    speed_mbit = told[3] | told[12] << 16
-    is_known = told[3] not in _NO_SPEED[:2] and speed_mbit not in _NO_SPEED
-    return (speed_mbit, _DUPLEX.get(told[4], "")) if is_known else (0, "")
+    reported = _SETTINGS.unpack(answer)
+    speed_mbit = reported[3] | reported[12] << 16
+    is_known = reported[3] not in _NO_SPEED[:2] and speed_mbit not in _NO_SPEED
+    return (speed_mbit, _DUPLEX.get(reported[4], "")) if is_known else (0, "")
 
 
-def _ethtool(asker: socket.socket, name: str, question: bytes) -> bytes:
-    room = ctypes.create_string_buffer(question, len(question))
-    request = struct.pack("16sP16x", name.encode()[:15], ctypes.addressof(room))
+def _ethtool(requester: socket.socket, name: str, question: bytes) -> bytes:
+    buffer = ctypes.create_string_buffer(question, len(question))
+    request = struct.pack("16sP16x", name.encode()[:15], ctypes.addressof(buffer))
     with suppress(OSError):
-        fcntl.ioctl(asker, _SIOCETHTOOL, request)
-        return room.raw
+        fcntl.ioctl(requester, _SIOCETHTOOL, request)
+        return buffer.raw
     return b""
 
 
@@ -293,9 +293,9 @@ def _named(
             usable.append(one)
             continue
         there = ", ".join(sorted(by_name))
-        why = "is down" if one is not None and not one.is_up else "has no address here"
-        why += f" of the kind of {host}" if one is not None and one.is_up else ""
-        text = f"network.rails names {name}, which {why}. With an address there are: {there}"
+        reason = "is down" if one is not None and not one.is_up else "has no address here"
+        reason += f" of the kind of {host}" if one is not None and one.is_up else ""
+        text = f"network.rails names {name}, which {reason}. With an address there are: {there}"
         if not is_again:
             raise UsageError(text)
         _log.warning("%s", text)

@@ -55,7 +55,7 @@ class LocalNode:
     """Of the outside witness, if there is one."""
 
     @classmethod
-    def of(cls, spec: RunSpec, num_ranks: int, kept: PersistedAgentState) -> "LocalNode":
+    def of(cls, spec: RunSpec, num_ranks: int, persisted: PersistedAgentState) -> "LocalNode":
         """Find this node's address and open its port.
 
         Raises:
@@ -68,10 +68,10 @@ class LocalNode:
         if nodes is None:
             name = socket.gethostname() or "node"
             return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
-        register = _register(spec, nodes, kept)
-        host = _known_host(nodes, kept) or _find_host(nodes, spec.profile.nodes.join_wait_s)
+        register = _register(spec, nodes, persisted)
+        host = _known_host(nodes, persisted) or _find_host(nodes, spec.profile.nodes.join_timeout_s)
         number, endpoint = _endpoint(nodes, host) if register is None else (0, None)
-        listener = endpoint or _own_port(host, nodes.node_id, kept)
+        listener = endpoint or _own_port(host, nodes.node_id, persisted)
         secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
         network = spec.profile.network
         is_narrow = nodes.bind is not None or (secret is None and network.plan != "on")
@@ -79,9 +79,9 @@ class LocalNode:
             listener.getsockname()[0],
             network.rails,
             only_first=is_narrow,
-            is_again=kept.plan is not None,
+            is_again=persisted.plan is not None,
         )
-        before = kept.plan.card(nodes.node_id) if kept.plan is not None else None
+        before = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
         rails, listeners = listen_on(rails, listener, before)
         card = NodeCard(
             node_id=nodes.node_id,
@@ -102,7 +102,7 @@ class LocalNode:
     def is_alone(self) -> bool:
         return self.spec.nodes is None
 
-    def brain(self, kept: PersistedAgentState) -> ControlLoop:
+    def control_loop(self, persisted: PersistedAgentState) -> ControlLoop:
         spec = self.spec
         settings = MembershipSettings.of(
             spec.profile,
@@ -111,14 +111,14 @@ class LocalNode:
             user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
         )
         kind = ControlLoop if self.is_alone else ClusterControlLoop
-        brain = kind(
+        control_loop = kind(
             self.card,
             settings,
-            kept=kept.plan,
-            took_effect=kept.took_effect,
+            kept=persisted.plan,
+            is_chosen=persisted.is_chosen,
         )
-        brain.member.follower.agent_lost_s = last_agent_ended_s()
-        return brain
+        control_loop.member.follower.agent_lost_s = last_agent_ended_s()
+        return control_loop
 
     def introduce(self, smp: AgentSmpClient) -> None:
         if not self.is_alone:
@@ -149,25 +149,25 @@ class LocalNode:
             identity,
             self.secret,
             self.listeners,
-            wake_hands=wake,
-            hold_now=workers.hold,
+            wake_executor=wake,
+            suspend_now=workers.suspend,
             lease=workers.lease,
-            aside=rpc.take,
+            on_other_message=rpc.take,
             dialled=preflight.dialled,
-            each_turn=rpc.brain.look,
+            each_turn=rpc.control_loop.poll,
         )
         control.thread = rpc.thread = thread
         rpc.prober = LinkProber(identity, self.secret)
-        control.try_road = PathProber(
-            identity, self.secret, tell=control.tell, send=thread.send
+        control.probe_path = PathProber(
+            identity, self.secret, post=control.post, send=thread.send
         ).take
         control.check_again = preflight.again
         if self.register is not None:
-            witness = WitnessClient(self.register, self.card, control.tell)
+            witness = WitnessClient(self.register, self.card, control.post)
             control.witness_thread, control.ask_witness = witness, witness.ask
             witness.start()
-        preflight.join(identity, self.secret, control.tell)
-        self._say_where()
+        preflight.join(identity, self.secret, control.post)
+        self._report_where()
         thread.start()
         if self.spec.profile.network.plan != "off":
             RailHeartbeat(self.spec.run_id, self.card, self.secret, control).start()
@@ -179,7 +179,7 @@ class LocalNode:
             with suppress(OSError):
                 os.unlink(nodes.secret_file)
 
-    def _say_where(self) -> None:
+    def _report_where(self) -> None:
         nodes = self.spec.nodes
         assert nodes is not None
         hosts = ", ".join(dict.fromkeys(host for host, _ in nodes.endpoints))
@@ -204,12 +204,14 @@ class LocalNode:
             )
 
 
-def _known_host(nodes: NodesSpec, kept: PersistedAgentState) -> str | None:
-    card = kept.plan.card(nodes.node_id) if kept.plan is not None else None
+def _known_host(nodes: NodesSpec, persisted: PersistedAgentState) -> str | None:
+    card = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
     return card.host if card is not None and is_local_address(card.host) else None
 
 
-def _register(spec: RunSpec, nodes: NodesSpec, kept: PersistedAgentState) -> EtcdWitness | None:
+def _register(
+    spec: RunSpec, nodes: NodesSpec, persisted: PersistedAgentState
+) -> EtcdWitness | None:
     """The outside witness, checked once; an agent that was restarted does not check it."""
     if not nodes.etcd:
         return None
@@ -219,8 +221,10 @@ def _register(spec: RunSpec, nodes: NodesSpec, kept: PersistedAgentState) -> Etc
     # return.
     name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
     times = spec.profile.nodes
-    found = EtcdWitness(endpoints, name, job=job, lease_s=times.deadline_s, tls=nodes.etcd_tls)
-    if kept.plan is None:
+    found = EtcdWitness(
+        endpoints, name, job=job, lease_s=times.failure_timeout_s, tls=nodes.etcd_tls
+    )
+    if persisted.plan is None:
         found.check()
     return found
 
@@ -230,24 +234,24 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
 
     In Kubernetes a pod may start before its own name, or another pod's, has an address.
     """
-    begun_s = clock.now_s()
-    is_told = False
+    started_s = clock.now_s()
+    is_reported = False
     while True:
         try:
             found = _bind_address(nodes)
         except PeerLost as error:
-            waited_s = clock.now_s() - begun_s
+            waited_s = clock.now_s() - started_s
             if waited_s >= wait_s:
                 raise PeerError(
                     f"the endpoint is not found within {waited_s:.0f} s: {error}. Check the name "
                     f"in --rdzv-endpoint or --master-addr on node {nodes.node_id}; in Kubernetes "
                     "also the headless service of the pods"
                 ) from error
-            if not is_told:
-                is_told = True
+            if not is_reported:
+                is_reported = True
                 _log.warning("%s; looking for it for %.0f s", error, wait_s)
         else:
-            if is_told:
+            if is_reported:
                 _log.warning("the endpoint has an address now")
             return nodes.bind or found
         clock.sleep(NAME_CHECK_S)
@@ -275,9 +279,9 @@ def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     return 0, None
 
 
-def _own_port(host: str, node_id: str, kept: PersistedAgentState) -> socket.socket:
+def _own_port(host: str, node_id: str, persisted: PersistedAgentState) -> socket.socket:
     """A listener on the port of the last agent of this node, so that peers find it; else any."""
-    card = kept.plan.card(node_id) if kept.plan is not None else None
+    card = persisted.plan.card(node_id) if persisted.plan is not None else None
     if card is not None and card.host == host:
         try:
             return listen_tcp(host, card.port)

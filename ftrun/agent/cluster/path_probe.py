@@ -77,7 +77,7 @@ _BUFFER_BYTES = 1 << 19
 """On each side, because bytes that wait in a buffer are not on the path."""
 _LEAST_ARRIVALS = 3
 
-Tell = Callable[[Happening], None]
+Post = Callable[[Happening], None]
 """Takes a result that this node's own control loop has requested; from any thread."""
 
 SendTo = Callable[[str, AnyClusterMessage], None]
@@ -88,36 +88,36 @@ class PathProber:
     """Runs the probes that a leader requests."""
 
     def __init__(
-        self, identity: PeerIdentity, secret: Secret | None, *, tell: Tell, send: SendTo
+        self, identity: PeerIdentity, secret: Secret | None, *, post: Post, send: SendTo
     ) -> None:
         self._node_id = identity.node_id
-        self._tell = tell
+        self._post = post
         self._send = send
         self._identity = msgspec.structs.replace(identity, purpose="road")
         self._secret = secret
-        self._room = threading.BoundedSemaphore(MAX_AT_ONCE)
+        self._threads = threading.BoundedSemaphore(MAX_AT_ONCE)
 
     def take(self, command: ProbePath) -> None:
         """Start a probe, from any thread, without waiting."""
-        if not self._room.acquire(blocking=False):
+        if not self._threads.acquire(blocking=False):
             self._untried(command, f"this node tries {MAX_AT_ONCE} roads already")
             return
         work = threading.Thread(target=self._work, args=(command,), name="ftrun-road", daemon=True)
         try:
             work.start()
         except RuntimeError as error:  # no more threads
-            self._room.release()
+            self._threads.release()
             self._untried(command, str(error))
 
     def _work(self, command: ProbePath) -> None:
         try:
-            found = try_road(command.order, self._node_id, self._identity, self._secret)
+            found = probe_path(command.order, self._node_id, self._identity, self._secret)
         except Exception as error:  # noqa: BLE001 - the lead waits for an answer
             self._untried(command, f"a bug of ftrun: {type(error).__name__}: {error}")
         else:
             self._answer(command, ProbePathResult(command.order.survey, found))
         finally:
-            self._room.release()
+            self._threads.release()
 
     def _untried(self, command: ProbePath, problem: str) -> None:
         order = command.order
@@ -126,12 +126,12 @@ class PathProber:
 
     def _answer(self, command: ProbePath, answer: ProbePathResult) -> None:
         if command.asks == self._node_id:
-            self._tell(MessageReceived(self._node_id, answer))
+            self._post(MessageReceived(self._node_id, answer))
         else:
             self._send(command.asks, answer)
 
 
-def try_road(
+def probe_path(
     order: ProbePathRequest, node_id: str, own: PeerIdentity, secret: Secret | None
 ) -> PathMeasurement:
     """Probe a path now. A value that was not measured is 0, with `problem`."""
@@ -157,7 +157,7 @@ def try_road(
             sock.close()
 
 
-def serve_road(sock: socket.socket) -> None:
+def serve_path_probe(sock: socket.socket) -> None:
     """Serve the other side of a probe; the caller closes the socket.
 
     Raises:
@@ -183,11 +183,11 @@ def _measure(
     bytes_per_s, problem = 0.0, ""
     try:
         for _ in range(PINGS):
-            begun_s = clock.now_s()
-            sock.settimeout(max(0.001, give_up_s - begun_s))
+            started_s = clock.now_s()
+            sock.settimeout(max(0.001, give_up_s - started_s))
             sock.sendall(_PING)
             _receive(sock, 1, give_up_s)
-            rtts_s.append(clock.now_s() - begun_s)
+            rtts_s.append(clock.now_s() - started_s)
         if not order.is_short:
             count, seconds = _send_bulk(sock, give_up_s)
             bytes_per_s = min(MOST_BYTES_PER_S, count / max(seconds, 1e-6))
@@ -219,14 +219,14 @@ def _send_bulk(sock: socket.socket, give_up_s: float) -> tuple[float, float]:
 
 def _count(sock: socket.socket) -> tuple[float, float]:
     """Bytes that arrive in the second half of the measurement, and its duration in seconds."""
-    room = bytearray(1 << 20)
+    buffer = bytearray(1 << 20)
     arrivals: list[tuple[float, int]] = []
     total = 0
-    begun_s = clock.now_s()
+    started_s = clock.now_s()
     while True:
-        sock.settimeout(max(0.001, begun_s + LONGEST_BULK_S - clock.now_s()))
+        sock.settimeout(max(0.001, started_s + LONGEST_BULK_S - clock.now_s()))
         try:
-            count = sock.recv_into(room)
+            count = sock.recv_into(buffer)
         except TimeoutError:
             break
         if not count:
@@ -234,14 +234,14 @@ def _count(sock: socket.socket) -> tuple[float, float]:
         now_s = clock.now_s()
         arrivals.append((now_s, count))
         total += count
-        if total >= BULK_BYTES or now_s - begun_s >= LONGEST_BULK_S:
+        if total >= BULK_BYTES or now_s - started_s >= LONGEST_BULK_S:
             break
-        if now_s - begun_s >= BULK_S and len(_second_half(arrivals)) > _LEAST_ARRIVALS:
+        if now_s - started_s >= BULK_S and len(_second_half(arrivals)) > _LEAST_ARRIVALS:
             break
     late = _second_half(arrivals)
     if len(late) > 1:
         return float(sum(count for _, count in late[1:])), late[-1][0] - late[0][0]
-    return float(total), clock.now_s() - begun_s
+    return float(total), clock.now_s() - started_s
 
 
 def _second_half(arrivals: list[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -358,10 +358,10 @@ def _measure_link(sock: socket.socket, found: ProbeLinkResult, limit_s: float) -
 
 
 def _exchange(sock: socket.socket, out_bytes: int, in_bytes: int, give_up_s: float) -> float:
-    begun_s = clock.now_s()
+    started_s = clock.now_s()
     _give(sock, out_bytes, give_up_s)
     _receive(sock, in_bytes, give_up_s)
-    return clock.now_s() - begun_s
+    return clock.now_s() - started_s
 
 
 def _give(sock: socket.socket, count: int, give_up_s: float) -> None:

@@ -2,8 +2,8 @@
 
 Runs in:  agent, a thread of its own.
 Takes in: the plan of the generation that runs; datagrams of two neighbours over each rail.
-Gives:    datagrams for two neighbours; `RailSilent` for the leader, while a neighbour that was
-          received over a rail is received no more.
+Gives:    datagrams for two neighbours; `RailUnresponsive` for the leader, while a neighbour that
+          was received over a rail is received no more.
 Survives: lost datagrams, firewalls: a neighbour that was never received is not reported.
 
 Ranks that wait for a peer behind a cut rail get no error, because a connection without an answer
@@ -30,15 +30,15 @@ from ftrun.agent.cluster.control_loop import ClusterControlLoop
 from ftrun.membership.events import MessageReceived
 from ftrun.network.detect.rails import match_rails
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, Rail
-from ftrun.wire.cluster.messages import RailSilent
+from ftrun.wire.cluster.messages import RailUnresponsive
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import is_local_address
 
 _log = logging.getLogger(__name__)
 
 EVERY_S = 0.2
-SILENT_S = 1.0
-SAY_EVERY_S = 0.4
+UNRESPONSIVE_S = 1.0
+REPORT_EVERY_S = 0.4
 FORGET_S = 10.0
 """A neighbour without a heartbeat for this time over a rail is not reported there until it is
 received again."""
@@ -66,16 +66,16 @@ class RailHeartbeat:
     """The rail heartbeats of one node."""
 
     def __init__(
-        self, run_id: str, card: NodeCard, secret: Secret | None, brain: ClusterControlLoop
+        self, run_id: str, card: NodeCard, secret: Secret | None, control_loop: ClusterControlLoop
     ) -> None:
         self._run_id = run_id
         self._card = card
         self._secret = secret
-        self._brain = brain
+        self._control_loop = control_loop
         self._sockets: dict[str, socket.socket] = {}
         """By the address of this node's rail."""
         self._selector = selectors.DefaultSelector()
-        self._heard: dict[Key, float] = {}
+        self._received: dict[Key, float] = {}
         self._newest: dict[Key, tuple[int, int]] = {}
         self._said_s: dict[Key, float] = {}
         self._number = 0
@@ -109,13 +109,13 @@ class RailHeartbeat:
         due_s = before_s = clock.now_s()
         while True:
             now_s = clock.now_s()
-            if now_s - before_s > SILENT_S / 2:
+            if now_s - before_s > UNRESPONSIVE_S / 2:
                 # This process was paused, so the gap proves nothing about its neighbours.
-                self._heard = dict.fromkeys(self._heard, now_s)
+                self._received = dict.fromkeys(self._received, now_s)
             before_s = now_s
             if now_s >= due_s:
                 due_s = now_s + EVERY_S
-                self._look_at_plan()
+                self._check_plan()
                 self._send()
                 self._judge(now_s)
             for key, _ in self._selector.select(max(0.0, due_s - clock.now_s())):
@@ -124,9 +124,9 @@ class RailHeartbeat:
 
     # --- sending ------------------------------------------------------------------------------
 
-    def _look_at_plan(self) -> None:
+    def _check_plan(self) -> None:
         """Compute the neighbours again if the generation has changed."""
-        plan = self._brain.plan
+        plan = self._control_loop.plan
         if plan is self._plan:
             return
         self._plan = plan
@@ -149,7 +149,9 @@ class RailHeartbeat:
                 self._out += [(sock, name, on[one]) for one in after if one in on]
                 lives = {card.node_id: card.incarnation for card in cards}
                 self._expected |= {(one, name): lives[one] for one in ahead if one in on}
-        self._heard = {key: at_s for key, at_s in self._heard.items() if key in self._expected}
+        self._received = {
+            key: at_s for key, at_s in self._received.items() if key in self._expected
+        }
 
     def _leave_by(self, sock: socket.socket, rail: Rail, near: list[Rail]) -> None:
         """Bind the socket to the interface too, because two interfaces may be in one network."""
@@ -192,24 +194,27 @@ class RailHeartbeat:
         if not is_meant or is_old:
             return
         self._newest[key] = (pulse.incarnation, pulse.number)
-        self._heard[key] = clock.now_s()
+        self._received[key] = clock.now_s()
 
     def _judge(self, now_s: float) -> None:
-        for key, heard_s in list(self._heard.items()):
-            silent_s = now_s - heard_s
-            if silent_s >= FORGET_S:
-                del self._heard[key]
-            elif silent_s >= SILENT_S and now_s - self._said_s.get(key, 0.0) >= SAY_EVERY_S:
+        for key, received_s in list(self._received.items()):
+            unresponsive_s = now_s - received_s
+            if unresponsive_s >= FORGET_S:
+                del self._received[key]
+            elif (
+                unresponsive_s >= UNRESPONSIVE_S
+                and now_s - self._said_s.get(key, 0.0) >= REPORT_EVERY_S
+            ):
                 self._said_s[key] = now_s
-                self._say(RailSilent(*key, silent_s))
+                self._report(RailUnresponsive(*key, unresponsive_s))
 
-    def _say(self, body: RailSilent) -> None:
-        brain, me = self._brain, self._card.node_id
-        lead = brain.member.lead_card
-        if brain.leads:
-            brain.tell(MessageReceived(me, body))
-        elif lead is not None and brain.thread is not None:
-            brain.thread.send(lead.node_id, body)
+    def _report(self, body: RailUnresponsive) -> None:
+        control_loop, me = self._control_loop, self._card.node_id
+        leader = control_loop.member.leader_card
+        if control_loop.leads:
+            control_loop.post(MessageReceived(me, body))
+        elif leader is not None and control_loop.thread is not None:
+            control_loop.thread.send(leader.node_id, body)
 
     def _code(self, body: bytes) -> bytes:
         data = b"ftrun rail pulse" + body

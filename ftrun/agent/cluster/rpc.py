@@ -1,7 +1,7 @@
 """Requests between the nodes of a run that need no decision: status, and lines for the journal.
 
-Runs in:  agent: `take` in the cluster thread, which also publishes `brain`; `whole` in the control
-          thread, the rest in the main thread.
+Runs in:  agent: `take` in the cluster thread, which also publishes `control_loop`; `whole` in the
+          control thread, the rest in the main thread.
 Takes in: messages that the control loop does not handle.
 Gives:    the status of the whole run on any node; one merged journal on the leader.
 Survives: a leader that does not answer: the node's own status is shown, with a note.
@@ -34,7 +34,7 @@ from ftrun.wire.messages.status import ClusterStatus, decode_status
 
 ANSWER_S = 2.0
 LINES_EVERY_S = 1.0
-BRAIN_EVERY_S = 5.0
+CONTROL_LOOP_EVERY_S = 5.0
 """The thread that sends heartbeats builds the status of a run on several nodes, so it does so
 rarely."""
 MAX_LINES_BYTES = 256 << 10
@@ -44,20 +44,20 @@ MAX_LINES_BYTES = 256 << 10
 class ClusterRpc:
     """Handles the requests of other nodes on one node."""
 
-    def __init__(self, brain: ControlLoop, journal: Journal, merged_folder: Path) -> None:
+    def __init__(self, control_loop: ControlLoop, journal: Journal, merged_folder: Path) -> None:
         self.thread: ClusterConnections | None = None
         self.faults: FaultController | None = None
         """Takes orders for faults; None: this node takes none."""
         self.prober: LinkProber | None = None
         """Probes links if the leader requests it."""
-        self.brain = Published(
-            partial(control_loop_status, brain, is_alone=False),
+        self.control_loop = Published(
+            partial(control_loop_status, control_loop, is_alone=False),
             wake=self._wake,
-            every_s=BRAIN_EVERY_S,
+            every_s=CONTROL_LOOP_EVERY_S,
         )
         """The status of the control loop."""
-        self.brain.publish()  # the cluster thread does not run yet
-        self._brain = brain
+        self.control_loop.publish()  # the cluster thread does not run yet
+        self._control_loop = control_loop
         self._journal = journal
         self._merged: Journal | None = None
         self._merged_folder = merged_folder
@@ -73,8 +73,8 @@ class ClusterRpc:
     def take(self, sender: str, message: AnyClusterMessage) -> None:
         match message:
             case ClusterStatusRequest() if self.thread is not None:
-                self.brain.publish()
-                document = msgspec.json.encode(self.brain.last().value.cluster)
+                self.control_loop.publish()
+                document = msgspec.json.encode(self.control_loop.last().value.cluster)
                 self.thread.send(sender, ClusterStatusReply(message.number, document))
             case ClusterStatusReply():
                 with self._answered:
@@ -99,18 +99,18 @@ class ClusterRpc:
     # --- control thread -----------------------------------------------------------------------
 
     def whole(self) -> ClusterStatus | None:
-        brain = self.brain.read().value
-        own = brain.cluster
-        if own is None or brain.leads or not brain.lead_id or self.thread is None:
+        control_loop = self.control_loop.read().value
+        own = control_loop.cluster
+        if own is None or control_loop.leads or not control_loop.leader_id or self.thread is None:
             return own
         self._number += 1
-        self.thread.send(brain.lead_id, ClusterStatusRequest(self._number))
+        self.thread.send(control_loop.leader_id, ClusterStatusRequest(self._number))
         with self._answered:
             has_come = self._answered.wait_for(lambda: self._answer[0] == self._number, ANSWER_S)
             data = self._answer[1]
         if has_come:
-            return decode_status(data, ClusterStatus, source=f"node {brain.lead_id}")
-        note = f"node {brain.lead_id}, the leader, did not answer within {ANSWER_S:.0f} s"
+            return decode_status(data, ClusterStatus, source=f"node {control_loop.leader_id}")
+        note = f"node {control_loop.leader_id}, the leader, did not answer within {ANSWER_S:.0f} s"
         return msgspec.structs.replace(own, note=note)
 
     # --- main thread --------------------------------------------------------------------------
@@ -122,12 +122,12 @@ class ClusterRpc:
             return
         self._due_s = now_s + LINES_EVERY_S
         ours = self._journal.take_copies()
-        lead = self._brain.member.lead_card
-        if self._brain.leads:
+        leader = self._control_loop.member.leader_card
+        if self._control_loop.leads:
             self._write([*ours, *self._taken()])
-        elif lead is not None and self.thread is not None:
+        elif leader is not None and self.thread is not None:
             for some in _in_parts(ours):
-                self.thread.send(lead.node_id, JournalLines(some))
+                self.thread.send(leader.node_id, JournalLines(some))
 
     def _taken(self) -> list[str]:
         return [self._lines.popleft() for _ in range(len(self._lines))]

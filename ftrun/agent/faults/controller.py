@@ -80,16 +80,16 @@ class _Running:
     """An order that was accepted on this node and has not ended."""
 
     order: FaultOrder
-    deed: FaultAction | None = None
+    action: FaultAction | None = None
     """Action of the agent; None if the rank injects the fault into itself."""
     number: int = 0
     """Number of the order on the rank's fault page."""
-    times_told: int = 0
+    times_reported: int = 0
     not_before_s: float = 0.0
     has_fired: bool = False
     pid: int = 0
     """Pid of the affected rank when the fault fired."""
-    healing: RunningFault | None = None
+    active_fault: RunningFault | None = None
 
 
 class FaultController:
@@ -137,10 +137,10 @@ class FaultController:
             self._send(node_id, ForwardFault(order))
         if not ticket.answered.wait(ANSWER_S):
             ticket.is_given_up = True
-            who = "this node's agent" if is_here else f"node {node_id}"
+            target = "this node's agent" if is_here else f"node {node_id}"
             self._sent.pop(order.id, None)
             return messages.Refused(
-                f"{who} has not answered within {ANSWER_S:.0f} s; see the journal"
+                f"{target} has not answered within {ANSWER_S:.0f} s; see the journal"
             )
         self._sent.pop(order.id, None)
         if ticket.refused:
@@ -165,7 +165,7 @@ class FaultController:
         if kind.by_rank:
             return self._of_rank(plan, order)
         if order.kind == "leader-kill":
-            return plan.lead, order
+            return plan.leader, order
         if order.node:
             return _node_named(plan, order.node), order
         if len(plan.voters) > 1:
@@ -218,9 +218,9 @@ class FaultController:
     @property
     def is_eager(self) -> bool:
         """An order waits for its step, so the loop must poll often."""
-        return any(run.deed is not None and not run.has_fired for run in self._running)
+        return any(run.action is not None and not run.has_fired for run in self._running)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Accept new orders, inject due faults, and detect faults that have fired or ended."""
         try:
             while True:
@@ -228,22 +228,22 @@ class FaultController:
         except Empty:
             pass
         for running in list(self._running):
-            if running.deed is None:
-                self._look_at_page(running)
+            if running.action is None:
+                self._check_page(running)
             elif not running.has_fired and self._is_due(running):
                 self._fire_later(running)
-            if running.healing is not None and running.healing.is_over():
+            if running.active_fault is not None and running.active_fault.is_over():
                 over = "it is taken back"
                 self._over(running, over if running.has_fired else "its rank has ended before")
 
     def close(self) -> None:
-        self.look()
+        self.poll()
         for running in list(self._running):
-            if running.healing is not None:
-                running.healing.end()
-            if running.healing is not None or not running.has_fired:
-                why = "the run has ended" if running.has_fired else "it has not fired"
-                self._over(running, why)
+            if running.active_fault is not None:
+                running.active_fault.end()
+            if running.active_fault is not None or not running.has_fired:
+                reason = "the run has ended" if running.has_fired else "it has not fired"
+                self._over(running, reason)
 
     def _begin(self, ticket: _Ticket) -> None:
         if ticket.is_given_up:
@@ -258,19 +258,19 @@ class FaultController:
             ticket.refused = f"{order.kind} is not possible here: {error}"
             self._answer(ticket)
             return
-        ticket.how = running.deed.how if running.deed is not None else _ITSELF
+        ticket.how = running.action.how if running.action is not None else _ITSELF
         self._running.append(running)
-        self._tell_ordered(order, ticket.how)
-        deed = running.deed
-        if deed is not None and (deed.is_last or deed.is_answered_first):
+        self._report_ordered(order, ticket.how)
+        action = running.action
+        if action is not None and (action.is_last or action.is_answered_first):
             running.not_before_s = clock.now_s() + _LAST_WORDS_S
-        elif deed is not None and not order.at_step:
+        elif action is not None and not order.at_step:
             try:
                 self._fire(running)
             except _CANNOT as error:
                 ticket.refused = f"{order.kind} is not possible here: {error}"
                 self._over(running, f"refused: {error}")
-        elif deed is None:
+        elif action is None:
             running.number = self._page(order.rank).put(order)
         self._answer(ticket)
 
@@ -298,10 +298,10 @@ class FaultController:
             FaultRefused: the fault cannot be reverted.
         """
         order = running.order
-        if running.deed is None and not running.has_fired:
+        if running.action is None and not running.has_fired:
             self._page(order.rank).cancel(running.number)
-        if running.healing is not None:
-            running.healing.end()
+        if running.active_fault is not None:
+            running.active_fault.end()
         elif running.has_fired and order.kind not in _LASTS_INSIDE:
             raise FaultRefused(f"{order.kind} cannot be taken back once it has fired")
         elif running.has_fired:
@@ -330,23 +330,23 @@ class FaultController:
         kind = fault_kind(order.kind)
         step = self._step_of(order.rank) if kind.by_rank else self._step_here()
         if order.at_step and step >= order.at_step:
-            whose = f"rank {order.rank}" if kind.by_rank else "this node"
+            subject = f"rank {order.rank}" if kind.by_rank else "this node"
             raise FaultRefused(
-                f"{whose} has done step {step} already, and --at-step is {order.at_step}"
+                f"{subject} has done step {step} already, and --at-step is {order.at_step}"
             )
         now = kind.name in ("rank-kill", "stop") and not order.at_step and not order.again
         if not kind.is_inside or now:
-            return _Running(order, self._acts.deed(order))
+            return _Running(order, self._acts.action(order))
         self._acts.rank(order.rank)
         for other in self._running:
-            if other.deed is None and other.order.rank == order.rank and not other.has_fired:
+            if other.action is None and other.order.rank == order.rank and not other.has_fired:
                 raise FaultRefused(
                     f"rank {order.rank} has an order that has not fired yet: {other.order.kind} at "
                     f"step {other.order.at_step or 'next'} ({other.order.id})"
                 )
         running = _Running(order)
         if order.kind == "oom":
-            running.healing = self._acts.make_room_for_oom(order)
+            running.active_fault = self._acts.make_room_for_oom(order)
         return running
 
     def _is_due(self, running: _Running) -> bool:
@@ -361,49 +361,49 @@ class FaultController:
 
     def _fire(self, running: _Running) -> None:
         """Inject the fault; if it ends this agent, journal it first."""
-        deed = running.deed
-        assert deed is not None
+        action = running.action
+        assert action is not None
         running.has_fired = True
-        if deed.is_last:
-            self._tell_fired(running, self._step_here(), clock.now_s())
+        if action.is_last:
+            self._report_fired(running, self._step_here(), clock.now_s())
             self._send_lines()
-        running.healing = deed.do()
-        if not deed.is_last:
-            self._tell_fired(running, self._step_here(), clock.now_s())
-        if running.healing is not None:
+        running.active_fault = action.do()
+        if not action.is_last:
+            self._report_fired(running, self._step_here(), clock.now_s())
+        if running.active_fault is not None:
             return
         if running.order.kind == "stop":
             running.pid = self._acts.rank(running.order.rank).pid
         else:
             self._running.remove(running)
 
-    def _look_at_page(self, running: _Running) -> None:
+    def _check_page(self, running: _Running) -> None:
         page, order = self._page(running.order.rank), running.order
         if page.failed == running.number:
-            if running.healing is not None:
-                running.healing.end()
-            self._over(running, f"not made: {page.why}")
+            if running.active_fault is not None:
+                running.active_fault.end()
+            self._over(running, f"not made: {page.reason}")
             return
         if page.fired != running.number or page.ordered != running.number:
             return
-        if page.times != running.times_told:
-            running.times_told = page.times
+        if page.times != running.times_reported:
+            running.times_reported = page.times
             running.has_fired = True
-            self._tell_fired(running, page.fired_step, page.fired_ns / 1e9)
+            self._report_fired(running, page.fired_step, page.fired_ns / 1e9)
             with suppress(FaultRefused):
                 running.pid = self._acts.rank(order.rank).pid
             if order.kind == "stop" and order.for_s:
                 with suppress(FaultRefused):  # the rank was killed after it stopped
                     handle = self._acts.rank(order.rank)
                     fired_s = page.fired_ns / 1e9
-                    running.healing = self._acts.continue_rank(handle, order, fired_s)
-        is_done = running.healing is None and not order.fires_again
+                    running.active_fault = self._acts.continue_rank(handle, order, fired_s)
+        is_done = running.active_fault is None and not order.fires_again
         if is_done and page.ended == running.number and order.for_s:
             self._over(running, "it is over")
         elif is_done and not order.for_s and order.kind not in _LASTS_INSIDE:
             self._running.remove(running)
 
-    def _tell_ordered(self, order: FaultOrder, how: str) -> None:
+    def _report_ordered(self, order: FaultOrder, how: str) -> None:
         self._journal.write(
             FaultAcceptedRecord(
                 order.id,
@@ -417,15 +417,15 @@ class FaultController:
             )
         )
 
-    def _tell_fired(self, running: _Running, step: int, at_s: float) -> None:
+    def _report_fired(self, running: _Running, step: int, at_s: float) -> None:
         order = running.order
-        how = running.deed.how if running.deed is not None else _ITSELF
+        how = running.action.how if running.action is not None else _ITSELF
         record = FaultInjected(order.id, order.kind, order.rank, step, round(at_s, 6), how)
         self._journal.write(record)
 
-    def _over(self, running: _Running, why: str) -> None:
+    def _over(self, running: _Running, reason: str) -> None:
         order = running.order
-        self._journal.write(FaultReverted(order.id, order.kind, order.rank, why))
+        self._journal.write(FaultReverted(order.id, order.kind, order.rank, reason))
         if running in self._running:
             self._running.remove(running)
 
@@ -436,11 +436,11 @@ class FaultController:
         return pages.by_rank[rank]
 
     def _step_here(self) -> int:
-        return max((_step_on(place.page) for place in self._workers.places), default=0)
+        return max((_step_on(slot.page) for slot in self._workers.slots), default=0)
 
     def _step_of(self, rank: int) -> int:
-        places = self._workers.places
-        return next((_step_on(place.page) for place in places if place.rank == rank), 0)
+        slots = self._workers.slots
+        return next((_step_on(slot.page) for slot in slots if slot.rank == rank), 0)
 
 
 def _step_on(page: SharedPage) -> int:

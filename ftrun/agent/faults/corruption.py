@@ -61,16 +61,16 @@ def _flip(arena: Arena, slot: int) -> None:
     image.release()
 
 
-def check_kept(vaults: Sequence[int], *, at_least: int) -> None:
+def check_kept(parity_regions: Sequence[int], *, at_least: int) -> None:
     """Check that this node stores data of at least `at_least` versions for other nodes.
 
     Raises:
         FaultRefused: it stores fewer versions.
     """
     found = 0
-    for fd in vaults:
-        with closing(_open(fd)) as vault:
-            found += vault.state in _WHOLE and bool(_contents(vault))
+    for fd in parity_regions:
+        with closing(_open(fd)) as region:
+            found += region.state in _WHOLE and bool(_contents(region))
     if found < at_least:
         raise FaultRefused(
             f"{found} versions are kept for other nodes here, and it takes {at_least}: it needs "
@@ -78,22 +78,22 @@ def check_kept(vaults: Sequence[int], *, at_least: int) -> None:
         )
 
 
-def truncate(vaults: Sequence[int]) -> None:
+def truncate(parity_regions: Sequence[int]) -> None:
     """Overwrite the second half of each stored mirror and parity row with zeros."""
-    for fd in vaults:
-        with closing(_open(fd)) as vault:
-            for view in _contents(vault):
+    for fd in parity_regions:
+        with closing(_open(fd)) as region:
+            for view in _contents(region):
                 half = len(view) // 2
                 view[half:] = bytes(len(view) - half)
                 view.release()
 
 
-def make_stale(vaults: Sequence[int]) -> None:
+def make_stale(parity_regions: Sequence[int]) -> None:
     """Overwrite the newest version with the bytes and row digests of the version before it."""
-    opened = [_open(fd) for fd in vaults]
+    opened = [_open(fd) for fd in parity_regions]
     try:
         whole = [v for v in opened if v.state in _WHOLE and v.record is not None]
-        whole.sort(key=lambda vault: vault.record.version if vault.record else (-1, -1))
+        whole.sort(key=lambda region: region.record.version if region.record else (-1, -1))
         if len(whole) < 2:
             raise FaultRefused("only one version is kept for other nodes here just now")
         old, new = whole[-2:]
@@ -102,14 +102,14 @@ def make_stale(vaults: Sequence[int]) -> None:
         for index in range(min(old.record.num_rows, new.record.num_rows)):
             if old.record.block_bytes == new.record.block_bytes:
                 new.row(index)[:] = old.row(index)
-                new.keep_row(index, old.row_digest(index))
-        for place in set(old.mirrored_places()) & set(new.mirrored_places()):
-            before, now = old.mirror(place), new.mirror(place)
+                new.store_row(index, old.row_digest(index))
+        for position in set(old.mirrored_positions()) & set(new.mirrored_positions()):
+            before, now = old.mirror(position), new.mirror(position)
             if before is not None and now is not None and len(before) == len(now):
                 now[:] = before
     finally:
-        for vault in opened:
-            vault.close()
+        for region in opened:
+            region.close()
 
 
 def _open(fd: int) -> ParityRegion:
@@ -121,12 +121,12 @@ def _open(fd: int) -> ParityRegion:
         raise FaultRefused("what is kept for other nodes here is being made just now") from None
 
 
-def _contents(vault: ParityRegion) -> list[memoryview]:
-    if vault.state not in _WHOLE or vault.record is None:
+def _contents(region: ParityRegion) -> list[memoryview]:
+    if region.state not in _WHOLE or region.record is None:
         return []
-    rows = [i for i in range(vault.record.num_rows) if vault.row_digest(i)]
-    mirrors = (vault.mirror(place) for place in vault.mirrored_places())
-    return [*(vault.row(index) for index in rows), *(view for view in mirrors if view is not None)]
+    rows = [i for i in range(region.record.num_rows) if region.row_digest(i)]
+    mirrors = (region.mirror(position) for position in region.mirrored_positions())
+    return [*(region.row(index) for index in rows), *(view for view in mirrors if view is not None)]
 
 
 def newest_file(directory: Path) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
-from ftrun.agent.faults import corruption as spoiling
+from ftrun.agent.faults import corruption as corruption
 from ftrun.agent.faults.machine import (
     FaultCgroup,
     check_free,
@@ -67,7 +67,7 @@ class FaultInjectors:
             "smp-kill": self._smp_kill,
             "smp-stop": self._smp_stop,
             "agent-kill": self._agent_kill,
-            "leader-kill": self._lead_kill,
+            "leader-kill": self._leader_kill,
             "agent-stop": self._agent_zombie,
             "zygote-kill": self._zygote_kill,
             "node-loss": self._node_loss,
@@ -88,7 +88,7 @@ class FaultInjectors:
             ),
         }
 
-    def deed(self, order: FaultOrder) -> FaultAction:
+    def action(self, order: FaultOrder) -> FaultAction:
         """Prepare the fault.
 
         Raises:
@@ -103,7 +103,7 @@ class FaultInjectors:
             FaultRefused: the rank does not run here.
         """
         for handle in self._workers.alive():
-            if handle.place.rank == rank:
+            if handle.slot.rank == rank:
                 return handle
         raise FaultRefused(f"rank {rank} does not run on this node just now; ask again")
 
@@ -133,7 +133,7 @@ class FaultInjectors:
             raise FaultRefused(f"no limit can be set in {group.path}: {error.strerror}") from None
         # With --at-step, the rank must not be limited before that step, so it moves into the
         # cgroup itself at that step.
-        return self._put_into(group, [] if order.at_step else [pid], for_s=0.0, whose=[pid])
+        return self._put_into(group, [] if order.at_step else [pid], for_s=0.0, pids_of=[pid])
 
     # --- ranks --------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class FaultInjectors:
             except OSError as error:
                 made.remove()
                 raise FaultRefused(f"no quota can be set in {made.path}: {error}") from None
-            return self._put_into(made, [handle.pid], for_s=order.for_s, whose=[handle.pid])
+            return self._put_into(made, [handle.pid], for_s=order.for_s, pids_of=[handle.pid])
 
         uses = cores_used(handle.pid)
         how = f"a cpu cgroup with {order.amount:g} of a core"
@@ -200,29 +200,29 @@ class FaultInjectors:
             )
 
         def do() -> RunningFault:
-            who = named(handle.pid)
+            target = named(handle.pid)
             return RunningFault(
                 [["beat", order.amount]],
-                [["signal", signal.SIGCONT, who]],
+                [["signal", signal.SIGCONT, target]],
                 for_s=order.for_s,
-                targets=who,
+                targets=target,
             )
 
         return FaultAction(f"SIGSTOP for {1 - order.amount:.0%} of the time (no cpu cgroup)", do)
 
     def _put_into(
-        self, group: FaultCgroup, pids: list[int], *, for_s: float, whose: list[int]
+        self, group: FaultCgroup, pids: list[int], *, for_s: float, pids_of: list[int]
     ) -> RunningFault:
         """Move processes into a cgroup; its reverter moves them back and removes the cgroup.
 
-        The reverter does this after `for_s`, and at the latest when all processes `whose` ended.
+        The reverter does this after `for_s`, and at the latest when all processes `pids_of` ended.
         """
         try:
             return RunningFault(
                 [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in pids],
                 [group.undo],
                 for_s=for_s,
-                targets=named(*whose),
+                targets=named(*pids_of),
             )
         except FaultRefused:
             group.remove()
@@ -235,14 +235,14 @@ class FaultInjectors:
         return FaultAction(f"SIGKILL to pid {pid}", lambda: os.kill(pid, signal.SIGKILL))
 
     def _smp_stop(self, order: FaultOrder) -> FaultAction:
-        who = named(self._smp_pid())
+        target = named(self._smp_pid())
 
         def do() -> RunningFault | None:
             since_s = clock.now_s()
-            os.kill(who[0][0], signal.SIGSTOP)
-            return continue_later(who, order.for_s, since_s=since_s)
+            os.kill(target[0][0], signal.SIGSTOP)
+            return continue_later(target, order.for_s, since_s=since_s)
 
-        return FaultAction(f"SIGSTOP to pid {who[0][0]}, SIGCONT after {order.for_s:g} s", do)
+        return FaultAction(f"SIGSTOP to pid {target[0][0]}, SIGCONT after {order.for_s:g} s", do)
 
     def _smp_pid(self) -> int:
         smp = self._smp
@@ -259,15 +259,15 @@ class FaultInjectors:
         how = f"SIGKILL to pid {pid}"
         return FaultAction(how, lambda: os.kill(pid, signal.SIGKILL), is_last=True)
 
-    def _lead_kill(self, order: FaultOrder) -> FaultAction:
+    def _leader_kill(self, order: FaultOrder) -> FaultAction:
         if not self._control.leads:
             raise FaultRefused("this node does not lead any more; ask again")
         return self._agent_kill(order)
 
     def _agent_zombie(self, order: FaultOrder) -> FaultAction:
-        who = named(os.getpid())
+        target = named(os.getpid())
 
-        steps = ([["signal", signal.SIGSTOP, who]], [["signal", signal.SIGCONT, who]])
+        steps = ([["signal", signal.SIGSTOP, target]], [["signal", signal.SIGCONT, target]])
         do = partial(RunningFault, *steps, for_s=order.for_s, waits=False)
         return FaultAction(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
 
@@ -346,33 +346,35 @@ class FaultInjectors:
         if thread is None:
             raise FaultRefused("this run has one node: nothing goes over a wire")
         how = "the last bit of the next frame to each other agent"
-        return FaultAction(how, thread.spoil_next)
+        return FaultAction(how, thread.corrupt_next)
 
     # --- data ---------------------------------------------------------------------------------
 
     def _bitflip_shm(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
         arenas = self._smp.memory.arenas
-        local = [place.rank for place in self._workers.places]
-        newest = spoiling.newest_common(arenas, local)
+        local = [slot.rank for slot in self._workers.slots]
+        newest = corruption.newest_common(arenas, local)
 
         def do() -> None:
             handle.child.signal_group(signal.SIGKILL)
             handle.child.signal(signal.SIGKILL)
             if not handle.child.wait(_KILL_WAIT_S):
                 raise FaultRefused(f"rank {order.rank} has not died, so its memory is its own")
-            spoiling.flip_from(arenas, order.rank, spoiling.newest_common(arenas, local))
+            corruption.flip_from(arenas, order.rank, corruption.newest_common(arenas, local))
 
         return FaultAction(
             f"rank {order.rank} dies, one bit flips in step {newest.step} or later", do
         )
 
     def _fragments(self, order: FaultOrder) -> FaultAction:
-        vaults = list(self._smp.memory.vaults.values())
-        spoil = spoiling.truncate if order.kind == "fragment-truncate" else spoiling.make_stale
-        spoiling.check_kept(vaults, at_least=1 if spoil is spoiling.truncate else 2)
+        parity_regions = list(self._smp.memory.parity_regions.values())
+        corrupt = (
+            corruption.truncate if order.kind == "fragment-truncate" else corruption.make_stale
+        )
+        corruption.check_kept(parity_regions, at_least=1 if corrupt is corruption.truncate else 2)
         how = "in the memory that is kept for other nodes"
-        return FaultAction(how, lambda: spoil(vaults))
+        return FaultAction(how, lambda: corrupt(parity_regions))
 
     def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:
         directory = self._spec.checkpoint_directory
@@ -380,17 +382,17 @@ class FaultInjectors:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
         if is_url(directory):
             raise FaultRefused("this run writes its checkpoints to a URL, not to a directory")
-        find = partial(spoiling.newest_file, Path(directory))
+        find = partial(corruption.newest_file, Path(directory))
         find()
         how = f"one bit in the newest checkpoint in {directory}"
-        return FaultAction(how, lambda: spoiling.flip_in_file(find()))
+        return FaultAction(how, lambda: corruption.flip_in_file(find()))
 
 
 def continue_later(
-    who: list[tuple[int, int]], for_s: float, *, since_s: float
+    target: list[tuple[int, int]], for_s: float, *, since_s: float
 ) -> RunningFault | None:
     """Start a reverter that sends SIGCONT `for_s` after `since_s`; None if `for_s` is 0."""
     if not for_s:
         return None
-    undo = [["signal", signal.SIGCONT, who]]
-    return RunningFault([], undo, for_s=for_s, since_s=since_s, targets=who)
+    undo = [["signal", signal.SIGCONT, target]]
+    return RunningFault([], undo, for_s=for_s, since_s=since_s, targets=target)

@@ -85,8 +85,8 @@ def make_group(controller: str, name: str, pid: int) -> FaultCgroup:
             group.remove()
             continue
         return group
-    why = "; ".join(problems) or f"no {controller} cgroup is mounted at {ROOT}"
-    raise FaultRefused(f"it needs a {controller} cgroup of its own, and none can be made: {why}")
+    reason = "; ".join(problems) or f"no {controller} cgroup is mounted at {ROOT}"
+    raise FaultRefused(f"it needs a {controller} cgroup of its own, and none can be made: {reason}")
 
 
 def _lines(pid: int) -> list[str]:

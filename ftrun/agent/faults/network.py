@@ -64,20 +64,20 @@ def link_fault(order: FaultOrder, *, host: str, is_allowed_anywhere: bool) -> Li
         return _slow(tc, device, order.amount)
     if order.kind == "lossy-link":
         return _dropping(tc, device, ("egress", "ingress"), _drop_some(order.amount), order)
-    ways = ("egress",) if order.kind == "one-way-partition" else ("egress", "ingress")
-    return _dropping(tc, device, ways, _DROP_ALL, order)
+    directions = ("egress",) if order.kind == "one-way-partition" else ("egress", "ingress")
+    return _dropping(tc, device, directions, _DROP_ALL, order)
 
 
 def _dropping(
-    tc: str, device: str, ways: tuple[str, ...], program: str, order: FaultOrder
+    tc: str, device: str, directions: tuple[str, ...], program: str, order: FaultOrder
 ) -> LinkFault:
     do: list[list[Any]] = [["run", [tc, "qdisc", "add", "dev", device, "clsact"]]]
-    for way in ways:
-        words = ["filter", "add", "dev", device, way, "bpf", "da", "bytecode", program]
+    for direction in directions:
+        words = ["filter", "add", "dev", device, direction, "bpf", "da", "bytecode", program]
         do.append(["run", [tc, *words]])
     undo = [["run", [tc, "qdisc", "delete", "dev", device, "clsact"]]]
     what = f"{order.amount:g} % of packets" if order.kind == "lossy-link" else "every packet"
-    return LinkFault(do, undo, f"{what} dropped at {device}, {' and '.join(ways)}")
+    return LinkFault(do, undo, f"{what} dropped at {device}, {' and '.join(directions)}")
 
 
 def _check_free(tc: str, device: str, *, is_root_needed: bool) -> None:

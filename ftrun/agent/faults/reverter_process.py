@@ -34,8 +34,8 @@ from typing import Any
 from ftrun import clock
 from ftrun.linux import die_with_parent, name_process
 
-LOOK_S = 0.1
-BEAT_S = 0.037
+POLL_S = 0.1
+HEARTBEAT_S = 0.037
 """Length of one stop-and-continue cycle; not a divisor of any polling interval."""
 
 _FILL_BYTES = 16 << 20
@@ -79,8 +79,8 @@ class FaultReverter:
         self._burners: list[int] = []
         self._beaten: float = 0.0
         self._tree: list[Process] = []
-        self._has_begun = not self._do
-        self._is_told_to_end = False
+        self._has_started = not self._do
+        self._must_end = False
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_term)
@@ -90,23 +90,23 @@ class FaultReverter:
             return 1  # the agent has ended
         try:
             for step in self._do:
-                self._has_begun = self._has_begun or step[0] in _DONE_TO_SOME
+                self._has_started = self._has_started or step[0] in _DONE_TO_SOME
                 self._take(step)
-                self._has_begun = True
+                self._has_started = True
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self.heal()
-            _say(f"failed {_in_words(error)}")
+            self.revert()
+            _report(f"failed {_as_text(error)}")
             return 1
-        _say("done")
+        _report("done")
         try:
             self._wait()
         finally:
-            self.heal()
+            self.revert()
         return 0
 
-    def heal(self) -> None:
+    def revert(self) -> None:
         """Undo the fault; if a step fails, the next steps still run."""
-        for step in self._undo if self._has_begun else []:
+        for step in self._undo if self._has_started else []:
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
                 self._take(step)
         for pid in self._burners:
@@ -115,25 +115,25 @@ class FaultReverter:
                 os.waitpid(pid, 0)
 
     def _on_term(self, *_: object) -> None:
-        self._is_told_to_end = True
+        self._must_end = True
 
     def _wait(self) -> None:
         if not self._undo and not self._burners:
             return
         until_s = (self._since_s or clock.now_s()) + self._for_s if self._for_s else float("inf")
-        while not self._is_told_to_end and clock.now_s() < until_s:
+        while not self._must_end and clock.now_s() < until_s:
             if self._targets and not any(start_time(pid) == at for pid, at in self._targets):
                 return
             if self._beaten:
-                self._beat()
+                self._heartbeat()
             else:
-                clock.sleep(min(LOOK_S, max(0.0, until_s - clock.now_s())))
+                clock.sleep(min(POLL_S, max(0.0, until_s - clock.now_s())))
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         _signal(signal.SIGSTOP, self._targets)
-        clock.sleep(BEAT_S * (1 - self._beaten))
+        clock.sleep(HEARTBEAT_S * (1 - self._beaten))
         _signal(signal.SIGCONT, self._targets)
-        clock.sleep(BEAT_S * self._beaten)
+        clock.sleep(HEARTBEAT_S * self._beaten)
 
     def _take(self, step: list[Any]) -> None:
         verb, *words = step
@@ -142,18 +142,18 @@ class FaultReverter:
             "write": _write,
             "fill": _fill,
             "unlink": lambda path: Path(path).unlink(missing_ok=True),
-            "signal": lambda number, who: _signal(number, [tuple(one) for one in who]),
+            "signal": lambda number, target: _signal(number, [tuple(one) for one in target]),
             "empty": _empty,
             "limit": _limit,
             "cap files": _cap_files,
             "cap processes": _cap_processes,
             "burn": self._burn,
-            "beat": self._begin_beat,
+            "beat": self._begin_heartbeat,
             "tree": self._signal_tree,
         }
         steps[verb](*words)
 
-    def _begin_beat(self, part: float) -> None:
+    def _begin_heartbeat(self, part: float) -> None:
         self._beaten = part
 
     def _burn(self, count: int) -> None:
@@ -177,7 +177,7 @@ class FaultReverter:
             _signal(number, self._tree)
             return
         if number == signal.SIGKILL:
-            _end_healers(root)
+            _end_reverters(root)
         for _ in range(_PASSES):
             new = [one for one in _descendants(root) if one not in self._tree]
             if not new:
@@ -188,8 +188,8 @@ class FaultReverter:
             _signal(number, self._tree)
 
 
-def _signal(number: int, whom: list[Process]) -> None:
-    for pid, at in whom:
+def _signal(number: int, processes: list[Process]) -> None:
+    for pid, at in processes:
         if start_time(pid) == at:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -200,20 +200,20 @@ def _descendants(root: int) -> list[Process]:
     return _family(root)[0]
 
 
-def _end_healers(root: int) -> None:
+def _end_reverters(root: int) -> None:
     """Send SIGTERM to the other reverters below `root`, and wait up to 5 s for their undo."""
     own = os.getpid()
     others = [one for one in _family(root)[1] if one[0] != own]
     _signal(signal.SIGTERM, others)
     until_s = clock.now_s() + _HEAL_S
     while any(start_time(pid) == at for pid, at in others) and clock.now_s() < until_s:
-        clock.sleep(LOOK_S / _PASSES)
+        clock.sleep(POLL_S / _PASSES)
 
 
 def _family(root: int) -> tuple[list[Process], list[Process]]:
     """The process tree below `root`: the processes that are not reverters, and the reverters."""
     children: dict[int, list[int]] = {}
-    healers = {os.getpid()}
+    reverters = {os.getpid()}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError):
@@ -221,11 +221,11 @@ def _family(root: int) -> tuple[list[Process], list[Process]]:
                 before, _, after = stat.rpartition(")")
                 children.setdefault(int(after.split()[1]), []).append(int(name))
                 if before.partition("(")[2] == _COMM:
-                    healers.add(int(name))
+                    reverters.add(int(name))
     found, met, rest = [], [], [root]
     while rest:
         pid = rest.pop(0)
-        if pid in healers:
+        if pid in reverters:
             met.append(pid)
         elif pid != 1 or root == 1:
             rest += children.get(pid, [])
@@ -279,28 +279,28 @@ def _empty(group: str, parent: str) -> None:
         except FileNotFoundError:
             return
         except OSError:
-            clock.sleep(LOOK_S)
+            clock.sleep(POLL_S)
 
 
-def _limit(who: Process, what: int, soft: int) -> None:
-    pid, at = who
+def _limit(target: Process, what: int, soft: int) -> None:
+    pid, at = target
     if start_time(pid) == at:
         _, hard = resource.prlimit(pid, what)
         resource.prlimit(pid, what, (soft, hard))
 
 
-def _cap_files(who: Process) -> None:
+def _cap_files(target: Process) -> None:
     """Limit a process to its lowest free descriptor number, so that it can open no more files.
 
     The number is sampled 20 times, because threads of the process open and close files.
     """
-    pid, at = who
+    pid, at = target
     if start_time(pid) == at:
-        _limit(who, resource.RLIMIT_NOFILE, min(_lowest_free(pid) for _ in range(_PASSES)))
+        _limit(target, resource.RLIMIT_NOFILE, min(_lowest_free(pid) for _ in range(_PASSES)))
 
 
 def _lowest_free(pid: int) -> int:
-    clock.sleep(LOOK_S / _PASSES)
+    clock.sleep(POLL_S / _PASSES)
     taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     return min(set(range(len(taken) + 1)) - taken)
 
@@ -310,11 +310,11 @@ def _cap_processes(group: str) -> None:
     _write(f"{group}/pids.max", Path(group, "pids.current").read_text(encoding="ascii").strip())
 
 
-def _in_words(error: Exception) -> str:
+def _as_text(error: Exception) -> str:
     return str(error).replace("\n", " ")
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     with contextlib.suppress(OSError):
         if select.select([], [1], [], 0)[1]:
             os.write(1, f"{text}\n".encode())

@@ -39,7 +39,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Started:
     """State of an agent when its own program begins."""
 
     zygote: tuple[socket.socket, int] | None = None
@@ -50,7 +50,7 @@ class Begun:
     """This agent is a fork of the reserve."""
 
 
-def begin() -> Begun | None:
+def begin() -> Started | None:
     """Prepare the agent's own program; None in a fork that has run another program to its end."""
     become_subreaper()
     die_with_parent(int(os.environ.get(STUB_PID, os.getppid())))
@@ -63,11 +63,11 @@ def begin() -> Begun | None:
         settings = _prepare(RunFolder(Path(sys.argv[1])))
         link = _zygote_link() if settings is not None else None
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised again by the agent
-        return Begun(error=error)
+        return Started(error=error)
     if settings is None or link is None:
         if reserve_fd >= 0:
             os.close(reserve_fd)
-        return Begun(is_forked=is_forked)
+        return Started(is_forked=is_forked)
     mine, its = link
     agent_pid = os.getpid()
     gc.freeze()  # a collection would write to each object, and so copy the shared pages
@@ -79,7 +79,7 @@ def begin() -> Begun | None:
     its.close()
     if reserve_fd >= 0:
         os.close(reserve_fd)
-    return Begun((mine, pid), is_forked=is_forked)
+    return Started((mine, pid), is_forked=is_forked)
 
 
 def set_thread_count(argv: list[str]) -> None:

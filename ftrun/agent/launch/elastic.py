@@ -59,7 +59,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
             world_size=plan.world_size,
             store_host=plan.store_host,
             store_port=plan.store_port,
-            rail_host=plan.store_host if plan.roads is not None else "",
+            rail_host=plan.store_host if plan.paths is not None else "",
         )
 
     def _assign_worker_ranks(
@@ -152,8 +152,8 @@ def _flags_refused(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, AssertionError, RuntimeError, LookupError, ImportError, OSError) as error:
-        why = str(error) or type(error).__name__
-        raise UsageError(f"{what} cannot be used here: {why}") from error
+        reason = str(error) or type(error).__name__
+        raise UsageError(f"{what} cannot be used here: {reason}") from error
 
 
 def run(

@@ -79,10 +79,10 @@ class GenerationRunner:
         self.repeats = RepeatedSteps(journal, workers)
         self.announcements = Announcements()
         self._took_effect = False
-        self._kept = kept
+        self._persisted = kept
         self._decided_s = 0.0
         self._restored: Version | None = None
-        self._old_world_size = 0
+        self._previous_world_size = 0
         """World size of the restored version; 0: the same as now."""
         self._is_share = False
         """Other nodes have read a part of the checkpoint that was loaded."""
@@ -95,7 +95,7 @@ class GenerationRunner:
 
     @property
     def newest_plan(self) -> GenerationPlan | None:
-        return self.plan or self._kept.plan
+        return self.plan or self._persisted.plan
 
     @property
     def holds_ranks(self) -> bool:
@@ -146,20 +146,20 @@ class GenerationRunner:
         agent.close_generation()
         node = plan.member(self._node_id)
         ranks = node.ranks if node is not None else range(0)
-        resized = bool(self._old_world_size)
+        resized = bool(self._previous_world_size)
         self.repeats.prepare(plan, ranks, self._restored, resized=resized)
         self._workers.prepare(
             self._launch_request(plan),
             ranks,
             kept=plan.committed,
-            rails=_road_variables(plan, self._node_id),
+            rails=_path_variables(plan, self._node_id),
         )
-        self.tell_smp()
+        self.send_to_smp()
         crash_point("agent.restart.smp_told")
         self._await_share()
         # Before the plan is accepted, because the next agent of this node proves with this state
         # what this agent had accepted.
-        self._keep_state()
+        self._persist_state()
         return self._restored
 
     def run(self, agent: FtrunElasticAgent, *, noticed_s: float, stopped_s: float) -> None:
@@ -172,52 +172,57 @@ class GenerationRunner:
         crash_point("agent.restart.launched")
         if self.number > 0:
             start = str(self._restored) if self._restored is not None else "the beginning"
-            _log.info("%s", self.announcements.beginning(plan.why, self.number, start))
+            _log.info("%s", self.announcements.beginning(plan.reason, self.number, start))
             decided_s = self._decided_s
             times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
-            self.restarts.append(Recovered(self.number, plan.why, *times, self._restored))
-        ranks = tuple(int(handle.place.rank) for handle in self._workers.handles)
+            self.restarts.append(Recovered(self.number, plan.reason, *times, self._restored))
+        ranks = tuple(int(handle.slot.rank) for handle in self._workers.handles)
         self._journal.write(
             GenerationStartedRecord(
-                plan.why, self.number, self._restored, tuple(self._workers.pids()), ranks
+                plan.reason, self.number, self._restored, tuple(self._workers.pids()), ranks
             )
         )
-        self._keep_state()
+        self._persist_state()
         crash_point("agent.restart.state_kept")
         self.repeats.launched()
 
-    def tell_smp(self) -> None:
+    def send_to_smp(self) -> None:
         """Send the members to the SMP; if the SMP is gone, the next one receives them."""
         if self.plan is None:
             return
         # In the middle of a generation the newest commit must be protected again.
         versions = [one for one in (self._restored, self._smp.committed) if one is not None]
         newest = max(versions, default=None)
-        old_world_size = self._old_world_size if newest == self._restored else 0
+        previous_world_size = self._previous_world_size if newest == self._restored else 0
         body = begin_generation(
-            self.plan, self._node_id, self._spec, newest, self._smp, old_world_size=old_world_size
+            self.plan,
+            self._node_id,
+            self._spec,
+            newest,
+            self._smp,
+            previous_world_size=previous_world_size,
         )
         try:
             self._smp.begin_generation(body, self._workers.command_fd)
         except PeerError as error:
             self._journal.write(SmpUnreachable(str(error)))
 
-    def tell_new_smp(self) -> None:
+    def configure_new_smp(self) -> None:
         if not self.is_over:
-            self.tell_smp()
+            self.send_to_smp()
         self._remember()
 
     def move_peers(self, ports: dict[str, int]) -> None:
         if self.plan is not None:
             smp_ports = {**self.plan.smp_ports, **ports}
             self.plan = msgspec.structs.replace(self.plan, smp_ports=smp_ports)
-            self.tell_smp()
+            self.send_to_smp()
 
     def measure(self) -> None:
         restart = self.restarts[-1] if self.restarts else None
         if restart is None or restart.phases_s is not None or restart.generation != self.number:
             return
-        pages = [place.page for place in self._workers.places]
+        pages = [slot.page for slot in self._workers.slots]
         if not pages or not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             return
 
@@ -269,25 +274,25 @@ class GenerationRunner:
             agent_pid=os.getpid(),
             smp_socket=str(self._smp.folder.smp_socket),
             restore=self._restored,
-            restore_world_size=self._old_world_size,
+            restore_world_size=self._previous_world_size,
             skip_batches=plan.skip_batches if self._restored is not None else 0,
             snapshot=self._spec.profile.snapshot,
         )
 
     def _restore_point(self, plan: GenerationPlan) -> Version | None:
         found = version(*plan.restore) if plan.restore is not None else None
-        why = plan.restore_why
-        self._old_world_size = plan.restore_world_size if plan.is_resized else 0
+        reason = plan.restore_reason
+        self._previous_world_size = plan.restore_world_size if plan.is_resized else 0
         self._is_share = False
         if found is None:
-            found, why = self._load_checkpoint(plan, why)
+            found, reason = self._load_checkpoint(plan, reason)
         runs_ranks = plan.member(self._node_id) is not None
         if found is None and runs_ranks and self._smp.committed is not None:
             # Never silently restart from step 0 if there was a state to resume from.
             has_directory = self._spec.checkpoint_directory is not None
             to_do = "" if has_directory else ". Give --checkpoint-dir to resume from disk next time"
             raise SnapshotError(
-                f"the newest committed version {self._smp.committed} cannot be restored: {why}"
+                f"the newest committed version {self._smp.committed} cannot be restored: {reason}"
                 f"{to_do}"
             )
         if found is not None:
@@ -295,7 +300,7 @@ class GenerationRunner:
             # lost, and must not be fetched any more.
             self._smp.committed = found if found.generation >= 0 else None
         voided = self._smp.void_after(found if found is not None else NOTHING)
-        self._journal.write(RestorePointChosen(found, why, voided))
+        self._journal.write(RestorePointChosen(found, reason, voided))
         return found
 
     def _await_share(self) -> None:
@@ -318,16 +323,16 @@ class GenerationRunner:
             self._reject({self.checkpoint: self._smp.restore_failed})
             raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
 
-    def _load_checkpoint(self, plan: GenerationPlan, why: str) -> tuple[Version | None, str]:
+    def _load_checkpoint(self, plan: GenerationPlan, reason: str) -> tuple[Version | None, str]:
         """The version on storage, and why this one; None if there is none to resume from."""
         node = plan.member(self._node_id)
         had = self._smp.committed is not None
         sources = sources_of(self._spec, plan.life, has_committed=had)
         if not sources:
-            return None, why
+            return None, reason
         if node is None:
             return None, "a spare loads no checkpoint"
-        self._say_bad(plan.history.bad_checkpoints)
+        self._report_bad(plan.history.bad_checkpoints)
         for source in sources:
             claim = claim_of(plan, self._node_id, self._spec)
             order = load_order(plan, self._node_id, source, self._smp, claim)
@@ -341,19 +346,19 @@ class GenerationRunner:
                 raise SnapshotError(f"{answer.problem}. Nothing there was changed")
             if answer.path:
                 self.checkpoint = answer.path.rpartition("/")[2]
-                self._old_world_size, self._is_share = answer.world_size, answer.is_share
-                why = "; ".join([f"checkpoint {answer.path}", *answer.rejected.values()])
-                return version(answer.generation, answer.step), why
+                self._previous_world_size, self._is_share = answer.world_size, answer.is_share
+                reason = "; ".join([f"checkpoint {answer.path}", *answer.rejected.values()])
+                return version(answer.generation, answer.step), reason
         if path := self._spec.resume_path:
             path = without_password(path)
             raise SnapshotError(f"--resume {path}: there is no checkpoint there; name another one")
-        return None, sources[0].why_none
+        return None, sources[0].no_metrics_reason
 
     def _reject(self, bad: Mapping[str, str]) -> None:
         self.rejected.update(bad)
-        self._say_bad(bad)
+        self._report_bad(bad)
 
-    def _say_bad(self, bad: Mapping[str, str]) -> None:
+    def _report_bad(self, bad: Mapping[str, str]) -> None:
         for name, reason in bad.items():
             if name not in self._said_bad:
                 self._said_bad.add(name)
@@ -362,32 +367,32 @@ class GenerationRunner:
 
     def keep_arenas(self) -> None:
         """Give the stub all memory that was added or removed; cheap if nothing has changed."""
-        self._stub.keep([fd for _, fd in self._smp.memory.held], self._kept)
+        self._stub.keep([fd for _, fd in self._smp.memory.held], self._persisted)
 
-    def keep_plan(self, plan: GenerationPlan, *, took_effect: bool) -> None:
+    def keep_plan(self, plan: GenerationPlan, *, is_chosen: bool) -> None:
         """Persist the present voters for this node's next agent; the plan of the ranks stays."""
-        self._kept = PersistedAgentState(plan, took_effect=took_effect)
+        self._persisted = PersistedAgentState(plan, is_chosen=is_chosen)
         self.keep_arenas()
         self._remember()
 
-    def _keep_state(self) -> None:
+    def _persist_state(self) -> None:
         assert self.plan is not None
-        self.keep_plan(self.plan, took_effect=self._took_effect)
+        self.keep_plan(self.plan, is_chosen=self._took_effect)
 
     def _remember(self) -> None:
         try:
-            self._smp.keep_run_state(self._kept.encode())
+            self._smp.persist_run_state(self._persisted.encode())
         except PeerError as error:
             self._journal.write(SmpUnreachable(str(error)))
 
 
-def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
+def _path_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
     """Variables that set the rails for this node's ranks; variables that the user has set stay."""
-    if plan.roads is None or plan.member(node_id) is None:
+    if plan.paths is None or plan.member(node_id) is None:
         return {}
     try:
         matched = match_rails({node.node_id: node.card.rails for node in plan.members})
-        return env_for(plan.roads, rails_of_node(matched, node_id), os.environ)
+        return env_for(plan.paths, rails_of_node(matched, node_id), os.environ)
     except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
         _log.exception("a bug in ftrun: ranks use the rails that their libraries choose")
         return {}
@@ -423,7 +428,7 @@ class Announcements:
         record = entry.record
         if isinstance(record, GenerationChosen) and not has_ranks:
             self._said.clear()
-        if entry.say and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
+        if entry.announce and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
             _log.warning("%s", record.text)
 
     def beginning(self, reason: str, generation: int, start: str) -> str:

@@ -165,15 +165,15 @@ class ZygoteClient:
             self._control.close()
             self._control = None
             return False
-        said = json.loads(data)
-        if "standby" in said:
+        message = json.loads(data)
+        if "standby" in message:
             self._ordered -= 1
             orders = socket.socket(fileno=fds[0])
             orders.set_inheritable(False)
             self._standbys.append(Standby(orders))
-        if "unfit" in said:
-            self.unfit = said["unfit"]
-        for name in set(said.get("missing", ())) & set(self._preload):
+        if "unfit" in message:
+            self.unfit = message["unfit"]
+        for name in set(message.get("missing", ())) & set(self._preload):
             _log.warning("--preload %s: there is no such module", name)
         return True
 
@@ -214,7 +214,7 @@ class WorkerHandle:
 
     local_rank_id: int
     child: ChildProcess
-    place: LaunchSlot
+    slot: LaunchSlot
     start: str
     """`warm` or `fresh`."""
     streams: list[IO[str]] = field(default_factory=list)
@@ -236,7 +236,7 @@ class WorkerHandle:
             return "finished" if self.child.status == 0 else "ended"
         if self.stopped_since_s is not None:
             return "stopped"
-        return "running" if self.place.page.get(HeartbeatField.FIRST_STEP_NS) else "starting"
+        return "running" if self.slot.page.get(HeartbeatField.FIRST_STEP_NS) else "starting"
 
     @property
     def has_ended(self) -> bool:
@@ -271,7 +271,7 @@ class WorkerStarter:
     journal: Journal
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of all ranks, in addition to torch's."""
-    places: dict[int, LaunchSlot] = field(default_factory=dict)
+    slots: dict[int, LaunchSlot] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
 
     def __call__(
@@ -285,12 +285,12 @@ class WorkerStarter:
         numa_options: object = None,
         **_: Any,
     ) -> WorkerHandle:
-        place = self.places[local_rank_id]
+        slot = self.slots[local_rank_id]
         streams = [open(path, "w") if path else None for path in (stdout, stderr)]  # noqa: SIM115
         variables = {**os.environ, **env, **self.variables}
         argv = [str(arg) for arg in args]
-        child, start = self._start(entrypoint, argv, variables, streams, place, numa_options)
-        handle = WorkerHandle(local_rank_id, child, place, start)
+        child, start = self._start(entrypoint, argv, variables, streams, slot, numa_options)
+        handle = WorkerHandle(local_rank_id, child, slot, start)
         handle.streams = [stream for stream in streams if stream is not None]
         self.handles[local_rank_id] = handle
         return handle
@@ -301,20 +301,20 @@ class WorkerStarter:
         argv: list[str],
         variables: dict[str, str],
         streams: Sequence[IO[str] | None],
-        place: LaunchSlot,
+        slot: LaunchSlot,
         numa_options: object,
     ) -> tuple[ChildProcess, str]:
         python = entrypoint == sys.executable and argv[:1] == ["-u"]
-        why_fresh = self._why_fresh(entrypoint, python=python, numa_options=numa_options)
-        if why_fresh is None and self.zygote is not None:
+        fresh_reason = self._fresh_reason(entrypoint, python=python, numa_options=numa_options)
+        if fresh_reason is None and self.zygote is not None:
             try:
-                return self._warm(self.zygote, argv[1:], variables, streams, place), "warm"
+                return self._warm(self.zygote, argv[1:], variables, streams, slot), "warm"
             except ZygoteUnavailable as error:
-                why_fresh = str(error)
-        self.journal.write(FreshStartUsed(why_fresh or "", place.rank))
-        return self._fresh(entrypoint, argv, variables, streams, place, python=python), "fresh"
+                fresh_reason = str(error)
+        self.journal.write(FreshStartUsed(fresh_reason or "", slot.rank))
+        return self._fresh(entrypoint, argv, variables, streams, slot, python=python), "fresh"
 
-    def _why_fresh(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
+    def _fresh_reason(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
         if self.zygote is None:
             return "--start fresh, or the zygote was disabled"
         if numa_options is not None:
@@ -329,7 +329,7 @@ class WorkerStarter:
         argv: list[str],
         variables: dict[str, str],
         streams: Sequence[IO[str] | None],
-        place: LaunchSlot,
+        slot: LaunchSlot,
     ) -> ChildProcess:
         stdout, stderr = (
             stream.fileno() if stream is not None else number
@@ -338,9 +338,9 @@ class WorkerStarter:
         is_module = argv[0] == "-m"
         return zygote.launch(
             msgspec.structs.replace(
-                place.request,
+                slot.request,
                 start="warm",
-                descriptors={**place.request.descriptors, "stdout": stdout, "stderr": stderr},
+                descriptors={**slot.request.descriptors, "stdout": stdout, "stderr": stderr},
                 argv=argv[1:] if is_module else argv,
                 is_module=is_module,
                 variables=variables,
@@ -354,7 +354,7 @@ class WorkerStarter:
         argv: list[str],
         variables: dict[str, str],
         streams: Sequence[IO[str] | None],
-        place: LaunchSlot,
+        slot: LaunchSlot,
         *,
         python: bool,
     ) -> ChildProcess:
@@ -364,9 +364,9 @@ class WorkerStarter:
             kind = ["command", entrypoint, *argv]
         return spawn(
             python_command("ftrun.worker.process.startup", *kind),
-            name=f"rank {place.rank}",
-            variables={**variables, LAUNCH: encode_launch(place.request).decode()},
-            pass_fds=list(place.request.descriptors.values()),
+            name=f"rank {slot.rank}",
+            variables={**variables, LAUNCH: encode_launch(slot.request).decode()},
+            pass_fds=list(slot.request.descriptors.values()),
             streams=streams,
             new_session=True,
         )

@@ -46,7 +46,7 @@ KILL_WAIT_S = 20.0
 
 _ORPHANS_WAIT_S = 1.0
 _FULL_BYTES = 1 << 16
-_LOOK_AGAIN_S = 0.002
+_POLL_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
 
@@ -76,7 +76,7 @@ class WorkerGroup:
         self._spec = spec
         self._smp = smp
         self._error_files: dict[int, str] = {}
-        self.is_held = False
+        self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
         self._stuck: list[ChildProcess] = []
@@ -86,7 +86,7 @@ class WorkerGroup:
         for pid in stuck_pids:
             with suppress(OSError):
                 self._stuck_before.append((pid, os.pidfd_open(pid)))
-        self._looked_s = clock.now_s()
+        self._polled_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
         """Stack files of ranks that have ended; the thread that writes to them closes them."""
         self.fault_pages = FaultPages() if spec.allow_faults else None
@@ -113,7 +113,7 @@ class WorkerGroup:
         self.generation, self.restored = request.generation, restored
         self.first_rank = ranks.start
         self._close_places()
-        self.is_held = False
+        self.is_suspended = False
         self.command_fd = create_command_page()
         self.commands = SharedPage(self.command_fd)
         self.lease(None if self._spec.nodes is None else 0.0)
@@ -121,10 +121,10 @@ class WorkerGroup:
             self.commands.set(CommandField.COMMITTED_GENERATION, restored.generation)
             self.commands.set(CommandField.COMMITTED_STEP, restored.step)
         if kept is not None:
-            self.commands.set(CommandField.KEPT_GENERATION, kept[0])
-            self.commands.set(CommandField.KEPT_STEP, kept[1])
-        self.starter.places = {
-            local: self._place(msgspec.structs.replace(request, rank=Rank(rank)))
+            self.commands.set(CommandField.RETAINED_GENERATION, kept[0])
+            self.commands.set(CommandField.RETAINED_STEP, kept[1])
+        self.starter.slots = {
+            local: self._slot(msgspec.structs.replace(request, rank=Rank(rank)))
             for local, rank in enumerate(ranks)
         }
         self.starter.variables = {
@@ -154,7 +154,7 @@ class WorkerGroup:
         for handle in self.handles:
             known = handle.child in self._stuck
             if not known and not handle.child.wait(max(0.0, give_up_s - clock.now_s())):
-                handle.child.name = f"rank {handle.place.rank}"
+                handle.child.name = f"rank {handle.slot.rank}"
                 self._stuck.append(handle.child)
         give_up_s = max(give_up_s, clock.now_s() + _ORPHANS_WAIT_S)
         while left := set(self._kill_orphans()) - {child.pid for child in self._stuck}:
@@ -162,7 +162,7 @@ class WorkerGroup:
                 for pid in left:
                     with suppress(ProcessLookupError):
                         self._stuck.append(ChildProcess(pid, "a process that a rank has started"))
-            clock.sleep(_LOOK_AGAIN_S)
+            clock.sleep(_POLL_AGAIN_S)
         return self.stuck()
 
     def stuck(self) -> str:
@@ -207,16 +207,14 @@ class WorkerGroup:
     def ask_last_snapshot(self, after_step: int) -> None:
         """Have every rank stop after this step; -1: at the first boundary that none has passed."""
         if self.commands is not None:
-            furthest = max(
-                (place.page.get(HeartbeatField.STEP) for place in self.places), default=0
-            )
+            furthest = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)
             self.commands.set(
                 CommandField.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
 
     def sealed(self) -> tuple[int, int] | None:
         """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
-        pages = [place.page for place in self.places]
+        pages = [slot.page for slot in self.slots]
         steps = [
             page.get(HeartbeatField.SEALED_STEP)
             for page in pages
@@ -254,9 +252,9 @@ class WorkerGroup:
             until_ns = 0 if until_s is None else max(1, round(until_s * 1e9))
             self.commands.set(CommandField.LEASE_NS, until_ns)
 
-    def hold(self, on: bool) -> None:
+    def suspend(self, on: bool) -> None:
         """Suspend every rank at once, or resume it; from any thread."""
-        self.is_held = on
+        self.is_suspended = on
         number = SIGSTOP if on else SIGCONT
         alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
         for child in alive:
@@ -274,8 +272,8 @@ class WorkerGroup:
         return [handle for _, handle in sorted(self.starter.handles.items())]
 
     @property
-    def places(self) -> list[LaunchSlot]:
-        return [place for _, place in sorted(self.starter.places.items())]
+    def slots(self) -> list[LaunchSlot]:
+        return [slot for _, slot in sorted(self.starter.slots.items())]
 
     def alive(self) -> list[WorkerHandle]:
         return [handle for handle in self.handles if handle.child.status is None]
@@ -290,16 +288,16 @@ class WorkerGroup:
         return found
 
     def explain(self, handle: WorkerHandle, *, oom_kills: int | None) -> events.WorkerExit:
-        page = handle.place.page
+        page = handle.slot.page
         message, traceback, failed_at_ns = self._error(handle)
         traceback = traceback or _last_stack(handle)
         corrupt = page.get(HeartbeatField.CORRUPT_SLOT)
         if corrupt:
             other = page.get(HeartbeatField.CORRUPT_RANK)
-            rank = other - 1 if other else handle.place.rank
+            rank = other - 1 if other else handle.slot.rank
             self._smp.memory.void_slot(Rank(rank), self.restored)
         facts = ExitFacts(
-            rank=Rank(handle.place.rank),
+            rank=Rank(handle.slot.rank),
             pid=handle.pid,
             status=handle.child.ended_with,
             message=message,
@@ -317,35 +315,35 @@ class WorkerGroup:
 
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
-        step = max((place.page.get(HeartbeatField.STEP) for place in self.places), default=0)
+        step = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)
         here = max(
             (
                 step - first
-                if place.page.get(HeartbeatField.ATTACHED)
-                else place.page.get(HeartbeatField.STEP)
-                for place in self.places
-                if place.page.get(HeartbeatField.FIRST_STEP_NS)
+                if slot.page.get(HeartbeatField.ATTACHED)
+                else slot.page.get(HeartbeatField.STEP)
+                for slot in self.slots
+                if slot.page.get(HeartbeatField.FIRST_STEP_NS)
             ),
             default=0,
         )
-        attached = any(place.page.get(HeartbeatField.ATTACHED) for place in self.places)
+        attached = any(slot.page.get(HeartbeatField.ATTACHED) for slot in self.slots)
         return events.Progress(Step(step), here, attached)
 
     def reports(self, now_s: float) -> tuple[RankReport, ...]:
         return tuple(
             RankReport(
-                rank=handle.place.rank,
+                rank=handle.slot.rank,
                 pid=handle.pid,
                 state=handle.state,
-                step=handle.place.page.get(HeartbeatField.STEP),
-                age_s=round(now_s - handle.place.page.get(HeartbeatField.BEAT_NS) / 1e9, 3)
-                if handle.place.page.get(HeartbeatField.BEAT_NS)
+                step=handle.slot.page.get(HeartbeatField.STEP),
+                age_s=round(now_s - handle.slot.page.get(HeartbeatField.HEARTBEAT_NS) / 1e9, 3)
+                if handle.slot.page.get(HeartbeatField.HEARTBEAT_NS)
                 else -1.0,
-                phase=handle.place.page.phase,
-                loss=handle.place.page.loss if handle.place.page.get(HeartbeatField.LOSS) else None,
-                bad_step=handle.place.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
-                p50_s=quantile_s(handle.place.page.step_times, 0.5),
-                p99_s=quantile_s(handle.place.page.step_times, 0.99),
+                phase=handle.slot.page.phase,
+                loss=handle.slot.page.loss if handle.slot.page.get(HeartbeatField.LOSS) else None,
+                bad_step=handle.slot.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
+                p50_s=quantile_s(handle.slot.page.step_times, 0.5),
+                p99_s=quantile_s(handle.slot.page.step_times, 0.99),
             )
             for handle in self.handles
         )
@@ -353,7 +351,7 @@ class WorkerGroup:
     def all_at_boundary(self) -> bool:
         alive = self.alive()
         return bool(alive) and all(
-            h.place.page.get(HeartbeatField.STOPPED_AT_BOUNDARY) for h in alive
+            h.slot.page.get(HeartbeatField.STOPPED_AT_BOUNDARY) for h in alive
         )
 
     def kill_long_stopped(self, now_s: float, limit_s: float) -> None:
@@ -361,9 +359,9 @@ class WorkerGroup:
 
         If this process was paused too, the whole machine was paused, and the time starts again.
         """
-        was_away, self._looked_s = now_s - self._looked_s > AWAY_S, now_s
+        was_away, self._polled_s = now_s - self._polled_s > AWAY_S, now_s
         for handle in self.alive():
-            if self.is_held or not handle.child.is_stopped():
+            if self.is_suspended or not handle.child.is_stopped():
                 handle.stopped_since_s = None
             elif handle.stopped_since_s is None or was_away:
                 handle.stopped_since_s = now_s
@@ -377,18 +375,18 @@ class WorkerGroup:
         Starting the reverter delays this process, and that delay must not count as a paused
         machine.
         """
-        handle.stopped_since_s, self._looked_s = since_s, clock.now_s()
+        handle.stopped_since_s, self._polled_s = since_s, clock.now_s()
 
-    def wished_every(self) -> int:
+    def requested_every(self) -> int:
         if self._spec.profile.snapshot.every != "auto":
             return 0
         return max(
-            (place.page.get(HeartbeatField.WISHED_EVERY) for place in self.places), default=0
+            (slot.page.get(HeartbeatField.REQUESTED_EVERY) for slot in self.slots), default=0
         )
 
     # --- details ------------------------------------------------------------------------------
 
-    def _place(self, request: LaunchRequest) -> LaunchSlot:
+    def _slot(self, request: LaunchRequest) -> LaunchSlot:
         rank = request.rank
         page_fd = create_page(f"rank-{rank}")
         descriptors = {
@@ -409,12 +407,12 @@ class WorkerGroup:
         return LaunchSlot(request, SharedPage(page_fd))
 
     def _close_places(self) -> None:
-        for place in self.places:
-            os.close(place.request.descriptors["heartbeat"])
+        for slot in self.slots:
+            os.close(slot.request.descriptors["heartbeat"])
             if self._spec.profile.monitor.enabled:
-                self.unused_fds.put(place.stack_fd)
+                self.unused_fds.put(slot.stack_fd)
             else:
-                os.close(place.stack_fd)
+                os.close(slot.stack_fd)
         if self.command_fd >= 0:
             os.close(self.command_fd)
 
@@ -440,7 +438,7 @@ class WorkerGroup:
 
 
 def _last_stack(handle: WorkerHandle) -> str:
-    stack = parse_dump(stacks(handle.place.stack_fd)) if handle.child.ended_with < 0 else None
+    stack = parse_dump(stacks(handle.slot.stack_fd)) if handle.child.ended_with < 0 else None
     return as_traceback(stack) if stack is not None else ""
 
 

@@ -39,7 +39,7 @@ class DeviceCounters:
         self._before: dict[str, int] = {}
         self._gpus: _Gpus | None = None
 
-    def look(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
+    def poll(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
         """What was counted since the last poll, if a poll is due."""
         if now_s < self._due_s:
             return ()
@@ -54,9 +54,9 @@ class DeviceCounters:
             return ()
         # The first value of a counter may have accumulated over years.
         grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}
-        found = [_in_words(key, more) for key, more in sorted(grown.items())]
+        found = [_as_text(key, more) for key, more in sorted(grown.items())]
         if self._gpus is not None:
-            found += self._gpus.take_news()
+            found += self._gpus.take_new_errors()
         return tuple(found)
 
     def _network(self) -> dict[str, int]:
@@ -76,21 +76,21 @@ class RecentDeviceErrors:
     """Recent device errors, for verdicts that may follow; in the main thread."""
 
     def __init__(self) -> None:
-        self._told: deque[tuple[float, str]] = deque(maxlen=_KEPT)
+        self._reported: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 
-    def take(self, news: "SimpleQueue[str]", *, now_s: float) -> list[str]:
+    def take(self, new_errors: "SimpleQueue[str]", *, now_s: float) -> list[str]:
         found: list[str] = []
         with suppress(Empty):
             while True:
-                found.append(news.get_nowait())
-        self._told.extend((now_s, text) for text in found)
-        while self._told and now_s - self._told[0][0] > _RECENT_S:
-            self._told.popleft()
+                found.append(new_errors.get_nowait())
+        self._reported.extend((now_s, text) for text in found)
+        while self._reported and now_s - self._reported[0][0] > _RECENT_S:
+            self._reported.popleft()
         return found
 
     @property
     def recent(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(text for _, text in self._told))
+        return tuple(dict.fromkeys(text for _, text in self._reported))
 
 
 class _Gpus:
@@ -98,15 +98,15 @@ class _Gpus:
 
     def __init__(self) -> None:
         self._events: Any = None
-        self._news: list[str] = []
+        self._new_errors: list[str] = []
         self._throttled: dict[int, bool] = {}
         self._nvml = driver()
         if self._nvml is not None:
             self._listen()
 
-    def take_news(self) -> list[str]:
-        news, self._news = self._news, []
-        return news
+    def take_new_errors(self) -> list[str]:
+        new_errors, self._new_errors = self._new_errors, []
+        return new_errors
 
     def counts(self) -> dict[str, int]:
         nvml, found = self._nvml, dict[str, int]()
@@ -115,8 +115,8 @@ class _Gpus:
                 found[f"GPU {index} uncorrectable_memory_errors"] = uncorrectable_errors(
                     nvml, device
                 )
-            self._look_at_clocks(index, device)
-        self._hear()
+            self._check_clocks(index, device)
+        self._receive()
         return found
 
     def _devices(self) -> list[tuple[int, Any]]:
@@ -126,12 +126,12 @@ class _Gpus:
             found = [(index, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
         return found
 
-    def _look_at_clocks(self, index: int, device: Any) -> None:
+    def _check_clocks(self, index: int, device: Any) -> None:
         with suppress(Exception):
-            said = slowdown(self._nvml, device)
-            if said and not self._throttled.get(index, False):
-                self._news.append(f"GPU {index} {said}")
-            self._throttled[index] = bool(said)
+            message = slowdown(self._nvml, device)
+            if message and not self._throttled.get(index, False):
+                self._new_errors.append(f"GPU {index} {message}")
+            self._throttled[index] = bool(message)
 
     def _listen(self) -> None:
         nvml = self._nvml
@@ -142,7 +142,7 @@ class _Gpus:
                     device, nvml.nvmlEventTypeXidCriticalError, self._events
                 )
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Read the errors that the driver has reported (XID).
 
         If there is none, the wait ends with an exception.
@@ -153,7 +153,7 @@ class _Gpus:
             while True:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 index = self._nvml.nvmlDeviceGetIndex(event.device)
-                self._news.append(f"GPU {index} has reported XID {event.eventData}")
+                self._new_errors.append(f"GPU {index} has reported XID {event.eventData}")
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -169,7 +169,7 @@ def _read(found: dict[str, int], name: str, folder: Path, counters: tuple[str, .
             found[f"{name} {counter}"] = int((folder / counter).read_text())
 
 
-def _in_words(key: str, more: int) -> str:
+def _as_text(key: str, more: int) -> str:
     device, _, counter = key.rpartition(" ")
     if counter in _WORDS:
         return f"{device}: {_WORDS[counter]} {more:,} times"
@@ -222,13 +222,13 @@ def soundness() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     with suppress(nvml.NVMLError):
         count = nvml.nvmlDeviceGetCount()
     for index in range(count):
-        _look_at(nvml, index, faults, remarks)
+        _check(nvml, index, faults, remarks)
     with suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
     return count, tuple(faults), tuple(remarks)
 
 
-def _look_at(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> None:
+def _check(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> None:
     try:
         device = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
@@ -244,5 +244,5 @@ def _look_at(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> No
         elif is_pending:
             faults.append(f"GPU {index} needs a reset: rows of its memory are to be replaced")
     with suppress(nvml.NVMLError):
-        if said := slowdown(nvml, device):
-            remarks.append(f"GPU {index} {said}")
+        if message := slowdown(nvml, device):
+            remarks.append(f"GPU {index} {message}")

@@ -61,9 +61,9 @@ class NodeCheck:
         self._folder = Path(spec.log_folder)
         self._journal = journal
         self._child: subprocess.Popen[bytes] | None = None
-        self._begun_s = 0.0
+        self._started_s = 0.0
         self._number = 0
-        self._tell: Callable[[NodeChecked], None] | None = None
+        self._report: Callable[[NodeChecked], None] | None = None
         self._identity: PeerIdentity | None = None
         self._secret: Secret | None = None
         self._link: tuple[str, str, int] | None = None
@@ -83,7 +83,7 @@ class NodeCheck:
         """
         if not self._settings.enabled:
             return
-        self._begun_s = clock.now_s()
+        self._started_s = clock.now_s()
         self._is_link_due = not self._is_alone and not is_awaited
         if self._is_link_due:
             self._start()
@@ -97,13 +97,13 @@ class NodeCheck:
             _log.warning("this machine may not be fit for the run: %s", self.fitness)
 
     def join(
-        self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[NodeChecked], None]
+        self, identity: PeerIdentity, secret: Secret | None, report: Callable[[NodeChecked], None]
     ) -> None:
         """Report results to the control loop from now on; called before the first connection."""
         self._identity = msgspec.structs.replace(identity, purpose="probe")
-        self._secret, self._tell = secret, tell
+        self._secret, self._report = secret, report
         if self.fitness is not None:
-            tell(NodeChecked(self.fitness))
+            report(NodeChecked(self.fitness))
             self._repeat_until_fit()
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class NodeCheck:
 
     def _repeat(self) -> None:
         wait_s = SOON_S
-        while not self._stop.wait(min(wait_s, self._settings.again_s)):
+        while not self._stop.wait(min(wait_s, self._settings.retry_max_s)):
             self._again(self._number + 1)
             if self.fitness is None or self.fitness.is_fit:
                 return
@@ -168,7 +168,7 @@ class NodeCheck:
     # --- details ------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._begun_s = clock.now_s()
+        self._started_s = clock.now_s()
         try:
             self._child = subprocess.Popen(
                 python_command("ftrun.agent.observe.preflight", str(self._folder)),
@@ -182,17 +182,19 @@ class NodeCheck:
         awaited.add(self._child.pid)
 
     def _collect(self) -> NodeMeasurements:
-        child, limit_s = self._child, self._settings.limit_s
+        child, limit_s = self._child, self._settings.timeout_s
         if child is None:
-            why = "its process could not be started"
-            return msgspec.structs.replace(room(self._folder), not_done=f"nothing measured: {why}")
+            reason = "its process could not be started"
+            return msgspec.structs.replace(
+                room(self._folder), not_done=f"nothing measured: {reason}"
+            )
         try:
-            left_s = max(READ_S, self._begun_s + limit_s - clock.now_s())
+            left_s = max(READ_S, self._started_s + limit_s - clock.now_s())
             data, _ = child.communicate(timeout=left_s)
             return msgspec.json.decode(data, type=NodeMeasurements)
         except (subprocess.TimeoutExpired, msgspec.MsgspecError):
-            why = f"the check was not done within {limit_s:g} s"
-            return msgspec.structs.replace(room(self._folder), not_done=why)
+            reason = f"the check was not done within {limit_s:g} s"
+            return msgspec.structs.replace(room(self._folder), not_done=reason)
         finally:
             self._end_child()
 
@@ -220,8 +222,8 @@ class NodeCheck:
         self._journal.write(PreflightFinished(f"this node: {found}", found))
         if str(found) != "fit" and (before is None or str(before) != str(found)):
             _log.warning("the check of this node: %s", found)
-        if self._tell is not None:
-            self._tell(NodeChecked(found))
+        if self._report is not None:
+            self._report(NodeChecked(found))
             if before is not None and before.is_fit:
                 self._repeat_until_fit()
 

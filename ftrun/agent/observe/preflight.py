@@ -25,7 +25,7 @@ import msgspec
 
 from ftrun import clock
 from ftrun.agent.observe.devices import soundness
-from ftrun.linux import cgroup_room
+from ftrun.linux import cgroup_limit_left
 from ftrun.monitor.node_fitness import NodeMeasurements
 
 BLOCK_BYTES = 32 << 20
@@ -57,12 +57,12 @@ def main() -> int:
 
 
 def measure(folder: Path) -> NodeMeasurements:
-    begun_s = clock.now_s()
+    started_s = clock.now_s()
     found = room(folder)
     not_done = ""
-    begun_s, used_s = clock.now_s(), _used_s()
+    started_s, used_s = clock.now_s(), _used_s()
     memory = copy_rate(found.free_memory_bytes)
-    share = (_used_s() - used_s) / max(clock.now_s() - begun_s, 1e-9)
+    share = (_used_s() - used_s) / max(clock.now_s() - started_s, 1e-9)
     rtt_s = rate = 0.0
     try:
         rtt_s, rate = loopback()
@@ -81,7 +81,7 @@ def measure(folder: Path) -> NodeMeasurements:
         gpu_faults=faults,
         gpu_remarks=remarks,
         not_done=not_done,
-        took_s=clock.now_s() - begun_s,
+        took_s=clock.now_s() - started_s,
     )
 
 
@@ -109,7 +109,7 @@ def _existing(folder: Path) -> Path:
 
 def free_memory() -> int:
     """Bytes that processes here may still use: the smaller of the machine's and the cgroup's."""
-    found = [room for room in (cgroup_room("memory"),) if room is not None]
+    found = [room for room in (cgroup_limit_left("memory"),) if room is not None]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [int(one.split()[1]) << 10 for one in lines if one.startswith("MemAvailable:")]
@@ -121,7 +121,7 @@ def free_processes() -> int:
 
     The pids cgroup also counts processes of other users.
     """
-    found = [room for room in (cgroup_room("pids"),) if room is not None]
+    found = [room for room in (cgroup_limit_left("pids"),) if room is not None]
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # RLIMIT_NPROC does not apply to root
         found.append(max(0, limit - _own_threads()))
@@ -161,10 +161,10 @@ def copy_rate(free_bytes: int) -> float:
         enough_s = clock.now_s() + MEMORY_S
         for number in range(COPIES * size // PIECE_BYTES):
             at = number * PIECE_BYTES % size
-            begun_s = clock.now_s()
+            started_s = clock.now_s()
             ctypes.memmove(second + at, first + at, PIECE_BYTES)
-            took_s.append(clock.now_s() - begun_s)
-            if begun_s > enough_s and len(took_s) >= MIN_PIECES:
+            took_s.append(clock.now_s() - started_s)
+            if started_s > enough_s and len(took_s) >= MIN_PIECES:
                 break
         del views
     return PIECE_BYTES / max(min(took_s), 1e-9)
@@ -185,9 +185,9 @@ def loopback() -> tuple[float, float]:
         with socket.create_connection(listener.getsockname(), timeout=ANSWER_S) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             rounds_s = [_exchange(sock, 1) for _ in range(PINGS)]
-            begun_s = clock.now_s()
+            started_s = clock.now_s()
             chunks_s: list[float] = []
-            while not enough_chunks(len(chunks_s), clock.now_s() - begun_s):
+            while not enough_chunks(len(chunks_s), clock.now_s() - started_s):
                 chunks_s.append(_exchange(sock, CHUNK_BYTES))
         work.join(ANSWER_S)
     return min(rounds_s), CHUNK_BYTES / max(min(chunks_s), 1e-9)
@@ -201,11 +201,11 @@ def enough_chunks(count: int, passed_s: float) -> bool:
 
 
 def _exchange(sock: socket.socket, count: int) -> float:
-    begun_s = clock.now_s()
+    started_s = clock.now_s()
     sock.sendall(count.to_bytes(4, "little") + bytes(count))
     if not sock.recv(1):
         raise ConnectionResetError("the loopback has closed the connection")
-    return clock.now_s() - begun_s
+    return clock.now_s() - started_s
 
 
 def _echo(listener: socket.socket) -> None:

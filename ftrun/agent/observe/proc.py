@@ -86,7 +86,7 @@ class SocketStats:
         self._moved_s: dict[int, float] = {}
         """When each connection with bytes in flight last made progress."""
 
-    def look(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
+    def poll(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
         """Changes since the last poll, for each remote address, in a stable order.
 
         A new connection is counted from its creation only if there was a poll before.
@@ -272,12 +272,12 @@ def process_facts(pid: int) -> ProcessState | None:
 
 def cores_used(pid: int, *, within_s: float = 0.25) -> float:
     """Cores that a process uses, measured now; 0 if it has ended."""
-    before, begun_s = process_facts(pid), clock.now_s()
+    before, started_s = process_facts(pid), clock.now_s()
     clock.sleep(within_s)
     after = process_facts(pid)
     if before is None or after is None:
         return 0.0
-    return (after.cpu_s - before.cpu_s) / (clock.now_s() - begun_s)
+    return (after.cpu_s - before.cpu_s) / (clock.now_s() - started_s)
 
 
 def resident_bytes(pid: int) -> int:

@@ -46,7 +46,7 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
 
 _log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
 
@@ -109,7 +109,7 @@ class RankObserver:
     def start(self) -> None:
         self._thread.start()
 
-    def look_at(self, handles: list[WorkerHandle]) -> None:
+    def observe(self, handles: list[WorkerHandle]) -> None:
         self.views, self.sample = (), None
         self._sampler = Sampler()
         self._handles = handles
@@ -128,12 +128,12 @@ class RankObserver:
 
     def _run(self) -> None:
         last_s = clock.now_s()
-        while not self._ended.wait(LOOK_EVERY_S):
+        while not self._ended.wait(POLL_EVERY_S):
             now_s = clock.now_s()
             if now_s - last_s > GAP_S:
                 self._awake_since_s = now_s
             try:
-                self._look()
+                self._poll()
             except Exception:  # noqa: BLE001 - see below
                 # Without observations a run is as well off as under torchrun, so it must not end
                 # here.
@@ -141,21 +141,23 @@ class RankObserver:
             self._close_unused()
             last_s = clock.now_s()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         handles = self._handles
         if not handles:
             return
         on_device = self._sampler.on_device
-        for trouble in self._devices.look(clock.now_s(), on_device=on_device):
+        for trouble in self._devices.poll(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
         self.p99_s = (
-            max([quantile_s(handle.place.page.step_times, 0.99) for handle in handles], default=0.0)
+            max([quantile_s(handle.slot.page.step_times, 0.99) for handle in handles], default=0.0)
             or self.p99_s
         )
         deadlines = HangDeadlines.of(self.p99_s, self._settings)
         now_s = clock.now_s()
-        silent_s = max([self._silent_s(handle, now_s) for handle in handles], default=0.0)
-        if silent_s < deadlines.look_s:
+        unresponsive_s = max(
+            [self._unresponsive_s(handle, now_s) for handle in handles], default=0.0
+        )
+        if unresponsive_s < deadlines.sample_s:
             self._memories.clear()
             sample = self._sampler.take(handles)
             if handles is self._handles:
@@ -166,22 +168,22 @@ class RankObserver:
         if handles is self._handles:
             self.views = views
 
-    def _silent_s(self, handle: WorkerHandle, now_s: float) -> float:
-        page = handle.place.page
+    def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
+        page = handle.slot.page
         if not page.get(HeartbeatField.FIRST_STEP_NS) or handle.child.status == 0:
             return 0.0
-        return now_s - max(page.get(HeartbeatField.BEAT_NS) / 1e9, self._awake_since_s)
+        return now_s - max(page.get(HeartbeatField.HEARTBEAT_NS) / 1e9, self._awake_since_s)
 
     def _view(self, handle: WorkerHandle) -> RankView:
-        page, rank = handle.place.page, handle.place.rank
+        page, rank = handle.slot.page, handle.slot.rank
         facts = process_facts(handle.pid) if handle.child.status is None else None
-        silent_s = self._silent_s(handle, clock.now_s())
+        unresponsive_s = self._unresponsive_s(handle, clock.now_s())
         view = RankView(
             rank=rank,
             pid=handle.pid,
             process=facts.state if facts is not None else "",
             step=page.get(HeartbeatField.STEP),
-            silent_s=round(silent_s, 2),
+            unresponsive_s=round(unresponsive_s, 2),
             phase=page.phase,
             has_stepped=bool(page.get(HeartbeatField.FIRST_STEP_NS)),
             is_finished=handle.child.status == 0,
@@ -189,10 +191,10 @@ class RankObserver:
         if facts is None:
             return view
         stack = take_stack(
-            handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.place.stack_fd
+            handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.slot.stack_fd
         ) or RankStack(())
         entries = (
-            read_entries(handle.place.request.rank_socket)
+            read_entries(handle.slot.request.rank_socket)
             if page.get(HeartbeatField.HAS_SERVER)
             else None
         )
@@ -243,18 +245,18 @@ class RankObserver:
 
 def _last_calls(handle: WorkerHandle) -> RankView:
     """The last calls: of a running rank from its server, of a failed one from its stack file."""
-    page, place = handle.place.page, handle.place
+    page, slot = handle.slot.page, handle.slot
     entries: list[RecordedCollective] | None = None
     if handle.child.status is not None:
-        entries = parse_entries(left_calls(place.stack_fd))
+        entries = parse_entries(left_calls(slot.stack_fd))
     elif page.get(HeartbeatField.HAS_SERVER):
-        entries = read_entries(place.request.rank_socket, deadline_s=QUICK_S)
+        entries = read_entries(slot.request.rank_socket, deadline_s=QUICK_S)
     return RankView(
-        rank=place.rank,
+        rank=slot.rank,
         pid=handle.pid,
         process="" if handle.child.status is not None else "S",
         step=page.get(HeartbeatField.STEP),
-        silent_s=0.0,
+        unresponsive_s=0.0,
         is_finished=handle.child.status == 0,
         groups=_groups(entries or [], page.groups),
     )
@@ -311,7 +313,7 @@ class Sampler:
         self.on_device = False
         """Collectives run on a device, so a read of the recorder queries the device for its
         events."""
-        self._told: dict[tuple[int, str], int] = {}
+        self._reported: dict[tuple[int, str], int] = {}
         """The newest collective that a sample has reported, by rank and group."""
 
     def take(self, handles: Sequence[WorkerHandle]) -> NodeSample | None:
@@ -321,7 +323,7 @@ class Sampler:
         ahead_s = clock.wall_s() - clock.now_s()
         ranks = tuple(self._rank(handle, ahead_s) for handle in handles)
         pids = [handle.pid for handle in handles if handle.child.status is None]
-        links = tuple(self._sockets.look(pids, at_s))
+        links = tuple(self._sockets.poll(pids, at_s))
         span_s = at_s - self._last_s if self._last_s else 0.0
         self._last_s = at_s
         self._number += 1
@@ -333,16 +335,16 @@ class Sampler:
 
     def _rank(self, handle: WorkerHandle, ahead_s: float) -> RankSample:
         """Sample one rank; `ahead_s` is the wall clock minus the monotonic clock."""
-        page, rank = handle.place.page, handle.place.rank
+        page, rank = handle.slot.page, handle.slot.rank
         entered: list[Entered] = []
         if page.get(HeartbeatField.HAS_SERVER) and handle.child.status is None:
-            for entry in read_entries(handle.place.request.rank_socket) or ():
+            for entry in read_entries(handle.slot.request.rank_socket) or ():
                 seq = entry.collective_seq_id
                 self.on_device |= not entry.profiling_name.startswith("gloo:")
-                if not entry.is_p2p and seq > self._told.get((rank, entry.group), 0):
+                if not entry.is_p2p and seq > self._reported.get((rank, entry.group), 0):
                     entered.append((entry.group, seq, entry.time_created_ns / 1e9 - ahead_s))
         for group, seq, _ in entered:
-            self._told[rank, group] = max(seq, self._told.get((rank, group), 0))
+            self._reported[rank, group] = max(seq, self._reported.get((rank, group), 0))
         return RankSample(
             rank=rank,
             step=page.get(HeartbeatField.STEP),

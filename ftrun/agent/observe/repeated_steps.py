@@ -68,13 +68,13 @@ class RepeatedSteps:
         following, self._next = self._next, None
         if following is not None and following.ranks:
             self._guarded(partial(self._check.begin, following))
-            self._pages = {int(place.rank): place.page for place in self._workers.places}
+            self._pages = {int(slot.rank): slot.page for slot in self._workers.slots}
             self._is_open = following.generation > 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read new records, and report a result once it is known."""
         if self._is_open:
-            self._guarded(self._look)
+            self._guarded(self._poll)
 
     def conclude(self) -> None:
         """Read the last records of this generation's ranks, which are dead or have finished."""
@@ -90,23 +90,23 @@ class RepeatedSteps:
             self._is_open, self._pages = False, {}
             _log.exception("repeated steps are not compared: this is a bug in ftrun")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if not self._read():
             return
         result = self._result()
-        has_begun = all(page.get(HeartbeatField.FIRST_STEP_NS) for page in self._pages.values())
-        if has_begun and (self._check.is_over() or not self._is_attached()):
+        has_started = all(page.get(HeartbeatField.FIRST_STEP_NS) for page in self._pages.values())
+        if has_started and (self._check.is_over() or not self._is_attached()):
             self._is_open = False
-            self._tell(result)
+            self._report(result)
         elif result.is_warning:
-            self._tell(result)
+            self._report(result)
 
     def _conclude(self) -> None:
         self._steps = {}
         self._read()
         if self._is_open:
             self._is_open = False
-            self._tell(self._result())
+            self._report(self._result())
         self._pages = {}
 
     def _read(self) -> bool:
@@ -129,7 +129,7 @@ class RepeatedSteps:
     def _result(self) -> Repeat:
         return self._check.result(attached=self._is_attached())
 
-    def _tell(self, result: Repeat) -> None:
+    def _report(self, result: Repeat) -> None:
         assert self._check.current is not None
         generation = self._check.current.generation
         last = self.results.get(generation)

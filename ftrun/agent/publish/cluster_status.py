@@ -14,7 +14,12 @@ import msgspec
 
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.publish.summary_line import Activity, Protection, activity_words, next_loss_words
+from ftrun.agent.publish.summary_line import (
+    Activity,
+    ProtectionSummary,
+    activity_text,
+    next_loss_text,
+)
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
 from ftrun.membership.discovery import MemberRole
@@ -49,9 +54,9 @@ class ControlLoopStatus:
     """Decisions and incidents, and on several nodes the whole run, at one moment."""
 
     leads: bool
-    lead_id: str
+    leader_id: str
     """The leader, if this node has found one; else empty."""
-    lead_host: str
+    leader_host: str
     state: SupervisorState
     lateness_s: Mapping[int, float]
     """Lateness in seconds, by rank."""
@@ -67,20 +72,20 @@ class ControlLoopStatus:
 
 def control_loop_status(control_loop: ControlLoop, *, is_alone: bool) -> ControlLoopStatus:
     now_s = clock.now_s()
-    leads, lead = control_loop.leads, control_loop.member.lead_card
-    supervisor = control_loop.oversight.supervisor
-    incidents = control_loop.oversight.incidents
+    leads, leader = control_loop.leads, control_loop.member.leader_card
+    supervisor = control_loop.monitor.supervisor
+    incidents = control_loop.monitor.incidents
     suspected = incidents.open if leads and incidents.is_suspected else None
     budget = supervisor.budget
     return ControlLoopStatus(
         leads=leads,
-        lead_id=lead.node_id if lead is not None else "",
-        lead_host=lead.host if lead is not None else "",
+        leader_id=leader.node_id if leader is not None else "",
+        leader_host=leader.host if leader is not None else "",
         state=supervisor.state,
         lateness_s=MappingProxyType(dict(lateness_of(control_loop))),
         suspicion=None
         if suspected is None
-        else (max(0.0, now_s - suspected.began_s), suspected.text),
+        else (max(0.0, now_s - suspected.started_s), suspected.text),
         lifecycle=incidents.life.state.value if leads else None,
         restart_budget=RestartBudgetStatus(budget.used(now_s=now_s), budget.limit, budget.window_s),
         incidents=incidents_of(control_loop, now_s=now_s) if leads else (),
@@ -90,19 +95,19 @@ def control_loop_status(control_loop: ControlLoop, *, is_alone: bool) -> Control
 
 def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
     """Status of the run as this agent knows it; only the leader's is complete."""
-    plan, lead, member = control_loop.plan, control_loop.member.lead, control_loop.member
+    plan, leader, member = control_loop.plan, control_loop.member.leader, control_loop.member
     known: dict[str, Any] = {
-        "leader": member.lead_card.node_id if member.lead_card else None,
+        "leader": member.leader_card.node_id if member.leader_card else None,
         "answered_by": member.me.node_id,
         "role": member.role.value,
         "generation": plan.generation if plan is not None else None,
-        "requested_size": str(control_loop.settings.wishes),
+        "requested_size": str(control_loop.settings.cluster_size),
         "witness": _witness(control_loop, plan),
     }
-    if lead is None:
+    if leader is None:
         state = member.role.value
         return ClusterStatus(state=state, summary=_without_leader(control_loop), **known)
-    run = _LedRun(control_loop, lead, plan, dict(control_loop.oversight.beats), clock.now_s())
+    run = _LedRun(control_loop, leader, plan, dict(control_loop.monitor.heartbeats), clock.now_s())
     protection = run.protection()
     return ClusterStatus(
         **known,
@@ -110,7 +115,7 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
         state=run.state,
         summary=run.summary(protection, known["witness"]),
         nodes=run.nodes(),
-        lifecycle=control_loop.oversight.incidents.life.state.value,
+        lifecycle=control_loop.monitor.incidents.life.state.value,
         incidents=incidents_of(control_loop, now_s=run.now_s),
         restarts=tuple(
             RestartStatus(
@@ -120,19 +125,19 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
                 restored=str(version(*one.restored)) if one.restored is not None else None,
                 downtime_s=one.downtime_s,
             )
-            for one in control_loop.oversight.past.restarts
+            for one in control_loop.monitor.past.restarts
         ),
-        warnings=_warnings(run.beats),
-        pause_reason=lead.pause.why,
-        excluded=tuple(sorted(control_loop.oversight.set_aside(now_s=run.now_s))),
-        unfit=dict(lead.screening.told),
-        network=lead.roads.status(plan, now_s=run.now_s),
+        warnings=_warnings(run.heartbeats),
+        pause_reason=leader.pause.reason,
+        excluded=tuple(sorted(control_loop.monitor.excluded(now_s=run.now_s))),
+        unfit=dict(leader.screening.reported),
+        network=leader.paths.status(plan, now_s=run.now_s),
     )
 
 
 def lateness_of(control_loop: ControlLoop) -> Mapping[int, float]:
     """Seconds by which each rank enters the collectives of a step late, for ranks with data."""
-    return control_loop.oversight.watching.slow.lateness_s
+    return control_loop.monitor.watching.slow.lateness_s
 
 
 def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
@@ -152,7 +157,7 @@ def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
 
 def incidents_of(control_loop: ControlLoop, *, now_s: float) -> tuple[IncidentStatus, ...]:
     """The open incident, then the last closed ones, newest first."""
-    known = control_loop.oversight.incidents
+    known = control_loop.monitor.incidents
     closed = list(known.closed)[-INCIDENTS_SHOWN:][::-1]
     found = tuple(_closed(at_s, one, now_s) for at_s, one in closed)
     if known.open is None:
@@ -165,7 +170,7 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
     return IncidentStatus(
         number=incident.number,
         state=lifecycle,
-        age_s=max(0.0, now_s - incident.began_s),
+        age_s=max(0.0, now_s - incident.started_s),
         text=incident.text,
         verdict_kind=verdict.kind.value if verdict is not None else None,
         confidence=verdict.confidence.value if verdict is not None else None,
@@ -201,7 +206,7 @@ def _closed(at_s: float, closed: IncidentClosed, now_s: float) -> IncidentStatus
 def _node(
     peer: PeerState,
     plan: GenerationPlan | None,
-    beat: Heartbeat | None,
+    heartbeat: Heartbeat | None,
     lateness_s: Mapping[int, float],
     now_s: float,
 ) -> NodeStatus:
@@ -210,20 +215,20 @@ def _node(
         host=peer.card.host,
         role=_role(peer, plan),
         failure_reason=peer.lost if not peer.has_left else "",
-        last_heartbeat_age_s=round(max(0.0, now_s - peer.heard_s), 2),
+        last_heartbeat_age_s=round(max(0.0, now_s - peer.received_s), 2),
         domain=peer.card.domain,
         preflight=str(peer.fitness) if peer.fitness is not None else "",
     )
-    if beat is None:
+    if heartbeat is None:
         return found
-    state = "suspended" if beat.state == "held" else beat.state
+    state = "suspended" if heartbeat.state == "held" else heartbeat.state
     return msgspec.structs.replace(
         found,
         state=state if not peer.lost else "unknown",
-        step=beat.step,
-        ready=beat.ready,
-        unprotected_reason=beat.unprotected,
-        ranks=_ranks(beat, lateness_s),
+        step=heartbeat.step,
+        ready=heartbeat.ready,
+        unprotected_reason=heartbeat.unprotected,
+        ranks=_ranks(heartbeat, lateness_s),
     )
 
 
@@ -237,8 +242,8 @@ def _role(peer: PeerState, plan: GenerationPlan | None) -> str:
     return "spare" if is_spare else "joining"
 
 
-def _ranks(beat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankStatus, ...]:
-    calls = last_collectives(beat.views)
+def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankStatus, ...]:
+    calls = last_collectives(heartbeat.views)
     return tuple(
         RankStatus(
             rank=rank.rank,
@@ -253,7 +258,7 @@ def _ranks(beat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankStatus
             lateness_s=lateness_s.get(rank.rank),
             last_collective=calls.get(rank.rank),
         )
-        for rank in beat.ranks
+        for rank in heartbeat.ranks
     )
 
 
@@ -269,12 +274,12 @@ def _gone(gone: Gone, now_s: float) -> NodeStatus:
     )
 
 
-def _warnings(beats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
+def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
     """Warnings of the first nodes, because other nodes usually report the same."""
     found = [
-        f"node {node_id}: {beat.repeat_warning}"
-        for node_id, beat in sorted(beats.items())
-        if beat.repeat_warning
+        f"node {node_id}: {heartbeat.repeat_warning}"
+        for node_id, heartbeat in sorted(heartbeats.items())
+        if heartbeat.repeat_warning
     ]
     if len(found) > WARNINGS_SHOWN:
         more = len(found) - WARNINGS_SHOWN
@@ -290,7 +295,7 @@ def _witness(control_loop: ControlLoop, plan: GenerationPlan | None) -> WitnessS
     return WitnessStatus(
         reachable=witness.is_reached,
         since_s=round(clock.now_s() - witness.since_s, 1),
-        reason=witness.why,
+        reason=witness.reason,
         is_voter=plan is not None and plan.witness != 0,
         promised=witness.register.promised if witness.register is not None else None,
     )
@@ -304,25 +309,25 @@ class _LedRun:
     """The run as its leader knows it, at one moment."""
 
     control_loop: ControlLoop
-    lead: Leader
+    leader: Leader
     plan: GenerationPlan | None
-    beats: Mapping[str, Heartbeat]
+    heartbeats: Mapping[str, Heartbeat]
     now_s: float
 
     @property
     def state(self) -> str:
-        lead = self.lead
-        if lead.ending is not None:
+        leader = self.leader
+        if leader.ending is not None:
             return "ending"
-        if lead.pause.is_on:
+        if leader.pause.is_on:
             return "paused"
-        if lead.ballot is not None or lead.plan is None:
+        if leader.ballot is not None or leader.plan is None:
             return "starting"
-        return "stopping" if self.control_loop.oversight.is_stopping else "running"
+        return "stopping" if self.control_loop.monitor.is_stopping else "running"
 
     def nodes(self) -> tuple[NodeStatus, ...]:
         """Nodes in the order of ranks, then spares, then all others, then those no longer known."""
-        plan, beats, now_s = self.plan, self.beats, self.now_s
+        plan, heartbeats, now_s = self.plan, self.heartbeats, self.now_s
         order = [card.node_id for card in plan.voters] if plan is not None else []
 
         def position(peer: PeerState) -> tuple[int, str]:
@@ -330,17 +335,28 @@ class _LedRun:
             return (order.index(node_id) if node_id in order else len(order), node_id)
 
         late_s = lateness_of(self.control_loop)
-        peers = sorted(self.lead.known, key=position)
+        peers = sorted(self.leader.known, key=position)
         return (
-            *(_node(peer, plan, beats.get(peer.card.node_id), late_s, now_s) for peer in peers),
+            *(
+                _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s)
+                for peer in peers
+            ),
             *(_gone(one, now_s) for one in self._earlier_nodes()),
         )
 
     def protection(self) -> dict[str, Any]:
-        plan, committed = self.plan, self.control_loop.oversight.orders.committed
-        members = [] if plan is None else [self.beats.get(node.node_id) for node in plan.members]
-        survives = min((beat.survives if beat is not None else 0 for beat in members), default=0)
-        reasons = [beat.unprotected for beat in members if beat is not None and beat.unprotected]
+        plan, committed = self.plan, self.control_loop.monitor.orders.committed
+        members = (
+            [] if plan is None else [self.heartbeats.get(node.node_id) for node in plan.members]
+        )
+        survives = min(
+            (heartbeat.survives if heartbeat is not None else 0 for heartbeat in members), default=0
+        )
+        reasons = [
+            heartbeat.unprotected
+            for heartbeat in members
+            if heartbeat is not None and heartbeat.unprotected
+        ]
         return {
             "committed_version": tuple(committed) if committed is not None else None,
             "tolerated_losses": survives if committed is not None else 0,
@@ -350,18 +366,18 @@ class _LedRun:
         }
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
-        lead, plan = self.lead, self.plan
-        if lead.ending is not None and plan is None:
-            return f"ending: {lead.ending.reason}"
-        if lead.pause.is_on:
-            return f"PAUSED: {lead.pause.why}"
-        if (ballot := lead.ballot) is not None or plan is None:
+        leader, plan = self.leader, self.plan
+        if leader.ending is not None and plan is None:
+            return f"ending: {leader.ending.reason}"
+        if leader.pause.is_on:
+            return f"PAUSED: {leader.pause.reason}"
+        if (ballot := leader.ballot) is not None or plan is None:
             return f"starting generation {ballot.generation if ballot is not None else 0}"
         num, spares = len(plan.members), self._usable_spares(plan)
-        protection = Protection(
+        protection = ProtectionSummary(
             members=num,
             spares=spares,
-            min_nodes=self.control_loop.settings.wishes.min_nodes,
+            min_nodes=self.control_loop.settings.cluster_size.min_nodes,
             voters=len(plan.voters) + (plan.witness != 0),
             votes=self._living_votes(plan),
             survives=has["tolerated_losses"],
@@ -373,10 +389,10 @@ class _LedRun:
         if spares > 0:
             nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
         parts = [
-            f"{activity_words(self._activity(plan), nodes)}, generation {plan.generation}",
-            next_loss_words(protection),
+            f"{activity_text(self._activity(plan), nodes)}, generation {plan.generation}",
+            next_loss_text(protection),
         ]
-        peers = [peer.card.node_id for peer in lead.known if peer.lost and not peer.has_left]
+        peers = [peer.card.node_id for peer in leader.known if peer.lost and not peer.has_left]
         if lost := peers + [one.card.node_id for one in self._earlier_nodes() if not one.has_left]:
             parts.append(f"lost: {', '.join(lost)}")
         if witness is not None and witness.reason:
@@ -385,31 +401,39 @@ class _LedRun:
 
     def _earlier_nodes(self) -> list[Gone]:
         """Nodes that were lost or left under an earlier leader, and are not known now."""
-        known = {peer.card.node_id for peer in self.lead.known}
-        past = self.control_loop.oversight.past
+        known = {peer.card.node_id for peer in self.leader.known}
+        past = self.control_loop.monitor.past
         return [one for one in past.gone if one.card.node_id not in known]
 
     def _living_votes(self, plan: GenerationPlan) -> int:
         """Number of voters that can promise now; a restarted agent has lost its vote."""
-        here = {peer.card.identity for peer in self.lead.known if not peer.lost}
+        here = {peer.card.identity for peer in self.leader.known if not peer.lost}
         is_witnessed = plan.witness != 0 and self.control_loop.member.witness.is_reached
         return len(electorate(plan.voters) & here) + is_witnessed
 
     def _usable_spares(self, plan: GenerationPlan) -> int:
         """Number of nodes that can replace a lost node now."""
-        excluded = self.control_loop.oversight.set_aside(now_s=self.now_s)
-        return len(standing_by(self.lead.known, plan) - set(self.lead.screening.told) - excluded)
+        excluded = self.control_loop.monitor.excluded(now_s=self.now_s)
+        return len(
+            standing_by(self.leader.known, plan) - set(self.leader.screening.reported) - excluded
+        )
 
     def _activity(self, plan: GenerationPlan) -> Activity:
-        incidents = self.control_loop.oversight.incidents
+        incidents = self.control_loop.monitor.incidents
         incident = incidents.open if incidents.is_suspected else None
-        here = [self.beats[node.node_id] for node in plan.members if node.node_id in self.beats]
-        here = [beat for beat in here if beat.generation == plan.generation]
+        here = [
+            self.heartbeats[node.node_id]
+            for node in plan.members
+            if node.node_id in self.heartbeats
+        ]
+        here = [heartbeat for heartbeat in here if heartbeat.generation == plan.generation]
         return Activity(
-            step=max((beat.step for beat in here), default=0),
+            step=max((heartbeat.step for heartbeat in here), default=0),
             start_step=plan.restore[1] if plan.restore is not None else 0,
-            has_stepped=any(beat.steps_here > 0 for beat in here),
-            silent_s=max(0.0, self.now_s - incident.began_s) if incident is not None else None,
+            has_stepped=any(heartbeat.steps_here > 0 for heartbeat in here),
+            unresponsive_s=max(0.0, self.now_s - incident.started_s)
+            if incident is not None
+            else None,
             hang=incident.text if incident is not None and incident.verdict is not None else "",
             end=self.state if self.state in ("stopping", "ending") else "",
         )
@@ -428,14 +452,15 @@ def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
     return {
         peer.card.node_id
         for peer in others
-        if peer.card.node_id in spares or (peer.linked and not peer.is_mute and not peer.is_leaving)
+        if peer.card.node_id in spares
+        or (peer.linked and not peer.is_unresponsive and not peer.is_leaving)
     }
 
 
 def _without_leader(control_loop: ControlLoop) -> str:
     """What this agent does about a leader, if it is not the leader."""
     member = control_loop.member
-    card = member.lead_card
+    card = member.leader_card
     if member.role is MemberRole.FOLLOWING and card is not None:
         return f"following {card.node_id}"
     role = "electing a new leader" if member.role is MemberRole.SEEKING else member.role.value

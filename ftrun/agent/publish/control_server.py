@@ -131,11 +131,12 @@ class ControlServer:
         """
         nodes, decided = self._spec.nodes, self._decided
         if nodes is not None and decided is not None and nodes.secret_file is None:
-            brain = decided.read().value
-            if brain.lead_id and not brain.leads:
+            control_loop = decided.read().value
+            if control_loop.leader_id and not control_loop.leads:
                 return messages.Refused(
                     "this run is UNAUTHENTICATED, so only the node of the leader accepts a stop: "
-                    f"node {brain.lead_id} ({brain.lead_host}). Or send SIGTERM to ftrun on any "
+                    f"node {control_loop.leader_id} ({control_loop.leader_host}). Or send SIGTERM "
+                    "to ftrun on any "
                     "node"
                 )
         self._ask_stop("ftrun stop")

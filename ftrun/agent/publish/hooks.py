@@ -113,16 +113,16 @@ class _Line:
     def _run(self) -> None:
         while (fields := self._waiting.get()) is not None:
             try:
-                why = self._deliver(fields)
+                reason = self._deliver(fields)
             except Exception as error:  # noqa: BLE001 - nothing that a hook does ends a run
-                why = f"{type(error).__name__}: {error}"
-            if why:
-                self._failed(fields, why)
+                reason = f"{type(error).__name__}: {error}"
+            if reason:
+                self._failed(fields, reason)
 
-    def _failed(self, fields: Mapping[str, Any], why: str) -> None:
+    def _failed(self, fields: Mapping[str, Any], reason: str) -> None:
         number = fields["number"]
-        self._journal.write(HookFailed(self._name, number, fields["event"], why))
-        _log.warning("hooks.%s failed for incident %s: %s", self._name, number, why)
+        self._journal.write(HookFailed(self._name, number, fields["event"], reason))
+        _log.warning("hooks.%s failed for incident %s: %s", self._name, number, reason)
 
 
 def document(record: VerdictRecord | IncidentClosed, facts: Mapping[str, object]) -> dict[str, Any]:
@@ -170,13 +170,13 @@ def run_command(
             env={**os.environ, **variables_of(fields)},
             start_new_session=True,
         )
-        why = _wait(started, limit_s)
-        if not why:
+        reason = _wait(started, limit_s)
+        if not reason:
             return ""
         size = os.fstat(output).st_size
-        said = os.pread(output, MAX_OUTPUT_BYTES, max(0, size - MAX_OUTPUT_BYTES))
-        words = said.decode("utf-8", "replace").strip()
-        return f"{why}: {words}" if words else why
+        printed = os.pread(output, MAX_OUTPUT_BYTES, max(0, size - MAX_OUTPUT_BYTES))
+        words = printed.decode("utf-8", "replace").strip()
+        return f"{reason}: {words}" if words else reason
     finally:
         os.close(stdin)
         os.close(output)

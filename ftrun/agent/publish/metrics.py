@@ -131,7 +131,7 @@ def _per_rank(ranks: RankRows) -> Iterator[Metric]:
         "Time by which a rank enters the collectives of a step after the others.",
         labels=labels,
     )
-    silent = GaugeMetricFamily(
+    unresponsive = GaugeMetricFamily(
         "ftrun_rank_heartbeat_age_seconds", "Time since the last step of a rank.", labels=labels
     )
     for node_id, rank in ranks:
@@ -142,8 +142,8 @@ def _per_rank(ranks: RankRows) -> Iterator[Metric]:
         if rank.lateness_s is not None:
             late.add_metric(key, rank.lateness_s)
         if rank.heartbeat_age_s is not None:
-            silent.add_metric(key, rank.heartbeat_age_s)
-    yield from (up, step, late, silent)
+            unresponsive.add_metric(key, rank.heartbeat_age_s)
+    yield from (up, step, late, unresponsive)
 
 
 def _snapshots(status: StatusView, step: int) -> Iterator[Metric]:

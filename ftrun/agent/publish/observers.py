@@ -30,7 +30,7 @@ from ftrun.agent.launch.worker_group import (
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.status import RunView, StatusDesk
+from ftrun.agent.publish.status import RunView, StatusBuilder
 from ftrun.errors import PeerError
 from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
@@ -60,15 +60,15 @@ class Observers:
     """All observers of one agent."""
 
     def __init__(self, run: RunView) -> None:
-        self.status = StatusDesk(run)
+        self.status = StatusBuilder(run)
         self._run = run
-        self._node_id = run.brain.member.me.node_id
+        self._node_id = run.control_loop.member.me.node_id
         self._progress = ProgressLog(run.journal, run.workers)
         self._metrics = RunMetrics(run)
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
-        decided = run.desk.brain if run.desk is not None else None
+        decided = run.rpc.control_loop if run.rpc is not None else None
         self._network = NetworkFile(decided, Path(run.spec.log_folder))
         self._server: MetricsServer | None = None
         run.journal.watch(self._metrics.take)
@@ -101,11 +101,11 @@ class Observers:
                 "any host that reaches %s can read the metrics; set metrics.token_file", where
             )
 
-    def look(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         """Update all observers; called once per turn of the loop."""
-        self.status.look(now_s)
-        self._metrics.look(now_s=now_s)
-        self._progress.look(self._lateness_s(), now_s=now_s)
+        self.status.poll(now_s)
+        self._metrics.poll(now_s=now_s)
+        self._progress.poll(self._lateness_s(), now_s=now_s)
 
     def at_end(self) -> None:
         """Write the last values; called when the ranks have ended and their pages still exist."""
@@ -119,11 +119,11 @@ class Observers:
 
     def _lateness_s(self) -> Mapping[int, float]:
         """Lateness by rank; in a run on several nodes the control loop publishes it."""
-        desk = self._run.desk
-        if desk is None:
-            return lateness_of(self._run.brain)
+        rpc = self._run.rpc
+        if rpc is None:
+            return lateness_of(self._run.control_loop)
         try:
-            return desk.brain.last().value.lateness_s
+            return rpc.control_loop.last().value.lateness_s
         except PeerError:  # no status was built, which must not affect the run
             return {}
 
@@ -145,7 +145,7 @@ class ProgressLog:
         self._workers = workers
         self._due_s: float | None = None
 
-    def look(self, lateness_s: Mapping[int, float], *, now_s: float) -> None:
+    def poll(self, lateness_s: Mapping[int, float], *, now_s: float) -> None:
         if self._due_s is None:
             self._due_s = now_s + PROGRESS_EVERY_S
         elif now_s >= self._due_s:
@@ -154,10 +154,10 @@ class ProgressLog:
 
     def write(self, lateness_s: Mapping[int, float]) -> None:
         """Write a line now, unless this node runs no ranks."""
-        places = self._workers.places
-        if not places:
+        slots = self._workers.slots
+        if not slots:
             return
-        pages = [place.page for place in places]
+        pages = [slot.page for slot in slots]
         progress = self._workers.progress()
         counts = step_counts(pages)
         self._journal.write(
@@ -174,11 +174,11 @@ class ProgressLog:
                 loss=loss_in(pages),
                 ranks=tuple(
                     (
-                        int(place.rank),
-                        place.page.get(HeartbeatField.STEP),
-                        _rounded(lateness_s.get(place.rank)),
+                        int(slot.rank),
+                        slot.page.get(HeartbeatField.STEP),
+                        _rounded(lateness_s.get(slot.rank)),
                     )
-                    for place in places
+                    for slot in slots
                 ),
             )
         )
@@ -253,7 +253,7 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._counters = RunCounters()
         self._book: TimeAccounting | None = None
-        self._began_s: float | None = run.started_s
+        self._started_s: float | None = run.started_s
         """Start of the accounting if this agent leads from the beginning; None after that."""
 
     def take(self, record: Record) -> None:
@@ -266,28 +266,28 @@ class RunMetrics:
                 case DowntimeRecord():
                     self._add_downtime(record)
                 case SuspicionRaised() if self._book is not None:
-                    self._book.move(PRODUCTIVE, DETECTION, record.silent_s)
+                    self._book.move(PRODUCTIVE, DETECTION, record.unresponsive_s)
                 case HookFailed():
                     self._counters.hooks_failed += 1
                 case _:
                     pass
 
-    def look(self, *, now_s: float) -> None:
+    def poll(self, *, now_s: float) -> None:
         """Account the time since the last turn; only on the leader."""
-        brain = self._run.brain
-        lead = brain.member.lead
+        control_loop = self._run.control_loop
+        leader = control_loop.member.leader
         with self._lock:
-            if lead is None:
-                self._book = self._began_s = None
+            if leader is None:
+                self._book = self._started_s = None
                 return
             if self._book is None:
-                self._book = TimeAccounting(self._began_s or now_s)
-            self._began_s = None
-            incidents = brain.oversight.incidents
-            pages = [place.page for place in self._run.workers.places]
+                self._book = TimeAccounting(self._started_s or now_s)
+            self._started_s = None
+            incidents = control_loop.monitor.incidents
+            pages = [slot.page for slot in self._run.workers.slots]
             self._book.turn(
                 incidents.life.state.value,
-                is_paused=lead.pause.is_on,
+                is_paused=leader.pause.is_on,
                 has_stepped=_has_stepped(incidents.life.state, incidents.open),
                 blocked_s=blocked_s(pages),
                 now_s=now_s,

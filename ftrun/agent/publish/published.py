@@ -1,6 +1,6 @@
 """Publishes a value that one thread builds and other threads read.
 
-Runs in:  agent: `look` and `publish` in the thread that owns the data, `read` in any other thread.
+Runs in:  agent: `poll` and `publish` in the thread that owns the data, `read` in any other thread.
 Takes in: a function that builds the value; requests.
 Gives:    the value, which must be immutable, with its age.
 Survives: a failed build and a busy owner; readers then get the last value.
@@ -59,7 +59,7 @@ class Published(Generic[T]):
 
     # --- the owner's thread -------------------------------------------------------------------
 
-    def look(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         """Build the value if it was requested or is old; called once per turn of the owner."""
         if self._asked != self._answered or now_s >= self._due_s:
             self.publish()

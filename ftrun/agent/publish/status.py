@@ -1,6 +1,6 @@
 """Builds the status of `ftrun status`.
 
-Runs in:  agent: `look` and `publish` in the main thread, which owns the data of the node's status;
+Runs in:  agent: `poll` and `publish` in the main thread, which owns the data of the node's status;
           `document` and `of_node` in any other thread, which reads the published value.
 Takes in: the components of a `RunView`; the published `ControlLoopStatus`.
 Gives:    one immutable `StatusView`; docs/operations.md describes it.
@@ -25,7 +25,7 @@ from ftrun.agent.publish.cluster_status import (
     last_collectives,
 )
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.summary_line import kept_words
+from ftrun.agent.publish.summary_line import retained_text
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.journal import FILE_NAME, Journal
@@ -56,16 +56,16 @@ class RunView(Protocol):
     smp: AgentSmpClient
     workers: WorkerGroup
     generations: GenerationRunner
-    brain: ControlLoop
-    caretaker: Maintenance
-    desk: ClusterRpc | None
-    eyes: RankObserver
+    control_loop: ControlLoop
+    maintenance: Maintenance
+    rpc: ClusterRpc | None
+    rank_observer: RankObserver
     started_s: float
 
     def wake(self) -> None: ...
 
 
-class StatusDesk(Published[StatusView]):
+class StatusBuilder(Published[StatusView]):
     """Status of one node, readable in all threads."""
 
     def __init__(self, run: RunView) -> None:
@@ -75,10 +75,10 @@ class StatusDesk(Published[StatusView]):
 
     def _build_view(self) -> StatusView:
         run = self._run
-        if run.desk is None:
-            decided = control_loop_status(run.brain, is_alone=True)
+        if run.rpc is None:
+            decided = control_loop_status(run.control_loop, is_alone=True)
         else:
-            decided = run.desk.brain.last().value
+            decided = run.rpc.control_loop.last().value
         return msgspec.structs.replace(_own_status(run, decided), metrics=self.metrics_address)
 
     # --- any other thread ---------------------------------------------------------------------
@@ -89,9 +89,9 @@ class StatusDesk(Published[StatusView]):
         Raises:
             PeerError: no status was published yet.
         """
-        nodes, desk = self._run.spec.nodes, self._run.desk
+        nodes, rpc = self._run.spec.nodes, self._run.rpc
         # Read the control loop's status first, because the node's status is built from it.
-        cluster = desk.whole() if desk is not None else None
+        cluster = rpc.whole() if rpc is not None else None
         view = self._read_view()
         if cluster is not None and nodes is not None:
             view = with_cluster(view, cluster, has_secret=nodes.secret_file is not None)
@@ -103,8 +103,8 @@ class StatusDesk(Published[StatusView]):
         Raises:
             PeerError: no status was published yet.
         """
-        desk = self._run.desk
-        published = desk.brain.read().value if desk is not None else None
+        rpc = self._run.rpc
+        published = rpc.control_loop.read().value if rpc is not None else None
         view = self._read_view()
         if published is None or not published.leads or published.cluster is None:
             return view
@@ -249,7 +249,7 @@ def _summary(
     if snapshots.unprotected_reason:
         protection = f"UNPROTECTED: {snapshots.unprotected_reason}"
     elif snapshots.step is not None:
-        protection = f"{kept_words(snapshots.step)} ({snapshots.age_s or 0.0:.1f} s ago)"
+        protection = f"{retained_text(snapshots.step)} ({snapshots.age_s or 0.0:.1f} s ago)"
     elif (kept := _retained_step(run)) is not None:
         protection = f"snapshots up to step {kept:,} are in memory"
     else:
@@ -257,8 +257,8 @@ def _summary(
     steps = [rank.step for rank in ranks if rank.step is not None]
     at = f"at step {max(steps):,}" if steps else "before the first step"
     if decided.suspicion is not None:
-        silent_s, text = decided.suspicion
-        return f"NO STEP for {silent_s:.0f} s {at}: {text}; {protection}"
+        unresponsive_s, text = decided.suspicion
+        return f"NO STEP for {unresponsive_s:.0f} s {at}: {text}; {protection}"
     number = run.generations.number
     generation = f", generation {number}" if number >= 0 else ""
     return f"{_state(run, decided)} {at}{generation}; {protection}"
@@ -271,41 +271,41 @@ def _retained_step(run: RunView) -> int | None:
 
 def _ranks(run: RunView, lateness_s: Mapping[int, float], now_s: float) -> tuple[RankStatus, ...]:
     found: list[RankStatus] = []
-    calls = last_collectives(run.eyes.views)
+    calls = last_collectives(run.rank_observer.views)
     for handle in run.workers.handles:
-        page = handle.place.page
-        beat_ns = page.get(HeartbeatField.BEAT_NS)
+        page = handle.slot.page
+        heartbeat_ns = page.get(HeartbeatField.HEARTBEAT_NS)
         times = page.step_times
         found.append(
             RankStatus(
-                rank=handle.place.rank,
+                rank=handle.slot.rank,
                 pid=handle.pid,
                 state=handle.state,
-                step=page.get(HeartbeatField.STEP) if beat_ns else None,
-                heartbeat_age_s=now_s - beat_ns / 1e9 if beat_ns else None,
+                step=page.get(HeartbeatField.STEP) if heartbeat_ns else None,
+                heartbeat_age_s=now_s - heartbeat_ns / 1e9 if heartbeat_ns else None,
                 phase=page.phase,
                 loss=finite(page.loss) if page.get(HeartbeatField.LOSS) else None,
                 start=handle.start,
                 step_p50_s=quantile_s(times, 0.5) or None,
                 step_p99_s=quantile_s(times, 0.99) or None,
-                lateness_s=lateness_s.get(handle.place.rank),
-                last_collective=calls.get(handle.place.rank),
+                lateness_s=lateness_s.get(handle.slot.rank),
+                last_collective=calls.get(handle.slot.rank),
             )
         )
     return tuple(found)
 
 
 def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
-    pages = [place.page for place in run.workers.places]
+    pages = [slot.page for slot in run.workers.slots]
     commands = run.workers.commands
     committed = run.workers.committed()
     lost = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
     notes = [*lost, *(page.note for page in pages if page.note)]
     attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
-    reason = run.caretaker.smp_given_up or (lost[0] if lost else "")
+    reason = run.maintenance.smp_given_up or (lost[0] if lost else "")
     # ftrun.dcp takes snapshots without `attach`.
     is_bare = not attached and committed is None
-    if is_bare and not reason and any(page.get(HeartbeatField.BEAT_NS) for page in pages):
+    if is_bare and not reason and any(page.get(HeartbeatField.HEARTBEAT_NS) for page in pages):
         reason = "the script does not call ftrun.attach"
     return SnapshotStatus(
         protected=committed is not None and not reason,
@@ -359,7 +359,7 @@ def _memory_bytes(run: RunView) -> int:
 
 def _redundancy_bytes(run: RunView) -> int:
     """Bytes of mirrors and parity that this node stores for its protection group."""
-    return sum(os.fstat(fd).st_size for fd in run.smp.memory.vaults.values())
+    return sum(os.fstat(fd).st_size for fd in run.smp.memory.parity_regions.values())
 
 
 def _checkpoint(run: RunView, now_s: float) -> CheckpointStatus | None:
@@ -371,5 +371,5 @@ def _checkpoint(run: RunView, now_s: float) -> CheckpointStatus | None:
         directory=without_password(settings.directory),
         step=written.step if written else None,
         age_s=now_s - run.smp.last_checkpoint_s if written else None,
-        last_error=run.caretaker.not_written,
+        last_error=run.maintenance.not_written,
     )

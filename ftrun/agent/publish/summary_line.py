@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Protection:
+class ProtectionSummary:
     """Numbers that determine which losses the run tolerates now.
 
     Args:
@@ -45,7 +45,7 @@ class Activity:
         step: the largest step boundary of any rank.
         start_step: step of the version from which this generation starts.
         has_stepped: a rank has made a step in this generation.
-        silent_s: seconds without a step while a hang is suspected; None: no suspicion.
+        unresponsive_s: seconds without a step while a hang is suspected; None: no suspicion.
         hang: text of the verdict; empty: no verdict yet.
         end: `stopping` or `ending` if the run is about to end; else empty.
     """
@@ -53,29 +53,29 @@ class Activity:
     step: int
     start_step: int
     has_stepped: bool
-    silent_s: float | None = None
+    unresponsive_s: float | None = None
     hang: str = ""
     end: str = ""
 
 
-def activity_words(now: Activity, where: str) -> str:
+def activity_text(now: Activity, where: str) -> str:
     """Return text such as "running at step 80 on 2 nodes"; `where` is the part after "on"."""
     step = f"step {max(now.step, now.start_step):,}"
     if now.end:
         return f"{now.end} at {step} on {where}"
-    if now.silent_s is not None:
+    if now.unresponsive_s is not None:
         reason = f": {now.hang}" if now.hang else ": a hang is suspected"
-        return f"NO STEP for {now.silent_s:.0f} s at {step} on {where}{reason}"
+        return f"NO STEP for {now.unresponsive_s:.0f} s at {step} on {where}{reason}"
     if not now.has_stepped:
         return f"starting from {step} on {where}, no step yet"
     return f"running at {step} on {where}"
 
 
-def kept_words(step: int) -> str:
+def retained_text(step: int) -> str:
     return f"if a rank is killed now, training resumes from step {step:,}"
 
 
-def next_loss_words(has: Protection) -> str:
+def next_loss_text(has: ProtectionSummary) -> str:
     """Describe the effect of the next node loss on the training, not only on the data."""
     if has.unprotected:
         return f"UNPROTECTED: {has.unprotected}"
@@ -83,7 +83,7 @@ def next_loss_words(has: Protection) -> str:
         return "no snapshot is protected yet"
     step = f"{has.committed:,}"
     if has.survives < 1:
-        return f"{kept_words(has.committed)}, but the state of a lost node cannot be rebuilt"
+        return f"{retained_text(has.committed)}, but the state of a lost node cannot be rebuilt"
     count = has.trains_without
     if count < 1:
         return (

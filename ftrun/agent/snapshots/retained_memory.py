@@ -32,7 +32,7 @@ class RetainedMemory:
     def __init__(self) -> None:
         self.arenas: dict[Rank, list[int]] = {}
         """By rank, the newest layout last."""
-        self.vaults: dict[int, int] = {}
+        self.parity_regions: dict[int, int] = {}
         """Parity regions, which the SMP stores for other nodes, by slot."""
 
     @property
@@ -41,18 +41,18 @@ class RetainedMemory:
         return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
 
     @property
-    def vault_fds(self) -> list[int]:
-        return [fd for _, fd in sorted(self.vaults.items())]
+    def parity_fds(self) -> list[int]:
+        return [fd for _, fd in sorted(self.parity_regions.items())]
 
     def keep(self, rank: Rank, fd: int) -> None:
         self.arenas.setdefault(rank, []).append(fd)
 
-    def keep_vault(self, slot: int, fd: int) -> None:
-        self.drop_vault(slot)
-        self.vaults[slot] = fd
+    def retain_parity_region(self, slot: int, fd: int) -> None:
+        self.drop_parity_region(slot)
+        self.parity_regions[slot] = fd
 
-    def drop_vault(self, slot: int) -> None:
-        old = self.vaults.pop(slot, None)
+    def drop_parity_region(self, slot: int) -> None:
+        old = self.parity_regions.pop(slot, None)
         if old is not None:
             os.close(old)
 
@@ -105,7 +105,7 @@ class RetainedMemory:
             for fd in self.arenas.pop(rank):
                 os.close(fd)
 
-    def drop_old_layouts(self, committed: Version | None) -> None:
+    def drop_previous_layouts(self, committed: Version | None) -> None:
         """Close arenas older than the one that holds the commit.
 
         Every rank has sealed a committed version, so older layouts are not needed.
@@ -115,10 +115,10 @@ class RetainedMemory:
                 os.close(fds.pop(0))
 
     def close(self) -> None:
-        for fd in (*(fd for _, fd in self.held), *self.vaults.values()):
+        for fd in (*(fd for _, fd in self.held), *self.parity_regions.values()):
             os.close(fd)
         self.arenas.clear()
-        self.vaults.clear()
+        self.parity_regions.clear()
 
 
 def _sealed(fd: int) -> list[Version]:
@@ -130,7 +130,7 @@ class PersistedAgentState(msgspec.Struct, frozen=True):
     """The newest state of one agent."""
 
     plan: GenerationPlan | None = None
-    took_effect: bool = False
+    is_chosen: bool = False
     """The plan is known to be chosen; else it may be."""
 
     def encode(self) -> bytes:
@@ -140,8 +140,8 @@ class PersistedAgentState(msgspec.Struct, frozen=True):
 def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgentState:
     """The newer state of the SMP's and the stub's; one of them may have missed the last update."""
     plan_of = (one.plan, other.plan)
-    ages = [(plan.edition if plan is not None else (-1, 0)) for plan in plan_of]
-    is_first = (ages[0], one.took_effect) >= (ages[1], other.took_effect)
+    ages = [(plan.configuration_id if plan is not None else (-1, 0)) for plan in plan_of]
+    is_first = (ages[0], one.is_chosen) >= (ages[1], other.is_chosen)
     return one if is_first else other
 
 

@@ -41,7 +41,7 @@ class AgentSmpClient:
     """One SMP at a time, and the memory of all of them."""
 
     folder: RunFolder
-    orphan_s: float
+    orphan_timeout_s: float
     child: ChildProcess | None = None
     """None also if the SMP was found alive, because it is then a child of the stub."""
     channel: Channel | None = None
@@ -59,7 +59,7 @@ class AgentSmpClient:
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
     """Number of nodes of the group that may be lost, for that version."""
-    survives_why: str = ""
+    unprotected_reason: str = ""
     abandoned_step: int = -1
     restore_failed: str = ""
     restore_lost_links: bool = False
@@ -98,9 +98,9 @@ class AgentSmpClient:
         arenas = handed.fds[: len(handed.body.ranks)]
         for rank, fd in zip(handed.body.ranks, arenas, strict=True):
             self.memory.keep(Rank(rank), fd)
-        vaults = handed.fds[len(arenas) :]
-        for slot, fd in zip(handed.body.vault_slots, vaults, strict=True):
-            self.memory.keep_vault(slot, fd)
+        parity_regions = handed.fds[len(arenas) :]
+        for slot, fd in zip(handed.body.parity_slots, parity_regions, strict=True):
+            self.memory.retain_parity_region(slot, fd)
         self._run_state = handed.body.run_state
         self.was_adopted = bool(self.memory.arenas)
         return self._run_state
@@ -114,8 +114,8 @@ class AgentSmpClient:
 
     def start(self) -> None:
         words = ["--run-id", self.folder.run_id, "--socket", str(self.folder.smp_socket)]
-        argv = python_command("ftrun.smp", *words, "--orphan-s", str(self.orphan_s))
-        if self.memory.held or self.memory.vaults:
+        argv = python_command("ftrun.smp", *words, "--orphan-s", str(self.orphan_timeout_s))
+        if self.memory.held or self.memory.parity_regions:
             argv.append("--adopt")
         self.folder.smp_socket.unlink(missing_ok=True)
         self.child = spawn(argv, name="smp", variables=os.environ)
@@ -135,7 +135,7 @@ class AgentSmpClient:
                 if clock.now_s() > give_up_s or (self.child is not None and self.child.reap()):
                     raise
                 clock.sleep(0.005)
-        if self.memory.held or self.memory.vaults:
+        if self.memory.held or self.memory.parity_regions:
             self._hand_over()
         if self._run_state:
             self._ask(smp_messages.PersistRunState(self._run_state))
@@ -152,7 +152,7 @@ class AgentSmpClient:
         Raises:
             PeerError: the SMP has ended by now; this object retains its memory and these arenas.
         """
-        if self.memory.held or self.memory.vaults:
+        if self.memory.held or self.memory.parity_regions:
             for fd in fds:
                 os.close(fd)  # duplicates of the same memory
             return
@@ -161,8 +161,10 @@ class AgentSmpClient:
 
     def _hand_over(self) -> None:
         memory = self.memory
-        body = smp_messages.AdoptMemory([rank for rank, _ in memory.held], sorted(memory.vaults))
-        self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
+        body = smp_messages.AdoptMemory(
+            [rank for rank, _ in memory.held], sorted(memory.parity_regions)
+        )
+        self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.parity_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
         """Make the SMP open a port for the SMPs of other nodes; return the port."""
@@ -203,12 +205,12 @@ class AgentSmpClient:
         """
         if self.channel is not None:
             with suppress(PeerError):
-                answer = self._ask(smp_messages.InventoryRequest(stand_still=True)).body
+                answer = self._ask(smp_messages.InventoryRequest(freeze_versions=True)).body
                 if isinstance(answer, smp_messages.Inventory):
                     return answer
         return smp_messages.Inventory(self.memory.offers())
 
-    def keep_run_state(self, state: bytes) -> None:
+    def persist_run_state(self, state: bytes) -> None:
         self._run_state = state
         if self.channel is not None:
             self._ask(smp_messages.PersistRunState(state))
@@ -251,10 +253,10 @@ class AgentSmpClient:
                 settings.keep,
                 pair,
                 token,
-                keep_s=settings.keep_s,
-                bytes_per_s=0.0 if is_urgent else settings.bytes_per_s,
+                keep_s=settings.max_age_s,
+                bytes_per_s=0.0 if is_urgent else settings.max_bytes_per_s,
                 life=life,
-                stream_wait_s=0.0 if is_urgent else settings.stream_wait_s,
+                live_capture_timeout_s=0.0 if is_urgent else settings.live_capture_timeout_s,
             )
             self.channel.send(body)
             self.writing = True
@@ -283,7 +285,7 @@ class AgentSmpClient:
         answer = self._ask(body, deadline_s=CHECKPOINT_WAIT_S).body
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):
             return answer
-        return answer.why if isinstance(answer, messages.Refused) else repr(answer)
+        return answer.reason if isinstance(answer, messages.Refused) else repr(answer)
 
     def end_checkpoints(self, exit_code: int, reason: str, command: str) -> None:
         body = checkpoint_messages.EndCheckpoints(exit_code, reason, command)
@@ -311,7 +313,7 @@ class AgentSmpClient:
             for received in self.channel.receive_ready():
                 self._take(received)
 
-    def take_notices(self) -> list[smp_messages.SmpNotice]:
+    def drain_notices(self) -> list[smp_messages.SmpNotice]:
         found = list(self.notices)
         self.notices.clear()
         return found
@@ -372,7 +374,7 @@ class AgentSmpClient:
                 self.num_commits += 1
                 if self.committed.generation == self._generation:
                     self.memory.drop_other_ranks(self._local_ranks)
-                self.memory.drop_old_layouts(self.committed)
+                self.memory.drop_previous_layouts(self.committed)
             case checkpoint_messages.CheckpointWritten(is_part=True):
                 self.writing, self.refused, self.last_part = False, body.note, body
             case checkpoint_messages.CheckpointWritten():
@@ -381,7 +383,7 @@ class AgentSmpClient:
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
             case checkpoint_messages.CheckpointFailed():
-                self.refused, self.writing = body.why, False
+                self.refused, self.writing = body.reason, False
             case _:
                 self._take_of_protection(received)
 
@@ -389,18 +391,18 @@ class AgentSmpClient:
         body = received.body
         match body:
             case smp_messages.ParityRegionCreated():
-                self.memory.keep_vault(body.slot, *received.fds)
-            case smp_messages.VaultFreed():
-                self.memory.drop_vault(body.slot)
+                self.memory.retain_parity_region(body.slot, *received.fds)
+            case smp_messages.ParityRegionFreed():
+                self.memory.drop_parity_region(body.slot)
             case smp_messages.VersionReady():
                 self.ready_version = version(body.generation, body.step)
-                self.survives, self.survives_why = body.survives, body.why
+                self.survives, self.unprotected_reason = body.survives, body.reason
             case smp_messages.AbandonVersion() if body.generation == self._generation:
                 self.abandoned_step = max(self.abandoned_step, body.step)
             case smp_messages.RestoreReady():
                 self.is_restored = True
             case smp_messages.RestoreFailed():
-                self.restore_failed, self.restore_lost_links = body.why, body.is_link
+                self.restore_failed, self.restore_lost_links = body.reason, body.is_link
             case smp_messages.PeersUnreachable():
                 self.unreachable = tuple(body.nodes)
             case smp_messages.SmpNotice():

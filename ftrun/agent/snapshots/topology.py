@@ -39,7 +39,7 @@ class CheckpointSource:
     """The life of the run that has written it; empty: any."""
 
     @property
-    def why_none(self) -> str:
+    def no_metrics_reason(self) -> str:
         where = without_password(self.directory)
         if self.life:
             return f"this run has written no checkpoint in {where} yet"
@@ -84,7 +84,7 @@ def begin_generation(
     restored: Version | None,
     smp: AgentSmpClient,
     *,
-    old_world_size: int,
+    previous_world_size: int,
 ) -> BeginGeneration:
     """The message that begins a generation at this node's SMP.
 
@@ -94,14 +94,14 @@ def begin_generation(
         spec: of the run.
         restored: the version that it starts from, or the newest commit in the middle of it.
         smp: holds the memory of this node.
-        old_world_size: world size of the restored version; 0: the same as now.
+        previous_world_size: world size of the restored version; 0: the same as now.
     """
     node = plan.member(node_id)
     ranks = list(node.ranks) if node is not None else []
     group = next((ids for ids in plan.groups if node_id in ids), [])
     version = (restored.generation, restored.step) if restored is not None else None
     places = _Places(plan)
-    roads = plan.roads
+    paths = plan.paths
     return BeginGeneration(
         generation=plan.generation,
         world_size=plan.world_size,
@@ -109,13 +109,13 @@ def begin_generation(
         group=[places.of(one) for one in group] if ranks else [],
         node_id=node_id,
         parity=plan.parity,
-        small_state_bytes=spec.profile.erasure.small_state_bytes,
+        small_state_bytes=spec.profile.erasure.mirror_max_bytes,
         restored=version,
-        restored_world_size=old_world_size,
+        restored_world_size=previous_world_size,
         protected_in=plan.protected_in(node_id),
-        restore_from=_sources(places, ranks, restored, smp, old_world_size),
+        restore_from=_sources(places, ranks, restored, smp, previous_world_size),
         read_from=_readable(places, ranks, restored),
-        pace_bytes_s=float(roads.snapshot_bytes_per_s) if roads is not None else 0.0,
+        pace_bytes_s=float(paths.snapshot_bytes_per_s) if paths is not None else 0.0,
         own=None if ranks and group else places.of(node_id),
         claim=claim_of(plan, node_id, spec),
     )
@@ -158,7 +158,7 @@ class _Places:
 
     def __init__(self, plan: GenerationPlan) -> None:
         self.plan = plan
-        wanted = plan.roads.snapshot_rail if plan.roads is not None else ""
+        wanted = plan.paths.snapshot_rail if plan.paths is not None else ""
         of_nodes = {card.node_id: card.rails for card in plan.voters} if wanted else {}
         self._first: Mapping[str, Rail] = match_rails(of_nodes).get(wanted, {})
 
@@ -185,34 +185,34 @@ def _sources(
     ranks: list[int],
     restored: Version | None,
     smp: AgentSmpClient,
-    old_world_size: int,
+    previous_world_size: int,
 ) -> list[PreviousGroup]:
     """Previous groups of those local ranks whose restored version is not in this node's memory."""
     plan = places.plan
     if restored is None:
         return []
     if restored.generation < 0:
-        return _loaders(places, old_world_size)
+        return _loaders(places, previous_world_size)
     missing = {rank for rank in ranks if not smp.memory.holds(Rank(rank), restored)}
     if plan.is_resized:
         missing = set(range(plan.restore_world_size))  # any rank may need parts of any other
     return [
         group
-        for group in _old_groups(places)
+        for group in _previous_groups(places)
         if missing & {rank for node in group.nodes for rank in node.ranks}
     ]
 
 
-def _loaders(places: _Places, old_world_size: int) -> list[PreviousGroup]:
+def _loaders(places: _Places, previous_world_size: int) -> list[PreviousGroup]:
     """Nodes that each loaded a part of a checkpoint of another world size."""
     plan = places.plan
     count = len(plan.members)
-    if not old_world_size or count < 2:
+    if not previous_world_size or count < 2:
         return []
     return [
         PreviousGroup(
             [
-                places.of(node.node_id, list(ranks_at(at, count, old_world_size)))
+                places.of(node.node_id, list(ranks_at(at, count, previous_world_size)))
                 for at, node in enumerate(plan.members)
             ],
             0,
@@ -231,10 +231,10 @@ def _readable(places: _Places, ranks: list[int], restored: Version | None) -> li
     if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:
         return []
     members = PreviousGroup([places.of(node.node_id) for node in plan.members], 0, -1)
-    return [members, *(_old_groups(places) if restored.generation >= 0 else [])]
+    return [members, *(_previous_groups(places) if restored.generation >= 0 else [])]
 
 
-def _old_groups(places: _Places) -> list[PreviousGroup]:
+def _previous_groups(places: _Places) -> list[PreviousGroup]:
     return [
         PreviousGroup(
             nodes=[

@@ -95,7 +95,7 @@ def _inject(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
         raise FtrunError(f"run {run.name} is {run.life.value}: it has no agent that takes orders")
     body = ask(run.to_agent(), InjectFault(order), deadline_s=_ANSWER_S)
     if isinstance(body, Refused):
-        raise FaultRefused(body.why)
+        raise FaultRefused(body.reason)
     if not isinstance(body, FaultAccepted):
         raise ProtocolError(f"the agent answered with a {type(body).__name__}")
     if as_json:

@@ -22,8 +22,8 @@ from ftrun.monitor.node_fitness import (
     NodeFitness,
     NodeMeasurements,
     judge,
-    rate_in_words,
-    size_in_words,
+    rate_per_s_text,
+    size_text,
 )
 
 _SLACK = 4.0
@@ -52,8 +52,8 @@ def _check(
 def check(profile: str | None, *, as_json: bool) -> int:
     """Measures this machine and prints the result; returns 0 if the machine is fit, else 1."""
     settings = resolve(profile, variables=os.environ).profile.preflight
-    found = judge(_measure(settings.limit_s * _SLACK), settings)
-    spy = _spy_fault(settings.limit_s * _SLACK)
+    found = judge(_measure(settings.timeout_s * _SLACK), settings)
+    spy = _spy_fault(settings.timeout_s * _SLACK)
     if spy:
         found = msgspec.structs.replace(found, warnings=(*found.warnings, f"{spy}{_SPY_FOR}"))
     if as_json:
@@ -105,11 +105,11 @@ def _rows(has: NodeMeasurements, least: PreflightConfig) -> list[tuple[str, str]
 
 
 def _rate(rate: float, least: float) -> str:
-    return f"{rate_in_words(rate)}, at least {rate_in_words(least)}" if rate else NOT_KNOWN
+    return f"{rate_per_s_text(rate)}, at least {rate_per_s_text(least)}" if rate else NOT_KNOWN
 
 
 def _size(size: int, least: float) -> str:
-    return NOT_KNOWN if size < 0 else f"{size_in_words(size)}, at least {size_in_words(least)}"
+    return NOT_KNOWN if size < 0 else f"{size_text(size)}, at least {size_text(least)}"
 
 
 def _count(count: int, least: int) -> str:

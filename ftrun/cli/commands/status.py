@@ -17,7 +17,7 @@ import typer
 
 from ftrun import clock
 from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, look_at
+from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run
 from ftrun.cli.screen.status_page import StyledLine, page
 from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
 from ftrun.cli.screen.text import duration, size
@@ -132,7 +132,7 @@ def _ask(channel: Channel) -> bytes:
     match body := ask(channel, StatusRequest(), deadline_s=_ANSWER_S):
         case StatusReply(document=document):
             return document
-        case Refused(why=reason):
+        case Refused(reason=reason):
             raise PeerError(f"{channel.peer} gave no status: {reason}")
         case _:
             raise ProtocolError(f"{channel.peer} answered with a {type(body).__name__}")
@@ -165,13 +165,13 @@ class StatusPoller:
 
     def next(self, width: int, height: int) -> list[StyledLine] | None:
         """Returns the current page, or None if the run has ended."""
-        run = look_at(self._run.folder)
+        run = inspect_run(self._run.folder)
         if run.life is RunLiveness.GONE:
             return None
         try:
             view = status_of(run)
         except (FtrunError, OSError) as error:
-            if look_at(self._run.folder).life is RunLiveness.GONE:
+            if inspect_run(self._run.folder).life is RunLiveness.GONE:
                 return None
             view = StatusView(run_id=run.run_id, state="starting", summary=f"no answer: {error}")
         if view.uptime_s is not None:  # an agent answered
@@ -191,7 +191,7 @@ class StatusPoller:
 
 def _on_terminal(poller: StatusPoller, every_s: float) -> None:
     with LiveTerminal() as screen:
-        signal.signal(signal.SIGTSTP, lambda _number, _frame: _step_aside(screen))
+        signal.signal(signal.SIGTSTP, lambda _number, _frame: _suspend_screen(screen))
         while (lines := poller.next(*screen.size)) is not None:
             screen.show(lines)
             clock.sleep(every_s)
@@ -208,7 +208,7 @@ def _plain(poller: StatusPoller, every_s: float) -> None:
         clock.sleep(every_s)
 
 
-def _step_aside(screen: LiveTerminal) -> None:
+def _suspend_screen(screen: LiveTerminal) -> None:
     """Handles SIGTSTP (^Z): restores the terminal, stops, and takes the terminal again."""
     screen.pause()
     os.kill(os.getpid(), signal.SIGSTOP)

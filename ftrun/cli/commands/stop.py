@@ -8,7 +8,7 @@ import typer
 
 from ftrun import clock, process_tree
 from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, look_at, sweep
+from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run, sweep
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.stub import answers, shut_down_smp
 from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
@@ -42,12 +42,12 @@ def stop(run_id: str | None) -> int:
         return ExitCode.DONE
     limit_s = _grace_s(run) + _SPARE_S
     give_up_s = clock.now_s() + limit_s
-    while (life := look_at(run.folder).life) is RunLiveness.STARTING:  # between two agents
+    while (life := inspect_run(run.folder).life) is RunLiveness.STARTING:  # between two agents
         _wait(run, give_up_s, limit_s)
     if life is RunLiveness.RUNNING:
         body = ask(run.to_agent(), StopRequest(), deadline_s=_ANSWER_S)
         if isinstance(body, Refused):
-            raise FtrunError(f"run {run.name} is not stopped: {body.why}")
+            raise FtrunError(f"run {run.name} is not stopped: {body.reason}")
         if not isinstance(body, Done):
             raise ProtocolError(f"the agent answered with a {type(body).__name__}")
     while run.folder.path.exists():

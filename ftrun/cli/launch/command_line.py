@@ -35,7 +35,7 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
             key="snapshot.required"),
     CliFlag("no-snapshots", "take none", group=_SNAPSHOTS, key="snapshot.enabled"),
     CliFlag("orphan-timeout", "time for which they stay without a launcher", "SECONDS",
-            group=_SNAPSHOTS, key="smp.orphan_s"),
+            group=_SNAPSHOTS, key="smp.orphan_timeout_s"),
     CliFlag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS,
             key="checkpoint.directory"),
     CliFlag("resume", "from the newest there (auto), from the beginning (never), from this one",
@@ -59,7 +59,7 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
     CliFlag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES,
             key="network.topology"),
     CliFlag("pause-timeout", "longest wait with too few nodes (default 900)", "SECONDS",
-            group=_NODES, key="nodes.pause_limit_s"),
+            group=_NODES, key="nodes.pause_timeout_s"),
     CliFlag("start", "ranks forked from a process that has torch, or new processes",
             choices=("warm", "fresh"), group=_FAILURES, key="start.mode"),
     CliFlag("preload", "import it once, before the ranks are forked", "MODULE", group=_FAILURES,
@@ -69,7 +69,7 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
     CliFlag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),
     CliFlag("allow-network-faults", "the same, and cut this node's network", group=_FAILURES),
     CliFlag("forward-signals", "pass these to the ranks instead of handling them", "USR1,...",
-            group=_FAILURES, key="stop.forward"),
+            group=_FAILURES, key="stop.forward_signals"),
 )
 # fmt: on
 

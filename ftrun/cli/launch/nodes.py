@@ -40,9 +40,9 @@ OUR_BACKENDS = ("", "c10d", "static", "ftrun")
 ETCD = "etcd"
 _GOOD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RDZV_CONF = {
-    "join_timeout": "join_wait_s",
-    "timeout": "join_wait_s",
-    "last_call_timeout": "settle_s",
+    "join_timeout": "join_timeout_s",
+    "timeout": "join_timeout_s",
+    "last_call_timeout": "last_call_timeout_s",
 }
 _TLS_FILES = {"ca": "cacert", "cert": "cert", "key": "key"}
 _TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
@@ -212,10 +212,12 @@ def _etcd(given: _Given, nnodes: str) -> list[tuple[str, int]]:
 
 def _check_times(profile: Profile) -> None:
     nodes = profile.nodes
-    if not nodes.heartbeat_s < nodes.stop_cut_off_s < nodes.deadline_s:
+    if not nodes.heartbeat_interval_s < nodes.self_fencing_timeout_s < nodes.failure_timeout_s:
         raise UsageError(
-            f"nodes.heartbeat_s ({nodes.heartbeat_s:g}) must be below nodes.stop_cut_off_s "
-            f"({nodes.stop_cut_off_s:g}), and that below nodes.deadline_s ({nodes.deadline_s:g}): "
+            f"nodes.heartbeat_interval_s ({nodes.heartbeat_interval_s:g}) must be below "
+            "nodes.self_fencing_timeout_s "
+            f"({nodes.self_fencing_timeout_s:g}), and that below nodes.failure_timeout_s "
+            f"({nodes.failure_timeout_s:g}): "
             "an isolated node must have stopped its ranks before others replace them"
         )
 

@@ -18,6 +18,7 @@ import yaml
 import ftrun
 from ftrun.config.checks import Problem, check, fields_of, suggestion, unknown_key
 from ftrun.config.profile import Profile
+from ftrun.config.renamed_keys import RENAMED_KEYS
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
@@ -248,6 +249,10 @@ def _environment_layer(variables: Mapping[str, str]) -> ProfileLayer:
             if name in variables and name not in INTERNAL_NAMES:
                 value = plain_value(variables[name])
                 settings.append(SettingValue(section, key, value, f"environment {name}"))
+    for old in RENAMED_KEYS:
+        section, _, key = old.partition(".")
+        if (name := variable_name(section, key)) in variables and name not in INTERNAL_NAMES:
+            settings.append(SettingValue(section, key, variables[name], f"environment {name}"))
     return ProfileLayer("the environment", tuple(settings))
 
 
@@ -267,8 +272,18 @@ def _problems(layer: ProfileLayer) -> list[str]:
 
 def profile_problems(nested: Mapping[str, Mapping[str, object]]) -> list[Problem]:
     """Returns all problems of settings, which are values by section and key."""
-    found: list[Problem] = []
-    check(nested, Profile, found)
+    found = [
+        Problem((section, key), f"is now {RENAMED_KEYS[f'{section}.{key}']}")
+        for section, values in nested.items()
+        for key in values
+        if f"{section}.{key}" in RENAMED_KEYS
+    ]
+    renamed = {one.path for one in found}
+    known = {
+        section: {key: value for key, value in values.items() if (section, key) not in renamed}
+        for section, values in nested.items()
+    }
+    check({name: one for name, one in known.items() if one or not nested[name]}, Profile, found)
     for (section, key), rule in _RULES.items():
         if (value := nested.get(section, {}).get(key)) is not None:
             found += [Problem((section, key), text) for text in rule(value)]
@@ -290,7 +305,7 @@ def _signal_problems(names: object) -> Iterator[str]:
 
 _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
     ("erasure", "scheme"): _scheme_problems,
-    ("stop", "forward"): _signal_problems,
+    ("stop", "forward_signals"): _signal_problems,
 }
 """Rules that need a module which `ftrun.config` does not import."""
 

@@ -47,8 +47,8 @@ def disagreement(
         f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
         for node_id, has in sorted(accepted.items())
     )
-    why = f"the nodes have loaded different checkpoints: {found}"
-    return EndRun(ExitCode.STATE_LOST, f"{why}. Use the same --checkpoint-dir on all nodes")
+    detail = f"the nodes have loaded different checkpoints: {found}"
+    return EndRun(ExitCode.STATE_LOST, f"{detail}. Use the same --checkpoint-dir on all nodes")
 
 
 def blind_nodes(
@@ -70,8 +70,8 @@ def blind_nodes(
 def notes_of_blind(blind: Mapping[str, str]) -> list[JournalEntry]:
     text = "node {} may not run ranks for an hour: it cannot load the checkpoint: {}"
     return [
-        JournalEntry(NodeUnfit(text.format(node_id, why), node_id), say=True)
-        for node_id, why in sorted(blind.items())
+        JournalEntry(NodeUnfit(text.format(node_id, detail), node_id), announce=True)
+        for node_id, detail in sorted(blind.items())
     ]
 
 
@@ -79,8 +79,8 @@ def _rejected(accepted: Mapping[str, Accepted]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node_id, has in sorted(accepted.items()):
         for name, reason in has.rejected.items():
-            said = f"{node_id}: {reason}"
-            found[name] = f"{found[name]}; {said}" if name in found else said
+            answered = f"{node_id}: {reason}"
+            found[name] = f"{found[name]}; {answered}" if name in found else answered
     return found
 
 

@@ -53,13 +53,13 @@ class NodeDraining:
         self,
         settings: MembershipSettings,
         peers: FailureDetector,
-        oversight: GenerationMonitor,
-        enrolment: VoterReconfiguration,
+        monitor: GenerationMonitor,
+        reconfiguration: VoterReconfiguration,
     ) -> None:
         self._settings = settings
         self._peers = peers
-        self._oversight = oversight
-        self._enrolment = enrolment
+        self._monitor = monitor
+        self._reconfiguration = reconfiguration
         self._asked_s: dict[Identity, float] = {}
         self._leaving: frozenset[Identity] = frozenset()
         """Those of them without which the run continues."""
@@ -76,13 +76,13 @@ class NodeDraining:
     def reset(self) -> None:
         self._safe_s, self._freed = None, frozenset()
 
-    def note(self, card: NodeCard, beat: Heartbeat, *, now_s: float) -> None:
+    def note(self, card: NodeCard, heartbeat: Heartbeat, *, now_s: float) -> None:
         """Records that this agent received SIGTERM; each of its heartbeats repeats it."""
-        if beat.leaves and card.identity not in self._asked_s:
+        if heartbeat.leaves and card.identity not in self._asked_s:
             self._asked_s[card.identity] = self._last_s = now_s
-            self._tell_oversight()
+            self._update_monitor()
 
-    def look(
+    def poll(
         self, plan: GenerationPlan | None, unfit: set[str], *, is_settled: bool, now_s: float
     ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
         """Decides between draining and stopping, when it is clear.
@@ -90,51 +90,53 @@ class NodeDraining:
         If the generation is not settled, a stop waits until it is.
         """
         here = {peer.card.identity for peer in self._peers if not peer.lost}
-        self._asked_s = {who: at_s for who, at_s in self._asked_s.items() if who in here}
+        self._asked_s = {
+            identity: at_s for identity, at_s in self._asked_s.items() if identity in here
+        }
         asked = frozenset(self._asked_s)
         self._leaving &= asked
         notes: list[JournalEntry] = []
         new = asked - self._leaving
-        why = self._why_to_stop(plan, here, unfit) if asked else ""
-        if not why and new and now_s - self._last_s >= NOTICE_S:
+        reason = self._stop_reason(plan, here, unfit) if asked else ""
+        if not reason and new and now_s - self._last_s >= NOTICE_S:
             self._leaving = asked
             self._safe_s = None  # Rule 6: a draining node votes until the voters change
             names = ", ".join(sorted(node_id for node_id, _ in new))
             text = f"draining {names}; the run continues without them"
-            notes.append(JournalEntry(NodesDraining(text), say=True))
-        elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
-            why = why or "the nodes receive SIGTERM one after the other"
+            notes.append(JournalEntry(NodesDraining(text), announce=True))
+        elif new and now_s - min(self._asked_s[identity] for identity in new) >= LIMIT_S:
+            reason = reason or "the nodes receive SIGTERM one after the other"
         for peer in self._peers:
             peer.is_leaving = peer.card.identity in self._leaving
             if peer.is_leaving:
-                self._oversight.past.leaves(peer.card, now_s=now_s)
+                self._monitor.past.leaves(peer.card, now_s=now_s)
         self._let_go(plan, now_s, is_settled=is_settled)
-        self._is_stop = bool(why)
-        self._tell_oversight()
-        if not why or self._oversight.is_stopping:
+        self._is_stop = bool(reason)
+        self._update_monitor()
+        if not reason or self._monitor.is_stopping:
             return notes, []
         if not is_settled:
-            self._oversight.stop_signal = _SIGTERM
+            self._monitor.stop_signal = _SIGTERM
             return notes, []
-        return notes, self._oversight.stop(_SIGTERM, why, now_s=now_s)
+        return notes, self._monitor.stop(_SIGTERM, reason, now_s=now_s)
 
-    def tell(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
+    def add_drained(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
         """Adds the draining nodes that may end now to a heartbeat."""
         # A drained node may have returned: its new agent is not draining.
         here = self._freed & {peer.card.identity for peer in self._peers}
         leave = tuple(sorted(node_id for node_id, _ in here))
         return msgspec.structs.replace(body, leave=leave) if leave else body
 
-    def _why_to_stop(
+    def _stop_reason(
         self, plan: GenerationPlan | None, here: set[Identity], unfit: set[str]
     ) -> str:
-        asked, wishes = self._asked_s.keys(), self._settings.wishes
+        asked, cluster_size = self._asked_s.keys(), self._settings.cluster_size
         if here <= asked:
             return "every node has received SIGTERM"
         names = ", ".join(sorted(node_id for node_id, _ in asked))
-        left = sum(1 for who in here - asked if who[0] not in unfit)
-        if left < wishes.min_nodes:
-            return f"draining {names} would leave {left} of at least {wishes.min_nodes} nodes"
+        left = sum(1 for identity in here - asked if identity[0] not in unfit)
+        if left < cluster_size.min_nodes:
+            return f"draining {names} would leave {left} of at least {cluster_size.min_nodes} nodes"
         voters = electorate(plan.voters) if plan is not None else frozenset()
         deciding = len((voters & here) - asked)
         if self._peers.me.identity in asked and 2 * deciding <= len(voters):
@@ -143,18 +145,23 @@ class NodeDraining:
 
     def _let_go(self, plan: GenerationPlan | None, now_s: float, *, is_settled: bool) -> None:
         is_safe = is_settled and plan is not None and self._is_safe(plan)
-        if not is_safe or self._enrolment.wanted is not None:
+        if not is_safe or self._reconfiguration.wanted is not None:
             self._safe_s = None
         elif self._safe_s is None:
             self._safe_s = now_s
         # Rule 6: the voters are re-evaluated twice per heartbeat period.
         has_settled = (
-            self._safe_s is not None and now_s - self._safe_s >= self._settings.times.heartbeat_s
+            self._safe_s is not None
+            and now_s - self._safe_s >= self._settings.times.heartbeat_interval_s
         )
         limit_s = now_s - self._settings.let_go_s
-        free = [who for who in self._leaving if has_settled or self._asked_s[who] <= limit_s]
+        free = [
+            identity
+            for identity in self._leaving
+            if has_settled or self._asked_s[identity] <= limit_s
+        ]
         members = {node.node_id for node in plan.members} if plan is not None else set()
-        self._freed = frozenset(who for who in free if who[0] not in members)
+        self._freed = frozenset(identity for identity in free if identity[0] not in members)
 
     def _is_safe(self, plan: GenerationPlan) -> bool:
         """Whether the members hold, whole, a version that the run can resume from.
@@ -163,7 +170,7 @@ class NodeDraining:
         its ranks read parts of other shards, and the draining node may hold the only copy of these
         until a version of the new world is committed.
         """
-        reports, committed = self._oversight.reports, self._oversight.orders.committed
+        reports, committed = self._monitor.reports, self._monitor.orders.committed
         has_stepped = reports.steps_here > 0
         if committed is None:
             return has_stepped and not reports.attached
@@ -171,7 +178,7 @@ class NodeDraining:
             return False
         return has_stepped or reports.are_protected()
 
-    def _tell_oversight(self) -> None:
+    def _update_monitor(self) -> None:
         asked = self._asked_s.keys()
-        self._oversight.asked_to_leave = frozenset(node_id for node_id, _ in asked)
-        self._oversight.awaits_notices = bool(asked - self._leaving) and not self._is_stop
+        self._monitor.asked_to_leave = frozenset(node_id for node_id, _ in asked)
+        self._monitor.awaits_notices = bool(asked - self._leaving) and not self._is_stop

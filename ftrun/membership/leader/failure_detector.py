@@ -33,7 +33,7 @@ from ftrun.monitor.slow.samples import ClockOffset
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat
 
-AWAIT_SILENT_S = 10.0
+AWAIT_UNRESPONSIVE_S = 10.0
 """Seconds that a leader waits after a good end for nodes that were lost shortly before."""
 
 _LONG_AGO_S = -1e9
@@ -44,7 +44,7 @@ class PeerState:
     """The leader's state of one agent, its own included."""
 
     card: NodeCard
-    heard_s: float
+    received_s: float
     """Time of its last message."""
     acked_s: float
     """When this leader sent the newest heartbeat that the agent has acknowledged."""
@@ -58,17 +58,17 @@ class PeerState:
     """Time since which it is not connected; 0: it is, or never was."""
     refused: bool = False
     """Its kernel, or a firewall, reports that no agent is listening."""
-    was_silent: bool = False
+    was_unresponsive: bool = False
     """It was lost for missing heartbeats: that node or this one may have been cut off."""
     lost: str = ""
     """Why it counts as lost; empty if it does not."""
     lost_s: float = _LONG_AGO_S
     dialled_s: float = _LONG_AGO_S
     asked_s: float = _LONG_AGO_S
-    beat_number: int = 0
+    heartbeat_number: int = 0
     promised: int = -1
     """The highest number that it has promised to any proposer."""
-    is_mute: bool = False
+    is_unresponsive: bool = False
     """It is connected but did not answer a prepare or accept in time: no ballot waits for it."""
     is_leaving: bool = False
     """It is draining, and the run continues without it."""
@@ -105,12 +105,12 @@ class FailureDetector:
     def here(self) -> list[NodeCard]:
         return [peer.card for peer in self if peer.linked and not peer.lost]
 
-    def is_heard(self, node_id: str, *, now_s: float) -> bool:
+    def is_responding(self, node_id: str, *, now_s: float) -> bool:
         """Whether its last message is less than two heartbeat periods old."""
         peer = self.get(node_id)
         if peer is None or peer.lost:
             return False
-        is_late = now_s - peer.heard_s >= 2 * self.settings.times.heartbeat_s
+        is_late = now_s - peer.received_s >= 2 * self.settings.times.heartbeat_interval_s
         return node_id == self.me.node_id or not is_late
 
     def get(self, node_id: str) -> PeerState | None:
@@ -125,30 +125,30 @@ class FailureDetector:
         """
         old = self.by_id.get(card.node_id)
         has_ended = old is not None and old.card.incarnation != card.incarnation
-        if old and has_ended and now_s - old.acked_s < self.settings.times.stop_cut_off_s:
+        if old and has_ended and now_s - old.acked_s < self.settings.times.self_fencing_timeout_s:
             self._faithful.add(old.card.identity)
         acked_s = now_s if has_answered else _LONG_AGO_S
         peer = PeerState(card, now_s, acked_s, met_s=now_s, here_s=now_s, linked=linked)
         self.by_id[card.node_id] = peer
         return peer
 
-    def has_successor(self, who: Identity) -> bool:
-        peer = self.by_id.get(who[0])
-        return peer is not None and peer.card.incarnation != who[1]
+    def has_successor(self, identity: Identity) -> bool:
+        peer = self.by_id.get(identity[0])
+        return peer is not None and peer.card.incarnation != identity[1]
 
     def refuses(self, node_id: str) -> bool:
         peer = self.by_id.get(node_id)
         return peer is not None and peer.refused
 
-    def to_hear_the_end(self, ended_s: float, *, is_done: bool, now_s: float) -> set[str]:
+    def to_receive_the_end(self, ended_s: float, *, is_done: bool, now_s: float) -> set[str]:
         """The nodes that must still acknowledge the end: connected ones, and recently lost ones.
 
         Lost nodes are awaited only if the run is done. Their agents may be restarting or were cut
         off, and would look for a run that is over. A node that refuses since `ended_s` has received
         the end.
         """
-        limit_s = 2 * self.settings.times.deadline_s
-        latest_s = ended_s + AWAIT_SILENT_S
+        limit_s = 2 * self.settings.times.failure_timeout_s
+        latest_s = ended_s + AWAIT_UNRESPONSIVE_S
         found = set()
         for one in self.by_id.values():
             until_s = ended_s
@@ -167,7 +167,7 @@ class FailureDetector:
             peer.here_s = now_s
         peer.linked, peer.refused, peer.closed_s = True, False, 0.0
         self.has_met = True
-        peer.heard_s = peer.met_s = now_s
+        peer.received_s = peer.met_s = now_s
 
     def endpoints_without_agent(self) -> list[tuple[str, int]]:
         """Rendezvous endpoints at which no agent of this run listens."""
@@ -189,7 +189,7 @@ class FailureDetector:
         continued without it.
         """
         others = [one for one in self if one.card.node_id != self.me.node_id]
-        was_apart = len(others) > 1 and any(one.was_silent for one in others)
+        was_apart = len(others) > 1 and any(one.was_unresponsive for one in others)
         could_end = was_apart or not self.has_met
         return bool(others) and could_end and all(one.refused for one in others)
 
@@ -198,44 +198,53 @@ class FailureDetector:
     def next_number(self, *, now_s: float) -> int:
         number = next(self.numbers)
         self._left_s[number] = now_s
-        limit_s = 2 * self.settings.times.deadline_s
+        limit_s = 2 * self.settings.times.failure_timeout_s
         while now_s - self._left_s[next(iter(self._left_s))] > limit_s:
             del self._left_s[next(iter(self._left_s))]
         return number
 
-    def beat(self, peer: PeerState, beat: Heartbeat, *, now_s: float) -> bool:
+    def heartbeat_received(self, peer: PeerState, heartbeat: Heartbeat, *, now_s: float) -> bool:
         """Records a heartbeat; returns whether it is newer than the last one."""
-        left_s = self._left_s.get(beat.heard, _LONG_AGO_S)
+        left_s = self._left_s.get(heartbeat.received, _LONG_AGO_S)
         peer.acked_s = max(peer.acked_s, left_s)
-        if left_s > _LONG_AGO_S and beat.heard_s and beat.number > peer.beat_number:
+        if (
+            left_s > _LONG_AGO_S
+            and heartbeat.received_s
+            and heartbeat.number > peer.heartbeat_number
+        ):
             clock = self.clocks.setdefault(peer.card.node_id, ClockOffset())
-            clock.add(*(round(at_s * 1e9) for at_s in (left_s, beat.heard_s, beat.sent_s, now_s)))
-        if beat.number <= peer.beat_number:
+            clock.add(
+                *(
+                    round(at_s * 1e9)
+                    for at_s in (left_s, heartbeat.received_s, heartbeat.sent_s, now_s)
+                )
+            )
+        if heartbeat.number <= peer.heartbeat_number:
             return False
-        peer.beat_number = beat.number
-        peer.fitness = beat.fitness or peer.fitness
+        peer.heartbeat_number = heartbeat.number
+        peer.fitness = heartbeat.fitness or peer.fitness
         return True
 
-    def stood_still(self, *, now_s: float) -> None:
+    def was_paused(self, *, now_s: float) -> None:
         """Records that this process was paused until now."""
         self._awake_s = now_s
 
     # --- time without heartbeats --------------------------------------------------------------
 
-    def silent_s(self, peer: PeerState, *, now_s: float) -> float:
+    def unresponsive_s(self, peer: PeerState, *, now_s: float) -> float:
         """Seconds without its messages or without its acknowledgements."""
-        since_s = max(min(peer.heard_s, peer.acked_s), peer.met_s, self._awake_s)
+        since_s = max(min(peer.received_s, peer.acked_s), peer.met_s, self._awake_s)
         return now_s - since_s
 
     def is_member_late(self, plan: GenerationPlan, *, now_s: float) -> bool:
         """Whether a node that runs ranks has missed a heartbeat, and may soon be lost."""
-        late_s = 2 * self.settings.times.heartbeat_s
+        late_s = 2 * self.settings.times.heartbeat_interval_s
         members = [self.by_id.get(node.node_id) for node in plan.members]
         return any(
             peer is not None
             and not peer.lost
             and peer.card.node_id != self.me.node_id
-            and self.silent_s(peer, now_s=now_s) >= late_s
+            and self.unresponsive_s(peer, now_s=now_s) >= late_s
             for peer in members
         )
 
@@ -247,22 +256,22 @@ class FailureDetector:
 
     def may_decide_without_me(self, plan: GenerationPlan, *, now_s: float) -> bool:
         """Whether the voters that may not receive from this leader could replace it."""
-        limit_s = self.settings.times.stop_cut_off_s
-        unheard = 0
+        limit_s = self.settings.times.self_fencing_timeout_s
+        missed = 0
         for card in plan.voters:
             if card.node_id == self.me.node_id or card.identity in self._faithful:
                 continue
             peer = self.by_id.get(card.node_id)
             is_here = peer is not None and peer.card.identity == card.identity
             if peer is None or not is_here or now_s - peer.acked_s >= limit_s:
-                unheard += 1
+                missed += 1
             elif peer.promised > plan.generation:
                 # It receives our heartbeats but has promised a higher ballot, so it may vote for
                 # another leader.
-                unheard += 1
+                missed += 1
         if plan.witness and not self.witness.holds(plan.witness, limit_s, now_s=now_s):
-            unheard += 1
-        return 2 * unheard > len(electorate_of(plan))
+            missed += 1
+        return 2 * missed > len(electorate_of(plan))
 
 
 class LeadershipLease:
@@ -273,7 +282,7 @@ class LeadershipLease:
         self._settings = settings
         self._since_s = 0.0
 
-    def look(self, plan: GenerationPlan | None, peers: FailureDetector, *, now_s: float) -> bool:
+    def poll(self, plan: GenerationPlan | None, peers: FailureDetector, *, now_s: float) -> bool:
         """Updates the lease; returns whether its state has changed.
 
         Without an active plan there is no leadership that could be replaced.
@@ -286,4 +295,4 @@ class LeadershipLease:
 
     def stays(self, *, now_s: float) -> bool:
         """Whether it has been expired for at least `deadline_s`."""
-        return self.is_on and now_s - self._since_s >= self._settings.times.deadline_s
+        return self.is_on and now_s - self._since_s >= self._settings.times.failure_timeout_s

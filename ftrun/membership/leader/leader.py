@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 
 from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
-from ftrun.membership.ballots import Ballot, place_of, runs_ranks
+from ftrun.membership.ballots import Ballot, position_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.leader.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
 from ftrun.membership.leader.draining import NodeDraining
@@ -51,10 +51,10 @@ from ftrun.wire.cluster.membership import (
     PrepareRejected,
     Promise,
 )
-from ftrun.wire.cluster.messages import RoadWord
+from ftrun.wire.cluster.messages import PathReport
 
 _RESTARTED = "its agent was restarted"
-_ASK_AGAIN_PLACE = 4
+_ASK_AGAIN_POSITION = 4
 """Position in the succession whose wait applies before nodes are asked again."""
 
 
@@ -65,7 +65,7 @@ class Leader:
         self,
         me: NodeCard,
         settings: MembershipSettings,
-        oversight: GenerationMonitor,
+        monitor: GenerationMonitor,
         plan: GenerationPlan | None,
         unsure: GenerationPlan | None,
         *,
@@ -76,28 +76,28 @@ class Leader:
         # `links` has the incarnations of the connected agents, by node id.
         self.me = me
         self.settings = settings
-        self.oversight = oversight
+        self.monitor = monitor
         self.plan = plan
         self.unsure = unsure
         self.known = FailureDetector(me, settings, witness)
         self._links = links
-        oversight.watching.slow.clocks = self.known.clocks
-        self.pause = NodeWait(settings.times.pause_limit_s)
-        self.farewell = RunShutdown(self.known)
+        monitor.watching.slow.clocks = self.known.clocks
+        self.pause = NodeWait(settings.times.pause_timeout_s)
+        self.shutdown = RunShutdown(self.known)
         self._election = Proposer(me, settings, self.known)
         self._changes = BoundaryReconfiguration(settings)
-        self._enrolment = VoterReconfiguration(settings)
+        self._reconfiguration = VoterReconfiguration(settings)
         self.screening = Admission(settings, self.known)
-        self.roads = PathMonitor(me.node_id, settings, self.known)
+        self.paths = PathMonitor(me.node_id, settings, self.known)
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
-        self._draining = NodeDraining(settings, self.known, oversight, self._enrolment)
+        self._draining = NodeDraining(settings, self.known, monitor, self._reconfiguration)
         self._is_effective = False
         """A generation of this leader has been chosen."""
-        self._doubt = LeadershipLease(settings)
-        self._untold: dict[str, str] = {}
+        self._lease = LeadershipLease(settings)
+        self._unreported: dict[str, str] = {}
         """Lost members not yet reported to the supervisor, with the reasons."""
-        self._look_s = 0.0
+        self._next_poll_s = 0.0
 
     @property
     def ballot(self) -> Ballot | None:
@@ -105,12 +105,12 @@ class Leader:
 
     @property
     def ending(self) -> EndRun | None:
-        return self.farewell.ending
+        return self.shutdown.ending
 
     @property
-    def is_doubtful(self) -> bool:
+    def is_lease_expired(self) -> bool:
         """Whether the leadership lease has expired: another leader may have been chosen."""
-        return self._doubt.is_on
+        return self._lease.is_on
 
     @property
     def is_settled(self) -> bool:
@@ -127,12 +127,11 @@ class Leader:
         if old is None or old.card.incarnation != card.incarnation or old.lost:
             peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
             self.pause.put_off(now_s=now_s)
-            self.oversight.past.returns(card.node_id)
-            found.append(
-                JournalEntry(NodeJoined(f"node {card.node_id} has joined", card.node_id, card.host))
-            )
+            self.monitor.past.returns(card.node_id)
+            text = f"node {card.node_id} has joined"
+            found.append(JournalEntry(NodeJoined(text, card.node_id, card.host)))
             found += self._election.joined(peer, now_s=now_s)
-        if self._election.is_beside(knows):
+        if self._election.is_concurrent(knows):
             found += self.propose(f"node {card.node_id} has the plan of a run", now_s=now_s)
         return found
 
@@ -151,21 +150,25 @@ class Leader:
         """Handles a new connection; sends the leader's card to a new or lost node."""
         peer = self.known.get(node_id)
         if peer is None:
-            return [self._lead_is(node_id)]
+            return [self._leader_info(node_id)]
         if peer.card.incarnation != incarnation:
             lost = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
-            return [*lost, self._lead_is(node_id)]
+            return [*lost, self._leader_info(node_id)]
         self.known.opened(peer, now_s=now_s)
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
-        told = [Send(node_id, self._heartbeat(now_s))] if self.farewell.is_told(node_id) else []
-        return [*self._election.ask(peer, now_s=now_s), *told]
+        is_owed = self.shutdown.must_be_notified(node_id)
+        reported = [Send(node_id, self._heartbeat(now_s))] if is_owed else []
+        return [*self._election.ask(peer, now_s=now_s), *reported]
 
     def back_again(self, peer: PeerState, *, now_s: float) -> list[Command]:
         """Adds a lost node that sends messages again; the active generation continues."""
-        return [*self.add(peer.card, now_s=now_s, linked=True), self._lead_is(peer.card.node_id)]
+        return [
+            *self.add(peer.card, now_s=now_s, linked=True),
+            self._leader_info(peer.card.node_id),
+        ]
 
-    def _lead_is(self, node_id: str) -> Send:
+    def _leader_info(self, node_id: str) -> Send:
         known = self.plan.generation if self.plan is not None else -1
         return Send(node_id, LeaderInfo(self.me, known, self.is_settled))
 
@@ -186,58 +189,60 @@ class Leader:
         peer.refused = True
         return [] if peer.lost else self._lose(peer, "the connection is refused", now_s)
 
-    def heard(self, node_id: str, *, now_s: float) -> None:
+    def received(self, node_id: str, *, now_s: float) -> None:
         peer = self.known.get(node_id)
         if peer is not None and not peer.lost:
-            peer.heard_s = now_s
+            peer.received_s = now_s
 
-    def stood_still(self, *, now_s: float) -> None:
-        self.known.stood_still(now_s=now_s)
-        self._doubt_oneself(now_s)
+    def was_paused(self, *, now_s: float) -> None:
+        self.known.was_paused(now_s=now_s)
+        self._check_lease(now_s)
 
-    def _lose(self, peer: PeerState, why: str, now_s: float) -> list[Command]:
+    def _lose(self, peer: PeerState, reason: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
-        peer.lost, peer.lost_s = why, now_s
-        self.roads.lost(node_id)
+        peer.lost, peer.lost_s = reason, now_s
+        self.paths.lost(node_id)
         was_member = runs_ranks(self.plan, peer.card)
-        text = f"node {node_id} is lost: {why}"
-        note = self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
+        text = f"node {node_id} is lost: {reason}"
+        note = self.monitor.past.record_loss(peer, reason, was_member=was_member, now_s=now_s)
         found: list[Command] = [note]
-        self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
+        self.monitor.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.received_s)
         if self.ending is not None:
             return found if not peer.refused else []  # it has received the end, and has ended
         if was_member:
-            self._untold[node_id] = why
+            self._unreported[node_id] = reason
         if self.ballot is not None:
             is_needed = self._election.is_member(node_id)
             self._election.lost(node_id)
             return found + (self.propose(text, now_s=now_s) if is_needed else self._check(now_s))
-        if was_member and self.oversight.is_stopping:
-            return found + self._decide(self._tell_of_losses(now_s), now_s)
+        if was_member and self.monitor.is_stopping:
+            return found + self._decide(self._report_losses(now_s), now_s)
         return found + (self.propose(text, now_s=now_s) if was_member else [])
 
     # --- a ballot -----------------------------------------------------------------------------
 
-    def succeed(self, lost: set[str], why: str, known_s: float, *, now_s: float) -> list[Command]:
+    def succeed(
+        self, lost: set[str], reason: str, known_s: float, *, now_s: float
+    ) -> list[Command]:
         """Takes over after the nodes `lost`, with a plan known since `known_s`, or begins a run."""
         self._take_history(self.unsure or self.plan, now_s, known_s)
         if self.plan is not None:
-            self.roads.know(self.plan.voters)
-            self.oversight.take_over(self.plan, since_s=known_s)
+            self.paths.know(self.plan.voters)
+            self.monitor.take_over(self.plan, since_s=known_s)
             for node_id in sorted(lost):
                 if was_member := self.plan.member(node_id) is not None:
-                    self._untold[node_id] = why
+                    self._unreported[node_id] = reason
                 if (peer := self.known.get(node_id)) is not None:
-                    self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
-                self.oversight.note_failure(node_id, now_s=now_s)
-        return self.propose(why, now_s=now_s)
+                    self.monitor.past.record_loss(peer, reason, was_member=was_member, now_s=now_s)
+                self.monitor.note_failure(node_id, now_s=now_s)
+        return self.propose(reason, now_s=now_s)
 
-    def propose(self, why: str, *, now_s: float) -> list[Command]:
+    def propose(self, reason: str, *, now_s: float) -> list[Command]:
         self._changes.reset()
-        self._enrolment.reset()
+        self._reconfiguration.reset()
         self._draining.reset()
-        plan, unsure, void = self.plan, self.unsure, self._enrolment.void
-        return self._election.begin(why, plan=plan, unsure=unsure, void=void, now_s=now_s)
+        plan, unsure, void = self.plan, self.unsure, self._reconfiguration.void
+        return self._election.begin(reason, plan=plan, unsure=unsure, void=void, now_s=now_s)
 
     def promised(self, body: Promise, *, now_s: float) -> list[Command]:
         if not self._election.promised(body):
@@ -249,11 +254,11 @@ class Leader:
         return found + self._check(now_s)
 
     def not_promised(self, body: PrepareRejected, *, now_s: float) -> list[Command]:
-        self._election.not_promised(body, place_of(self.me.node_id, self.plan), now_s=now_s)
+        self._election.not_promised(body, position_of(self.me.node_id, self.plan), now_s=now_s)
         return []
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
-        if body.roster:
+        if body.voter_revision:
             return self._enrolled(node_id, body, now_s)
         return self._check(now_s) if self._election.accepted(node_id, body) else []
 
@@ -261,7 +266,7 @@ class Leader:
         peer = self.known.get(node_id)
         if peer is None or self.plan is None or not self.is_settled:
             return []
-        plan = self._enrolment.accepted(peer.card, body, self.plan, self.known)
+        plan = self._reconfiguration.accepted(peer.card, body, self.plan, self.known)
         if plan is None:
             return []
         self.plan, self.unsure = plan, None
@@ -270,12 +275,12 @@ class Leader:
     # --- the witness --------------------------------------------------------------------------
 
     def ask_witness(self, *, now_s: float) -> list[Command]:
-        leads = self.is_settled or self.farewell.is_for_all
-        return self._election.keep_witness(self.plan if leads else None, now_s=now_s)
+        leads = self.is_settled or self.shutdown.is_for_all
+        return self._election.renew_witness(self.plan if leads else None, now_s=now_s)
 
-    def witness_said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
-        place = place_of(self.me.node_id, self.plan)
-        named = self._election.witness_said(event, place, now_s=now_s)
+    def witness_answered(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
+        place = position_of(self.me.node_id, self.plan)
+        named = self._election.witness_answered(event, place, now_s=now_s)
         return [one for card in named for one in self.meet(card, now_s=now_s)] + self._check(now_s)
 
     def _check(self, now_s: float) -> list[Command]:
@@ -290,40 +295,41 @@ class Leader:
             case BallotStage.CARRIED:
                 return self._take_effect(ballot, now_s)
             case BallotStage.BROKEN:
-                return self.propose(ballot.why, now_s=now_s)
+                return self.propose(ballot.reason, now_s=now_s)
             case _:
-                return self._election.hold_up(now_s=now_s)
+                return self._election.postpone(now_s=now_s)
 
     def _plan_it(self, ballot: Ballot, now_s: float) -> list[Command]:
-        if self.oversight.stop_signal:
-            return self._end(self.oversight.stopped(), now_s)
+        if self.monitor.stop_signal:
+            return self._end(self.monitor.stopped(), now_s)
         known = [one for one in (ballot.newest_plan(), self.plan, self.unsure) if one is not None]
-        previous = max(known, key=lambda plan: plan.edition, default=None)
+        previous = max(known, key=lambda plan: plan.configuration_id, default=None)
         self._take_history(previous, now_s, now_s)
-        for command in self._tell_of_losses(now_s):
+        for command in self._report_losses(now_s):
             if isinstance(command, EndRun):
                 return self._end(command, now_s)
         here = [promise.card for promise in ballot.promises.values()]
-        aside = self.oversight.set_aside(now_s=now_s)
-        places = self.screening.assign(here, previous, aside)
-        if isinstance(places, TooFewNodes):
-            return self.pause.begin(str(places), now_s=now_s)
-        if (held_up := self.roads.hold_up(here, previous, now_s=now_s)) is not None:
-            return held_up
-        places = places.along(self.roads.decide(places.members, places.spares, previous))
+        excluded = self.monitor.excluded(now_s=now_s)
+        assignment = self.screening.assign(here, previous, excluded)
+        if isinstance(assignment, TooFewNodes):
+            return self.pause.begin(str(assignment), now_s=now_s)
+        if (postponed := self.paths.postpone(here, previous, now_s=now_s)) is not None:
+            return postponed
+        paths = self.paths.decide(assignment.members, assignment.spares, previous)
+        assignment = assignment.along(paths)
         plan = make_plan(
             ballot,
-            places,
+            assignment,
             previous,
             self.settings,
-            lead=self.me.node_id,
-            history=self.oversight.history(now_s=now_s),
+            leader=self.me.node_id,
+            history=self.monitor.history(now_s=now_s),
             waited_s=self.pause.waited_s(now_s=now_s),
         )
         if isinstance(plan, RestoreStateMissing):
             # A node's reported holdings may have changed: its SMP completes what it began.
-            self._election.begin_again(ballot.why, _ASK_AGAIN_PLACE, now_s=now_s)
-            return self.pause.begin(plan.why, now_s=now_s, end=plan.end)
+            self._election.restart(ballot.reason, _ASK_AGAIN_POSITION, now_s=now_s)
+            return self.pause.begin(plan.reason, now_s=now_s, end=plan.end)
         if isinstance(plan, EndRun):
             return self._end(plan, now_s)
         self.pause.over()
@@ -335,160 +341,160 @@ class Leader:
         differ = disagreement(plan, ballot.accepted)
         if differ is not None:
             blind = blind_nodes(plan, ballot.accepted, differ)
-            aside = self.oversight.set_aside(now_s=now_s)
-            if blind and self.screening.can_spare(blind, ballot, self.plan, aside):
-                self.oversight.bar(blind, now_s=now_s)
-                return [*notes_of_blind(blind), *self.propose(ballot.why, now_s=now_s)]
+            excluded = self.monitor.excluded(now_s=now_s)
+            if blind and self.screening.can_spare(blind, ballot, self.plan, excluded):
+                self.monitor.bar(blind, now_s=now_s)
+                return [*notes_of_blind(blind), *self.propose(ballot.reason, now_s=now_s)]
             if isinstance(differ, EndRun):
                 return self._end(differ, now_s)
-            self.oversight.supervisor.bad_checkpoints |= differ
-            return self.propose(ballot.why, now_s=now_s)
+            self.monitor.supervisor.bad_checkpoints |= differ
+            return self.propose(ballot.reason, now_s=now_s)
         self.plan, self.unsure, self._is_effective = plan, None, True
-        self._untold.clear()
+        self._unreported.clear()
         self.pause.over()
-        self._doubt_oneself(now_s)  # acceptances may be old if this process was paused
-        self.oversight.begin(plan, now_s=now_s)
-        self.roads.begin()
-        notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
+        self._check_lease(now_s)  # acceptances may be old if this process was paused
+        self.monitor.begin(plan, now_s=now_s)
+        self.paths.begin()
+        notes = self.monitor.incidents.drain_journal_entries() + self.screening.compare(plan)
         return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
     def _take_history(self, plan: GenerationPlan | None, now_s: float, known_s: float) -> None:
         if plan is not None and plan.generation > self._history_of:
             self._history_of = plan.generation
-            self.oversight.succeed(plan.history, now_s=now_s, known_s=known_s)
+            self.monitor.succeed(plan.history, now_s=now_s, known_s=known_s)
 
-    def _tell_of_losses(self, now_s: float) -> list[SupervisorCommand]:
-        untold, self._untold = self._untold, {}
-        return self.oversight.lost(untold, now_s=now_s)
+    def _report_losses(self, now_s: float) -> list[SupervisorCommand]:
+        unreported, self._unreported = self._unreported, {}
+        return self.monitor.lost(unreported, now_s=now_s)
 
-    def told(self, node_id: str, body: RoadWord, *, now_s: float) -> list[Command]:
-        found = self.roads.told(node_id, body, self.oversight.watching, now_s=now_s)
+    def reported(self, node_id: str, body: PathReport, *, now_s: float) -> list[Command]:
+        found = self.paths.reported(node_id, body, self.monitor.watching, now_s=now_s)
         return found + self._check(now_s)
 
     # --- a generation -------------------------------------------------------------------------
 
-    def beat(self, node_id: str, body: Heartbeat, *, now_s: float) -> list[Command]:
+    def heartbeat_received(self, node_id: str, body: Heartbeat, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
-        if peer is None or not self.known.beat(peer, body, now_s=now_s):
+        if peer is None or not self.known.heartbeat_received(peer, body, now_s=now_s):
             return []
         if body.state == "ended":
-            self.farewell.has_ended(node_id)
+            self.shutdown.has_ended(node_id)
         self._draining.note(peer.card, body, now_s=now_s)
         plan = self.plan if self.is_settled else None
-        place = place_of(self.me.node_id, self.plan)
+        place = position_of(self.me.node_id, self.plan)
         self._election.note_promise(peer, body.promised, plan, place, now_s=now_s)
-        if not self.is_settled or self.is_doubtful:
-            self.oversight.note(node_id, body)  # Rule 3: heartbeats repeat the state
-            is_stopped = self.oversight.stop_signal and self.pause.is_on
-            return self._give_up(self.oversight.stopped(), now_s) if is_stopped else []
-        found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
+        if not self.is_settled or self.is_lease_expired:
+            self.monitor.note(node_id, body)  # Rule 3: heartbeats repeat the state
+            is_stopped = self.monitor.stop_signal and self.pause.is_on
+            return self._give_up(self.monitor.stopped(), now_s) if is_stopped else []
+        found = self._decide(self.monitor.heartbeat_received(node_id, body, now_s=now_s), now_s)
         return found + self._go_on(now_s)
 
     def heartbeat(self, *, now_s: float) -> list[Command]:
         body = self._heartbeat(now_s)
-        return [Send(one, body) for one in self.known.linked if self.farewell.is_told(one)]
+        return [Send(one, body) for one in self.known.linked if self.shutdown.must_be_notified(one)]
 
     def _heartbeat(self, now_s: float) -> LeaderHeartbeat:
-        known = self.plan.edition if self.plan is not None else (-1, 0)
-        is_held = self.is_doubtful and self.ending is None
+        known = self.plan.configuration_id if self.plan is not None else (-1, 0)
+        is_suspended = self.is_lease_expired and self.ending is None
         number = self.known.next_number(now_s=now_s)
-        body = self.oversight.heartbeat(known, number, is_held=is_held)
-        return self._draining.tell(self.screening.ask(body))
+        body = self.monitor.heartbeat(known, number, is_suspended=is_suspended)
+        return self._draining.add_drained(self.screening.ask(body))
 
-    def passing(self, *, now_s: float) -> list[Command]:
+    def tick(self, *, now_s: float) -> list[Command]:
         found: list[Command] = []
-        if now_s >= self._look_s:
-            self._look_s = now_s + self.settings.times.heartbeat_s / 2
-            found += self._look_around(now_s)
+        if now_s >= self._next_poll_s:
+            self._next_poll_s = now_s + self.settings.times.heartbeat_interval_s / 2
+            found += self._poll_files(now_s)
         again_s = self._election.again_s
         if again_s is not None and now_s >= again_s and self.ending is None:
-            found += self.propose(self._election.again_why, now_s=now_s)
+            found += self.propose(self._election.retry_reason, now_s=now_s)
         if self.is_settled:
             found += self._go_on(now_s)
         end = self.pause.given_up(now_s=now_s, are_gone=self.known.are_gone)
         if end is not None and self.ending is None:
             return found + self._give_up(end, now_s)
-        return [*found, *self.farewell.look(now_s=now_s)]
+        return [*found, *self.shutdown.poll(now_s=now_s)]
 
-    def _look_around(self, now_s: float) -> list[Command]:
+    def _poll_files(self, now_s: float) -> list[Command]:
         found: list[Command] = []
         for peer in self.known:
             if peer.card.node_id != self.me.node_id:
                 found += self._watch(peer, now_s)
         found += self._drain(now_s)
-        found += self.screening.look(self.oversight.set_aside(now_s=now_s))
+        found += self.screening.poll(self.monitor.excluded(now_s=now_s))
         found += self._election.repeat(now_s=now_s) + self._check(now_s)
-        if self._doubt_oneself(now_s):
+        if self._check_lease(now_s):
             return found + self.heartbeat(now_s=now_s)
-        if self.is_settled and self._doubt.stays(now_s=now_s):
+        if self.is_settled and self._lease.stays(now_s=now_s):
             return found + self.propose("heartbeats from too few voters", now_s=now_s)
         return found
 
     def _drain(self, now_s: float) -> list[Command]:
-        if self.is_doubtful or self.ending is not None:
+        if self.is_lease_expired or self.ending is not None:
             return []
-        unfit = self.screening.barred(self.oversight.set_aside(now_s=now_s))
-        notes, stop = self._draining.look(self.plan, unfit, is_settled=self.is_settled, now_s=now_s)
+        unfit = self.screening.barred(self.monitor.excluded(now_s=now_s))
+        notes, stop = self._draining.poll(self.plan, unfit, is_settled=self.is_settled, now_s=now_s)
         return [*notes, *(self._decide(stop, now_s) if stop else [])]
 
-    def _doubt_oneself(self, now_s: float) -> bool:
+    def _check_lease(self, now_s: float) -> bool:
         """Updates the leadership lease; returns True if it has just expired or been regained."""
-        return self._doubt.look(self.plan if self.ballot is None else None, self.known, now_s=now_s)
+        return self._lease.poll(self.plan if self.ballot is None else None, self.known, now_s=now_s)
 
     def _watch(self, peer: PeerState, now_s: float) -> list[Command]:
-        silent_s = self.known.silent_s(peer, now_s=now_s)
+        unresponsive_s = self.known.unresponsive_s(peer, now_s=now_s)
         found: list[Command] = []
-        if not peer.lost and silent_s >= self.settings.times.deadline_s:
-            peer.was_silent = True
-            found += self._lose(peer, f"no heartbeat for {silent_s:.1f} s", now_s)
+        if not peer.lost and unresponsive_s >= self.settings.times.failure_timeout_s:
+            peer.was_unresponsive = True
+            found += self._lose(peer, f"no heartbeat for {unresponsive_s:.1f} s", now_s)
         if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):
             found.append(Connect(peer.card.host, peer.card.port, peer.card.node_id))
         return found
 
     def _go_on(self, now_s: float) -> list[Command]:
-        plan, may_follow = self.plan, self.oversight.waits_for_cause
+        plan, may_follow = self.plan, self.monitor.waits_for_cause
         # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
         is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
-        if self.is_doubtful or is_late:
+        if self.is_lease_expired or is_late:
             return []
-        found = self._decide(self.oversight.passing(now_s=now_s), now_s)
+        found = self._decide(self.monitor.tick(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:
             return found
-        aside = self.screening.barred(self.oversight.set_aside(now_s=now_s))
-        found += self.roads.look(self.plan, self.oversight.watching.slow, now_s=now_s)
-        self._changes.wish = self.roads.wish
-        why = self._changes.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
-        if why := self.roads.take_urgent() or why:
-            return found + self._spread(now_s) + self.propose(why, now_s=now_s)
-        found += [*self.oversight.probes(now_s=now_s), *self.roads.take_notes()]
-        found += self._enrolment.look_beside(
-            self.plan, self.known, self.oversight, self._draining.is_under_way, now_s=now_s
+        excluded = self.screening.barred(self.monitor.excluded(now_s=now_s))
+        found += self.paths.poll(self.plan, self.monitor.watching.slow, now_s=now_s)
+        self._changes.requested = self.paths.requested
+        reason = self._changes.poll(self.plan, self.known, excluded, self.monitor, now_s=now_s)
+        if reason := self.paths.take_urgent_reason() or reason:
+            return found + self._spread(now_s) + self.propose(reason, now_s=now_s)
+        found += [*self.monitor.probes(now_s=now_s), *self.paths.drain_journal_entries()]
+        found += self._reconfiguration.poll_change(
+            self.plan, self.known, self.monitor, self._draining.is_under_way, now_s=now_s
         )
         return found + self._spread(now_s)
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
         found: list[Command] = []
-        for command in self.oversight.stands_for(commands):
+        for command in self.monitor.stands_for(commands):
             if isinstance(command, EndRun):
                 found += self._end(command, now_s)
             else:
                 found += self.propose(command.reason, now_s=now_s)
-        return found + self.oversight.incidents.take_notes() + self._spread(now_s)
+        return found + self.monitor.incidents.drain_journal_entries() + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:
-        return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
+        return self.heartbeat(now_s=now_s) if self.monitor.has_new_orders() else []
 
     def _give_up(self, end: EndRun, now_s: float) -> list[Command]:
         """Ends this node and the nodes that promised this leader; a majority may continue."""
         return self._end(end, now_s, self._election.followers | {self.me.node_id})
 
     def _end(
-        self, end: EndRun, now_s: float, audience: Collection[str] | None = None
+        self, end: EndRun, now_s: float, recipients: Collection[str] | None = None
     ) -> list[Command]:
-        self.farewell.begin(end, self.is_settled, audience, now_s=now_s)
+        self.shutdown.begin(end, self.is_settled, recipients, now_s=now_s)
         self.pause.over()
         self._election.ballot = None
-        self.oversight.end(end, now_s=now_s)
-        found: list[Command] = [*self.oversight.incidents.take_notes()]
+        self.monitor.end(end, now_s=now_s)
+        found: list[Command] = [*self.monitor.incidents.drain_journal_entries()]
         found += [KillWorkers(end.reason)] if end.exit_code != ExitCode.DONE else []
-        return [*found, *self.heartbeat(now_s=now_s), *self.farewell.look(now_s=now_s)]
+        return [*found, *self.heartbeat(now_s=now_s), *self.shutdown.poll(now_s=now_s)]

@@ -24,7 +24,7 @@ _GONE = (
 )
 _GONE_ADVICE = (
     "If the other nodes have finished, do nothing. Otherwise restart all nodes with the --run-id "
-    "of this run: this node retains its snapshots for smp.orphan_s."
+    "of this run: this node retains its snapshots for smp.orphan_timeout_s."
 )
 
 
@@ -32,7 +32,7 @@ class NodeWait:
     """The wait of one leader for nodes."""
 
     def __init__(self, limit_s: float) -> None:
-        self.why = ""
+        self.reason = ""
         """What is missing, in words."""
         self._limit_s = limit_s
         self._since_s: float | None = None
@@ -43,16 +43,16 @@ class NodeWait:
     def is_on(self) -> bool:
         return self._since_s is not None
 
-    def begin(self, why: str, *, now_s: float, end: EndRun | None = None) -> list[Command]:
+    def begin(self, reason: str, *, now_s: float, end: EndRun | None = None) -> list[Command]:
         """Pauses the run, or updates the reason; without `end`, the run ends for too few nodes."""
         self._end = end or EndRun(ExitCode.NOT_ENOUGH_NODES, "")
         if self._since_s is None:
             self._since_s = now_s
-        if why == self.why:
+        if reason == self.reason:
             return []
-        self.why = why
-        text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
-        return [JournalEntry(RunPaused(text), say=True)]
+        self.reason = reason
+        text = f"PAUSED: {reason}; gives up after {self._limit_s:.0f} s"
+        return [JournalEntry(RunPaused(text), announce=True)]
 
     def put_off(self, *, now_s: float) -> None:
         if self._since_s is not None:
@@ -63,7 +63,7 @@ class NodeWait:
         return 0.0 if self._since_s is None else now_s - self._since_s
 
     def over(self) -> None:
-        self._since_s, self.why = None, ""
+        self._since_s, self.reason = None, ""
 
     def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
         """The end of the run, if it has paused for too long, or if all other nodes have ended."""
@@ -73,7 +73,7 @@ class NodeWait:
             return EndRun(ExitCode.TRY_AGAIN, _GONE, advice=_GONE_ADVICE)
         if now_s - self._since_s < self._limit_s or now_s < self._not_before_s:
             return None
-        return replace(self._end, reason=f"{self.why}, for {now_s - self._since_s:.0f} s")
+        return replace(self._end, reason=f"{self.reason}, for {now_s - self._since_s:.0f} s")
 
 
 class RunShutdown:
@@ -85,7 +85,7 @@ class RunShutdown:
         self.is_for_all = False
         """The leader led an active generation when it began the end: no other part of the run
         continues."""
-        self.audience: frozenset[str] | None = None
+        self.recipients: frozenset[str] | None = None
         """Nodes that must end; None: all. A leader that gives up ends only its own followers."""
         self._peers = peers
         self._since_s = 0.0
@@ -95,36 +95,36 @@ class RunShutdown:
         self,
         command: EndRun,
         is_for_all: bool,
-        audience: Collection[str] | None,
+        recipients: Collection[str] | None,
         *,
         now_s: float,
     ) -> None:
         self.ending, self.is_for_all, self._since_s = command, is_for_all, now_s
-        self.audience = None if audience is None else frozenset(audience)
+        self.recipients = None if recipients is None else frozenset(recipients)
 
     @property
     def ends_the_run(self) -> bool:
         """Whether no other part of the run continues."""
-        return self.ending is not None and self.audience is None
+        return self.ending is not None and self.recipients is None
 
-    def is_told(self, node_id: str) -> bool:
+    def must_be_notified(self, node_id: str) -> bool:
         """Whether this node receives heartbeats: always, until only the audience does."""
-        return self.ending is None or self.audience is None or node_id in self.audience
+        return self.ending is None or self.recipients is None or node_id in self.recipients
 
     def has_ended(self, node_id: str) -> None:
         self._ended.add(node_id)
 
-    def look(self, *, now_s: float) -> list[Command]:
+    def poll(self, *, now_s: float) -> list[Command]:
         """Ends this agent too, after all nodes have acknowledged the end or had the time to."""
         if self.ending is None:
             return []
         since_s, is_done = self._since_s, self.ending.exit_code == ExitCode.DONE
-        others = self._peers.to_hear_the_end(since_s, is_done=is_done, now_s=now_s)
+        others = self._peers.to_receive_the_end(since_s, is_done=is_done, now_s=now_s)
         others -= {self._peers.me.node_id, *self._ended}
-        if any(self.is_told(node_id) for node_id in others):
+        if any(self.must_be_notified(node_id) for node_id in others):
             return []
         # Not earlier: a restarting agent finds this leader at the witness, and learns of the end.
         forget = (
-            self._peers.witness.ask(WitnessOperation.FORGET, now_s=now_s) if self.is_for_all else []
+            self._peers.witness.ask(WitnessOperation.CLEAR, now_s=now_s) if self.is_for_all else []
         )
         return [*forget, self.ending]

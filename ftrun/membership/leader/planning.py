@@ -24,42 +24,42 @@ from ftrun.wire.cluster.membership import Promise
 class RestoreStateMissing:
     """A version to restore exists, and nodes that may hold it are missing."""
 
-    why: str
+    reason: str
     end: EndRun
     """How the run ends if they do not return."""
 
 
 def make_plan(
     ballot: Ballot,
-    places: RankAssignment,
+    assignment: RankAssignment,
     previous: GenerationPlan | None,
     settings: MembershipSettings,
     *,
-    lead: str,
+    leader: str,
     history: FailureHistory,
     waited_s: float,
 ) -> GenerationPlan | RestoreStateMissing | EndRun:
     """The generation that this promised ballot is to have chosen."""
     promises = ballot.promises
-    choice = _choose(promises, places, previous, history)
-    if choice.version is None and history.spoiled is not None:
-        return _nothing_clean(version(*history.spoiled))
+    choice = _choose(promises, assignment, previous, history)
+    if choice.version is None and history.bad_version is not None:
+        return _nothing_clean(version(*history.bad_version))
     problem = _what_is_lost(choice, ballot, previous)
     if problem:
         obstacle = _cannot_begin(choice, problem, settings, waited_s)
         if obstacle is not None:
             return obstacle
-    groups = _groups(places, previous, settings)
+    groups = _groups(assignment, previous, settings)
     return GenerationPlan(
         generation=ballot.generation,
-        lead=lead,
-        why=ballot.why,
-        members=[*map(PlanMember, places.members, places.first_ranks)],
-        spares=list(places.spares),
+        leader=leader,
+        reason=ballot.reason,
+        members=[*map(PlanMember, assignment.members, assignment.first_ranks)],
+        spares=list(assignment.spares),
         restore=_pair(choice.version),
-        restore_why=_why(choice, problem, previous),
-        store_host=_store_host(places),
-        store_port=promises[places.members[0].node_id].store_port,
+        restore_reason=_reason(choice, problem, previous),
+        store_host=_store_host(assignment),
+        store_port=promises[assignment.members[0].node_id].store_port,
         groups=[list(group.nodes) for group in groups],
         parity=max((group.parity for group in groups), default=0),
         skip_batches=_skipped_batches(choice, previous, history),
@@ -70,15 +70,17 @@ def make_plan(
         decided_by=ballot.decided_by(),
         committed=_pair(choice.committed if choice.version is not None else None),
         ancestry=ancestry(choice.version, previous),
-        witness=ballot.witness if (len(places.members) + len(places.spares)) % 2 == 0 else 0,
-        roads=places.roads,
-        life=previous.life if previous is not None else f"{places.members[0].incarnation:x}",
+        witness=ballot.witness
+        if (len(assignment.members) + len(assignment.spares)) % 2 == 0
+        else 0,
+        paths=assignment.paths,
+        life=previous.life if previous is not None else f"{assignment.members[0].incarnation:x}",
     )
 
 
 def _choose(
     promises: Mapping[str, Promise],
-    places: RankAssignment,
+    assignment: RankAssignment,
     previous: GenerationPlan | None,
     history: FailureHistory,
 ) -> RestoreChoice:
@@ -89,15 +91,15 @@ def _choose(
             {node_id: promises[node_id].holdings for node_id in nodes},
             previous,
             committed=[has.committed for has in promises.values() if has.committed is not None],
-            spoiled=history.spoiled,
+            bad_version=history.bad_version,
         )
 
     first = of(promises)
     ranks = {
         card.node_id: range(at, at + card.num_ranks)
-        for card, at in zip(places.members, places.first_ranks, strict=True)
+        for card, at in zip(assignment.members, assignment.first_ranks, strict=True)
     }
-    world_size = sum(card.num_ranks for card in places.members)
+    world_size = sum(card.num_ranks for card in assignment.members)
     is_fetched = first.world_size == world_size and any(
         source.parity == 0 and rank not in ranks.get(node_id, ())
         for source in first.sources
@@ -107,7 +109,7 @@ def _choose(
     if not is_fetched:
         return first
     # An unprotected slot has no mirror to be fetched by: only its own node can use it.
-    second = of([card.node_id for card in places.members if card.node_id in promises])
+    second = of([card.node_id for card in assignment.members if card.node_id in promises])
     return second if second.version is not None else first
 
 
@@ -136,12 +138,12 @@ def _cannot_begin(
     run.
     """
     end = _lost(problem)
-    limit_s = 2 * settings.times.deadline_s + settings.times.settle_s
+    limit_s = 2 * settings.times.failure_timeout_s + settings.times.last_call_timeout_s
     is_first = choice.wanted is not None and choice.committed is None
     has_older = choice.version is not None or is_first
     else_from = ""
     if not settings.has_checkpoints:
-        limit_s = max(limit_s, settings.times.pause_limit_s - limit_s) if has_older else math.inf
+        limit_s = max(limit_s, settings.times.pause_timeout_s - limit_s) if has_older else math.inf
         older = "the beginning" if choice.version is None else str(choice.version)
         else_from = f"; without them the run resumes from {older}" if has_older else ""
     if choice.holders and waited_s < limit_s:
@@ -152,20 +154,20 @@ def _cannot_begin(
     return None if has_older or settings.has_checkpoints else end
 
 
-def _why(choice: RestoreChoice, problem: str, previous: GenerationPlan | None) -> str:
+def _reason(choice: RestoreChoice, problem: str, previous: GenerationPlan | None) -> str:
     if not problem and previous is not None and previous.restore == _pair(choice.version):
         # It starts where the last generation started, for the same reason.
-        return previous.restore_why
-    return choice.why if choice.version is not None else problem or choice.why
+        return previous.restore_reason
+    return choice.reason if choice.version is not None else problem or choice.reason
 
 
 def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPlan | None) -> str:
     """The lost version in words; empty if there is none."""
     if choice.wanted is not None:
         if choice.version is not None:
-            return choice.why
+            return choice.reason
         was = "was" if choice.wanted == choice.committed else "may have been"
-        return f"{choice.wanted} {was} committed and is lost: {choice.why}"
+        return f"{choice.wanted} {was} committed and is lost: {choice.reason}"
     if choice.version is not None or previous is None:
         return ""
     # No commit is known here. A node that ran ranks holds what was committed.
@@ -187,27 +189,27 @@ def _pair(version: Version | None) -> tuple[int, int] | None:
     return None if version is None else (version.generation, version.step)
 
 
-def _store_host(places: RankAssignment) -> str:
-    first, roads = places.members[0], places.roads
-    if roads is None or not roads.rails:
+def _store_host(assignment: RankAssignment) -> str:
+    first, paths = assignment.members[0], assignment.paths
+    if paths is None or not paths.rails:
         return first.host
     try:
-        matched = match_rails({card.node_id: card.rails for card in places.members})
-        rail = rails_of_node(matched, first.node_id).get(roads.rails[0])
+        matched = match_rails({card.node_id: card.rails for card in assignment.members})
+        rail = rails_of_node(matched, first.node_id).get(paths.rails[0])
     except Exception:  # noqa: BLE001 - a bug costs the network plan, never the run
         return first.host
     return rail.host if rail is not None else first.host
 
 
 def _groups(
-    places: RankAssignment, previous: GenerationPlan | None, settings: MembershipSettings
+    assignment: RankAssignment, previous: GenerationPlan | None, settings: MembershipSettings
 ) -> list[ErasureGroup]:
     """Protection groups; a replacement gets the position of the node whose ranks it runs."""
-    node_ids, node = [card.node_id for card in places.members], settings.node
+    node_ids, node = [card.node_id for card in assignment.members], settings.node
     if len(node_ids) < 2 or node is None:
         return []
-    labels = {card.node_id: card.domain for card in places.members}
-    leaves = places.roads.leaves if places.roads is not None else {}
+    labels = {card.node_id: card.domain for card in assignment.members}
+    leaves = assignment.paths.leaves if assignment.paths is not None else {}
     domains = group_domains(node_ids, labels, leaves)
     parity = node.erasure_parity
     if parity is None:
@@ -217,11 +219,11 @@ def _groups(
     if len(before) == len(node_ids):
         pairs = zip(before, node_ids, strict=True)
         replaced = {old: new for old, new in pairs if old != new}
-    old_groups: list[ErasureGroup] = []
+    previous_groups: list[ErasureGroup] = []
     if previous is not None:
-        old_groups = [ErasureGroup(tuple(nodes), previous.parity) for nodes in previous.groups]
+        previous_groups = [ErasureGroup(tuple(nodes), previous.parity) for nodes in previous.groups]
     return next_groups(
-        old_groups,
+        previous_groups,
         node_ids,
         replaced=replaced,
         data=node.erasure_data,
@@ -244,11 +246,11 @@ def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
     chosen = GenerationChosen(
         text,
-        reason=plan.why,
+        reason=plan.reason,
         generation=plan.generation,
         world_size=plan.world_size,
         restored=plan.restore,
-        restore_reason=plan.restore_why,
+        restore_reason=plan.restore_reason,
         skip_batches=plan.skip_batches,
     )
     notes = [JournalEntry(chosen)]
@@ -258,4 +260,4 @@ def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
         "two nodes and no spare: if one is unreachable, the other cannot determine whether it is "
         "dead or cut off, and pauses. A spare (--spares 1) or an etcd breaks the tie"
     )
-    return [*notes, JournalEntry(TwoVotersWarning(text), say=True)]
+    return [*notes, JournalEntry(TwoVotersWarning(text), announce=True)]

@@ -25,13 +25,13 @@ from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.records.membership import BallotStarted, WaitingForNodes
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
-from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard
+from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
 
 WITNESS_WAIT_S = 2.0
 """Seconds to wait for the witness; longer than the thread that asks it tries to reach it."""
 
-_PATIENCE_S, _PATIENCE_BY_PLACE_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
+_TIMEOUT_S, _TIMEOUT_BY_POSITION_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
 
 
 class BallotStage(Enum):
@@ -77,38 +77,38 @@ class Proposer:
         self._ask_witness_s = 0.0
         self.again_s: float | None = None
         """When to begin another ballot; None: not scheduled."""
-        self.again_why = ""
+        self.retry_reason = ""
 
     # --- asking -------------------------------------------------------------------------------
 
     def begin(
         self,
-        why: str,
+        reason: str,
         *,
         plan: GenerationPlan | None,
         unsure: GenerationPlan | None,
-        void: Collection[Edition] = (),
+        void: Collection[ConfigurationId] = (),
         now_s: float,
     ) -> list[Command]:
         """Starts a ballot: asks all nodes for a promise.
 
         Args:
-            why: in words.
+            reason: in words.
             plan: the newest generation known to be chosen.
             unsure: a newer one that may have been chosen.
             void: voter revisions that only this agent could have had chosen, and has given up.
             now_s: the time.
         """
-        known = plan.edition if plan is not None else (-1, 0)
+        known = plan.configuration_id if plan is not None else (-1, 0)
         if self.ballot is not None and self.ballot.plan is not None:
             self._given_up.append(self.ballot.plan)
-        self._given_up = [one for one in self._given_up if one.edition > known]
-        if unsure is not None and unsure.edition <= known:
+        self._given_up = [one for one in self._given_up if one.configuration_id > known]
+        if unsure is not None and unsure.configuration_id <= known:
             unsure = None
         self.highest = max(self.highest, known[0], unsure.generation if unsure else -1) + 1
         needs = {known: electorate_of(plan)} if plan is not None else {}
         given_up = tuple(self._given_up)
-        self.ballot = Ballot(self.highest, why, known, needs, frozenset(void), given_up)
+        self.ballot = Ballot(self.highest, reason, known, needs, frozenset(void), given_up)
         begins = plan is None and unsure is None
         self.ballot.needs_witness = begins and self._peers.witness.is_used
         if unsure is not None:
@@ -116,7 +116,7 @@ class Proposer:
         self.again_s = self._witness_asked_s = None
         self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
         self._needed.clear()
-        found: list[Command] = [JournalEntry(BallotStarted(why, self.highest))]
+        found: list[Command] = [JournalEntry(BallotStarted(reason, self.highest))]
         for peer in self._peers:
             found += self.ask(peer, now_s=now_s)
         return found + self._ask_witness(now_s, waits=True)
@@ -156,12 +156,12 @@ class Proposer:
             is_late = now_s - since_s >= self._settings.answer_s and node_id != self._me.node_id
             if is_late and node_id not in self._needed:
                 del self._awaited[node_id]
-                self._peers.by_id[node_id].is_mute = True
+                self._peers.by_id[node_id].is_unresponsive = True
         if self._witness_asked_s is not None and now_s - self._witness_asked_s >= WITNESS_WAIT_S:
             self._witness_asked_s = None
         found: list[Command] = self._ask_witness(now_s) if now_s >= self._ask_witness_s else []
         for peer in self._peers:
-            if now_s - peer.asked_s < 2 * self._settings.times.heartbeat_s:
+            if now_s - peer.asked_s < 2 * self._settings.times.heartbeat_interval_s:
                 continue
             if peer.card.node_id in self._awaited:
                 found += self.ask(peer, now_s=now_s)
@@ -177,7 +177,9 @@ class Proposer:
         ballot = self.ballot
         peer = self._peers.by_id.get(body.card.node_id)
         if peer is not None:
-            peer.is_mute = False  # even if the answer is late: the run may grow by this node
+            peer.is_unresponsive = (
+                False  # even if the answer is late: the run may grow by this node
+            )
         if (
             peer is None
             or ballot is None
@@ -191,7 +193,7 @@ class Proposer:
         self._awaited.pop(body.card.node_id, None)
         return True
 
-    def keep_witness(self, plan: GenerationPlan | None, *, now_s: float) -> list[Command]:
+    def renew_witness(self, plan: GenerationPlan | None, *, now_s: float) -> list[Command]:
         """Renews the lease at the witness, so that it promises no other proposer.
 
         `plan` is the active one of a settled leader. In a ballot, the lease protects an announced
@@ -200,43 +202,47 @@ class Proposer:
         """
         witness, ballot = self._peers.witness, self.ballot
         if plan is not None:
-            return witness.say_who_leads(plan, now_s=now_s)
+            return witness.record_leader(plan, now_s=now_s)
         if ballot is None or not ballot.witness:
             return []
         if ballot.plan is None and self.stage() is not BallotStage.PROMISED:
             return []  # the ballot itself asks; without a quorum it must not block others
-        return witness.ask(WitnessOperation.KEEP, generation=ballot.generation, now_s=now_s)
+        return witness.ask(WitnessOperation.RENEW, generation=ballot.generation, now_s=now_s)
 
-    def witness_said(self, event: WitnessAnswered, place: int, *, now_s: float) -> list[NodeCard]:
+    def witness_answered(
+        self, event: WitnessAnswered, position: int, *, now_s: float
+    ) -> list[NodeCard]:
         """Handles an answer of the witness to this ballot; returns the agents that it names."""
         ballot, asked, register = self.ballot, event.asked, event.register
         if ballot is None:
             return []
-        found = [event.lead] if event.lead is not None else []
-        if asked.generation == ballot.generation and asked.wish in (
+        found = [event.leader] if event.leader is not None else []
+        if asked.generation == ballot.generation and asked.operation in (
             WitnessOperation.PROMISE,
             WitnessOperation.ACCEPT,
         ):
             self._witness_asked_s = None
-            self._answered(ballot, event, place, now_s)
+            self._answered(ballot, event, position, now_s)
             if (
-                asked.wish is WitnessOperation.PROMISE
+                asked.operation is WitnessOperation.PROMISE
                 and register is not None
                 and register.plan is not None
             ):
                 found += register.plan.voters
         return found
 
-    def _answered(self, ballot: Ballot, event: WitnessAnswered, place: int, now_s: float) -> None:
+    def _answered(
+        self, ballot: Ballot, event: WitnessAnswered, position: int, now_s: float
+    ) -> None:
         register = event.register
-        if event.asked.wish is WitnessOperation.ACCEPT:
+        if event.asked.operation is WitnessOperation.ACCEPT:
             ballot.is_witnessed = ballot.is_witnessed or event.granted
         elif event.granted and ballot.plan is None and register is not None:
             ballot.take_witness(register.life, register.plan)
-        elif register is not None and not event.granted and event.lead in (None, self._me):
+        elif register is not None and not event.granted and event.leader in (None, self._me):
             # Another proposer has the promise of this number, or of a higher one.
             self.highest = max(self.highest, register.promised)
-            self.begin_again(ballot.why, place, now_s=now_s)
+            self.restart(ballot.reason, position, now_s=now_s)
 
     def _ask_witness(self, now_s: float, *, waits: bool = False) -> list[Command]:
         """Sends the request that the witness must answer for the ballot to continue.
@@ -245,7 +251,7 @@ class Proposer:
         """
         ballot, witness = self.ballot, self._peers.witness
         assert ballot is not None
-        self._ask_witness_s = now_s + 2 * self._settings.times.heartbeat_s
+        self._ask_witness_s = now_s + 2 * self._settings.times.heartbeat_interval_s
         number = ballot.generation
         if ballot.plan is None and not ballot.witness:
             begins = ballot.needs_witness
@@ -261,21 +267,21 @@ class Proposer:
             self._witness_asked_s = now_s
         return found
 
-    def not_promised(self, body: PrepareRejected, place: int, *, now_s: float) -> None:
+    def not_promised(self, body: PrepareRejected, position: int, *, now_s: float) -> None:
         """Handles a rejection: a higher number is promised, or this one to another proposer."""
         self.highest = max(self.highest, body.promised)
         if self.ballot is not None and body.generation == self.ballot.generation:
-            self.begin_again(self.ballot.why, place, now_s=now_s)
+            self.restart(self.ballot.reason, position, now_s=now_s)
 
-    def begin_again(self, why: str, place: int, *, now_s: float) -> None:
+    def restart(self, reason: str, position: int, *, now_s: float) -> None:
         """Schedules another ballot; the wait depends on the position, so two proposers differ."""
         if self.again_s is None:
-            patience_s = _PATIENCE_S + _PATIENCE_BY_PLACE_S * place
-            self.again_s = now_s + patience_s * 2.0 ** min(self._refusals, _MAX_DOUBLINGS)
-            self.again_why = why
+            timeout_s = _TIMEOUT_S + _TIMEOUT_BY_POSITION_S * position
+            self.again_s = now_s + timeout_s * 2.0 ** min(self._refusals, _MAX_DOUBLINGS)
+            self.retry_reason = reason
             self._refusals += 1
 
-    def is_beside(self, generation: int) -> bool:
+    def is_concurrent(self, generation: int) -> bool:
         """Whether this ballot would start a run although a node has reported `generation`."""
         ballot = self.ballot
         if ballot is None or ballot.base != (-1, 0) or generation < ballot.generation:
@@ -288,7 +294,7 @@ class Proposer:
         peer: PeerState,
         promised: int,
         plan: GenerationPlan | None,
-        place: int,
+        position: int,
         *,
         now_s: float,
     ) -> None:
@@ -299,13 +305,13 @@ class Proposer:
         peer.promised = promised
         self.highest = max(self.highest, promised)
         if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):
-            why = f"node {peer.card.node_id} has promised generation {promised}"
-            self.begin_again(why, place, now_s=now_s)
+            reason = f"node {peer.card.node_id} has promised generation {promised}"
+            self.restart(reason, position, now_s=now_s)
         ballot = self.ballot
         is_needed = peer.card.node_id in self._needed
         if ballot is not None and is_needed and promised > ballot.generation:
             # It can never accept the announced plan.
-            self.begin_again(ballot.why, place, now_s=now_s)
+            self.restart(ballot.reason, position, now_s=now_s)
 
     def accepted(self, node_id: str, body: Accepted) -> bool:
         """Records an acceptance; returns whether it counts."""
@@ -321,7 +327,7 @@ class Proposer:
         self._needed.discard(node_id)
         return True
 
-    def hold_up(self, *, now_s: float) -> list[Command]:
+    def postpone(self, *, now_s: float) -> list[Command]:
         """Reports once which members take longer than `answer_s` to get ready."""
         since_s = now_s - self._settings.answer_s
         slow = sorted(one for one in self._needed if self._awaited.get(one, now_s) <= since_s)
@@ -330,7 +336,7 @@ class Proposer:
         self._slow = slow
         text = f"generation {self.ballot.generation} waits for {', '.join(slow)}"
         text += ", which may be reading a checkpoint"
-        return [JournalEntry(WaitingForNodes(text), say=True)]
+        return [JournalEntry(WaitingForNodes(text), announce=True)]
 
     def lost(self, node_id: str) -> None:
         self._awaited.pop(node_id, None)
@@ -366,5 +372,5 @@ class Proposer:
     def _prepare(self, ballot: Ballot, peer: PeerState, now_s: float) -> list[Command]:
         peer.asked_s = now_s
         # With the base, voters omit plans that are not newer.
-        body = Prepare(ballot.generation, self._me, ballot.why, ballot.base)
+        body = Prepare(ballot.generation, self._me, ballot.reason, ballot.base)
         return [Send(peer.card.node_id, body)]

@@ -38,7 +38,7 @@ class RankAssignment:
 
     members: tuple[NodeCard, ...]
     spares: tuple[NodeCard, ...]
-    roads: NetworkPlan | None = None
+    paths: NetworkPlan | None = None
     """How the paths between them are used; None: as the user's libraries choose."""
 
     @property
@@ -49,12 +49,12 @@ class RankAssignment:
             rank += card.num_ranks
         return found
 
-    def along(self, roads: NetworkPlan | None) -> "RankAssignment":
+    def along(self, paths: NetworkPlan | None) -> "RankAssignment":
         """The same assignment in the node order of a network plan, with that plan."""
-        if roads is None:
+        if paths is None:
             return self
         by_id = {card.node_id: card for card in self.members}
-        return replace(self, members=tuple(by_id[one] for one in roads.order), roads=roads)
+        return replace(self, members=tuple(by_id[one] for one in paths.order), paths=paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class TooFewNodes:
 
     here: int
     needed: int
-    set_aside: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
     """Nodes whose own check failed, each with the reason."""
 
     def __str__(self) -> str:
         text = f"{self.here} of at least {self.needed} nodes are present"
-        if self.set_aside:
-            text += f"; excluded after too many failures: {', '.join(self.set_aside)}"
+        if self.excluded:
+            text += f"; excluded after too many failures: {', '.join(self.excluded)}"
         if self.unfit:
             text += f"; unfit: {'; '.join(self.unfit)}"
         return text
@@ -79,18 +79,18 @@ class TooFewNodes:
 def assign(
     here: Sequence[NodeCard],
     previous: GenerationPlan | None,
-    wishes: ClusterSize,
-    aside: Collection[str] = (),
+    cluster_size: ClusterSize,
+    excluded: Collection[str] = (),
     unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> RankAssignment | TooFewNodes:
     """Gives each of these nodes ranks, or makes it a spare, as excluded and unfit nodes are."""
-    usable = [card for card in here if card.node_id not in aside and card.node_id not in unfit]
-    num_members = min(wishes.max_nodes, len(usable))
-    if num_members < wishes.min_nodes:
-        away = tuple(sorted(card.node_id for card in here if card.node_id in aside))
-        why = {card.node_id: unfit[card.node_id] for card in here if card.node_id in unfit}
-        words = tuple(f"{node_id} ({why[node_id]})" for node_id in sorted(why))
-        return TooFewNodes(len(usable), wishes.min_nodes, away, words)
+    usable = [card for card in here if card.node_id not in excluded and card.node_id not in unfit]
+    num_members = min(cluster_size.max_nodes, len(usable))
+    if num_members < cluster_size.min_nodes:
+        away = tuple(sorted(card.node_id for card in here if card.node_id in excluded))
+        reason = {card.node_id: unfit[card.node_id] for card in here if card.node_id in unfit}
+        words = tuple(f"{node_id} ({reason[node_id]})" for node_id in sorted(reason))
+        return TooFewNodes(len(usable), cluster_size.min_nodes, away, words)
     order = _in_order(usable, previous)
     if previous is not None and num_members == len(previous.members):
         members = _same_places(order, previous)
@@ -151,21 +151,21 @@ class Admission:
     def __init__(self, settings: MembershipSettings, peers: FailureDetector) -> None:
         self._settings = settings
         self._peers = peers
-        self._aside_at: dict[str, _Check] = {}
+        self._excluded_at: dict[str, _Check] = {}
         """The newest check of each excluded node, when it was last seen excluded."""
         self._asked: dict[str, int] = {}
         """The number of the awaited check, by node id."""
-        self.told: dict[str, str] = {}
+        self.reported: dict[str, str] = {}
         """Reasons why nodes may not run ranks, with the newest measurements; replaced whole."""
-        self._slow_told: dict[str, str] = {}
+        self._slow_reported: dict[str, str] = {}
 
-    def unfit(self, aside: Collection[str]) -> dict[str, str]:
+    def unfit(self, excluded: Collection[str]) -> dict[str, str]:
         """Reasons why nodes that are not excluded must not run ranks, by node id."""
         found: dict[str, str] = {}
         for peer in self._peers:
             node_id, fitness = peer.card.node_id, peer.fitness
-            if node_id in aside:
-                self._aside_at[node_id] = (peer.card.incarnation, _number(peer))
+            if node_id in excluded:
+                self._excluded_at[node_id] = (peer.card.incarnation, _number(peer))
             elif peer.is_leaving and not peer.lost:
                 found[node_id] = _LEAVES
             elif fitness is None or peer.lost:
@@ -175,49 +175,49 @@ class Admission:
             elif self._awaits_check(peer):
                 found[node_id] = "it was excluded, and repeats its check"
             else:
-                self._aside_at.pop(node_id, None)
+                self._excluded_at.pop(node_id, None)
         return found
 
-    def barred(self, aside: Collection[str]) -> set[str]:
-        return {*aside, *self.unfit(aside)}
+    def barred(self, excluded: Collection[str]) -> set[str]:
+        return {*excluded, *self.unfit(excluded)}
 
     def assign(
-        self, here: Sequence[NodeCard], previous: GenerationPlan | None, aside: Collection[str]
+        self, here: Sequence[NodeCard], previous: GenerationPlan | None, excluded: Collection[str]
     ) -> RankAssignment | TooFewNodes:
-        return assign(here, previous, self._settings.wishes, aside, self.unfit(aside))
+        return assign(here, previous, self._settings.cluster_size, excluded, self.unfit(excluded))
 
     def can_spare(
         self,
         nodes: Collection[str],
         ballot: Ballot,
         previous: GenerationPlan | None,
-        aside: Collection[str],
+        excluded: Collection[str],
     ) -> bool:
         """Whether enough nodes of this ballot may run ranks without `nodes`."""
         here = [promise.card for promise in ballot.promises.values()]
-        places = self.assign(here, previous, {*aside, *nodes})
+        places = self.assign(here, previous, {*excluded, *nodes})
         return not isinstance(places, TooFewNodes)
 
-    def look(self, aside: Collection[str]) -> list[JournalEntry]:
+    def poll(self, excluded: Collection[str]) -> list[JournalEntry]:
         """Updates the requested checks; returns what has changed about unfit nodes."""
-        unfit = self.unfit(aside)
+        unfit = self.unfit(excluded)
         self._asked = {
             peer.card.node_id: _number(peer) + 1
             for peer in self._peers
             if peer.card.node_id in unfit and self._awaits_check(peer)
         }
         found = [
-            JournalEntry(NodeUnfit(f"node {one} may not run ranks: {why}", one), say=True)
-            for one, why in sorted(unfit.items())
-            if _without_figures(self.told.get(one, "")) != _without_figures(why)
+            JournalEntry(NodeUnfit(f"node {one} may not run ranks: {reason}", one), announce=True)
+            for one, reason in sorted(unfit.items())
+            if _without_figures(self.reported.get(one, "")) != _without_figures(reason)
         ]
         found += [
-            JournalEntry(NodeFit(f"node {one} is fit to run ranks", one), say=True)
-            for one in sorted(self.told)
+            JournalEntry(NodeFit(f"node {one} is fit to run ranks", one), announce=True)
+            for one in sorted(self.reported)
             if self._is_fit(one)
         ]
-        kept = {one: why for one, why in self.told.items() if not self._is_fit(one)}
-        self.told = {**kept, **unfit}
+        kept = {one: reason for one, reason in self.reported.items() if not self._is_fit(one)}
+        self.reported = {**kept, **unfit}
         return found
 
     def ask(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
@@ -231,11 +231,11 @@ class Admission:
             for peer in self._peers
             if peer.card.node_id in here and peer.fitness is not None
         }
-        slow = far_below(figures, self._settings.profile.preflight.warn_below)
-        new = {one: what for one, what in slow.items() if self._slow_told.get(one) != what}
-        self._slow_told.update(new)
+        slow = far_below(figures, self._settings.profile.preflight.warn_below_median)
+        new = {one: what for one, what in slow.items() if self._slow_reported.get(one) != what}
+        self._slow_reported.update(new)
         return [
-            JournalEntry(NodeBelowMedian(f"node {one} is slow: {what}", one), say=True)
+            JournalEntry(NodeBelowMedian(f"node {one} is slow: {what}", one), announce=True)
             for one, what in sorted(new.items())
         ]
 
@@ -244,11 +244,11 @@ class Admission:
         if peer is None or peer.lost or peer.is_leaving:
             return False
         if peer.fitness is None:
-            return self.told.get(node_id) == _LEAVES
+            return self.reported.get(node_id) == _LEAVES
         return peer.fitness.is_fit and not self._awaits_check(peer)
 
     def _awaits_check(self, peer: PeerState) -> bool:
-        before, fitness = self._aside_at.get(peer.card.node_id), peer.fitness
+        before, fitness = self._excluded_at.get(peer.card.node_id), peer.fitness
         if before is None or fitness is None or not fitness.is_fit:
             return False
         incarnation, number = before
@@ -260,6 +260,6 @@ def _number(peer: PeerState) -> int:
     return peer.fitness.number if peer.fitness is not None else 0
 
 
-def _without_figures(why: str) -> str:
+def _without_figures(reason: str) -> str:
     """Removes measurements: an unfit node repeats its check, and new numbers are no news."""
-    return _FIGURE.sub("", why)
+    return _FIGURE.sub("", reason)

@@ -17,14 +17,15 @@ of another node could then leave too few of the old voters, although a warm spar
 Rule 1: voters change only if more nodes may be lost afterwards than before. An even number of
         voters tolerates no more losses than the odd number below it, and has one more voter that
         can be missing. No more spares vote than were requested, so they cannot outvote the members.
-Rule 2: only nodes that have been connected for `settle_s`, and have promised no later ballot, get
-        a vote.
+Rule 2: only nodes that have been connected for `last_call_timeout_s`, and have promised no later
+        ballot, get a vote.
 Rule 3: the leader repeats a change until it is chosen or the next ballot begins. Ranks are not
         affected.
 Rule 4: the witness has a vote if the number of voting nodes is even and it is reachable. After
-        `settle_s` out of reach it loses its vote, so that two nodes do not depend on it. It gets
-        the vote back after it has been reachable for `settle_s`.
-Rule 5: only an undisturbed run changes, and it grows only with nodes connected for `settle_s`.
+        `last_call_timeout_s` out of reach it loses its vote, so that two nodes do not depend on it.
+        It gets the vote back after it has been reachable for `last_call_timeout_s`.
+Rule 5: only an undisturbed run changes, and it grows only with nodes connected for
+        `last_call_timeout_s`.
 Rule 6: it resumes from the snapshot of the boundary once that is committed. If that does not
         happen in time, it resumes from the newest committed version.
 Rule 7: a slow node is evicted only if the user requests it (`slow.action`), and only while a spare
@@ -47,7 +48,7 @@ from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import (
     WITNESS,
-    Edition,
+    ConfigurationId,
     FailureHistory,
     GenerationPlan,
     Identity,
@@ -64,10 +65,10 @@ class VoterReconfiguration:
         self.wanted: GenerationPlan | None = None
         """The announced voter revision that is not chosen yet."""
         self._settings = settings
-        self.void: set[Edition] = set()
+        self.void: set[ConfigurationId] = set()
         """Announced voter revisions that were given up. No other agent could have them chosen."""
         self._agreed: set[Identity] = set()
-        self._look_s = 0.0
+        self._next_poll_s = 0.0
         self._asked_s = 0.0
 
     def reset(self) -> None:
@@ -75,40 +76,40 @@ class VoterReconfiguration:
 
     def _give_up(self) -> None:
         if self.wanted is not None:
-            self.void.add(self.wanted.edition)
+            self.void.add(self.wanted.configuration_id)
             self.wanted = None
 
-    def look_beside(
+    def poll_change(
         self,
         plan: GenerationPlan,
         peers: FailureDetector,
-        oversight: GenerationMonitor,
+        monitor: GenerationMonitor,
         is_leaving: bool,
         *,
         now_s: float,
     ) -> list[Command]:
         """Gives votes to spares that have joined, unless they are about to run ranks."""
-        is_full = len(plan.members) >= self._settings.wishes.max_nodes
-        if not oversight.is_steady or not (is_full or is_leaving):
+        is_full = len(plan.members) >= self._settings.cluster_size.max_nodes
+        if not monitor.is_steady or not (is_full or is_leaving):
             return []
-        return self.look(plan, peers, oversight.history(now_s=now_s), now_s=now_s)
+        return self.poll(plan, peers, monitor.history(now_s=now_s), now_s=now_s)
 
-    def look(
+    def poll(
         self, plan: GenerationPlan, peers: FailureDetector, history: FailureHistory, *, now_s: float
     ) -> list[Command]:
         """Starts a change that tolerates more losses; repeats the pending one."""
-        if now_s < self._look_s:
+        if now_s < self._next_poll_s:
             return []
-        self._look_s = now_s + self._settings.times.heartbeat_s / 2
+        self._next_poll_s = now_s + self._settings.times.heartbeat_interval_s / 2
         spares = self._standing_by(plan, peers, now_s)
-        last = self.wanted.roster if self.wanted is not None else plan.roster
+        last = self.wanted.voter_revision if self.wanted is not None else plan.voter_revision
         witness = self._witness(plan, peers, len(plan.members) + len(spares), now_s)
         changed = _with_voters(plan, spares, witness, last + 1, history)
         voters = electorate_of(changed)
         is_same = self.wanted is not None and electorate_of(self.wanted) == voters
         bears_more = _bears(voters, voters) > _bears(electorate_of(plan), _alive(peers, plan))
         is_bound = not witness and peers.witness.has_been_away(
-            self._settings.times.settle_s, now_s=now_s
+            self._settings.times.last_call_timeout_s, now_s=now_s
         )
         is_other = voters != electorate_of(plan) and not is_same
         if is_other and (bears_more or (is_bound and plan.witness)):
@@ -123,11 +124,11 @@ class VoterReconfiguration:
     ) -> GenerationPlan | None:
         """The plan that is chosen by this acceptance, if any."""
         wanted = self.wanted
-        if wanted is None or (body.generation, body.roster) != wanted.edition:
+        if wanted is None or (body.generation, body.voter_revision) != wanted.configuration_id:
             return None
         self._agreed.add(card.identity)
         before, after = electorate_of(plan), electorate_of(wanted)
-        gone = {who for who in before if peers.has_successor(who)}
+        gone = {identity for identity in before if peers.has_successor(identity)}
         if not (carries(before, self._agreed, gone=gone) and carries(after, self._agreed)):
             return None
         self.wanted = None
@@ -135,11 +136,11 @@ class VoterReconfiguration:
 
     def _ask(self, peers: FailureDetector, now_s: float) -> list[Command]:
         wanted = self.wanted
-        if wanted is None or now_s - self._asked_s < 2 * self._settings.times.heartbeat_s:
+        if wanted is None or now_s - self._asked_s < 2 * self._settings.times.heartbeat_interval_s:
             return []
         self._asked_s = now_s
         asked = electorate(wanted.voters) | {
-            who for voters in wanted.decided_by for who in voters.who
+            identity for voters in wanted.decided_by for identity in voters.identities
         }
         return [
             Send(peer.card.node_id, Accept(wanted))
@@ -151,12 +152,14 @@ class VoterReconfiguration:
         self, plan: GenerationPlan, peers: FailureDetector, num_nodes: int, now_s: float
     ) -> int:
         """Incarnation of the witness if it votes next to this number of nodes; else 0."""
-        witness, for_s = peers.witness, self._settings.times.settle_s
+        witness, for_s = peers.witness, self._settings.times.last_call_timeout_s
         if num_nodes % 2 or num_nodes < 2:
             return 0
         if plan.witness and plan.witness == witness.life:
             return 0 if witness.has_been_away(for_s, now_s=now_s) else plan.witness
-        holds = witness.holds(witness.life, self._settings.times.stop_cut_off_s, now_s=now_s)
+        holds = witness.holds(
+            witness.life, self._settings.times.self_fencing_timeout_s, now_s=now_s
+        )
         return witness.life if holds and witness.has_been_there(for_s, now_s=now_s) else 0
 
     def _standing_by(
@@ -170,18 +173,18 @@ class VoterReconfiguration:
         new = [peer.card for peer in here if peer.card.node_id not in order]
         known.sort(key=lambda card: order.index(card.node_id))
         found = known + sorted(new, key=lambda card: card.node_id)
-        return found[: self._settings.wishes.spares]
+        return found[: self._settings.cluster_size.spares]
 
     def _may_vote(self, peer: PeerState, plan: GenerationPlan, now_s: float) -> bool:
-        if peer.lost or peer.is_mute or peer.is_leaving or not peer.linked:
+        if peer.lost or peer.is_unresponsive or peer.is_leaving or not peer.linked:
             return False
-        has_stayed = now_s - peer.here_s >= self._settings.times.settle_s
+        has_stayed = now_s - peer.here_s >= self._settings.times.last_call_timeout_s
         return has_stayed and peer.promised <= plan.generation
 
 
 def _alive(peers: FailureDetector, plan: GenerationPlan) -> set[Identity]:
     nodes = {peer.card.identity for peer in peers if not (peer.lost or peer.is_leaving)}
-    is_there = plan.witness and plan.witness == peers.witness.life and not peers.witness.why
+    is_there = plan.witness and plan.witness == peers.witness.life and not peers.witness.reason
     return nodes | ({(WITNESS, plan.witness)} if is_there else set())
 
 
@@ -191,11 +194,20 @@ def _bears(voters: Collection[Identity], alive: Collection[Identity]) -> int:
 
 
 def _with_voters(
-    plan: GenerationPlan, spares: list[NodeCard], witness: int, roster: int, history: FailureHistory
+    plan: GenerationPlan,
+    spares: list[NodeCard],
+    witness: int,
+    voter_revision: int,
+    history: FailureHistory,
 ) -> GenerationPlan:
-    before = VoterSet(plan.generation, sorted(electorate_of(plan)), plan.roster)
+    before = VoterSet(plan.generation, sorted(electorate_of(plan)), plan.voter_revision)
     return msgspec.structs.replace(
-        plan, spares=spares, witness=witness, roster=roster, decided_by=[before], history=history
+        plan,
+        spares=spares,
+        witness=witness,
+        voter_revision=voter_revision,
+        decided_by=[before],
+        history=history,
     )
 
 
@@ -204,7 +216,7 @@ def note_of(plan: GenerationPlan) -> JournalEntry:
     outside = f" and {WITNESS}" if plan.witness else ""
     text = f"voters of the next generation: {len(plan.voters)} nodes{outside}"
     text += f"; spares: {spares}" if spares else ""
-    return JournalEntry(VotersChanged(text, plan.roster))
+    return JournalEntry(VotersChanged(text, plan.voter_revision))
 
 
 class BoundaryReconfiguration:
@@ -214,104 +226,107 @@ class BoundaryReconfiguration:
         self._settings = settings
         self._boundary = -1
         self._asked_s = 0.0
-        self._look_s = 0.0
+        self._next_poll_s = 0.0
         self._out: Verdict | None = None
         """The verdict on the node that is about to be evicted."""
-        self.wish = ""
+        self.requested = ""
         """Why the same nodes need a restart, such as for another rail; empty: they do not."""
-        self._wished = ""
-        """The value of `wish` for which the boundary was requested."""
+        self._requested = ""
+        """The value of `requested` for which the boundary was requested."""
 
     def reset(self) -> None:
         self._boundary = -1
         self._out = None
-        self.wish = self._wished = ""
+        self.requested = self._requested = ""
 
-    def look(
+    def poll(
         self,
         plan: GenerationPlan,
         peers: FailureDetector,
-        aside: Collection[str],
-        oversight: GenerationMonitor,
+        excluded: Collection[str],
+        monitor: GenerationMonitor,
         *,
         now_s: float,
     ) -> str:
         """Why to begin a ballot now; empty if there is no reason."""
-        if now_s < self._look_s:
+        if now_s < self._next_poll_s:
             return ""
-        self._look_s = now_s + self._settings.times.heartbeat_s / 2
-        newcomers = [peer for peer in peers if _is_newcomer(peer, plan, aside)]
-        oversight.num_spares = len(newcomers)
+        self._next_poll_s = now_s + self._settings.times.heartbeat_interval_s / 2
+        joining_nodes = [peer for peer in peers if _is_joining(peer, plan, excluded)]
+        monitor.num_spares = len(joining_nodes)
         if self._boundary >= 0:
-            return self._at_boundary(plan, newcomers, oversight, now_s)
-        if not oversight.is_steady:
+            return self._at_boundary(plan, joining_nodes, monitor, now_s)
+        if not monitor.is_steady:
             return ""
-        why = _departure(plan, oversight) or self._wish_to_grow(plan, newcomers, now_s)
-        if not why:
-            self._out = self._to_evict(plan, newcomers, oversight, now_s)
-            why = _eviction(self._out, plan) if self._out is not None else ""
-        if not why:
-            why = self._wished = self.wish
-        if not why:
+        reason = _departure(plan, monitor) or self._request_growth(plan, joining_nodes, now_s)
+        if not reason:
+            self._out = self._to_evict(plan, joining_nodes, monitor, now_s)
+            reason = _eviction(self._out, plan) if self._out is not None else ""
+        if not reason:
+            reason = self._requested = self.requested
+        if not reason:
             return ""
-        if oversight.awaits_notices:
+        if monitor.awaits_notices:
             return ""
-        if not oversight.progress().attached:
-            return self._go(why, plan, oversight, now_s)
-        self._boundary = oversight.stop_at_boundary(why)
+        if not monitor.progress().attached:
+            return self._go(reason, plan, monitor, now_s)
+        self._boundary = monitor.stop_at_boundary(reason)
         self._asked_s = now_s
         return ""
 
     def _at_boundary(
         self,
         plan: GenerationPlan,
-        newcomers: list[PeerState],
-        oversight: GenerationMonitor,
+        joining_nodes: list[PeerState],
+        monitor: GenerationMonitor,
         now_s: float,
     ) -> str:
-        if oversight.is_stopping or oversight.awaits_notices:
+        if monitor.is_stopping or monitor.awaits_notices:
             return ""
         limit_s = self._settings.answer_s
-        if departure := _departure(plan, oversight):
-            why, limit_s = departure, self._settings.leave_s
+        if departure := _departure(plan, monitor):
+            reason, limit_s = departure, self._settings.leave_s
         elif self._out is None:
-            why = self._wished or self._growth(plan, newcomers)
-        elif newcomers:
-            why = _eviction(self._out, plan)
+            reason = self._requested or self._growth(plan, joining_nodes)
+        elif joining_nodes:
+            reason = _eviction(self._out, plan)
         else:
             # The spare is lost. The ranks wait at the boundary, so they are restarted here.
-            why, self._out = "no spare is left to replace the slow node", None
-        committed = oversight.orders.committed
+            reason, self._out = "no spare is left to replace the slow node", None
+        committed = monitor.orders.committed
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
-        if oversight.reports.all_at_boundary and is_safe:
-            return self._go(why, plan, oversight, now_s)
+        if monitor.reports.all_at_boundary and is_safe:
+            return self._go(reason, plan, monitor, now_s)
         if now_s - self._asked_s < limit_s:
             return ""
-        why = f"{why}, without a snapshot at step {self._boundary}"
-        return self._go(why, plan, oversight, now_s)
+        reason = f"{reason}, without a snapshot at step {self._boundary}"
+        return self._go(reason, plan, monitor, now_s)
 
     def _go(
-        self, why: str, plan: GenerationPlan, oversight: GenerationMonitor, now_s: float
+        self, reason: str, plan: GenerationPlan, monitor: GenerationMonitor, now_s: float
     ) -> str:
         if self._out is not None:
-            oversight.evict(self._out, _node_out(self._out, plan), why, now_s=now_s)
-        if _departure(plan, oversight):
-            oversight.name_checkpoint(now_s=now_s)
-        return why
+            monitor.evict(self._out, _node_out(self._out, plan), reason, now_s=now_s)
+        if _departure(plan, monitor):
+            monitor.name_checkpoint(now_s=now_s)
+        return reason
 
     # --- growth -------------------------------------------------------------------------------
 
-    def _wish_to_grow(self, plan: GenerationPlan, newcomers: list[PeerState], now_s: float) -> str:
-        if len(plan.members) >= self._settings.wishes.max_nodes or not newcomers:
+    def _request_growth(
+        self, plan: GenerationPlan, joining_nodes: list[PeerState], now_s: float
+    ) -> str:
+        if len(plan.members) >= self._settings.cluster_size.max_nodes or not joining_nodes:
             return ""
         has_settled = (
-            now_s - max(peer.here_s for peer in newcomers) >= self._settings.times.settle_s
+            now_s - max(peer.here_s for peer in joining_nodes)
+            >= self._settings.times.last_call_timeout_s
         )
-        return self._growth(plan, newcomers) if has_settled else ""
+        return self._growth(plan, joining_nodes) if has_settled else ""
 
-    def _growth(self, plan: GenerationPlan, newcomers: list[PeerState]) -> str:
-        count = min(self._settings.wishes.max_nodes, len(plan.members) + len(newcomers))
+    def _growth(self, plan: GenerationPlan, joining_nodes: list[PeerState]) -> str:
+        count = min(self._settings.cluster_size.max_nodes, len(plan.members) + len(joining_nodes))
         return f"grows from {len(plan.members)} to {count} nodes"
 
     # --- eviction -----------------------------------------------------------------------------
@@ -319,33 +334,33 @@ class BoundaryReconfiguration:
     def _to_evict(
         self,
         plan: GenerationPlan,
-        newcomers: list[PeerState],
-        oversight: GenerationMonitor,
+        joining_nodes: list[PeerState],
+        monitor: GenerationMonitor,
         now_s: float,
     ) -> Verdict | None:
         """The verdict on a node that was slow for `evict_after_s`, if a spare is present."""
         slow = self._settings.profile.slow
-        if slow.action != "evict" or not newcomers:
+        if slow.action != "evict" or not joining_nodes:
             return None
-        lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)
+        persistent = monitor.watching.slow.persistent(slow.evict_after_s, now_s=now_s)
         kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
         found = [
             one
-            for one in lasting
+            for one in persistent
             if one.kind in kinds and one.confidence is not Confidence.POSSIBLE
         ]
         return next((one for one in found if _node_out(one, plan)), None)
 
 
-def _is_newcomer(peer: PeerState, plan: GenerationPlan, aside: Collection[str]) -> bool:
-    if peer.lost or peer.is_mute or not peer.linked or peer.card.node_id in aside:
+def _is_joining(peer: PeerState, plan: GenerationPlan, excluded: Collection[str]) -> bool:
+    if peer.lost or peer.is_unresponsive or not peer.linked or peer.card.node_id in excluded:
         return False
     node = plan.member(peer.card.node_id)
     return node is None or node.card.identity != peer.card.identity
 
 
-def _departure(plan: GenerationPlan, oversight: GenerationMonitor) -> str:
-    nodes = [one for one in sorted(oversight.asked_to_leave) if plan.member(one) is not None]
+def _departure(plan: GenerationPlan, monitor: GenerationMonitor) -> str:
+    nodes = [one for one in sorted(monitor.asked_to_leave) if plan.member(one) is not None]
     if not nodes:
         return ""
     return f"draining {', '.join(nodes)}"

@@ -30,7 +30,7 @@ MAX_OPEN = 16384
 """Maximum number of collectives that not all ranks have entered; the oldest are dropped."""
 REMEMBERED = 1024
 """Retained entries of each rank."""
-LOOKED_BACK = 32
+LOOKBACK = 32
 """Number of earlier entries among which is the collective that a rank had to wait for."""
 OVERLAPS_FOR_SURE = 3
 NEVER = float("-inf")
@@ -149,7 +149,7 @@ class ArrivalTracker:
     def _meeting(self, whole: _Whole) -> JoinedCollective | None:
         group, seq = whole.key
         first_s = min(whole.times.values())
-        before = self._last.setdefault(group, deque(maxlen=LOOKED_BACK))
+        before = self._last.setdefault(group, deque(maxlen=LOOKBACK))
         if before and before[-1].released_s > first_s:
             self._overlaps[group] = self._overlaps.get(group, 0) + 1
         earlier = (one for one in before if one.released_s <= first_s)
@@ -168,9 +168,9 @@ class ArrivalTracker:
         let_go = {one.key: one for one in waited.values() if one is not None}
         if let_go and None in waited.values():
             raise LookupError(whole.key)
-        begun_s = {key: self._went_on_s(one) for key, one in let_go.items()}
+        started_s = {key: self._went_on_s(one) for key, one in let_go.items()}
         own_s = {
-            rank: at_s if (one := waited[rank]) is None else at_s - begun_s[one.key]
+            rank: at_s if (one := waited[rank]) is None else at_s - started_s[one.key]
             for rank, at_s in whole.times.items()
         }
         return against_the_others(own_s)
@@ -194,7 +194,7 @@ class ArrivalTracker:
             return found
         at_s, unknown_s = whole.times[rank], NEVER
         place = bisect_left(mine.entries, (at_s, whole.key))
-        for before_s, key in mine.entries[max(0, place - LOOKED_BACK) : place]:
+        for before_s, key in mine.entries[max(0, place - LOOKBACK) : place]:
             if key[0] == whole.key[0] or key in self._whole:
                 continue  # of the same group, or it ended later
             done = self._done.get(key)

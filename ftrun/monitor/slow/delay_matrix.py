@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-LOOKS = 3
+MAX_SAMPLES = 3
 """Number of samples from which a cell's values are computed."""
 LEFT_OUT = 2
 """Samples ignored at a cell's start, because connections are set up and buffers grow."""
@@ -92,7 +92,9 @@ class PairDelay:
 
 @dataclass
 class _Kept:
-    looks: deque[tuple[float, LinkSample]] = field(default_factory=lambda: deque(maxlen=LOOKS))
+    observations: deque[tuple[float, LinkSample]] = field(
+        default_factory=lambda: deque(maxlen=MAX_SAMPLES)
+    )
     count: int = 0
     first_s_per_mb: list[float] = field(default_factory=list)
     first_rtt_s: list[float] = field(default_factory=list)
@@ -104,30 +106,32 @@ class DelayMatrix:
     def __init__(self) -> None:
         self._kept: dict[Pair, _Kept] = {}
 
-    def look(self, looks: Iterable[NodeTraffic], hosts: Mapping[str, str]) -> None:
+    def poll(self, observations: Iterable[NodeTraffic], hosts: Mapping[str, str]) -> None:
         """Add the traffic of some or all nodes.
 
         Args:
-            looks: those of one node are taken in the given order.
+            observations: those of one node are taken in the given order.
             hosts: node of each address. Other addresses are ignored, because a rank may read its
                 data from anywhere.
         """
-        for look in looks:
+        for poll in observations:
             parts: dict[Pair, list[LinkSample]] = {}
-            for sample in look.samples:
-                receiver = hosts.get(sample.to_host, look.node)
-                if receiver != look.node:
-                    parts.setdefault((look.node, receiver), []).append(sample)
+            for sample in poll.samples:
+                receiver = hosts.get(sample.to_host, poll.node)
+                if receiver != poll.node:
+                    parts.setdefault((poll.node, receiver), []).append(sample)
             for pair, samples in parts.items():
-                self._add(self._kept.setdefault(pair, _Kept()), look.span_s, samples)
+                self._add(self._kept.setdefault(pair, _Kept()), poll.span_s, samples)
 
     def cells(self) -> list[PairDelay]:
-        seen = (one for one in sorted(self._kept.items()) if len(one[1].looks) == LOOKS)
+        seen = (
+            one for one in sorted(self._kept.items()) if len(one[1].observations) == MAX_SAMPLES
+        )
         return [_cell(pair, kept) for pair, kept in seen]
 
     def _add(self, kept: _Kept, span_s: float, samples: Sequence[LinkSample]) -> None:
         sample = LinkSample.together(samples)
-        kept.looks.append((span_s, sample))
+        kept.observations.append((span_s, sample))
         if sample.bytes == 0 or len(kept.first_rtt_s) == LEARNT:
             return
         kept.count += 1
@@ -142,7 +146,7 @@ def _s_per_mb(sample: LinkSample) -> float:
 
 
 def _cell(pair: Pair, kept: _Kept) -> PairDelay:
-    samples = [sample for _, sample in kept.looks]
+    samples = [sample for _, sample in kept.observations]
     all_of_it = LinkSample.together(samples)
     is_learnt = len(kept.first_rtt_s) == LEARNT
     was_bulk = is_learnt and len(kept.first_s_per_mb) > LEARNT // 2
@@ -151,7 +155,7 @@ def _cell(pair: Pair, kept: _Kept) -> PairDelay:
         receiver=pair[1],
         s_per_mb=median(map(_s_per_mb, samples)) if was_bulk else None,
         rtt_s=median(sample.rtt_s for sample in samples),
-        busy_share=all_of_it.busy_s / max(1e-9, sum(span_s for span_s, _ in kept.looks)),
+        busy_share=all_of_it.busy_s / max(1e-9, sum(span_s for span_s, _ in kept.observations)),
         retransmits=all_of_it.retransmits,
         stalled_s=samples[-1].stalled_s,
         past_s_per_mb=median(kept.first_s_per_mb) if was_bulk else None,

@@ -80,7 +80,7 @@ class LatenessSeries:
             self.first_s.append(value_s)
         self.noise_s = max(_deviation(self.first_s), _deviation(self.old_s))
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Discard everything, because the past is no longer a valid reference."""
         self.values_s.clear()
         self.first_s.clear()
@@ -116,7 +116,7 @@ class LatenessSeries:
         if not self.is_known:
             self.named = None
         elif self.named is None:
-            self.named = self._judge_anew(step_s, floor_s, noise_s) if may_name else None
+            self.named = self._judge_again(step_s, floor_s, noise_s) if may_name else None
             self.named_s = self.lateness().more_s
         elif not self._is_late_still(step_s, floor_s):
             self.named = None
@@ -124,7 +124,7 @@ class LatenessSeries:
             self.values_s = deque(self._newest(), maxlen=STANDING)
         return self.named
 
-    def _judge_anew(self, step_s: float, floor_s: float, noise_s: float) -> Confidence | None:
+    def _judge_again(self, step_s: float, floor_s: float, noise_s: float) -> Confidence | None:
         late = self.lateness()
         limit_s = max(SHARE_OF_STEP * step_s, floor_s)
         if late.before_s is not None:

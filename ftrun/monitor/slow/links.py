@@ -36,11 +36,11 @@ RATE_FLOOR_S_PER_MB = 1e-5
 """100 GB/s."""
 COST_SHARE = 0.05
 SUSTAINED = 2
-"""Minimum number among the last `LOOKS` samples."""
-LOOKS = 3
+"""Minimum number among the last `MAX_SAMPLES` samples."""
+MAX_SAMPLES = 3
 COVER = 0.8
 """Share of a row's or column's cells that must be hot."""
-WELL_LOOKS = 16
+GOOD_SAMPLES = 16
 """Samples after a named location was last found completely slow. Until then its cells are reported
 under no other name."""
 PROBE_EVERY_S = 10.0
@@ -95,19 +95,19 @@ class SlowLinkDetector:
         self._named = ""
         """The last reported location, for as long as Rule 2 requires."""
         self._named_cells: set[Pair] = set()
-        self._named_looks = 0
+        self._named_samples = 0
         """Number of samples since it was last found completely slow."""
 
-    def look(
-        self, looks: Iterable[NodeTraffic], hosts: Mapping[str, str], *, now_s: float
+    def poll(
+        self, samples: Iterable[NodeTraffic], hosts: Mapping[str, str], *, now_s: float
     ) -> Verdict | None:
-        """Add one sample of all nodes, and judge; see `DelayMatrix.look` for the arguments."""
-        self.matrix.look(looks, hosts)
+        """Add one sample of all nodes, and judge; see `DelayMatrix.poll` for the arguments."""
+        self.matrix.poll(samples, hosts)
         cells = self.matrix.cells()
         self._cells = {cell.pair: cell for cell in cells}
         for cell in cells:
             others = [one for one in cells if one.pair != cell.pair]
-            kept = self._ratios.setdefault(cell.pair, deque(maxlen=LOOKS))
+            kept = self._ratios.setdefault(cell.pair, deque(maxlen=MAX_SAMPLES))
             kept.append(times_slower(cell, others) if cell.busy_share >= COST_SHARE else 1.0)
         self._all_slow = self._all_slow + 1 if self._are_all_slower() else 0
         self._probes = {
@@ -119,7 +119,7 @@ class SlowLinkDetector:
             return self._verdict
         before, self._found = self._found, found
         if _place(before) == _place(found) or found is None:
-            self._tell(found, hot)
+            self._send(found, hot)
         return self._verdict
 
     def table(self) -> list[DelayTableCell]:
@@ -179,7 +179,7 @@ class SlowLinkDetector:
 
     # --- judging ------------------------------------------------------------------------------
 
-    def _tell(self, found: Verdict | None, hot: Iterable[Pair]) -> None:
+    def _send(self, found: Verdict | None, hot: Iterable[Pair]) -> None:
         self._verdict = found
         if found is not None:
             is_same = self._named == found.fingerprint
@@ -188,18 +188,18 @@ class SlowLinkDetector:
 
     def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, PairDelay]) -> bool:
         """Whether the diagnosis only reflects the rest of the named location; see Rule 2."""
-        self._named_looks = 0 if _place(found) == self._named else self._named_looks + 1
-        if self._named_looks > WELL_LOOKS:
+        self._named_samples = 0 if _place(found) == self._named else self._named_samples + 1
+        if self._named_samples > GOOD_SAMPLES:
             self._named, self._named_cells = "", set()
         is_other = found is not None and found.fingerprint != self._named
         return is_other and bool(hot) and set(hot) <= self._named_cells
 
     def _judge(self, hot: Mapping[Pair, PairDelay]) -> Verdict | None:
         if hot:
-            return self._say(hot)
-        return self._say_all() if self._all_slow >= SUSTAINED else None
+            return self._report(hot)
+        return self._report_all() if self._all_slow >= SUSTAINED else None
 
-    def _telling(self) -> set[Pair]:
+    def _informative(self) -> set[Pair]:
         cells = self._cells.items()
         busy = {pair for pair, cell in cells if cell.busy_share >= COST_SHARE}
         return {pair for pair in busy if max(self._ratios[pair]) < COLD}
@@ -227,8 +227,8 @@ class SlowLinkDetector:
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _say(self, hot: Mapping[Pair, PairDelay]) -> Verdict:
-        where, nodes = place_of(set(hot), self._telling() | set(hot))
+    def _report(self, hot: Mapping[Pair, PairDelay]) -> Verdict:
+        where, nodes = place_of(set(hot), self._informative() | set(hot))
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
         found = [self._agrees(pair) for pair in hot]
         confidence = Confidence.CERTAIN if True in found else Confidence.LIKELY
@@ -256,7 +256,7 @@ class SlowLinkDetector:
             fingerprint=f"slow communication {where}",
         )
 
-    def _say_all(self) -> Verdict:
+    def _report_all(self) -> Verdict:
         nodes = tuple(sorted({node for pair in self._cells for node in pair}))
         worst = max(self._cells.values(), key=_against_past)
         return Verdict(

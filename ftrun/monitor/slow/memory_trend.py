@@ -33,7 +33,7 @@ class _Track:
         """Bytes per second, if memory has grown in both halves of the time; otherwise 0."""
         if len(self.points) < 4 or self.points[-1][0] - self.points[0][0] < WATCHED_S:
             return 0.0
-        (begun_s, first), (end_s, last) = self.points[0], self.points[-1]
+        (started_s, first), (end_s, last) = self.points[0], self.points[-1]
         middle = self.points[len(self.points) // 2]
         if last - first < LEAST_BYTES or not first < middle[1] < last:
             return 0.0
@@ -42,7 +42,7 @@ class _Track:
             for a, b in zip(self.points, list(self.points)[1:], strict=False)
         ]
         # The median, because one large allocation is not a trend.
-        return min((last - first) / (end_s - begun_s), max(0.0, median(steps)))
+        return min((last - first) / (end_s - started_s), max(0.0, median(steps)))
 
 
 class MemoryTrend:
@@ -50,21 +50,21 @@ class MemoryTrend:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Track] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
-    def look(self, samples: Iterable[tuple[str, NodeSample]]) -> Verdict | None:
+    def poll(self, samples: Iterable[tuple[str, NodeSample]]) -> Verdict | None:
         """Add the newest sample of each node. A verdict is returned only once per node."""
         found: Verdict | None = None
         for node, sample in samples:
             for rank in sample.ranks:
                 track = self._ranks.setdefault(rank.rank, _Track())
                 track.add(sample.at_s, rank.resident_bytes)
-            if node in self._told or not sample.available_bytes:
+            if node in self._reported or not sample.available_bytes:
                 continue
             rates = {one.rank: self._ranks[one.rank].rate() for one in sample.ranks}
             total = sum(rates.values())
             if total > 0 and sample.available_bytes / total < SOON_S:
-                self._told.add(node)
+                self._reported.add(node)
                 found = _verdict(node, sample, rates)
         return found
 

@@ -92,32 +92,32 @@ class ClockOffset:
 
     def __init__(self) -> None:
         self._known: deque[_Exchange] = deque(maxlen=WINDOW)
-        self._against: list[_Exchange] = []
+        self._counter_evidence: list[_Exchange] = []
 
     def add(
-        self, sent_ns: int, heard_there_ns: int, answered_there_ns: int, arrived_ns: int
+        self, sent_ns: int, received_there_ns: int, answered_there_ns: int, arrived_ns: int
     ) -> None:
         """Add one exchange. An impossible one (an answer before its question) is ignored.
 
         Args:
             sent_ns: when this node sent the question, on its clock.
-            heard_there_ns: when the other node received it, on the other clock.
+            received_there_ns: when the other node received it, on the other clock.
             answered_there_ns: when the other node sent the answer, on the other clock.
             arrived_ns: when the answer arrived, on this node's clock.
         """
-        way_ns = (arrived_ns - sent_ns) - (answered_there_ns - heard_there_ns)
-        if way_ns < 0 or answered_there_ns < heard_there_ns:
+        way_ns = (arrived_ns - sent_ns) - (answered_there_ns - received_there_ns)
+        if way_ns < 0 or answered_there_ns < received_there_ns:
             return
-        offset_ns = ((heard_there_ns - sent_ns) + (answered_there_ns - arrived_ns)) / 2
+        offset_ns = ((received_there_ns - sent_ns) + (answered_there_ns - arrived_ns)) / 2
         one = _Exchange(offset_ns / 1e9, way_ns / 2e9, arrived_ns / 1e9)
         best = self._best(one.at_s)
         if best is not None and not _agree(best, one):
-            self._against.append(one)
-            if len(self._against) < CONTRADICTIONS:
+            self._counter_evidence.append(one)
+            if len(self._counter_evidence) < CONTRADICTIONS:
                 return
             self._known.clear()
-            self._known.extend(self._against[:-1])
-        self._against.clear()
+            self._known.extend(self._counter_evidence[:-1])
+        self._counter_evidence.clear()
         self._known.append(one)
 
     @property

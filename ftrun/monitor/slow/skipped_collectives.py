@@ -11,7 +11,7 @@ Rule 1: A difference is reported only if all ranks had equal counts for some ste
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_text
 
 ENOUGH = 3
 """Number of steps with equal counts on all ranks that enable the check."""
@@ -27,14 +27,14 @@ class CollectiveCounts:
         self._agreed: list[int] = []
         self._is_off = False
 
-    def look(
+    def poll(
         self,
-        told: Iterable[tuple[int, tuple[tuple[int, int], ...]]],
+        reported: Iterable[tuple[int, tuple[tuple[int, int], ...]]],
         world_size: int,
         node_of: Mapping[int, str],
     ) -> Verdict | None:
         """Add reports as (rank, ((step, calls), ...)), and judge; returns one verdict only."""
-        for rank, counts in told:
+        for rank, counts in reported:
             for step, calls in counts:
                 self._at.setdefault(step, {})[rank] = calls
         while len(self._at) > KEPT:
@@ -66,13 +66,14 @@ class CollectiveCounts:
             f"{'fewer' if counts[rank] < usual else 'more'}"
             for rank in ranks[:4]
         )
-        who = ranks_in_words(ranks)
+        subject = ranks_text(ranks)
         return Verdict(
             kind=VerdictKind.SKIPPED_COLLECTIVE,
             culprits=ranks,
             nodes=nodes_of(ranks, node_of),
             victims=tuple(sorted(set(counts) - set(ranks))),
-            text=f"{who} skipped collectives between steps {last:,} and {step:,} without a hang: "
+            text=f"{subject} skipped collectives between steps {last:,} and {step:,} without a "
+            "hang: "
             "since then sums combine different steps, and the training is wrong",
             evidence=(
                 f"by step {last:,} all ranks had called the same number of collectives of the "

@@ -27,7 +27,7 @@ from statistics import fmean, median
 
 from ftrun.monitor.slow.arrivals import ArrivalTracker, JoinedCollective
 from ftrun.monitor.slow.lateness import SHARE_OF_STEP, WINDOWS, Lateness, LatenessSeries
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_text
 
 FLOOR_S = 0.003
 """Smaller lateness is caused by the scheduler."""
@@ -37,7 +37,7 @@ NEARLY = 0.85
 """This share of a duration suffices, because the next collective may be a whole step later."""
 SHORTEST_WINDOW_S = 0.2
 """The kernel refills a CPU quota every 0.1 s. Shorter windows would show or miss it at random."""
-LOOKS = 6
+MAX_SAMPLES = 6
 """Number of samples over which the step time is computed."""
 
 
@@ -63,7 +63,7 @@ class RankObservation:
 class _Record:
     node: str = ""
     clock_error_s: float = 0.0
-    looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=LOOKS))
+    samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     alone: LatenessSeries = field(default_factory=LatenessSeries)
     added: LatenessSeries = field(default_factory=lambda: LatenessSeries(may_stand=False))
     """Sum of all waits of a step, which also adds up all clock errors."""
@@ -75,7 +75,7 @@ class _Record:
 class _Part:
     """Lateness values of `STEPS_OF_PART` steps."""
 
-    begun_s: float
+    started_s: float
     alone_s: dict[int, float] = field(default_factory=dict)
     added_s: dict[int, float] = field(default_factory=dict)
     of_node_s: dict[int, float] = field(default_factory=dict)
@@ -97,9 +97,9 @@ class StragglerDetector:
         """A rank that was late from the start no longer is."""
         self._is_beside_slow_link = False
 
-    def look(
+    def poll(
         self,
-        looks: Iterable[RankObservation],
+        samples: Iterable[RankObservation],
         groups: Mapping[str, tuple[int, ...]],
         *,
         is_link_slow: bool = False,
@@ -107,15 +107,15 @@ class StragglerDetector:
         """Add one sample of the ranks of all nodes, and judge. Some ranks may be missing.
 
         Args:
-            looks: in any order; only of ranks that train (not in an evaluation).
+            samples: in any order; only of ranks that train (not in an evaluation).
             groups: ranks of each process group.
             is_link_slow: no further rank is named, because ranks next to a slow link leave each
                 collective later than others.
         """
-        for one in looks:
+        for one in samples:
             record = self._ranks.setdefault(one.rank, _Record())
             record.node, record.clock_error_s = one.node, one.clock_error_s
-            record.looks.append((one.at_s, one.step))
+            record.samples.append((one.at_s, one.step))
             self._arrivals.add(one.rank, one.node, one.entered, groups, seen_s=one.at_s)
         self.step_s = self._step_s()
         for meeting in self._arrivals.take():
@@ -137,17 +137,17 @@ class StragglerDetector:
     def _step_s(self) -> float:
         found = []
         for record in self._ranks.values():
-            (first_s, first), (last_s, last) = record.looks[0], record.looks[-1]
+            (first_s, first), (last_s, last) = record.samples[0], record.samples[-1]
             if last - first >= STEPS_OF_PART:
                 found.append((last_s - first_s) / (last - first))
         return median(found) if found else self.step_s
 
     def _meet(self, meeting: JoinedCollective) -> None:
-        begun, part_s = self._waiting, NEARLY * STEPS_OF_PART * self.step_s
-        if begun and meeting.released_s - begun[0].released_s >= part_s:
+        started, part_s = self._waiting, NEARLY * STEPS_OF_PART * self.step_s
+        if started and meeting.released_s - started[0].released_s >= part_s:
             self._parts.append(self._part())
             self._waiting = []
-            if meeting.released_s - self._parts[0].begun_s >= NEARLY * SHORTEST_WINDOW_S:
+            if meeting.released_s - self._parts[0].started_s >= NEARLY * SHORTEST_WINDOW_S:
                 self._close_window()
         self._waiting.append(meeting)
 
@@ -180,13 +180,13 @@ class StragglerDetector:
         if self._has_caught_up:  # Rule 4
             self._has_caught_up = False
             for series in self._all_series():
-                series.begin_anew()
+                series.restart()
             return None
         together = self._whole_nodes(of_node, set(alone) | set(added))
         for found, how in ((alone, "alone"), (added, "added"), (together, "of_node")):
             # If all ranks are late, there is no rank to compare them with.
             if found and len(found) < len(self._ranks):
-                return self._say(found, how)
+                return self._report(found, how)
         return None
 
     def _all_series(self) -> Iterator[LatenessSeries]:
@@ -237,11 +237,11 @@ class StragglerDetector:
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _say(self, found: Mapping[int, Confidence], how: str) -> Verdict:
+    def _report(self, found: Mapping[int, Confidence], how: str) -> Verdict:
         culprits = tuple(found)
         late = {rank: self._series(rank, how).lateness() for rank in culprits}
         nodes = self._nodes_of(culprits)
-        who = ranks_in_words(culprits)
+        subject = ranks_text(culprits)
         where = f" (all of node {' and of node '.join(nodes)})" if nodes else ""
         is_or_are, pronoun = ("is", "it") if len(culprits) == 1 else ("are", "them")
         worst_s = max(one.now_s for one in late.values())
@@ -255,8 +255,8 @@ class StragglerDetector:
             nodes=nodes,
             victims=tuple(rank for rank in sorted(self._ranks) if rank not in found),
             text=(
-                f"{who}{where} {is_or_are} slow: others wait {_short(worst_s)} for {pronoun} in "
-                f"each step (a step takes {_short(self.step_s)})"
+                f"{subject}{where} {is_or_are} slow: others wait {_short(worst_s)} for {pronoun} "
+                f"in each step (a step takes {_short(self.step_s)})"
             ),
             evidence=tuple(self._evidence(rank, one) for rank, one in late.items()),
             counter_evidence=() if is_clear else (doubt,),

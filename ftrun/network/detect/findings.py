@@ -25,7 +25,7 @@ from ftrun.network.detect.localization import (
     by_side,
     is_inside,
     is_slow,
-    rate_roads,
+    rate_paths,
 )
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
@@ -112,35 +112,35 @@ def judge(
         leaves: leaf switch by node id; None or empty: not known, all paths are of one kind.
     """
     matched = match_rails(rails)
-    roads = rate_roads(found, leaves or {})
+    paths = rate_paths(found, leaves or {})
     one_by_one: list[NetworkFinding] = []
     for rail, on in matched.items():
         by_word = list(_by_driver(rail, on))
-        one_by_one += _Rail(rail, roads, leaves or {}).findings(by_word)
-    one_by_one += _slow_rails(roads)
+        one_by_one += _Rail(rail, paths, leaves or {}).findings(by_word)
+    one_by_one += _slow_rails(paths)
     one_by_one.sort(key=lambda one: (_WORST_FIRST.index(one.kind), len(one.nodes)))
     return NetworkFindings(
         rails=matched,
-        rates=roads.rates,
-        rtts=roads.rtts,
-        dead=frozenset(roads.dead),
-        paces=roads.paces,
+        rates=paths.rates,
+        rtts=paths.rtts,
+        dead=frozenset(paths.dead),
+        paces=paths.paces,
         late=frozenset(
-            road for road, pace in roads.rtt_paces.items() if is_slow(road, pace, leaves or {})
+            path for path, pace in paths.rtt_paces.items() if is_slow(path, pace, leaves or {})
         ),
-        usual=roads.usual,
-        usual_between=roads.usual_between,
+        usual=paths.usual,
+        usual_between=paths.usual_between,
         found=tuple(one_by_one),
     )
 
 
-def rate_words(bytes_per_s: float) -> str:
+def rate_text(bytes_per_s: float) -> str:
     """Formats a rate: `118 MB/s`."""
     mb = bytes_per_s / 1e6
     return f"{mb:,.0f} MB/s" if mb >= 10 else f"{mb:.2g} MB/s"
 
 
-def trip_words(rtt_s: float) -> str:
+def round_trip_text(rtt_s: float) -> str:
     """Formats a round trip: `15 ms`."""
     ms = 1000 * rtt_s
     return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
@@ -153,7 +153,7 @@ def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
     speeds = Counter(one.speed_mbit for one in on.values() if one.speed_mbit > 0)
     usual = max(speeds, key=lambda speed: (speeds[speed], speed), default=0)
     for node, one in on.items():
-        name = interface_words(node, one, rail)
+        name = interface_text(node, one, rail)
         if 0 < one.speed_mbit < usual:
             yield NetworkFinding(
                 NetworkFindingKind.SPEED,
@@ -176,7 +176,7 @@ def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
             )
 
 
-def interface_words(node: str, one: Rail, rail: str) -> str:
+def interface_text(node: str, one: Rail, rail: str) -> str:
     """`eth0 of n3`, with the run's name of the rail if that differs."""
     return f"{one.name} of {node}" + (f" ({rail} of the run)" if one.name != rail else "")
 
@@ -208,113 +208,119 @@ def _finding(
 class _Rail:
     """The findings of one rail."""
 
-    def __init__(self, rail: str, roads: PathRates, leaves: Mapping[str, str]) -> None:
+    def __init__(self, rail: str, paths: PathRates, leaves: Mapping[str, str]) -> None:
         self._rail = rail
-        self._roads = roads
+        self._paths = paths
         self._leaves = leaves
-        self._dead = [road for road in roads.dead if road.rail == rail]
-        self._paces = {road: pace for road, pace in roads.paces.items() if road.rail == rail}
+        self._dead = [path for path in paths.dead if path.rail == rail]
+        self._paces = {path: pace for path, pace in paths.paces.items() if path.rail == rail}
         self._known = sorted({*self._dead, *self._paces})
         self._known_by_side = by_side(self._known)
         self._paced_by_side = by_side(self._paces)
 
     def findings(self, by_driver: Sequence[NetworkFinding]) -> list[NetworkFinding]:
-        found = [self._say_dead(place) for place in blame_dead(self._known, self._dead)]
+        found = [self._report_dead(location) for location in blame_dead(self._known, self._dead)]
         slow = blame_slow(self._paces, self._leaves)
-        alone = [place.road for place in slow if place.road is not None]
+        alone = [location.path for location in slow if location.path is not None]
         if len(alone) > max(2, MANY * len(self._paces)):
-            found.append(self._say_many(alone))
+            found.append(self._report_many(alone))
         else:
-            found += [self._say_road(road) for road in alone]
+            found += [self._report_path(path) for path in alone]
         left = {(one.kind, one.nodes): one for one in by_driver}
-        for place in slow:
-            if place.node:
-                one = self._say_slow(
-                    place, left.pop((NetworkFindingKind.SPEED, (place.node,)), None)
+        for location in slow:
+            if location.node:
+                one = self._report_slow(
+                    location, left.pop((NetworkFindingKind.SPEED, (location.node,)), None)
                 )
                 found.append(one)
         found += self._late(slow)
         return [*found, *left.values()]
 
     def _late(self, slow: Sequence[FaultLocation]) -> Iterator[NetworkFinding]:
-        told = {place.road for place in slow}
-        for place in slow:
-            told.update(_of_place(place, self._paced_by_side) if place.node else ())
+        reported = {location.path for location in slow}
+        for location in slow:
+            reported.update(_of_place(location, self._paced_by_side) if location.node else ())
         paces = {
-            road: pace
-            for road, pace in self._roads.rtt_paces.items()
-            if road.rail == self._rail and road not in told
+            path: pace
+            for path, pace in self._paths.rtt_paces.items()
+            if path.rail == self._rail and path not in reported
         }
         late = blame_slow(paces, self._leaves)
-        alone = [place.road for place in late if place.road is not None]
+        alone = [location.path for location in late if location.path is not None]
         if len(alone) > max(2, MANY * len(paces)):
-            yield self._say_late(FaultLocation(), alone, paces)
-            late = [place for place in late if place.node]
+            yield self._report_late(FaultLocation(), alone, paces)
+            late = [location for location in late if location.node]
         late_by_side = by_side(paces)
-        for place in late:
-            roads = [place.road] if place.road is not None else _of_place(place, late_by_side)
-            yield self._say_late(place, roads, paces)
-
-    def _say_late(
-        self, place: FaultLocation, roads: Sequence[NetworkPath], paces: Mapping[NetworkPath, float]
-    ) -> NetworkFinding:
-        rail, node = self._rail, place.node
-        mine = median(self._roads.rtts[road] for road in roads)
-        usual = median(self._roads.usual_rtts[road] for road in roads)
-        nodes: tuple[str, ...] = (node,) if node else ()
-        way = {"": "between {} and others", "out": "from {}", "in": "to {}"}[place.direction]
-        takes = (
-            f"A round trip {way.format(node)} over {rail} takes {trip_words(mine)} in the median"
-        )
-        if place.road is not None:
-            nodes = (place.road.source, place.road.destination)
-            takes = (
-                f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {trip_words(mine)}"
+        for location in late:
+            paths = (
+                [location.path] if location.path is not None else _of_place(location, late_by_side)
             )
+            yield self._report_late(location, paths, paces)
+
+    def _report_late(
+        self,
+        location: FaultLocation,
+        paths: Sequence[NetworkPath],
+        paces: Mapping[NetworkPath, float],
+    ) -> NetworkFinding:
+        rail, node = self._rail, location.node
+        mine = median(self._paths.rtts[path] for path in paths)
+        usual = median(self._paths.usual_rtts[path] for path in paths)
+        nodes: tuple[str, ...] = (node,) if node else ()
+        direction = {"": "between {} and others", "out": "from {}", "in": "to {}"}[
+            location.direction
+        ]
+        time = round_trip_text(mine)
+        takes = f"A round trip {direction.format(node)} over {rail} takes {time} in the median"
+        if location.path is not None:
+            nodes = (location.path.source, location.path.destination)
+            takes = f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {time}"
         elif not node:
             takes = (
-                f"{len(roads)} of {len(paces)} paths over {rail} have long round trips, and no "
-                f"interface explains them: one takes {trip_words(mine)} in the median"
+                f"{len(paths)} of {len(paces)} paths over {rail} have long round trips, and no "
+                f"interface explains them: one takes {time} in the median"
             )
         return _finding(
             NetworkFindingKind.SLOW if nodes else NetworkFindingKind.UPLINK,
             rail,
             nodes,
-            f"{takes}, where {trip_words(usual)} is usual{self._where(roads)}.",
-            place.direction,
-            median(paces[road] for road in roads),
+            f"{takes}, where {round_trip_text(usual)} is usual{self._where(paths)}.",
+            location.direction,
+            median(paces[path] for path in paths),
             is_late=True,
         )
 
-    def _say_dead(self, place: FaultLocation) -> NetworkFinding:
+    def _report_dead(self, location: FaultLocation) -> NetworkFinding:
         rail = self._rail
-        if place.road is not None:
-            one, other = place.road.source, place.road.destination
-            why = self._roads.dead[place.road].rstrip(".")
-            text = f"{one} does not reach {other} over {rail}: {why}."
+        if location.path is not None:
+            one, other = location.path.source, location.path.destination
+            reason = self._paths.dead[location.path].rstrip(".")
+            text = f"{one} does not reach {other} over {rail}: {reason}."
             return _finding(NetworkFindingKind.DEAD, rail, (one, other), text)
-        if not place.node:
+        if not location.node:
             text = f"Rail {rail} is dead: all {len(self._dead)} paths are dead."
             return _finding(NetworkFindingKind.DEAD, rail, (), text)
-        roads = _of_place(place, self._known_by_side)
-        dead = sum(road in self._roads.dead for road in roads)
-        nodes = "any other node" if dead == len(roads) else "most other nodes"
+        paths = _of_place(location, self._known_by_side)
+        dead = sum(path in self._paths.dead for path in paths)
+        nodes = "any other node" if dead == len(paths) else "most other nodes"
         what = {"": "reach or be reached by", "out": "reach", "in": "be reached by"}
-        text = f"{place.node} cannot {what[place.direction]} {nodes} over {rail}"
-        text += f": {dead} of {len(roads)} paths are dead."
-        return _finding(NetworkFindingKind.DEAD, rail, (place.node,), text, place.direction)
+        text = f"{location.node} cannot {what[location.direction]} {nodes} over {rail}"
+        text += f": {dead} of {len(paths)} paths are dead."
+        return _finding(NetworkFindingKind.DEAD, rail, (location.node,), text, location.direction)
 
-    def _say_slow(self, place: FaultLocation, by_driver: NetworkFinding | None) -> NetworkFinding:
-        roads = _of_place(place, self._paced_by_side)
-        inside = [road for road in roads if is_inside(road, self._leaves)]
-        telling = inside if len(inside) > 1 else roads
-        mine = median(self._roads.rates.get(road, 0.0) for road in telling)
-        others = median(self._usual_of(road) for road in telling)
-        pace = median(self._paces[road] for road in telling)
-        what = {"": "sends and receives", "out": "sends", "in": "receives"}[place.direction]
+    def _report_slow(
+        self, location: FaultLocation, by_driver: NetworkFinding | None
+    ) -> NetworkFinding:
+        paths = _of_place(location, self._paced_by_side)
+        inside = [path for path in paths if is_inside(path, self._leaves)]
+        informative = inside if len(inside) > 1 else paths
+        mine = median(self._paths.rates.get(path, 0.0) for path in informative)
+        others = median(self._usual_of(path) for path in informative)
+        pace = median(self._paces[path] for path in informative)
+        what = {"": "sends and receives", "out": "sends", "in": "receives"}[location.direction]
         text = (
-            f"{place.node} {what} {rate_words(mine) if mine else 'nothing'} over {self._rail} in "
-            f"the median{self._usual_words(others, telling)}"
+            f"{location.node} {what} {rate_text(mine) if mine else 'nothing'} over {self._rail} in "
+            f"the median{self._usual_words(others, informative)}"
         )
         if (nominal := _nominal(mine, others)) and by_driver is None:
             text += f": as a link of {nominal:,} Mbit/s would"
@@ -323,58 +329,58 @@ class _Rail:
         return _finding(
             NetworkFindingKind.SLOW if by_driver is None else NetworkFindingKind.SPEED,
             self._rail,
-            (place.node,),
+            (location.node,),
             f"{text}." if by_driver is None else f"{by_driver.sentence} Probes agree: {text}.",
-            place.direction,
+            location.direction,
             pace,
         )
 
-    def _say_road(self, road: NetworkPath) -> NetworkFinding:
-        rate = self._roads.rates.get(road, 0.0)
-        usual = self._usual_of(road)
-        words = f"has {rate_words(rate)}" if rate else "completed no transfer"
-        ends = (road.source, road.destination)
+    def _report_path(self, path: NetworkPath) -> NetworkFinding:
+        rate = self._paths.rates.get(path, 0.0)
+        usual = self._usual_of(path)
+        words = f"has {rate_text(rate)}" if rate else "completed no transfer"
+        ends = (path.source, path.destination)
         text = (
             f"The path from {ends[0]} to {ends[1]} over {self._rail} {words}"
-            f"{self._usual_words(usual, [road])}."
+            f"{self._usual_words(usual, [path])}."
         )
-        pace = self._paces[road]
+        pace = self._paces[path]
         return _finding(NetworkFindingKind.SLOW, self._rail, ends, text, pace=pace)
 
-    def _say_many(self, roads: Sequence[NetworkPath]) -> NetworkFinding:
-        worst = min(roads, key=lambda road: self._paces[road])
-        rates = [self._roads.rates.get(road, 0.0) for road in (*roads, worst)]
+    def _report_many(self, paths: Sequence[NetworkPath]) -> NetworkFinding:
+        worst = min(paths, key=lambda path: self._paces[path])
+        rates = [self._paths.rates.get(path, 0.0) for path in (*paths, worst)]
         return _finding(
             NetworkFindingKind.UPLINK,
             self._rail,
             (),
-            f"{len(roads)} of {len(self._paces)} paths over {self._rail} are slow, with "
-            f"{rate_words(median(rates[:-1]))} in the median, and no interface explains them: a "
+            f"{len(paths)} of {len(self._paces)} paths over {self._rail} are slow, with "
+            f"{rate_text(median(rates[:-1]))} in the median, and no interface explains them: a "
             f"narrow uplink between switches would. The slowest is {worst.source} to "
-            f"{worst.destination}, with {rate_words(rates[-1])}.",
-            pace=median(self._paces[road] for road in roads),
+            f"{worst.destination}, with {rate_text(rates[-1])}.",
+            pace=median(self._paces[path] for path in paths),
         )
 
-    def _usual_of(self, road: NetworkPath) -> float:
+    def _usual_of(self, path: NetworkPath) -> float:
         """The rate that the path's pace refers to; without a rate, that of its kind; 0: unknown."""
-        of_kind = self._roads.usual_of(road, self._leaves)
-        return self._roads.usual_rates.get(road, of_kind)
+        of_kind = self._paths.usual_of(path, self._leaves)
+        return self._paths.usual_rates.get(path, of_kind)
 
-    def _usual_words(self, usual: float, roads: Sequence[NetworkPath]) -> str:
-        return f", where {rate_words(usual)} is usual{self._where(roads)}" if usual else ""
+    def _usual_words(self, usual: float, paths: Sequence[NetworkPath]) -> str:
+        return f", where {rate_text(usual)} is usual{self._where(paths)}" if usual else ""
 
-    def _where(self, roads: Sequence[NetworkPath]) -> str:
+    def _where(self, paths: Sequence[NetworkPath]) -> str:
         if not self._leaves:
             return ""
-        inside = all(is_inside(road, self._leaves) for road in roads)
+        inside = all(is_inside(path, self._leaves) for path in paths)
         return " within a leaf switch" if inside else " between leaf switches"
 
 
 def _of_place(
-    place: FaultLocation, roads: Mapping[Side, Sequence[NetworkPath]]
+    location: FaultLocation, paths: Mapping[Side, Sequence[NetworkPath]]
 ) -> list[NetworkPath]:
-    ways = ("out", "in") if not place.direction else (place.direction,)
-    return [road for way in ways for road in roads.get((place.node, way), ())]
+    directions = ("out", "in") if not location.direction else (location.direction,)
+    return [path for direction in directions for path in paths.get((location.node, direction), ())]
 
 
 def _nominal(mine: float, others: float) -> int:
@@ -385,19 +391,19 @@ def _nominal(mine: float, others: float) -> int:
     return fits[0] if fits and others * 8 / 1e6 > fits[0] else 0
 
 
-def _slow_rails(roads: PathRates) -> Iterator[NetworkFinding]:
+def _slow_rails(paths: PathRates) -> Iterator[NetworkFinding]:
     """Rails that are slow as a whole relative to the best: by usual rates, and on most paths."""
     by_rail: dict[str, dict[tuple[str, str], float]] = {}
-    for road, rate in roads.rates.items():
-        by_rail.setdefault(road.rail, {})[road.source, road.destination] = rate
-    best = max(roads.usual, key=lambda rail: roads.usual[rail], default="")
-    for rail, rate in roads.usual.items():
-        pace = rate / roads.usual[best]
+    for path, rate in paths.rates.items():
+        by_rail.setdefault(path.rail, {})[path.source, path.destination] = rate
+    best = max(paths.usual, key=lambda rail: paths.usual[rail], default="")
+    for rail, rate in paths.usual.items():
+        pace = rate / paths.usual[best]
         ends = by_rail[rail].keys() & by_rail[best].keys()
         both = [by_rail[rail][one] / by_rail[best][one] for one in ends] or [pace]
         if pace < SLOW_RAIL and median(both) < SLOW_RAIL:
             text = (
-                f"Rail {rail} is slow: {rate_words(rate)} is usual on it, and "
-                f"{rate_words(roads.usual[best])} on {best}."
+                f"Rail {rail} is slow: {rate_text(rate)} is usual on it, and "
+                f"{rate_text(paths.usual[best])} on {best}."
             )
             yield _finding(NetworkFindingKind.SLOW, rail, (), text, pace=pace)

@@ -218,26 +218,26 @@ Pair = tuple[int, int]
 
 def leaves_from_probes(nodes: Sequence[str], found: Iterable[PathMeasurement]) -> LeafSwitches:
     """Leaf switches, named leaf0, leaf1 ... in the order of their first nodes."""
-    at = {node: place for place, node in enumerate(nodes)}
-    roads = [one for one in found if one.source in at and one.destination in at]
-    met = {frozenset((one.source, one.destination)) for one in roads}
+    at = {node: location for location, node in enumerate(nodes)}
+    paths = [one for one in found if one.source in at and one.destination in at]
+    met = {frozenset((one.source, one.destination)) for one in paths}
     if len(nodes) > MANY and 2 * len(met) < PARTNERS * len(nodes):
         return LeafSwitches(
             words=f"Leaf switches are not known: each of {len(nodes)} nodes was probed with too "
             "few others. Declare them by labels or a topology file."
         )
     for what, figures in (
-        ("rates", {_key(one): one.bytes_per_s for one in roads if one.bytes_per_s > 0}),
+        ("rates", {_key(one): one.bytes_per_s for one in paths if one.bytes_per_s > 0}),
         (
             "round trips",
-            {_key(one): 1 / max(RTT_FLOOR_S, one.rtt_s) for one in roads if one.rtt_s > 0},
+            {_key(one): 1 / max(RTT_FLOOR_S, one.rtt_s) for one in paths if one.rtt_s > 0},
         ),
     ):
         best = _best(len(nodes), _Table(figures, at))
         if best is not None:
             return _named(nodes, best, what)
     return LeafSwitches(
-        words=f"Leaf switches are not known: {len(roads):,} probes between {len(nodes)} nodes do "
+        words=f"Leaf switches are not known: {len(paths):,} probes between {len(nodes)} nodes do "
         "not separate fast paths from slow ones."
     )
 
@@ -285,15 +285,15 @@ class _Table:
                 (at[source], bests[source, "out", rail]),
                 (at[destination], bests[destination, "in", rail]),
             ]
-            weak = [(place, best) for place, best in ends if best < bounds[rail]]
-            one, other = sorted(place for place, _ in ends)
+            weak = [(location, best) for location, best in ends if best < bounds[rail]]
+            one, other = sorted(location for location, _ in ends)
             if not weak:
                 best = min(best for _, best in ends)
                 strong.setdefault((one, other), []).append(figure / best)
             elif len(weak) == 1:
-                ((place, best),) = weak
-                to = other if place == one else one
-                self.weak.setdefault(place, {}).setdefault(to, []).append(figure / best)
+                ((location, best),) = weak
+                to = other if location == one else one
+                self.weak.setdefault(location, {}).setdefault(to, []).append(figure / best)
         self.paces = {pair: _low(of) for pair, of in strong.items()}
 
 
@@ -335,7 +335,7 @@ def _bounds(count: int, paces: Mapping[Pair, float]) -> list[float]:
 
 def _clusters(count: int, paces: Mapping[Pair, float], bound: float) -> _Clusters | None:
     seen: list[set[int]] = [set() for _ in range(count)]
-    quick: list[set[int]] = [{place} for place in range(count)]
+    quick: list[set[int]] = [{location} for location in range(count)]
     for (one, other), pace in paces.items():
         seen[one].add(other)
         seen[other].add(one)
@@ -345,12 +345,12 @@ def _clusters(count: int, paces: Mapping[Pair, float], bound: float) -> _Cluster
     of = _joined(
         count, [pair for pair, pace in paces.items() if pace > bound and _agree(seen, quick, *pair)]
     )
-    of = _settled(of, seen, quick)
-    sure = _sure(of, seen, quick)
-    sizes, left = Counter(of.values()), Counter(sure.values())
+    of = _resolved(of, seen, quick)
+    confidence = _sure(of, seen, quick)
+    sizes, left = Counter(of.values()), Counter(confidence.values())
     # A cluster that has lost many nodes may have been two.
     good = {cluster for cluster in left if left[cluster] > max(1, WHOLE * sizes[cluster])}
-    of = {place: cluster for place, cluster in sure.items() if cluster in good}
+    of = {location: cluster for location, cluster in confidence.items() if cluster in good}
     return _judged(of, paces, bound)
 
 
@@ -365,31 +365,31 @@ def _joined(count: int, pairs: Iterable[Pair]) -> dict[int, int]:
     """The cluster of each position: the lowest position that it is joined with."""
     root = list(range(count))
 
-    def top(place: int) -> int:
-        while root[place] != place:
-            root[place] = root[root[place]]
-            place = root[place]
-        return place
+    def top(location: int) -> int:
+        while root[location] != location:
+            root[location] = root[root[location]]
+            location = root[location]
+        return location
 
     for one, other in pairs:
         low, high = sorted((top(one), top(other)))
         root[high] = low
-    return {place: top(place) for place in range(count)}
+    return {location: top(location) for location in range(count)}
 
 
-def _settled(
+def _resolved(
     of: Mapping[int, int], seen: Sequence[set[int]], quick: Sequence[set[int]]
 ) -> dict[int, int]:
     """Moves each node to the cluster with the largest fast fraction, if that is over a half."""
-    settled = dict(of)
-    for place, met in enumerate(seen):
-        probed = Counter(settled[other] for other in met)
-        good = Counter(settled[other] for other in met & quick[place])
+    resolved = dict(of)
+    for location, met in enumerate(seen):
+        probed = Counter(resolved[other] for other in met)
+        good = Counter(resolved[other] for other in met & quick[location])
         shares = {cluster: good[cluster] / probed[cluster] for cluster in good}
         best = max(shares, key=lambda one: (shares[one], good[one], -one), default=None)
-        if best is not None and shares[best] > max(0.5, shares.get(settled[place], 0.0)):
-            settled[place] = best
-    return settled
+        if best is not None and shares[best] > max(0.5, shares.get(resolved[location], 0.0)):
+            resolved[location] = best
+    return resolved
 
 
 def _sure(
@@ -399,13 +399,13 @@ def _sure(
 
     A node that is fast to one node of its cluster and to one elsewhere may belong to either.
     """
-    sure = {}
-    for place, cluster in of.items():
-        mine = {other for other in seen[place] if of[other] == cluster}
-        good = len(mine & quick[place])
-        if good >= AGREE * len(mine) and 2 * len(seen[place] & quick[place] - mine) <= good:
-            sure[place] = cluster
-    return sure
+    confidence = {}
+    for location, cluster in of.items():
+        mine = {other for other in seen[location] if of[other] == cluster}
+        good = len(mine & quick[location])
+        if good >= AGREE * len(mine) and 2 * len(seen[location] & quick[location] - mine) <= good:
+            confidence[location] = cluster
+    return confidence
 
 
 def _judged(of: Mapping[int, int], paces: Mapping[Pair, float], bound: float) -> _Clusters | None:
@@ -429,8 +429,8 @@ def _judged(of: Mapping[int, int], paces: Mapping[Pair, float], bound: float) ->
     times = median(inside) / median(between)
     margin = sorted(inside)[len(inside) // 10] / sorted(between)[-1 - len(between) // 10]
     needed = SEPARATE if len(of) >= FEW else SEPARATE_FEW
-    is_told = true >= CONSISTENT and times >= needed and margin >= MARGIN
-    return _Clusters(of, true, margin, times) if is_told else None
+    is_reported = true >= CONSISTENT and times >= needed and margin >= MARGIN
+    return _Clusters(of, true, margin, times) if is_reported else None
 
 
 def _places_of_weak(
@@ -438,8 +438,8 @@ def _places_of_weak(
 ) -> dict[int, int]:
     """Clusters of slow nodes that are still faster to one cluster than to all others."""
     found = {}
-    for place, paces in weak.items():
-        if place in of:
+    for location, paces in weak.items():
+        if location in of:
             continue
         by_cluster = {
             cluster: [_low(some) for other, some in paces.items() if of.get(other) == cluster]
@@ -449,16 +449,16 @@ def _places_of_weak(
             ((median(some), cluster) for cluster, some in by_cluster.items() if some), reverse=True
         )
         if len(ranked) > 1 and ranked[0][0] >= SEPARATE_FEW * ranked[1][0]:
-            found[place] = ranked[0][1]
+            found[location] = ranked[0][1]
     return found
 
 
 def _named(nodes: Sequence[str], clusters: _Clusters, what: str) -> LeafSwitches:
     names: dict[int, str] = {}
     of = {}
-    for place, node in enumerate(nodes):
-        if place in clusters.of:
-            of[node] = names.setdefault(clusters.of[place], f"leaf{len(names)}")
+    for location, node in enumerate(nodes):
+        if location in clusters.of:
+            of[node] = names.setdefault(clusters.of[location], f"leaf{len(names)}")
     words = (
         f"By {what} of the probes, {len(of)} of {len(nodes)} nodes are attached to {len(names)} "
         f"leaf switches: paths within a leaf switch are {clusters.times:.1f} times faster than "

@@ -56,46 +56,46 @@ class PathRates:
     usual_between: Mapping[str, float]
     """Likewise between leaves; only for rails that have such paths."""
 
-    def usual_of(self, road: NetworkPath, leaves: Mapping[str, str]) -> float:
+    def usual_of(self, path: NetworkPath, leaves: Mapping[str, str]) -> float:
         """Usual rate of a path's kind on its rail; 0: no path of that kind has a rate."""
-        kinds = self.usual if is_inside(road, leaves) else self.usual_between
-        return kinds.get(road.rail, 0.0)
+        kinds = self.usual if is_inside(path, leaves) else self.usual_between
+        return kinds.get(path.rail, 0.0)
 
 
-def is_inside(road: NetworkPath, leaves: Mapping[str, str]) -> bool:
+def is_inside(path: NetworkPath, leaves: Mapping[str, str]) -> bool:
     """Whether both ends are attached to one leaf switch; true if no switch is known."""
     if not leaves:
         return True
-    source = leaves.get(road.source)
-    return source is not None and source == leaves.get(road.destination)
+    source = leaves.get(path.source)
+    return source is not None and source == leaves.get(path.destination)
 
 
-def rate_roads(found: Iterable[PathMeasurement], leaves: Mapping[str, str]) -> PathRates:
+def rate_paths(found: Iterable[PathMeasurement], leaves: Mapping[str, str]) -> PathRates:
     """Rates one survey; if a path was probed twice, the last measurement counts."""
-    roads = {NetworkPath.of(one): one for one in found}
-    alive = {road: one for road, one in roads.items() if one.rtt_s > 0 or not one.problem}
-    rates = {road: one.bytes_per_s for road, one in alive.items() if one.bytes_per_s > 0}
-    rtts = {road: one.rtt_s for road, one in alive.items() if one.rtt_s > 0}
+    paths = {NetworkPath.of(one): one for one in found}
+    alive = {path: one for path, one in paths.items() if one.rtt_s > 0 or not one.problem}
+    rates = {path: one.bytes_per_s for path, one in alive.items() if one.bytes_per_s > 0}
+    rtts = {path: one.rtt_s for path, one in alive.items() if one.rtt_s > 0}
     usual_rates = _Usual(rates, leaves, most_is_best=True)
     usual_rtts = _Usual(rtts, leaves, most_is_best=False)
     paces: dict[NetworkPath, float] = {}
     rtt_paces: dict[NetworkPath, float] = {}
-    for road, one in alive.items():
-        if road in rates:
-            paces[road] = rates[road] / usual_rates.of(road)
+    for path, one in alive.items():
+        if path in rates:
+            paces[path] = rates[path] / usual_rates.of(path)
         elif one.problem:
-            paces[road] = 0.0
-        if road in rtts and road in paces:
-            allowed_s = max(RTT_FLOOR_S, RTT_TIMES * usual_rtts.of(road))
-            rtt_paces[road] = min(1.0, allowed_s / rtts[road])
+            paces[path] = 0.0
+        if path in rtts and path in paces:
+            allowed_s = max(RTT_FLOOR_S, RTT_TIMES * usual_rtts.of(path))
+            rtt_paces[path] = min(1.0, allowed_s / rtts[path])
     return PathRates(
         rates,
         rtts,
-        {road: one.problem for road, one in roads.items() if road not in alive},
+        {path: one.problem for path, one in paths.items() if path not in alive},
         paces,
         rtt_paces,
-        {road: usual_rates.of(road) for road in rates},
-        {road: usual_rtts.of(road) for road in rtts},
+        {path: usual_rates.of(path) for path in rates},
+        {path: usual_rtts.of(path) for path in rtts},
         usual_rates.of_rails(inside=True),
         usual_rates.of_rails(inside=False),
     )
@@ -113,12 +113,12 @@ class _Usual:
     ) -> None:
         self._leaves = leaves
         rows: dict[Kind, dict[tuple[str, str], list[float]]] = {}
-        self._kinds_of = {road: self._kinds(road) for road in figures}
-        for road, figure in figures.items():
-            for kind in self._kinds_of[road]:
+        self._kinds_of = {path: self._kinds(path) for path in figures}
+        for path, figure in figures.items():
+            for kind in self._kinds_of[path]:
                 of_kind = rows.setdefault(kind, {})
-                of_kind.setdefault((road.source, "out"), []).append(figure)
-                of_kind.setdefault((road.destination, "in"), []).append(figure)
+                of_kind.setdefault((path.source, "out"), []).append(figure)
+                of_kind.setdefault((path.destination, "in"), []).append(figure)
         self._figures = {
             kind: median_high(
                 sorted(of, reverse=most_is_best)[len(of) // 4] for of in of_kind.values()
@@ -127,19 +127,19 @@ class _Usual:
             if len(kind) == 2 or sum(map(len, of_kind.values())) >= 2 * OWN_KIND_FROM
         }
 
-    def of(self, road: NetworkPath) -> float:
-        return next(self._figures[kind] for kind in self._kinds_of[road] if kind in self._figures)
+    def of(self, path: NetworkPath) -> float:
+        return next(self._figures[kind] for kind in self._kinds_of[path] if kind in self._figures)
 
     def of_rails(self, *, inside: bool) -> dict[str, float]:
         word = "inside" if inside else "between"
         return {kind[0]: one for kind, one in self._figures.items() if kind[1:] == (word,)}
 
-    def _kinds(self, road: NetworkPath) -> list[Kind]:
+    def _kinds(self, path: NetworkPath) -> list[Kind]:
         """The narrowest first."""
-        if is_inside(road, self._leaves):
-            return [(road.rail, "inside")]
-        ends = (self._leaves.get(road.source, ""), self._leaves.get(road.destination, ""))
-        return [(road.rail, "between", *ends), (road.rail, "between")]
+        if is_inside(path, self._leaves):
+            return [(path.rail, "inside")]
+        ends = (self._leaves.get(path.source, ""), self._leaves.get(path.destination, ""))
+        return [(path.rail, "between", *ends), (path.rail, "between")]
 
 
 def slowest_medians(
@@ -152,11 +152,11 @@ def slowest_medians(
     nothing.
     """
     sides: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for road, rate in rates.items():
-        if road.source in members and road.destination in members:
-            of_rail = sides.setdefault(road.rail, {})
-            of_rail.setdefault((road.source, "out"), []).append(rate)
-            of_rail.setdefault((road.destination, "in"), []).append(rate)
+    for path, rate in rates.items():
+        if path.source in members and path.destination in members:
+            of_rail = sides.setdefault(path.rail, {})
+            of_rail.setdefault((path.source, "out"), []).append(rate)
+            of_rail.setdefault((path.destination, "in"), []).append(rate)
     return {
         rail: min(
             (median(of) for of in of_rail.values() if len(of) > 1),
@@ -188,33 +188,33 @@ class FaultLocation:
     """Node of the faulty interface; empty: the fault is of the whole rail or one path."""
     direction: str = ""
     """`out` or `in` if only what the node sends, or receives, is bad."""
-    road: NetworkPath | None = None
+    path: NetworkPath | None = None
 
 
 Side = tuple[str, str]
 """A node, and `out` or `in`: a row or a column."""
 
 
-def sides_of(road: NetworkPath) -> tuple[Side, Side]:
-    return (road.source, "out"), (road.destination, "in")
+def sides_of(path: NetworkPath) -> tuple[Side, Side]:
+    return (path.source, "out"), (path.destination, "in")
 
 
-def by_side(roads: Iterable[NetworkPath]) -> dict[Side, list[NetworkPath]]:
+def by_side(paths: Iterable[NetworkPath]) -> dict[Side, list[NetworkPath]]:
     found: dict[Side, list[NetworkPath]] = {}
-    for road in roads:
-        for side in sides_of(road):
-            found.setdefault(side, []).append(road)
+    for path in paths:
+        for side in sides_of(path):
+            found.setdefault(side, []).append(path)
     return found
 
 
 def blame_dead(
-    roads: Collection[NetworkPath], dead: Collection[NetworkPath]
+    paths: Collection[NetworkPath], dead: Collection[NetworkPath]
 ) -> list[FaultLocation]:
     """The locations that explain the dead paths among all probed paths of one rail."""
     dead = set(dead)
-    if len(dead) == len(roads) > 1:
+    if len(dead) == len(paths) > 1:
         return [FaultLocation()]
-    known = by_side(roads)
+    known = by_side(paths)
     sides = {side: set(of) & dead for side, of in by_side(dead).items()}
     likely = {
         side: of
@@ -229,22 +229,22 @@ def blame_dead(
         return sum(len(likely[one] & left) for one in (side, _other(side)) if one in likely)
 
     # Heaviest first. Weights only decrease: an entry whose weight is unchanged is the heaviest.
-    heap = [(-weight(side), place, side) for place, side in enumerate(sorted(likely)[::-1])]
+    heap = [(-weight(side), location, side) for location, side in enumerate(sorted(likely)[::-1])]
     heapify(heap)
     while heap:
-        before, place, side = heap[0]
+        before, location, side = heap[0]
         if side not in likely:
             heappop(heap)
             continue
         if weight(side) < -before:
-            heapreplace(heap, (-weight(side), place, side))
+            heapreplace(heap, (-weight(side), location, side))
             continue
         for one in (side, _other(side)):
             explained = likely.pop(one, set())
             if len(explained & left) > 1:
                 blamed.append(one)
                 left -= explained
-    return [*_as_places(blamed), *(FaultLocation(road=road) for road in sorted(left))]
+    return [*_as_places(blamed), *(FaultLocation(path=path) for path in sorted(left))]
 
 
 def blame_slow(
@@ -257,35 +257,37 @@ def blame_slow(
     gone: set[NetworkPath] = set()
     likely = {side for side, of in known.items() if _is_slow(of, paces, leaves)}
     whole = {
-        node: median(paces[road] for way in ("out", "in") for road in known.get((node, way), ()))
+        node: median(
+            paces[path] for direction in ("out", "in") for path in known.get((node, direction), ())
+        )
         for node, _ in likely
     }
     for side in sorted(likely, key=lambda side: (whole[side[0]], side)):
         # A path in the row of one slow node and the column of another is explained once.
-        of = [road for road in known[side] if road not in gone or side[0] in nodes]
+        of = [path for path in known[side] if path not in gone or side[0] in nodes]
         if _is_slow(of, paces, leaves):
             blamed.append(side)
             nodes.add(side[0])
             gone.update(known[side])
     left = [
-        FaultLocation(road=road)
-        for road, pace in sorted(paces.items())
-        if road not in gone and is_slow(road, pace, leaves)
+        FaultLocation(path=path)
+        for path, pace in sorted(paces.items())
+        if path not in gone and is_slow(path, pace, leaves)
     ]
     return [*_as_places(blamed), *left]
 
 
-def is_slow(road: NetworkPath, pace: float, leaves: Mapping[str, str]) -> bool:
-    return pace < (SLOW if is_inside(road, leaves) else SLOW_BETWEEN)
+def is_slow(path: NetworkPath, pace: float, leaves: Mapping[str, str]) -> bool:
+    return pace < (SLOW if is_inside(path, leaves) else SLOW_BETWEEN)
 
 
 def _is_slow(
-    roads: Collection[NetworkPath], paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
+    paths: Collection[NetworkPath], paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
 ) -> bool:
     """Whether a row or column is slow: by paths inside the leaf, which no uplink limits."""
-    inside = [paces[road] for road in roads if is_inside(road, leaves)]
-    telling = inside if len(inside) > 1 else [paces[road] for road in roads]
-    return len(telling) > 1 and median(telling) < SLOW and max(telling) < QUICK
+    inside = [paces[path] for path in paths if is_inside(path, leaves)]
+    informative = inside if len(inside) > 1 else [paces[path] for path in paths]
+    return len(informative) > 1 and median(informative) < SLOW and max(informative) < QUICK
 
 
 def _other(side: Side) -> Side:
@@ -295,6 +297,6 @@ def _other(side: Side) -> Side:
 def _as_places(sides: Collection[Side]) -> list[FaultLocation]:
     """The locations of these rows and columns; both directions of a node are one location."""
     found: dict[FaultLocation, None] = {}
-    for node, way in sides:
-        found[FaultLocation(node, "" if _other((node, way)) in sides else way)] = None
+    for node, direction in sides:
+        found[FaultLocation(node, "" if _other((node, direction)) in sides else direction)] = None
     return list(found)

@@ -71,7 +71,7 @@ def schedule(
         seed: of the sample.
     """
     members = {rail: set(on) for rail, on in rails.items()}
-    total = sum(_num_roads(nodes, on) for on in members.values())
+    total = sum(_num_paths(nodes, on) for on in members.values())
     most = max(1, most_rounds // max(1, 2 * len(rails)))
     by_rail = [_pairings(nodes, most, seed, number) for number in range(len(rails))]
     rounds: list[tuple[NetworkPath, ...]] = []
@@ -105,19 +105,19 @@ def schedule_for(
     members = {rail: set(on) for rail, on in rails.items()}
     some = set(some)
     mine = [node for node in nodes if node in some]
-    total = sum(_num_roads(nodes, on) - _num_roads(nodes, on - some) for on in members.values())
+    total = sum(_num_paths(nodes, on) - _num_paths(nodes, on - some) for on in members.values())
     most = max(1, most_rounds // max(1, 2 * len(rails)))
     left = dict.fromkeys(mine, most)
     pairs = _pairs_of(mine, nodes, most, seed)
-    roads: list[NetworkPath] = []
+    paths: list[NetworkPath] = []
     for pair in pairs:
         limited = [node for node in pair if node in left]
         if all(left[node] > 0 for node in limited) or any(left[node] == most for node in limited):
             for node in limited:
                 left[node] -= 1
             there = [rail for rail, on in members.items() if on.issuperset(pair)]
-            roads += [NetworkPath(*ends, rail) for rail in there for ends in (pair, pair[::-1])]
-    return _said(pack(roads), total, len(nodes), len(rails))
+            paths += [NetworkPath(*ends, rail) for rail in there for ends in (pair, pair[::-1])]
+    return _said(pack(paths), total, len(nodes), len(rails))
 
 
 def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -> Pairing:
@@ -137,19 +137,19 @@ def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -
     return list(drawn.values())
 
 
-def pack(roads: Iterable[NetworkPath]) -> list[tuple[NetworkPath, ...]]:
+def pack(paths: Iterable[NetworkPath]) -> list[tuple[NetworkPath, ...]]:
     """Rounds for any paths: each is in the first round in which both its nodes are free."""
     rounds: list[list[NetworkPath]] = []
     busy: dict[str, int] = {}
     """Rounds in which a node takes part in a probe, one bit for each."""
-    for road in roads:
-        taken = busy.get(road.source, 0) | busy.get(road.destination, 0)
-        place = (~taken & (taken + 1)).bit_length() - 1
-        if place == len(rounds):
+    for path in paths:
+        taken = busy.get(path.source, 0) | busy.get(path.destination, 0)
+        location = (~taken & (taken + 1)).bit_length() - 1
+        if location == len(rounds):
             rounds.append([])
-        rounds[place].append(road)
-        for node in (road.source, road.destination):
-            busy[node] = busy.get(node, 0) | 1 << place
+        rounds[location].append(path)
+        for node in (path.source, path.destination):
+            busy[node] = busy.get(node, 0) | 1 << location
     return [tuple(one) for one in rounds]
 
 
@@ -167,7 +167,7 @@ def _said(
     return ProbeSchedule(tuple(rounds), coverage, words)
 
 
-def _num_roads(nodes: Sequence[str], on: Collection[str]) -> int:
+def _num_paths(nodes: Sequence[str], on: Collection[str]) -> int:
     there = len(set(nodes).intersection(on))
     return there * (there - 1)
 
@@ -187,7 +187,7 @@ def _pairings(nodes: Sequence[str], most: int, seed: int, rail: int) -> Iterator
 
 def _mixed(count: int, seed: int, *numbers: int) -> list[int]:
     """A random permutation of positions that depends only on the count, not on node names."""
-    return sorted(range(count), key=lambda place: _drawn(seed, *map(str, (*numbers, place))))
+    return sorted(range(count), key=lambda location: _drawn(seed, *map(str, (*numbers, location))))
 
 
 def _tournament(nodes: Sequence[str], places: Sequence[int]) -> Iterator[Pairing]:
@@ -213,7 +213,7 @@ def _sampled(nodes: Sequence[str], seed: int, rail: int) -> Iterator[Pairing]:
         distance *= 2
     number = 0
     while True:
-        drawn = [nodes[place] for place in _mixed(len(nodes), seed, rail, number)]
+        drawn = [nodes[location] for location in _mixed(len(nodes), seed, rail, number)]
         yield list(zip(drawn[0::2], drawn[1::2], strict=False))
         number += 1
 

@@ -48,9 +48,9 @@ class _Names:
         self.by_network: dict[str, Counter[str]] = {}
         places: dict[str, int] = {}
         for of_node in rails.values():
-            for place, rail in enumerate(of_node):
+            for location, rail in enumerate(of_node):
                 self.total[rail.name] += 1
-                places[rail.name] = min(place, places.get(rail.name, place))
+                places[rail.name] = min(location, places.get(rail.name, location))
                 self.by_network.setdefault(_network(rail), Counter())[rail.name] += 1
         self.by_network.pop("", None)
         self.ordered = sorted(places, key=lambda name: (places[name], -self.total[name], name))

@@ -42,9 +42,9 @@ class PairCheck:
         self._survey, self._suspects, self.cut = None, frozenset(), frozenset()
         self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
 
-    def look(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
+    def poll(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
         if self._survey is not None:
-            found = self._survey.look(now_s=now_s)
+            found = self._survey.poll(now_s=now_s)
             self._take_result(plan, now_s)
             return found
         if now_s < self._due_s:
@@ -69,7 +69,7 @@ class PairCheck:
         self._survey = ProbeSurvey(
             self._number, [*rounds], rails, limit_s=LIMIT_S, now_s=now_s, is_short=True
         )
-        return self._survey.look(now_s=now_s)
+        return self._survey.poll(now_s=now_s)
 
     def _take_result(self, plan: GenerationPlan, now_s: float) -> None:
         survey = self._survey
@@ -81,7 +81,7 @@ class PairCheck:
             (one, other)
             for at, one in enumerate(members)
             for other in members[at + 1 :]
-            if all(_is_cut(survey.found.get(road)) for road in _both_ways([(one, other)]))
+            if all(_is_cut(survey.found.get(path)) for path in _both_ways([(one, other)]))
         )
         self.cut, self._suspects = failed & self._suspects, failed
         if failed:

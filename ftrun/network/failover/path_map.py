@@ -26,7 +26,7 @@ from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
 from ftrun.wire.messages.status import NetworkFindingText, NetworkStatus
 
-MOST_TOLD = 1000
+MAX_REPORTED = 1000
 """Paths in the status document: the worst ones."""
 
 
@@ -51,7 +51,7 @@ class PathMap:
         self._judged: tuple[tuple[object, ...], tuple[NetworkFindings, LeafSwitches]] | None = None
         """The newest findings, with the nodes and the survey they are for."""
         self._probed_s = self._at_s = 0.0
-        self._told: set[tuple[NetworkFindingKind, str]] = set()
+        self._reported: set[tuple[NetworkFindingKind, str]] = set()
         self._mended: set[str] = set()
         """Nodes with a rail that answers again, and whose rate is not known yet."""
 
@@ -86,16 +86,16 @@ class PathMap:
             self._mended.update(node for node, _ in self.dead - dead)
         self.dead = dead
         found = {
-            road: one
-            for road, one in self._found.items()
-            if road not in survey.found
-            and (road.source, road.rail) not in given_up
-            and (road.destination, road.rail) not in given_up
+            path: one
+            for path, one in self._found.items()
+            if path not in survey.found
+            and (path.source, path.rail) not in given_up
+            and (path.destination, path.rail) not in given_up
         } | newer(survey.found, self._found)
         most = most_kept(len(self.rails), len(self.matched))
         self._found = dict([*found.items()][-max(most, len(survey.found)) :])
         self._num_surveys += 1
-        self._probed_s, self._at_s = survey.ended_s - survey.begun_s, now_s
+        self._probed_s, self._at_s = survey.ended_s - survey.started_s, now_s
         return self._news(len(survey.found), previous)
 
     def take_mended(self) -> list[str]:
@@ -110,11 +110,11 @@ class PathMap:
         text = f"{count} paths between {len(ids)} nodes probed in {self._probed_s:.2f} s"
         notes = [JournalEntry(PathsProbed(text, round(self.coverage, 4), len(found.found)))]
         for one in found.found:
-            if (one.kind, one.culprit) not in self._told:
+            if (one.kind, one.culprit) not in self._reported:
                 says = one.kind is not NetworkFindingKind.SLOW and not one.is_late
                 finding = PathFinding(one.sentence, one.culprit, one.kind.value)
-                notes.append(JournalEntry(finding, say=says))
-        self._told = {(one.kind, one.culprit) for one in found.found}
+                notes.append(JournalEntry(finding, announce=says))
+        self._reported = {(one.kind, one.culprit) for one in found.found}
         return notes
 
     # --- findings -----------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class PathMap:
             age_s=round(now_s - self._at_s, 1) if self._at_s else None,
             coverage=round(self.coverage, 4),
             rails={node_id: tuple(rails) for node_id, rails in self.rails.items()},
-            paths=tuple(worst(MOST_TOLD, self._found.values())),
+            paths=tuple(worst(MAX_REPORTED, self._found.values())),
             num_paths=len(self._found),
             findings=tuple(
                 NetworkFindingText(one.kind.value, one.culprit, one.sentence)

@@ -39,15 +39,20 @@ from ftrun.network.detect.probe_schedule import (
 )
 from ftrun.network.detect.rails import RunRails, env_for, rails_of_node
 from ftrun.network.failover.path_map import PathMap
-from ftrun.network.failover.survey import ProbeSurvey, most_rounds, roads_to
-from ftrun.network.plan.planner import plan_roads
+from ftrun.network.failover.survey import ProbeSurvey, most_rounds, paths_to
+from ftrun.network.plan.planner import plan_network
 from ftrun.network.plan.rail_choice import choices_of, keep_rails
 from ftrun.records.membership import NetworkPlanDisabled, NetworkPlanRecord
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NetworkPlan, NodeCard
-from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RailSilent, RoadWord
+from ftrun.wire.cluster.messages import (
+    PathReport,
+    ProbeLinkResult,
+    ProbePathResult,
+    RailUnresponsive,
+)
 from ftrun.wire.messages.status import NetworkStatus, plan_status
 
 LIMIT_S = 3.0
@@ -55,10 +60,10 @@ LIMIT_S = 3.0
 MOST_ROUNDS = 40
 """Rounds of that survey: 8 nodes with 2 rails take 28, of 10 to 40 ms each. With many nodes there
 are fewer."""
-BESIDE_LIMIT_S, BESIDE_PAUSE_S = 30.0, 0.25
+BACKGROUND_LIMIT_S, BACKGROUND_PAUSE_S = 30.0, 0.25
 """Time limit of a survey while a generation runs, and the pause between its rounds."""
-BESIDE_MOST_ROUNDS = 24
-SILENT_AGAIN_S = 5.0
+BACKGROUND_MAX_ROUNDS = 24
+UNRESPONSIVE_AGAIN_S = 5.0
 """Seconds for which a node's rail that was found alive is not suspected again."""
 DEAD_AGAIN_S, DEAD_LONGEST_S = 30.0, 600.0
 """Seconds between two probes of dead interfaces: the first pause and the longest one; each is twice
@@ -80,7 +85,7 @@ class NodesHere(Protocol):
     @property
     def here(self) -> list[NodeCard]: ...
 
-    def is_heard(self, node_id: str, *, now_s: float) -> bool: ...
+    def is_responding(self, node_id: str, *, now_s: float) -> bool: ...
 
 
 P = ParamSpec("P")
@@ -125,23 +130,23 @@ class PathMonitor:
         self._known: set[Identity] = set()
         """Agents whose paths were probed, or need not be."""
         self._notes: list[JournalEntry] = []
-        self._silent: dict[tuple[str, str], tuple[float, str]] = {}
+        self._unresponsive: dict[tuple[str, str], tuple[float, str]] = {}
         """When a node's rail was last reported unresponsive, and by which node."""
         self._dead_s, self._dead_pause_s = 0.0, DEAD_AGAIN_S
-        self._looked_s: dict[tuple[str, str], float] = {}
+        self._polled_s: dict[tuple[str, str], float] = {}
         self._slow_seen: dict[str, float] = {}
         """When rails were compared for a verdict, by its fingerprint."""
         self._suspects: dict[str, str] = {}
-        self._urgent = ""
-        self.wish = ""
+        self._urgent_reason = ""
+        self.requested = ""
         """Why another generation must begin at the next boundary; empty: it need not."""
         self.has_failed = False
         """A bug was found, see Rule 4."""
 
     def fail(self, error: Exception) -> None:
-        self.has_failed, self._urgent, self.wish = True, "", ""
+        self.has_failed, self._urgent_reason, self.requested = True, "", ""
         text = f"no network plan, by a bug in ftrun: {type(error).__name__}: {error}"
-        self._notes.append(JournalEntry(NetworkPlanDisabled(text), say=True))
+        self._notes.append(JournalEntry(NetworkPlanDisabled(text), announce=True))
 
     @property
     def is_on(self) -> bool:
@@ -153,7 +158,7 @@ class PathMonitor:
     # --- in a ballot --------------------------------------------------------------------------
 
     @_guarded()
-    def hold_up(
+    def postpone(
         self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
         """Probe requests that must be answered before a plan is made; None: nothing is awaited."""
@@ -164,7 +169,7 @@ class PathMonitor:
         self._map.meet(cards)
         if self._survey is None:
             self._survey = self._begin_first(now_s)
-        found = self._survey.look(now_s=now_s) if self._survey is not None else []
+        found = self._survey.poll(now_s=now_s) if self._survey is not None else []
         return None if self._is_done(now_s) else [*found]
 
     @_guarded()
@@ -182,7 +187,7 @@ class PathMonitor:
         if any(card.node_rank >= 0 for card in members):
             keep = keep or _NUMBERED
         ids = [card.node_id for card in members]
-        self._previous = previous.roads if previous is not None else None
+        self._previous = previous.paths if previous is not None else None
         made = self._make(ids, keep, self._previous)
         assert sorted(made.order) == sorted(ids)
         self._keep(made)
@@ -195,26 +200,28 @@ class PathMonitor:
 
     @_guarded()
     def begin(self) -> None:
-        self._urgent = self.wish = ""
-        self._silent.clear()
+        self._urgent_reason = self.requested = ""
+        self._unresponsive.clear()
         self._slow_seen.clear()
 
     # --- answers ------------------------------------------------------------------------------
 
-    def told(
-        self, sender: str, body: RoadWord, watching: HealthMonitor, *, now_s: float
+    def reported(
+        self, sender: str, body: PathReport, watching: HealthMonitor, *, now_s: float
     ) -> list[Command]:
         if isinstance(body, ProbeLinkResult):  # the health monitor probes without a plan too
             watching.slow.probed(body, now_s=now_s)
             return []
         if isinstance(body, ProbePathResult) and body.survey < 0:
             return [*watching.pairs.tried(sender, body, now_s=now_s)]
-        return self._told(sender, body, now_s)
+        return self._reported(sender, body, now_s)
 
     @_guarded(list)
-    def _told(self, sender: str, body: ProbePathResult | RailSilent, now_s: float) -> list[Command]:
-        if isinstance(body, RailSilent):
-            self._silent[(body.source, body.rail)] = (now_s, sender)
+    def _reported(
+        self, sender: str, body: ProbePathResult | RailUnresponsive, now_s: float
+    ) -> list[Command]:
+        if isinstance(body, RailUnresponsive):
+            self._unresponsive[(body.source, body.rail)] = (now_s, sender)
             return []
         survey = self._survey
         return [*survey.tried(sender, body, now_s=now_s)] if survey is not None else []
@@ -223,37 +230,37 @@ class PathMonitor:
     def lost(self, node_id: str) -> None:
         if self._survey is not None:
             self._survey.lost(node_id)
-        self._silent = {at: one for at, one in self._silent.items() if at[0] != node_id}
+        self._unresponsive = {at: one for at, one in self._unresponsive.items() if at[0] != node_id}
         self._map.lost(node_id)
 
     # --- while a generation runs --------------------------------------------------------------
 
     @_guarded(list)
-    def look(self, plan: GenerationPlan, slow: SlowSuspicions, *, now_s: float) -> list[Command]:
+    def poll(self, plan: GenerationPlan, slow: SlowSuspicions, *, now_s: float) -> list[Command]:
         cards = self._peers.here
         if self._is_off(cards):
             return []
         if self._survey is not None:
-            found = self._survey.look(now_s=now_s)
+            found = self._survey.poll(now_s=now_s)
             if self._is_done(now_s):
                 self._follow(plan)
             return [*found]
         self._map.meet(cards)
         self._survey = (
-            self._begin_silent(now_s)
+            self._begin_unresponsive(now_s)
             or self._begin_slow(plan, slow, now_s)
             or (self._begin_new(now_s) if self._known else self._begin_first(now_s))
             or self._begin_dead(now_s)
-            or self._begin_mended(now_s)
+            or self._begin_repaired(now_s)
         )
-        return [*self._survey.look(now_s=now_s)] if self._survey is not None else []
+        return [*self._survey.poll(now_s=now_s)] if self._survey is not None else []
 
-    def take_urgent(self) -> str:
+    def take_urgent_reason(self) -> str:
         """Why another generation must begin at once; empty: it need not."""
-        why, self._urgent = self._urgent, ""
-        return why
+        reason, self._urgent_reason = self._urgent_reason, ""
+        return reason
 
-    def take_notes(self) -> list[JournalEntry]:
+    def drain_journal_entries(self) -> list[JournalEntry]:
         notes, self._notes = self._notes, []
         return notes
 
@@ -287,77 +294,81 @@ class PathMonitor:
     def _begin_new(self, now_s: float) -> ProbeSurvey | None:
         new = self._new()
         self._known.update(self._map.cards[one].identity for one in new)
-        return self._beside(new, now_s) if new else None
+        return self._probe_in_background(new, now_s) if new else None
 
     def _begin_dead(self, now_s: float) -> ProbeSurvey | None:
         """Probes dead interfaces from time to time; the next generation may use them again."""
         if now_s - self._dead_s < self._dead_pause_s:
             return None
-        rounds = tuple(pack(roads_to(self._map.dead, self._map.matched)))
+        rounds = tuple(pack(paths_to(self._map.dead, self._map.matched)))
         if not rounds:
             return None
         self._dead_s, self._dead_pause_s = now_s, min(2 * self._dead_pause_s, DEAD_LONGEST_S)
-        limits = {"limit_s": BESIDE_LIMIT_S, "pause_s": BESIDE_PAUSE_S}
+        limits = {"limit_s": BACKGROUND_LIMIT_S, "pause_s": BACKGROUND_PAUSE_S}
         return self._new_survey(
             ProbeSchedule(rounds, 0.0, ""), self._map.matched, now_s, is_short=True, **limits
         )
 
-    def _begin_mended(self, now_s: float) -> ProbeSurvey | None:
+    def _begin_repaired(self, now_s: float) -> ProbeSurvey | None:
         """Measures nodes that answer again: no plan can use them without a rate."""
         nodes = self._map.take_mended()
-        return self._beside(nodes, now_s) if nodes else None
+        return self._probe_in_background(nodes, now_s) if nodes else None
 
     def _begin_slow(
         self, plan: GenerationPlan, slow: SlowSuspicions, now_s: float
     ) -> ProbeSurvey | None:
-        if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
+        if not self.is_on or plan.paths is None or len(self._map.matched) < 2:
             return None
-        for verdict in slow.lasting(SLOW_FOR_S, now_s=now_s):
+        for verdict in slow.persistent(SLOW_FOR_S, now_s=now_s):
             is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION
             if is_link and now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
                 self._slow_seen[verdict.fingerprint] = now_s
-                self._suspects = dict.fromkeys(plan.roads.rails[:1], verdict.text)
-                return self._beside([*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0)
+                self._suspects = dict.fromkeys(plan.paths.rails[:1], verdict.text)
+                return self._probe_in_background(
+                    [*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0
+                )
         return None
 
-    def _begin_silent(self, now_s: float) -> ProbeSurvey | None:
+    def _begin_unresponsive(self, now_s: float) -> ProbeSurvey | None:
         """Finds the end at fault for an unresponsive rail, while its node sends messages."""
-        for (node_id, rail), (said_s, by) in list(self._silent.items()):
+        for (node_id, rail), (said_s, by) in list(self._unresponsive.items()):
             if (
                 now_s - said_s > 1.0
-                or now_s - self._looked_s.get((node_id, rail), -1e9) < SILENT_AGAIN_S
+                or now_s - self._polled_s.get((node_id, rail), -1e9) < UNRESPONSIVE_AGAIN_S
             ):
-                del self._silent[(node_id, rail)]
+                del self._unresponsive[(node_id, rail)]
                 continue
             matched = self._map.matched
             there = matched.get(rail, {})
             if {(node_id, rail), (by, rail)} & self._map.dead:
                 continue
-            if not (self._peers.is_heard(node_id, now_s=now_s) and {node_id, by} <= there.keys()):
+            if not (
+                self._peers.is_responding(node_id, now_s=now_s) and {node_id, by} <= there.keys()
+            ):
                 continue
-            self._looked_s[(node_id, rail)] = now_s
-            del self._silent[(node_id, rail)]
+            self._polled_s[(node_id, rail)] = now_s
+            del self._unresponsive[(node_id, rail)]
             third = [one for one in there if one not in (node_id, by)][:1]
-            roads = [
+            paths = [
                 NetworkPath(node_id, by, rail),
                 *(NetworkPath(one, node_id, rail) for one in third),
             ]
-            roads += [NetworkPath(by, one, rail) for one in third] or [
+            paths += [NetworkPath(by, one, rail) for one in third] or [
                 NetworkPath(by, node_id, rail)
             ]
-            rounds = tuple((road,) for road in roads)
+            rounds = tuple((path,) for path in paths)
             return self._new_survey(
                 ProbeSchedule(rounds, 0.0, ""), matched, now_s, limit_s=LIMIT_S, is_short=True
             )
         return None
 
-    def _beside(
-        self, some: Sequence[str], now_s: float, *, pause_s: float = BESIDE_PAUSE_S
+    def _probe_in_background(
+        self, some: Sequence[str], now_s: float, *, pause_s: float = BACKGROUND_PAUSE_S
     ) -> ProbeSurvey:
         matched = self._map.matched
-        most = most_rounds(2 * len(some), len(matched), BESIDE_MOST_ROUNDS)
+        most = most_rounds(2 * len(some), len(matched), BACKGROUND_MAX_ROUNDS)
         rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most)
-        return self._new_survey(rounds, matched, now_s, limit_s=BESIDE_LIMIT_S, pause_s=pause_s)
+        return self._new_survey(rounds, matched, now_s, limit_s=BACKGROUND_LIMIT_S, pause_s=pause_s)
 
     def _new_survey(
         self, rounds: ProbeSchedule, rails: RunRails, now_s: float, **more: Any
@@ -383,7 +394,7 @@ class PathMonitor:
         )
         judged = self._map.judge(situation)
         if before is None or judged[0].rates:
-            return plan_roads(situation, judged)
+            return plan_network(situation, judged)
         dead = [one for one in judged[0].found if one.kind is NetworkFindingKind.DEAD]
         return keep_rails(before, ids, judged[0].rails, {one.rail: one.sentence for one in dead})
 
@@ -391,8 +402,8 @@ class PathMonitor:
         members = [node.node_id for node in plan.members]
         if not all(one in self._map.rails for one in members):
             return
-        if plan.roads is not None:
-            self._reconsider(plan.roads, members)
+        if plan.paths is not None:
+            self._reconsider(plan.paths, members)
         elif not self.is_on:
             self._keep(self._make(members, "", None))
 
@@ -406,22 +417,22 @@ class PathMonitor:
         if variables[0] == variables[1]:
             return
         left = [one for one in before.rails if one not in made.rails]
-        dead = {road.rail for road in self._map.findings.dead}
+        dead = {path.rail for path in self._map.findings.dead}
         over = ", ".join(made.rails)
-        why = "; ".join(made.dropped.get(one, "it is slow") for one in left)
-        text = f"the run drops rail {', '.join(left)} and continues over {over}: {why}"
+        reason = "; ".join(made.dropped.get(one, "it is slow") for one in left)
+        text = f"the run drops rail {', '.join(left)} and continues over {over}: {reason}"
         if dead.intersection(left):
-            self._urgent = text
+            self._urgent_reason = text
         else:
-            self.wish = text
+            self.requested = text
 
     def _keep_suspects(self, members: Sequence[str]) -> None:
         """Keeps suspected rails that probes find slower than another rail."""
         slowest = slowest_medians(self._map.findings.rates, members)
         best = max(slowest.values(), default=0.0)
         self._suspects = {
-            rail: why
-            for rail, why in self._suspects.items()
+            rail: reason
+            for rail, reason in self._suspects.items()
             if slowest.get(rail, best) * BETTER < best
         }
 
@@ -434,7 +445,7 @@ class PathMonitor:
             self._map.status(now_s=now_s),
             mode=self._mode,
             plan=plan_status(self.plan) if self.plan is not None else None,
-            is_applied=plan is not None and plan.roads is not None,
+            is_applied=plan is not None and plan.paths is not None,
         )
 
 

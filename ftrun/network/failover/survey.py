@@ -30,7 +30,7 @@ ROUND_S, SHORT_ROUND_S = 1.2, 0.9
 """Time limit of a round of full and of short probes. It is longer than a node probes a path before
 it gives up, connection and transfer included."""
 
-MOST_ROADS = 8_192
+MAX_PATHS = 8_192
 """Approximate number of paths that one survey probes, and that are retained. They are judged in the
 leader's loop, where nothing may take as long as the failure timeout of an agent. 4,096 nodes
 with 2 rails have two thirds more even with the fewest pairings, because an interface's fault
@@ -48,21 +48,21 @@ End = tuple[str, str]
 
 
 def most_rounds(num_nodes: int, num_rails: int, most: int) -> int:
-    """The number of rounds that probe about `MOST_ROADS` paths, with half of the nodes in each.
+    """The number of rounds that probe about `MAX_PATHS` paths, with half of the nodes in each.
 
     There are at least two pairings for each rail, in both directions. An interface that two others
     find bad is the culprit; with a single other node the two cannot be distinguished.
     """
-    return min(most, max(2 * MOST_ROADS // max(1, num_nodes), 2 * _LEAST_PAIRINGS * num_rails))
+    return min(most, max(2 * MAX_PATHS // max(1, num_nodes), 2 * _LEAST_PAIRINGS * num_rails))
 
 
 def most_kept(num_nodes: int, num_rails: int) -> int:
-    return max(MOST_ROADS, _LEAST_PAIRINGS * num_nodes * num_rails)
+    return max(MAX_PATHS, _LEAST_PAIRINGS * num_nodes * num_rails)
 
 
-def worst(most: int, roads: Iterable[PathMeasurement]) -> list[PathMeasurement]:
+def worst(most: int, paths: Iterable[PathMeasurement]) -> list[PathMeasurement]:
     """The slowest paths first; of those without a rate the longest round trip first."""
-    return nsmallest(most, roads, key=lambda one: (one.bytes_per_s, -one.rtt_s))
+    return nsmallest(most, paths, key=lambda one: (one.bytes_per_s, -one.rtt_s))
 
 
 def newer(
@@ -70,14 +70,14 @@ def newer(
 ) -> dict[NetworkPath, PathMeasurement]:
     """The new measurements; a path that answers without a rate keeps its measured rate."""
     return {
-        road: msgspec.structs.replace(one, bytes_per_s=old[road].bytes_per_s)
-        if road in old and one.rtt_s > 0 and not (one.bytes_per_s or one.problem)
+        path: msgspec.structs.replace(one, bytes_per_s=old[path].bytes_per_s)
+        if path in old and one.rtt_s > 0 and not (one.bytes_per_s or one.problem)
         else one
-        for road, one in found.items()
+        for path, one in found.items()
     }
 
 
-def roads_to(ends: Collection[End], rails: RunRails) -> list[NetworkPath]:
+def paths_to(ends: Collection[End], rails: RunRails) -> list[NetworkPath]:
     """A path to each of these interfaces from two others, preferably ones that are not among them.
 
     The sources rotate, so that many interfaces do not wait for the same two.
@@ -108,7 +108,7 @@ class ProbeSurvey:
         pause_s: float = 0.0,
         is_short: bool = False,
     ) -> None:
-        """Prepares the survey; `look` begins it.
+        """Prepares the survey; `poll` begins it.
 
         Args:
             number: unique among the surveys of this leader.
@@ -120,7 +120,7 @@ class ProbeSurvey:
             is_short: probe only whether paths answer, and their round trips.
         """
         self.found: dict[NetworkPath, PathMeasurement] = {}
-        self.begun_s = now_s
+        self.started_s = now_s
         self.ended_s: float | None = None
         self._number = number
         self._rounds: list[Round] = [*rounds]
@@ -133,7 +133,7 @@ class ProbeSurvey:
         self._round_s = now_s - pause_s
         self._gone: set[str] = set()
         """Lost nodes."""
-        self._mute: set[str] = set()
+        self._unresponsive: set[str] = set()
         """Nodes that have not answered; a node that answers late is asked again."""
         self._failed: dict[End, set[str]] = {}
         """The nodes that did not reach an interface, or that it did not reach."""
@@ -156,35 +156,35 @@ class ProbeSurvey:
 
     def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
         found = body.found
-        road = NetworkPath.of(found)
+        path = NetworkPath.of(found)
         is_ours = body.survey == self._number and found.source == sender
-        if not is_ours or self.is_over or road.rail not in self._rails:
+        if not is_ours or self.is_over or path.rail not in self._rails:
             return []
-        self._waits.discard(road)
-        self._mute.discard(sender)
+        self._waits.discard(path)
+        self._unresponsive.discard(sender)
         if body.is_untried:
-            return self.look(now_s=now_s)
-        before = self.found.get(road)
+            return self.poll(now_s=now_s)
+        before = self.found.get(path)
         if before is None or found.bytes_per_s >= before.bytes_per_s:
-            self.found[road] = found
-        ends = {(road.source, road.rail): road.destination, (road.destination, road.rail): sender}
+            self.found[path] = found
+        ends = {(path.source, path.rail): path.destination, (path.destination, path.rail): sender}
         if found.rtt_s > 0:
             self.reached.update(ends)
         else:
             for end, other in ends.items():
                 self._failed.setdefault(end, set()).add(other)
-        return self.look(now_s=now_s)
+        return self.poll(now_s=now_s)
 
     def lost(self, node_id: str) -> None:
         self._gone.add(node_id)
         self._waits = {one for one in self._waits if node_id not in (one.source, one.destination)}
 
-    def look(self, *, now_s: float) -> list[Send]:
+    def poll(self, *, now_s: float) -> list[Send]:
         """Starts the next round when one is over; ends without rounds or time left."""
         if self.is_over:
             return []
         if self._waits and now_s - self._round_s >= self._limit_s:
-            self._mute.update(road.source for road in self._waits)
+            self._unresponsive.update(path.source for path in self._waits)
             self._waits.clear()
         if now_s >= self._end_s:
             self.ended_s = now_s
@@ -201,43 +201,43 @@ class ProbeSurvey:
             if not self._rounds:
                 self.ended_s = now_s
                 return []
-            roads = [road for road in self._rounds.pop(0) if self._is_worth_it(road)]
-            if roads:
+            paths = [path for path in self._rounds.pop(0) if self._is_worth_it(path)]
+            if paths:
                 self._round_s = now_s
-                self._waits = set(roads)
-                return [Send(road.source, self._ask(road)) for road in roads]
+                self._waits = set(paths)
+                return [Send(path.source, self._ask(path)) for path in paths]
 
     def _to_try_again(self) -> list[NetworkPath]:
         rates: dict[str, list[float]] = {}
-        for road, one in self.found.items():
+        for path, one in self.found.items():
             if one.bytes_per_s > 0:
-                rates.setdefault(road.rail, []).append(one.bytes_per_s)
+                rates.setdefault(path.rail, []).append(one.bytes_per_s)
         low = {rail: _LOW * median(of) for rail, of in rates.items()}
         failed = [
-            road
-            for road, one in self.found.items()
-            if one.bytes_per_s < low.get(road.rail, 0.0) or (one.problem and one.rtt_s <= 0)
+            path
+            for path, one in self.found.items()
+            if one.bytes_per_s < low.get(path.rail, 0.0) or (one.problem and one.rtt_s <= 0)
         ]
-        return [road for road in failed if self._is_worth_it(road)]
+        return [path for path in failed if self._is_worth_it(path)]
 
-    def _is_worth_it(self, road: NetworkPath) -> bool:
-        if {road.source, road.destination} & (self._gone | self._mute):
+    def _is_worth_it(self, path: NetworkPath) -> bool:
+        if {path.source, path.destination} & (self._gone | self._unresponsive):
             return False
         return not any(
-            self._is_given_up((node, road.rail)) for node in (road.source, road.destination)
+            self._is_given_up((node, path.rail)) for node in (path.source, path.destination)
         )
 
     def _is_given_up(self, end: End) -> bool:
         failed = self._failed.get(end, set())
         return end not in self.reached and len(failed) >= _GIVEN_UP_AFTER
 
-    def _ask(self, road: NetworkPath) -> ProbePathRequest:
-        mine = self._rails[road.rail][road.source]
-        there = self._rails[road.rail][road.destination]
+    def _ask(self, path: NetworkPath) -> ProbePathRequest:
+        mine = self._rails[path.rail][path.source]
+        there = self._rails[path.rail][path.destination]
         return ProbePathRequest(
             survey=self._number,
-            destination=road.destination,
-            rail=road.rail,
+            destination=path.destination,
+            rail=path.rail,
             name=mine.name,
             from_host=mine.host,
             host=there.host,

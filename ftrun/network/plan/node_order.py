@@ -44,7 +44,7 @@ class NetworkModel:
     node_rates: Mapping[str, float] = field(default_factory=dict)
     uplink_rates: Mapping[str, float] = field(default_factory=dict)
     """By switch: the rate of all that leaves it, or of all that enters it."""
-    road_rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    path_rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By source and destination: paths that are slower than the nodes at both ends."""
 
 
@@ -64,10 +64,10 @@ class DirectedLink(NamedTuple):
     """A link that carries flows, in one direction."""
 
     kind: str
-    """`node`, `uplink` or `road`."""
+    """`node`, `uplink` or `pair`."""
     name: str
     """Name of the node or switch; for a path, its source."""
-    way: str
+    direction: str
     """`out` or `in`; for a path, its destination."""
 
 
@@ -97,8 +97,8 @@ def loads_of(
     # Each flow passes two nodes. They are summed by position, because there are thousands.
     sent, received = [0.0] * len(order), [0.0] * len(order)
 
-    def add(kind: str, name: str, way: str, load: float) -> None:
-        link = DirectedLink(kind, name, way)
+    def add(kind: str, name: str, direction: str, load: float) -> None:
+        link = DirectedLink(kind, name, direction)
         loads[link] = loads.get(link, 0.0) + load
 
     for start, end, share in flows:
@@ -106,23 +106,28 @@ def loads_of(
         received[end] += share
         up, down = paths[start], paths[end]
         if up != down:
-            for way, path, other in (("out", up, down), ("in", down, up)):
+            for direction, path, other in (("out", up, down), ("in", down, up)):
                 for switch in path:
                     if switch not in other:
-                        add("uplink", switch, way, share / network.uplink_rates.get(switch, 1.0))
-        road = order[start], order[end]
-        if road in network.road_rates:
-            add("road", *road, share / max(DEAD_RATE, network.road_rates[road]))
+                        add(
+                            "uplink",
+                            switch,
+                            direction,
+                            share / network.uplink_rates.get(switch, 1.0),
+                        )
+        pair = order[start], order[end]
+        if pair in network.path_rates:
+            add("road", *pair, share / max(DEAD_RATE, network.path_rates[pair]))
     return (
         loads | _of_nodes(order, sent, "out", network) | _of_nodes(order, received, "in", network)
     )
 
 
 def _of_nodes(
-    order: Sequence[str], shares: Sequence[float], way: str, network: NetworkModel
+    order: Sequence[str], shares: Sequence[float], direction: str, network: NetworkModel
 ) -> dict[DirectedLink, float]:
     return {
-        DirectedLink("node", node, way): share / network.node_rates.get(node, 1.0)
+        DirectedLink("node", node, direction): share / network.node_rates.get(node, 1.0)
         for node, share in zip(order, shares, strict=True)
         if share > 0
     }
@@ -221,7 +226,7 @@ def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
 
 def _kinds(nodes: Sequence[str], network: NetworkModel) -> list[Hashable]:
     """The kind of each node: an exchange of two nodes of one kind changes no cost."""
-    own = {end for road in network.road_rates for end in road}
+    own = {end for pair in network.path_rates for end in pair}
     return [
         node
         if node in own or node not in network.leaves
@@ -315,11 +320,11 @@ def _together(leaves: Sequence[str], above: Mapping[str, str]) -> list[str]:
     return list(joined(leaves, 0))
 
 
-class _Roads:
+class _PathRates:
     """The cost of bad paths, by position."""
 
     def __init__(self, count: int, network: NetworkModel) -> None:
-        self._rates = network.road_rates
+        self._rates = network.path_rates
         self._flows: list[list[Flow]] = [[] for _ in range(count)]
         """Flows that begin or end at a position."""
         for flow in (*ring_flows(count), *tree_flows(count)):
@@ -329,9 +334,9 @@ class _Roads:
     def cost(self, order: Sequence[str], *places: int) -> float:
         flows = {flow for place in places for flow in self._flows[place]}
         return sum(
-            share / max(DEAD_RATE, self._rates[road])
+            share / max(DEAD_RATE, self._rates[pair])
             for start, end, share in flows
-            if (road := (order[start], order[end])) in self._rates
+            if (pair := (order[start], order[end])) in self._rates
         )
 
 
@@ -339,9 +344,9 @@ class _Mending:
     """Exchanges nodes of a leaf to avoid bad paths, up to `MOST_EXCHANGES`."""
 
     def __init__(self, count: int, network: NetworkModel) -> None:
-        self._roads = _Roads(count, network)
+        self._paths = _PathRates(count, network)
         self._leaves = network.leaves
-        self._ends = {end for road in network.road_rates for end in road}
+        self._ends = {end for pair in network.path_rates for end in pair}
         self._left = MOST_EXCHANGES
 
     def mended(self, order: Sequence[str]) -> list[str]:
@@ -357,7 +362,7 @@ class _Mending:
 
     def _mend(self, order: list[str], place: int, others: Sequence[int]) -> None:
         """Exchanges the node at a position with others while it has a bad path there."""
-        cost = self._roads.cost
+        cost = self._paths.cost
         for other in others:
             if self._left <= 0 or cost(order, place) == 0:
                 return

@@ -43,7 +43,7 @@ class PlanningInputs:
     """The plan before: leaves found by its probes are kept if new probes find none."""
 
 
-def plan_roads(
+def plan_network(
     situation: PlanningInputs, surveyed: tuple[NetworkFindings, LeafSwitches] | None = None
 ) -> NetworkPlan:
     """The network plan for one generation; `surveyed` is the result of `survey_of`, if known."""
@@ -55,9 +55,9 @@ def plan_roads(
     env = situation.user_env
     busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
     snapshots = choose_snapshot_way(
-        choice, findings, nodes, wish=situation.snapshot_rail, busy=busy
+        choice, findings, nodes, requested=situation.snapshot_rail, busy=busy
     )
-    network = NetworkModel(leaves.of, leaves.above, road_rates=_bad_roads(findings, choice.rails))
+    network = NetworkModel(leaves.of, leaves.above, path_rates=_bad_paths(findings, choice.rails))
     ordering = order_nodes(nodes, network)
     order = list(nodes if situation.keep_order else ordering.order)
     return NetworkPlan(
@@ -94,15 +94,15 @@ def survey_of(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]
     return judge(situation.rails, situation.found, leaves.of), leaves
 
 
-def _bad_roads(findings: NetworkFindings, rails: Sequence[str]) -> dict[tuple[str, str], float]:
+def _bad_paths(findings: NetworkFindings, rails: Sequence[str]) -> dict[tuple[str, str], float]:
     bad: dict[tuple[str, str], float] = {}
     for one in findings.found:
         if one.rail in rails and len(one.nodes) == 2 and not one.is_late:
             source, destination = one.nodes
             bad[source, destination] = min(one.pace, bad.get((source, destination), 1.0))
-    for road in findings.dead:
-        if road.rail in rails:
-            bad[road.source, road.destination] = 0.0
+    for path in findings.dead:
+        if path.rail in rails:
+            bad[path.source, path.destination] = 0.0
     return bad
 
 
@@ -122,8 +122,8 @@ def _order_words(ordering: NodeOrder, leaves: LeafSwitches, keep: str) -> str:
     of_leaf: dict[str, list[str]] = {}
     for node in ordering.order:
         of_leaf.setdefault(leaves.of.get(node, "unknown"), []).append(node)
-    told = "; ".join(f"{leaf}: {', '.join(of)}" for leaf, of in of_leaf.items())
-    return f"{moved} By leaf switch: {told}."
+    reported = "; ".join(f"{leaf}: {', '.join(of)}" for leaf, of in of_leaf.items())
+    return f"{moved} By leaf switch: {reported}."
 
 
 def _group_words(nodes: Sequence[str], leaves: LeafSwitches) -> list[str]:

@@ -25,7 +25,7 @@ from ftrun.network.detect.findings import (
     NetworkFinding,
     NetworkFindingKind,
     NetworkFindings,
-    rate_words,
+    rate_text,
 )
 from ftrun.network.detect.localization import SLOW_RAIL
 from ftrun.network.detect.rails import RunRails
@@ -66,13 +66,13 @@ def choose_rails(
 ) -> RailChoice:
     """The rails for training; `suspects` were found slow in the run, each with the reason."""
     wrong = {rail: _wrong(rail, nodes, findings, suspects) for rail in findings.rails}
-    whole = [rail for rail, why in wrong.items() if not why]
+    whole = [rail for rail, reason in wrong.items() if not reason]
     if not findings.rates and not findings.dead:
         return _unprobed(whole, wrong)
     rates = {rail: _rate(rail, findings) for rail in findings.rails if rail in findings.usual}
     if not any(rail in rates for rail in whole):
         return _least_bad(nodes, findings, wrong, rates)
-    dropped = {rail: why for rail, why in wrong.items() if why}
+    dropped = {rail: reason for rail, reason in wrong.items() if reason}
     dropped |= {rail: "none of its paths was probed" for rail in whole if rail not in rates}
     whole = [rail for rail in whole if rail in rates]
     best = max(whole, key=lambda rail: rates[rail])
@@ -80,17 +80,17 @@ def choose_rails(
     for rail in whole:
         if rail not in used:
             dropped[rail] = (
-                f"{_slowest(rail, findings)}{rate_words(rates[rail])} at its slowest node, where "
-                f"{best} has {rate_words(rates[best])}: training would wait for it"
+                f"{_slowest(rail, findings)}{rate_text(rates[rail])} at its slowest node, where "
+                f"{best} has {rate_text(rates[best])}: training would wait for it"
             )
-    told = " and ".join(f"{rail} ({rate_words(rates[rail])})" for rail in used)
-    words = [f"Training uses {told}; the rate is that of the slowest node."]
+    reported = " and ".join(f"{rail} ({rate_text(rates[rail])})" for rail in used)
+    words = [f"Training uses {reported}; the rate is that of the slowest node."]
     words += _dropped_words(dropped)
     return RailChoice(tuple(used), dropped, rates, tuple(words))
 
 
 def _dropped_words(dropped: Mapping[str, str]) -> list[str]:
-    return [f"Rail {rail} is dropped: {why.rstrip('.')}." for rail, why in dropped.items()]
+    return [f"Rail {rail} is dropped: {reason.rstrip('.')}." for rail, reason in dropped.items()]
 
 
 def choose_snapshot_way(
@@ -98,22 +98,22 @@ def choose_snapshot_way(
     findings: NetworkFindings,
     nodes: Sequence[str],
     *,
-    wish: str,
+    requested: str,
     busy: Collection[str],
 ) -> SnapshotRail:
     """The rail for snapshots.
 
-    `wish` is the rail that the user requests, `busy` those that the user's own variables give to
-    training.
+    `requested` is the rail that the user requests, `busy` those that the user's own variables give
+    to training.
     """
     used = {*choice.rails, *busy}
     note = ""
-    if wish and wish not in findings.rails:
-        note = f"This run has no rail {wish}, which was requested for snapshots. "
-    elif wish and wish not in used:
-        return SnapshotRail(wish, 0, f"Snapshots use {wish}, as requested.")
-    elif wish:
-        return _paced(wish, choice, findings, f"Snapshots use {wish}, as requested")
+    if requested and requested not in findings.rails:
+        note = f"This run has no rail {requested}, which was requested for snapshots. "
+    elif requested and requested not in used:
+        return SnapshotRail(requested, 0, f"Snapshots use {requested}, as requested.")
+    elif requested:
+        return _paced(requested, choice, findings, f"Snapshots use {requested}, as requested")
     needed = SNAPSHOT_LEAST * max((choice.rates.get(rail, 0.0) for rail in used), default=0.0)
     free = [
         rail
@@ -125,7 +125,7 @@ def choose_snapshot_way(
     ]
     if free:
         best = max(free, key=lambda rail: choice.rates[rail])
-        rate = rate_words(choice.rates[best])
+        rate = rate_text(choice.rates[best])
         text = f"Snapshots use {best} ({rate}), which training does not use."
         return SnapshotRail(best, 0, note + text)
     if not choice.rails:
@@ -144,7 +144,7 @@ def _paced(rail: str, choice: RailChoice, findings: NetworkFindings, text: str) 
     return SnapshotRail(
         rail,
         allowed,
-        f"{text}, limited to {rate_words(allowed)} for each node: "
+        f"{text}, limited to {rate_text(allowed)} for each node: "
         f"{SNAPSHOT_SHARE:.0%} of its rate{narrow}.",
     )
 
@@ -196,7 +196,9 @@ def _is_behind(rail: str, share: float, findings: NetworkFindings) -> bool:
 def _unprobed(whole: Sequence[str], wrong: Mapping[str, str]) -> RailChoice:
     """Without probes, all nodes use the first rail, which is known to connect agents."""
     used = tuple(whole[:1])
-    dropped = {rail: why or "no path was probed" for rail, why in wrong.items() if rail not in used}
+    dropped = {
+        rail: reason or "no path was probed" for rail, reason in wrong.items() if rail not in used
+    }
     text = f"No path was probed: training uses {used[0]}." if used else _NO_RAIL
     return RailChoice(used, dropped, {}, (text,))
 
@@ -207,7 +209,7 @@ def _least_bad(
     wrong: Mapping[str, str],
     rates: Mapping[str, float],
 ) -> RailChoice:
-    dead = {rail: sum(road.rail == rail for road in findings.dead) for rail in wrong}
+    dead = {rail: sum(path.rail == rail for path in findings.dead) for rail in wrong}
     there = [
         rail
         for rail in wrong
@@ -216,7 +218,7 @@ def _least_bad(
     if not there:
         return RailChoice((), dict(wrong), rates, (_NO_RAIL,))
     best = min(there, key=lambda rail: (dead[rail], -rates[rail]))
-    dropped = {rail: why for rail, why in wrong.items() if rail != best}
+    dropped = {rail: reason for rail, reason in wrong.items() if rail != best}
     words = [f"No rail works between all nodes; {best} is the best one: {wrong[best].rstrip('.')}."]
     words += _dropped_words(dropped)
     return RailChoice((best,), dropped, rates, tuple(words))
@@ -234,13 +236,13 @@ def keep_rails(
     if kept == before.rails:
         return msgspec.structs.replace(before, order=list(nodes))
     left = [name for name in before.rails if name not in kept]
-    why = {name: dead.get(name, "not all nodes have an interface on it") for name in left}
+    reason = {name: dead.get(name, "not all nodes have an interface on it") for name in left}
     snapshots, pace = before.snapshot_rail, before.snapshot_bytes_per_s
     if snapshots in (*dead, *kept):
         snapshots, pace = kept[-1], 0  # the rate of a newly shared rail is unknown
-    dropped = {name: text for name, text in before.dropped.items() if name not in kept} | why
+    dropped = {name: text for name, text in before.dropped.items() if name not in kept} | reason
     words = [f"Training continues over {' and '.join(kept)}; no rate was measured since."]
-    words += _dropped_words(why)
+    words += _dropped_words(reason)
     return msgspec.structs.replace(
         before,
         order=list(nodes),

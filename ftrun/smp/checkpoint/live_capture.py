@@ -48,7 +48,7 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
 )
 
-PATIENCE_S, HURRIED_S = 30.0, 1.0
+TIMEOUT_S, HURRIED_S = 30.0, 1.0
 """A capture without progress for this number of seconds belongs to a dead worker.
 
 The shorter limit applies when the run ends.
@@ -119,8 +119,8 @@ class LiveCapture:
 
         return noted
 
-    def lost(self, why: str) -> SlotOverwritten:
-        return SlotOverwritten(self.version, why)
+    def lost(self, reason: str) -> SlotOverwritten:
+        return SlotOverwritten(self.version, reason)
 
     def nap(self, since_s: float) -> None:
         """Wait briefly for a worker to make progress.
@@ -129,7 +129,7 @@ class LiveCapture:
         """
         if self._stop.wait(_NAP_S) or self._follow.is_over():
             raise self.lost("its generation has ended")
-        limit_s = HURRIED_S if self._follow.hurries() else PATIENCE_S
+        limit_s = HURRIED_S if self._follow.hurries() else TIMEOUT_S
         if clock.now_s() - since_s > limit_s:
             raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
@@ -253,7 +253,7 @@ def await_capture(
     give_up_s = clock.now_s() + follow.wait_s
     while True:
         newest = newest_version(fds, world_size)
-        found = _begun(fds, world_size, follow.generation, newest)
+        found = _started(fds, world_size, follow.generation, newest)
         if found is not None:
             return LiveCapture(found, follow, gap_s=gap_s, room=room, stop=stop)
         is_over = follow.is_over() or follow.hurries() or clock.now_s() > give_up_s
@@ -261,7 +261,7 @@ def await_capture(
             return None
 
 
-def _begun(
+def _started(
     fds: ArenaFds, world_size: int, generation: Generation, newest: Version | None
 ) -> Sequence[_Slot] | None:
     slots: dict[Version, dict[int, _Slot]] = {}

@@ -53,7 +53,7 @@ class LoadJob:
         only: name of the one checkpoint that may be used; empty: any.
         life: the life that must have written it; empty: any. See `GenerationPlan.life`.
         group: the nodes that load it together; None: this one alone.
-        set_aside: names of checkpoints that no node of the run may load, and the reasons.
+        excluded: names of checkpoints that no node of the run may load, and the reasons.
     """
 
     world_size: int
@@ -62,7 +62,7 @@ class LoadJob:
     only: str = ""
     life: str = ""
     group: LoadGroup | None = None
-    set_aside: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def together(self) -> LoadGroup:
@@ -111,11 +111,11 @@ def _listed(storage: Storage, only: str) -> list[StoredCheckpoint]:
     try:
         found = _list(storage, only)
     except OSError as error:
-        _say_again(storage.shown, error)
+        _report_again(storage.shown, error)
         return _list(storage, only)
     stalled = [one for one in found if one.may_pass]
     if stalled:
-        _say_again(storage.shown, stalled[0].problem)
+        _report_again(storage.shown, stalled[0].problem)
         found = _list(storage, only)
     return found
 
@@ -135,7 +135,7 @@ def _list(storage: Storage, only: str) -> list[StoredCheckpoint]:
 def _load_first(
     sources: Sequence[CheckpointFiles], rejected: dict[str, str], job: LoadJob, *, where: str
 ) -> LoadedCheckpoint | None:
-    left = {name: job.set_aside[name] for name in rejected if name in job.set_aside}
+    left = {name: job.excluded[name] for name in rejected if name in job.excluded}
     for name in left:
         del rejected[name]
     has_own = not job.life
@@ -145,8 +145,8 @@ def _load_first(
             if job.life and source.index().life != job.life:
                 continue
             has_own = True
-            if name in job.set_aside:
-                left[name] = job.set_aside[name]
+            if name in job.excluded:
+                left[name] = job.excluded[name]
                 continue
             return _load(source, rejected, job)
         except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
@@ -176,7 +176,7 @@ def _load(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> Lo
         cause = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
             raise
-        _say_again(source.path, error)
+        _report_again(source.path, error)
     return _attempt(source, rejected, job)
 
 
@@ -187,6 +187,6 @@ def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) ->
     return LoadedCheckpoint(at, source.path, fds, rejected, index.world_size, rest)
 
 
-def _say_again(what: str, error: Exception | str) -> None:
+def _report_again(what: str, error: Exception | str) -> None:
     _log.warning("cannot read %s, trying once more: %s", what, str(error))
     clock.sleep(RETRY_S)

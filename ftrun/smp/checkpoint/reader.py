@@ -195,7 +195,7 @@ class CheckpointReader:
             self._ends = ends.pop_all()
 
     @property
-    def heads(self) -> Sequence[ShardHeader]:
+    def headers(self) -> Sequence[ShardHeader]:
         return [shard.head for shard in self.shards]
 
     def entry(self, rank: int, name: str) -> LayoutEntry:

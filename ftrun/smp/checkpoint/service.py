@@ -34,7 +34,7 @@ from ftrun.smp.checkpoint.storage.storage import Retention, sweep_run
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, reported
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
-from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, calmly
+from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.urls import without_password
@@ -75,7 +75,7 @@ class CheckpointService:
 
     def write(
         self,
-        asker: Requester,
+        requester: Requester,
         body: checkpoint_messages.WriteCheckpoint,
         tracker: CommitTracker,
     ) -> None:
@@ -100,7 +100,7 @@ class CheckpointService:
                 generation,
                 is_over=lambda: tracker.generation != generation,
                 hurries=self._hurries.is_set,
-                wait_s=body.stream_wait_s,
+                wait_s=body.live_capture_timeout_s,
             ),
         )
         fds = {
@@ -109,30 +109,30 @@ class CheckpointService:
         }
         self._jobs.submit(
             "disk",
-            partial(self._write, asker, order, fds),
-            failed=partial(asker.tell, checkpoint_messages.CheckpointFailed(_BUG)),
+            partial(self._write, requester, order, fds),
+            failed=partial(requester.send, checkpoint_messages.CheckpointFailed(_BUG)),
         )
 
-    def load(self, asker: Requester, body: checkpoint_messages.LoadCheckpoint) -> None:
+    def load(self, requester: Requester, body: checkpoint_messages.LoadCheckpoint) -> None:
         self._jobs.submit(
             "disk",
-            partial(self._load, asker, body),
-            failed=partial(asker.tell, messages.Refused(_BUG)),
+            partial(self._load, requester, body),
+            failed=partial(requester.send, messages.Refused(_BUG)),
         )
 
     def own(self, claim: CheckpointClaim | None) -> None:
         """Renew the owner record of the directory from now on; None if another node does."""
         self._owner.renew(claim)
 
-    def end(self, asker: Requester, body: checkpoint_messages.EndCheckpoints) -> None:
+    def end(self, requester: Requester, body: checkpoint_messages.EndCheckpoints) -> None:
         def ended() -> Finish:
             try:
                 self._owner.end(body.exit_code, body.reason, body.command)
             except (CheckpointError, OSError) as error:
                 _log.warning("cannot record the end of the run next to its checkpoints: %s", error)
-            return partial(asker.tell, messages.Done())
+            return partial(requester.send, messages.Done())
 
-        self._jobs.submit("disk", ended, failed=partial(asker.tell, messages.Refused(_BUG)))
+        self._jobs.submit("disk", ended, failed=partial(requester.send, messages.Refused(_BUG)))
 
     def hurry(self) -> None:
         """Remove the rate limit of the running write, and shorten its waits for a capture."""
@@ -150,19 +150,19 @@ class CheckpointService:
         self._room.drop()
         return _nothing
 
-    def _write(self, asker: Requester, order: WriteJob, fds: ArenaFds) -> Finish:
+    def _write(self, requester: Requester, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
         try:
-            done = calmly(partial(self._written, order, fds))
+            done = at_low_priority(partial(self._written, order, fds))
         except CheckpointError as error:
-            return partial(self._tell, asker, checkpoint_messages.CheckpointFailed(str(error)))
+            return partial(self._send, requester, checkpoint_messages.CheckpointFailed(str(error)))
         finally:
             _close(fds.values())
             self._room_is_free()
-        return partial(self._tell, asker, _answer(done, clock.now_s() - started_s))
+        return partial(self._send, requester, _answer(done, clock.now_s() - started_s))
 
-    def _tell(self, asker: Requester, done: messages.AnyMessage) -> None:
-        asker.tell(done)
+    def _send(self, requester: Requester, done: messages.AnyMessage) -> None:
+        requester.send(done)
         self._tidying.start(KEEP_S)
 
     def _tidy(self) -> None:
@@ -182,27 +182,27 @@ class CheckpointService:
         order = replace(order, retention=replace(order.retention, runs=runs))
         return self._writer.write(fds, order)
 
-    def _load(self, asker: Requester, body: checkpoint_messages.LoadCheckpoint) -> Finish:
+    def _load(self, requester: Requester, body: checkpoint_messages.LoadCheckpoint) -> Finish:
         self._room.drop()
         try:
             if body.claim is not None:
                 self._claim(body.claim)
             loaded = self._loaded_from(body)
         except CheckpointsTaken as error:
-            return partial(asker.tell, _none_loaded({}, str(error), is_taken=True))
+            return partial(requester.send, _none_loaded({}, str(error), is_taken=True))
         except NoUsableCheckpoint as error:
             problem = "" if isinstance(error, NoneOfThisRun) else str(error)
-            return partial(asker.tell, _none_loaded(error.rejected, problem))
+            return partial(requester.send, _none_loaded(error.rejected, problem))
         except (CheckpointError, OSError) as error:
             # The directory itself is named, so that the leader repeats the load on all nodes before
             # the run ends.
             where = without_password(body.directory)
-            return partial(asker.tell, _none_loaded({where: str(error)}, str(error)))
+            return partial(requester.send, _none_loaded({where: str(error)}, str(error)))
         except MemoryTooSmall as error:
-            return partial(asker.tell, messages.Refused(str(error)))
+            return partial(requester.send, messages.Refused(str(error)))
         if loaded is None:
-            return partial(asker.tell, _none_loaded({}, ""))
-        return partial(self._put, asker, body, loaded)
+            return partial(requester.send, _none_loaded({}, ""))
+        return partial(self._put, requester, body, loaded)
 
     def _claim(self, claim: CheckpointClaim) -> None:
         """Claim the directory; if the record cannot be written, load without it.
@@ -232,7 +232,7 @@ class CheckpointService:
             only=body.only,
             life=body.life,
             group=LoadGroup(body.ranks, body.node) if body.ranks else None,
-            set_aside=body.set_aside,
+            excluded=body.excluded,
         )
         loaded = load_checkpoint(body.directory, order, self._stop)
         with (
@@ -243,10 +243,13 @@ class CheckpointService:
         return loaded
 
     def _put(
-        self, asker: Requester, body: checkpoint_messages.LoadCheckpoint, loaded: LoadedCheckpoint
+        self,
+        requester: Requester,
+        body: checkpoint_messages.LoadCheckpoint,
+        loaded: LoadedCheckpoint,
     ) -> None:
         self._loaded(loaded)
-        asker.tell(
+        requester.send(
             checkpoint_messages.CheckpointLoaded(
                 generation=loaded.version.generation,
                 step=loaded.version.step,

@@ -36,7 +36,7 @@ from ftrun.smp.checkpoint.reader import (
 )
 from ftrun.smp.memory.arenas import create
 from ftrun.snapshot.layout import Layout
-from ftrun.snapshot.load_shares import Place, company_of, ranks_at, share_of
+from ftrun.snapshot.load_shares import Place, load_group_of, ranks_at, share_of
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
 
@@ -106,20 +106,20 @@ class SharedLoad:
 
     def find(self, digest: int) -> memoryview:
         """Return a piece that this node has loaded; raises LayoutUnknown if it has not."""
-        place = self._here.get(digest)
-        if place is None:
+        position = self._here.get(digest)
+        if position is None:
             raise LayoutUnknown("no piece with this digest was read on this node")
-        return self.room(place)
+        return self.room(position)
 
-    def room(self, place: Place) -> memoryview:
-        rank, index = place
+    def room(self, position: Place) -> memoryview:
+        rank, index = position
         layout, start = self._layouts[rank]
         piece = layout.pieces[index]
         at = start + piece.offset
         return self._arenas[rank].image(_SLOT)[at : at + piece.num_bytes]
 
-    def digest(self, place: Place) -> int:
-        rank, index = place
+    def digest(self, position: Place) -> int:
+        rank, index = position
         return int(self._arenas[rank].table(_SLOT)[index])
 
     # --- filling -------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class SharedLoad:
         LayoutUnknown or OSError if the checkpoint cannot be used.
         """
         for rank in self.ranks:
-            self._read_head(rank)
+            self._read_header(rank)
         own: dict[int, Sequence[int]] = {
             rank: self._arenas[rank].table(_SLOT) for rank in self.ranks
         }
@@ -144,7 +144,7 @@ class SharedLoad:
         share = share_of(node, ranks, {**tables, **own}, sizes)
         self._twins, self.left = share.twins, dict(share.others)
         for rank in self.ranks:
-            self._read(self._source, [place for place in share.own if place[0] == rank])
+            self._read(self._source, [position for position in share.own if position[0] == rank])
             crash_point("smp.checkpoint.shard_loaded")
         if not self.left:
             self.seal()
@@ -154,20 +154,20 @@ class SharedLoad:
         with self._source.again() as source:
             self._read(source, places)
 
-    def took(self, place: Place) -> None:
+    def took(self, position: Place) -> None:
         """Check a piece that has arrived; raises SnapshotCorrupt if it has changed."""
-        digest = self.digest(place)
-        if xxhash.xxh3_64_intdigest(self.room(place)) != digest:
-            rank, index = place
+        digest = self.digest(position)
+        if xxhash.xxh3_64_intdigest(self.room(position)) != digest:
+            rank, index = position
             pieces = self._shards[rank].num_pieces
             raise SnapshotCorrupt(what=self._what(rank), piece=index, pieces=pieces)
-        self._here[digest] = place
-        self.left.pop(place, None)
+        self._here[digest] = position
+        self.left.pop(position, None)
 
     def seal(self) -> None:
         assert not self.left
-        for twin, place in self._twins:
-            self.room(twin)[:] = self.room(place)
+        for twin, position in self._twins:
+            self.room(twin)[:] = self.room(position)
         for rank, arena in self._arenas.items():
             arena.write_header(_SLOT, self._header(rank, SlotState.SEALED))
         self.is_whole = True
@@ -176,14 +176,14 @@ class SharedLoad:
 
     def _read(self, source: CheckpointFiles, places: Sequence[Place]) -> None:
         for rank in dict.fromkeys(rank for rank, _ in places):
-            own = [place for place in places if place[0] == rank]
+            own = [position for position in places if position[0] == rank]
             try:
                 self._read_runs(source, rank, own)
             except (CheckpointError, SnapshotCorrupt, OSError) as error:
                 _log.warning("reading %s piece by piece: %s", self._what(rank), str(error))
-                for place in own:
-                    if self._here.get(self.digest(place)) != place:
-                        self._read_piece(source, place)
+                for position in own:
+                    if self._here.get(self.digest(position)) != position:
+                        self._read_piece(source, position)
 
     def _read_runs(self, source: CheckpointFiles, rank: int, places: Sequence[Place]) -> None:
         shard, what = self._shards[rank], self._what(rank)
@@ -193,22 +193,25 @@ class SharedLoad:
                 target = self._arenas[rank].image(_SLOT)[at : at + num_bytes]
                 check_length(file.read_into(target, at), target, what)
                 self.num_read += num_bytes
-                for place in run:
-                    self.took(place)
+                for position in run:
+                    self.took(position)
 
-    def _read_piece(self, source: CheckpointFiles, place: Place) -> None:
+    def _read_piece(self, source: CheckpointFiles, position: Place) -> None:
         """Read from the file of its rank, or from that of another rank that has the same piece."""
         try:
-            self._read_runs(source, place[0], [place])
+            self._read_runs(source, position[0], [position])
         except (CheckpointError, SnapshotCorrupt, OSError):
-            rank, room = place[0], self.room(place)
-            other = self._replicas.read(source, self.digest(place), room, but=rank)
+            rank, room = position[0], self.room(position)
+            other = self._replicas.read(source, self.digest(position), room, but=rank)
             if other is None:
                 raise
             self.num_read += len(room)
-            self.took(place)
+            self.took(position)
             _log.warning(
-                "%s: piece %d was read from the file of rank %d", self._what(rank), place[1], other
+                "%s: piece %d was read from the file of rank %d",
+                self._what(rank),
+                position[1],
+                other,
             )
 
     def _what(self, rank: int) -> str:
@@ -221,7 +224,7 @@ class SharedLoad:
         made = SlotHeader(state, at.generation, at.step, shard.num_bytes, digest, 0)
         return replace(made, sealed_ns=clock.now_ns())
 
-    def _read_head(self, rank: int) -> None:
+    def _read_header(self, rank: int) -> None:
         arena = self._arenas[rank]
         arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
         header, table, layout = read_head(self._source, self._shards[rank])
@@ -250,7 +253,7 @@ def load_share(
     source: CheckpointFiles,
     index: CheckpointIndex,
     world_size: int,
-    company: LoadGroup,
+    load_group: LoadGroup,
     check: Check,
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
@@ -258,10 +261,10 @@ def load_share(
     Raises MemoryTooSmall if the arenas do not fit. Raises CheckpointError, SnapshotCorrupt,
     LayoutUnknown or OSError if the checkpoint cannot be used.
     """
-    node, shards = company.node, {shard.rank: shard for shard in index.shards}
+    node, shards = load_group.node, {shard.rank: shard for shard in index.shards}
     ranks = {
-        other: company.loads(other, index, world_size)
-        for other in company_of(node, len(company.ranks))
+        other: load_group.loads(other, index, world_size)
+        for other in load_group_of(node, len(load_group.ranks))
     }
     missing = [rank for rank in ranks[node] if rank not in shards]
     if missing:
@@ -317,7 +320,7 @@ class PieceReplicas:
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._shards = {shard.rank: shard for shard in index.shards}
-        self._heads: dict[int, _Head | None] = {}
+        self._headers: dict[int, _Head | None] = {}
 
     def read(
         self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
@@ -341,13 +344,13 @@ class PieceReplicas:
         return None
 
     def _head(self, source: CheckpointFiles, rank: int) -> _Head | None:
-        if rank not in self._heads:
+        if rank not in self._headers:
             try:
                 header, table, layout = read_head(source, self._shards[rank])
-                self._heads[rank] = self._shards[rank], table, layout, len(header)
+                self._headers[rank] = self._shards[rank], table, layout, len(header)
             except (CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError):
-                self._heads[rank] = None  # this rank's files are unusable
-        return self._heads[rank]
+                self._headers[rank] = None  # this rank's files are unusable
+        return self._headers[rank]
 
 
 def _is_read(source: CheckpointFiles, name: str, room: memoryview, at: int, digest: int) -> bool:

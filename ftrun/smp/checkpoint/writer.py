@@ -65,8 +65,8 @@ from ftrun.smp.checkpoint.storage.storage import (
     part_name,
     part_names,
     remove_all,
-    sweep_begun,
     sweep_finished,
+    sweep_started,
     to_prune,
 )
 from ftrun.smp.checkpoint.write_job import (
@@ -186,12 +186,12 @@ class _Attempt:
             if not all(is_whole(shard, sizes) for shard in one.index.shards):
                 continue
             if one is found[0] or self._is_alone:
-                self._settle(one.name, found)
+                self._resolve(one.name, found)
             return WriteResult(self.chosen.version, self.storage.path_of(one.name), 0)
         return None
 
     def sweep(self, found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
-        return sweep_begun(
+        return sweep_started(
             self.storage,
             found,
             self.blank.run_id,
@@ -202,7 +202,7 @@ class _Attempt:
 
     def begin(self) -> None:
         self.storage.make(self.folder)
-        self._sync_begun()
+        self._sync_started()
 
     def whole_part(self, contents: set[Content]) -> CheckpointPart | None:
         """Return this node's part if an earlier attempt has written it."""
@@ -235,11 +235,11 @@ class _Attempt:
             raise SlotOverwritten(chosen.version) from error
         if not chosen.is_sound:
             raise SlotOverwritten(chosen.version)
-        self._sync_begun(folder)  # Rule 1
+        self._sync_started(folder)  # Rule 1
         written_s = 0.0 if storage.is_local else clock.wall_s()
         part = msgspec.structs.replace(self.blank, shards=files, written_s=written_s)
         storage.put(f"{folder}/{part_name(self.job.ranks)}", seal(part))
-        self._sync_begun(folder)
+        self._sync_started(folder)
         crash_point("smp.checkpoint.part_written")
         return part
 
@@ -279,7 +279,7 @@ class _Attempt:
         crash_point("smp.checkpoint.renamed")
         storage.sync()
         crash_point("smp.checkpoint.parts_renamed")
-        self._settle(name, found)
+        self._resolve(name, found)
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         return WriteResult(version, storage.path_of(name), total_bytes, note="; ".join(notes))
 
@@ -293,12 +293,12 @@ class _Attempt:
                 self.storage.discard(self.folder)
             raise
 
-    def _sync_begun(self, folder: str = "") -> None:
+    def _sync_started(self, folder: str = "") -> None:
         """Make names in an unfinished checkpoint durable, unless no later writer will use it."""
         if not self._is_alone:
             self.storage.sync(folder)
 
-    def _settle(self, name: str, found: Sequence[StoredCheckpoint]) -> None:
+    def _resolve(self, name: str, found: Sequence[StoredCheckpoint]) -> None:
         """Complete the steps after publishing; each node that finds the checkpoint repeats them."""
         storage, run_id = self.storage, self.blank.run_id
         storage.tidy(name)

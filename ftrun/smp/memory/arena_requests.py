@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 class _Making:
     """One arena being allocated.
 
-    `generation` is the newest in which it was requested, `askers` are all clients that requested
-    it, `waiting` are requests of the same rank for another shape.
+    `generation` is the newest in which it was requested, `requesters` are all clients that
+    requested it, `waiting` are requests of the same rank for another shape.
     """
 
     shape: ArenaShape
     generation: Generation
-    askers: list[Requester]
+    requesters: list[Requester]
     waiting: list[tuple[Generation, Requester, worker_messages.RequestArena]] = field(
         default_factory=list
     )
@@ -65,7 +65,7 @@ class ArenaRequests:
 
     Args:
         is_short: called when memory is refused, to give back memory that is not needed.
-        vault_bytes: bytes of the parity and mirrors of other nodes that are allocated now.
+        parity_region_bytes: bytes of the parity and mirrors of other nodes that are allocated now.
     """
 
     def __init__(
@@ -74,64 +74,64 @@ class ArenaRequests:
         jobs: JobLanes,
         *,
         tracker: CommitTracker,
-        tell_agent: Callable[..., None],
+        send_to_agent: Callable[..., None],
         is_short: Callable[[], None],
-        vault_bytes: Callable[[], int],
+        parity_region_bytes: Callable[[], int],
     ) -> None:
         self._memory = memory
         self._jobs = jobs
         self._tracker = tracker
-        self._tell_agent = tell_agent
+        self._send_to_agent = send_to_agent
         self._is_short = is_short
-        self._vault_bytes = vault_bytes
+        self._parity_region_bytes = parity_region_bytes
         self._making: dict[Rank, _Making] = {}
         self._parity_share = 0.0
-        self._is_parity_told = False
+        self._is_parity_reported = False
 
     def begin(self, parity_share: float) -> None:
         """Begin a generation; `parity_share` is as in `parity_share` of redundancy/group.py."""
         self._parity_share = parity_share
-        self._is_parity_told = False
+        self._is_parity_reported = False
 
-    def reserve(self, asker: Requester, body: worker_messages.ReserveMemory) -> None:
+    def reserve(self, requester: Requester, body: worker_messages.ReserveMemory) -> None:
         """Reply whether two slots of this size fit in addition to the requests of other ranks."""
         try:
             self._memory.reserve(
                 Rank(body.rank), body.image_bytes, world_size=self._tracker.world_size
             )
         except MemoryTooSmall as error:
-            self._refuse([asker], error)
+            self._refuse([requester], error)
         else:
-            asker.tell(messages.Done())
+            requester.send(messages.Done())
             self._check_parity()
 
-    def request(self, asker: Requester, body: worker_messages.RequestArena) -> None:
+    def request(self, requester: Requester, body: worker_messages.RequestArena) -> None:
         shape = ArenaShape(
             body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
         )
         generation, making = self._tracker.generation, self._making.get(Rank(body.rank))
         if making is not None and making.shape == shape:
             making.generation = generation
-            making.askers.append(asker)
+            making.requesters.append(requester)
             return
         if making is not None:
-            making.waiting.append((generation, asker, body))
+            making.waiting.append((generation, requester, body))
             return
         arena = self._memory.grant_again(shape, generation)
         if arena is not None:
             # The agent has its descriptor already: from the allocation, from MemoryHandedOver, or
             # because it sent the descriptor with AdoptMemory.
             self._memory.forget_promise(Rank(body.rank))
-            asker.tell(granted(shape), fds=(arena.fd,))
+            requester.send(granted(shape), fds=(arena.fd,))
             return
-        self._make(_Making(shape, generation, [asker]))
+        self._make(_Making(shape, generation, [requester]))
 
     def _make(self, making: _Making) -> None:
         rank, shape = making.rank, making.shape
         try:
             self._memory.promise(rank, shape.total_bytes, image_bytes=shape.image_bytes)
         except MemoryTooSmall as error:
-            self._refuse(making.askers, error)
+            self._refuse(making.requesters, error)
             return
         self._making[rank] = making
         self._jobs.submit(
@@ -156,13 +156,13 @@ class ArenaRequests:
         is_wanted = making.generation == self._tracker.generation and not making.waiting
         if is_wanted:
             self._memory.add(fd, making.generation)
-            self._tell_agent(granted(making.shape), fds=(fd,))
+            self._send_to_agent(granted(making.shape), fds=(fd,))
             crash_point("smp.arena.agent_told")
-        for asker in making.askers:
+        for requester in making.requesters:
             if is_wanted:
-                asker.tell(granted(making.shape), fds=(fd,))
+                requester.send(granted(making.shape), fds=(fd,))
             else:
-                asker.tell(_NOT_WANTED)
+                requester.send(_NOT_WANTED)
         crash_point("smp.arena.granted")
         if not is_wanted:
             _log.info("rank %d: freed an arena that is no longer requested", making.rank)
@@ -171,25 +171,27 @@ class ArenaRequests:
 
     def _not_made(self, making: _Making, error: MemoryTooSmall | None) -> None:
         if error is not None:
-            self._refuse(making.askers, error)
+            self._refuse(making.requesters, error)
         else:
-            for asker in making.askers:
-                asker.tell(_BUG)
+            for requester in making.requesters:
+                requester.send(_BUG)
         self._end(making)
 
     def _end(self, making: _Making) -> None:
         del self._making[making.rank]
         self._memory.end_making(making.rank)
-        for generation, asker, body in making.waiting:
+        for generation, requester, body in making.waiting:
             if generation == self._tracker.generation:
-                self.request(asker, body)
+                self.request(requester, body)
             else:
-                asker.tell(_NOT_WANTED)
+                requester.send(_NOT_WANTED)
 
     @property
     def _parity_bytes(self) -> int:
         """Upper bound of bytes still to allocate for other nodes; replicas need no parity."""
-        return max(0, int(self._parity_share * self._memory.planned_bytes) - self._vault_bytes())
+        return max(
+            0, int(self._parity_share * self._memory.planned_bytes) - self._parity_region_bytes()
+        )
 
     def _check_parity(self) -> None:
         """Report once per generation if parity may not fit in addition to the arenas.
@@ -197,24 +199,24 @@ class ArenaRequests:
         This is an upper bound, because the bytes that need parity are known only later.
         """
         parity_bytes = self._parity_bytes
-        if not parity_bytes or self._is_parity_told:
+        if not parity_bytes or self._is_parity_reported:
             return
         if not self._memory.known_ranks.issuperset(self._tracker.ranks):
             return
         try:
             self._memory.check(parity_bytes)
         except MemoryTooSmall as error:
-            self._is_parity_told = True
-            why = (
+            self._is_parity_reported = True
+            reason = (
                 f"the ranks' snapshots fit, but parity for other nodes may not: both need up to "
                 f"{error.needed_bytes / 1e6:,.0f} MB more and {error.available_bytes / 1e6:,.0f} "
                 f"MB are free ({error.limit}). Without parity the loss of a node loses its state. "
                 "Raise this limit, or use --erasure K+M with a larger K or a smaller M"
             )
-            _log.warning("%s", why)
-            self._tell_agent(smp_messages.SmpNotice("memory", why))
+            _log.warning("%s", reason)
+            self._send_to_agent(smp_messages.SmpNotice("memory", reason))
 
-    def _refuse(self, askers: list[Requester], error: MemoryTooSmall) -> None:
+    def _refuse(self, requesters: list[Requester], error: MemoryTooSmall) -> None:
         self._is_short()
         answer = worker_messages.MemoryRefused(
             needed_bytes=error.needed_bytes,
@@ -224,8 +226,8 @@ class ArenaRequests:
             num_ranks=error.num_ranks,
             parity_bytes=self._parity_bytes,
         )
-        for asker in askers:
-            asker.tell(answer)
+        for requester in requesters:
+            requester.send(answer)
 
 
 def granted(shape: ArenaShape) -> worker_messages.ArenaGranted:

@@ -41,7 +41,7 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
-TellAgent = Callable[..., None]
+SendToAgent = Callable[..., None]
 Descriptors = Callable[[], Mapping[Rank, Sequence[int]]]
 
 _COMPARE_EVERY_S = 2.0
@@ -69,27 +69,27 @@ class GenerationStart:
 class CommitCoordinator:
     """Counts seals and commits versions."""
 
-    def __init__(self, memory: ArenaStore, tell_agent: TellAgent) -> None:
+    def __init__(self, memory: ArenaStore, send_to_agent: SendToAgent) -> None:
         self.tracker = CommitTracker()
         self._memory = memory
-        self._tell_agent = tell_agent
+        self._send_to_agent = send_to_agent
         self._page: SharedPage | None = None
         self._group: LocalGroup | None = None
         self.protector: Protector | None = None
         self._start_from: Version | None = None
         self._skipped: set[int] = set()
         """Skipped steps, without those that were committed or abandoned."""
-        self._told_skipped = -1
+        self._reported_skipped = -1
         self._abandoned = -1
         self.after_commit: Callable[[], None] = lambda: None
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self.tracker.generation >= 0
 
     def world(self) -> CommitTracker:
         """The ranks that take part; before the first generation: those of the adopted memory."""
-        if self.has_begun:
+        if self.has_started:
             return self.tracker
         sizes = [arena.shape.world_size for arena in self._memory.all()]
         return CommitTracker(self._memory.ranks, max(sizes, default=0))
@@ -107,7 +107,7 @@ class CommitCoordinator:
         """Begin a generation: count the seals of these local ranks; publish commits on the page."""
         if generation > self.tracker.generation:
             self._skipped.clear()
-            self._told_skipped = -1
+            self._reported_skipped = -1
             self._abandoned = page.get(CommandField.ABANDONED_STEP)  # written by the previous SMP
         self._page, self._group = page, start.group
         if start.group is not None and page.get(CommandField.TAKE_FROM) < 0:
@@ -116,9 +116,9 @@ class CommitCoordinator:
             self._start_from = None if start.is_resized else start.version
         if start.is_resized and page.get(CommandField.COMMITTED_IN) < generation:
             page.set(CommandField.COMMITTED_IN, generation)
-        self.begin_again(generation, ranks, world_size)
+        self.restart(generation, ranks, world_size)
 
-    def begin_again(self, generation: Generation, ranks: Sequence[Rank], world_size: int) -> None:
+    def restart(self, generation: Generation, ranks: Sequence[Rank], world_size: int) -> None:
         held = self._memory.held(world_size)
         tracker = self.tracker
         alone = self._group is None
@@ -131,8 +131,8 @@ class CommitCoordinator:
                 self._page.set(CommandField.COMMITTED_IN, generation)
         else:
             tracker.committed = self._shown()
-            settled = version(generation, self._abandoned)
-            tracker.abandon(max(tracker.committed or settled, settled))
+            resolved = version(generation, self._abandoned)
+            tracker.abandon(max(tracker.committed or resolved, resolved))
             self.protect_complete()
 
     def protect_complete(self) -> None:
@@ -170,7 +170,7 @@ class CommitCoordinator:
         elif self.tracker.complete not in (None, before):
             self.protect_complete()
 
-    def hear_again(self, rank: Rank) -> None:
+    def resend_sealed(self, rank: Rank) -> None:
         """Count the seals of a worker that (re)connects; the previous SMP may have missed them."""
         held = self._memory.held(self.tracker.world_size).get(rank, set())
         for sealed in sorted(held):
@@ -194,12 +194,12 @@ class CommitCoordinator:
     def skipped(self, sealed: Version) -> None:
         if sealed.generation == self.tracker.generation:
             self._skipped.add(sealed.step)
-            self._tell_skipped()
+            self._report_skipped()
 
-    def corrupt(self, found: Version, why: str) -> bool:
+    def corrupt(self, found: Version, reason: str) -> bool:
         """Void a version with a damaged slot; return whether the version is abandoned."""
-        _log.warning("%s", why)
-        self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))
+        _log.warning("%s", reason)
+        self._send_to_agent(smp_messages.SmpNotice("source_set_aside", reason))
         if found.generation != self.tracker.generation:
             return False
         for rank in self.tracker.ranks:
@@ -244,8 +244,8 @@ class CommitCoordinator:
         )
         self.after_commit()
         crash_point("smp.commit.replaced_freed")
-        self._tell_agent(smp_messages.VersionCommitted(committed.generation, committed.step))
-        self._tell_skipped()
+        self._send_to_agent(smp_messages.VersionCommitted(committed.generation, committed.step))
+        self._report_skipped()
 
     def _show(self, committed: Version | None) -> None:
         if self._page is None:
@@ -276,7 +276,7 @@ class CommitCoordinator:
     def _abandon_here(self, step: int) -> None:
         self._abandon(step)
         if self._group is not None:
-            self._tell_agent(smp_messages.AbandonVersion(self.tracker.generation, step))
+            self._send_to_agent(smp_messages.AbandonVersion(self.tracker.generation, step))
 
     def _abandon(self, step: int) -> None:
         self._abandoned = max(self._abandoned, step)
@@ -290,25 +290,25 @@ class CommitCoordinator:
                 CommandField.ABANDONED_STEP, max(self._page.get(CommandField.ABANDONED_STEP), step)
             )
         crash_point("smp.commit.abandoned")
-        self._tell_skipped()
+        self._report_skipped()
 
-    def _tell_skipped(self) -> None:
+    def _report_skipped(self) -> None:
         """Abandon the newest step that a rank here has skipped, or report it (rule 3)."""
         if self._awaits_recommit:
             return
         tracker = self.tracker
         committed = tracker.committed
         is_ours = committed is not None and committed.generation == tracker.generation
-        settled = max(self._abandoned, committed.step if committed and is_ours else -1)
-        self._skipped = {step for step in self._skipped if step > settled}
+        resolved = max(self._abandoned, committed.step if committed and is_ours else -1)
+        self._skipped = {step for step in self._skipped if step > resolved}
         pending = [one.step for one in map(tracker.pending, tracker.ranks) if one is not None]
         newest = max((step for step in self._skipped if step <= min(pending, default=step)),
                      default=-1)  # fmt: skip
         if self._group is None and newest >= 0:
             self._abandon_here(newest)
-        elif newest > self._told_skipped:
-            self._told_skipped = newest
-            self._tell_agent(smp_messages.AbandonVersion(tracker.generation, newest))
+        elif newest > self._reported_skipped:
+            self._reported_skipped = newest
+            self._send_to_agent(smp_messages.AbandonVersion(tracker.generation, newest))
 
 
 class ReplicaMonitor:
@@ -320,17 +320,17 @@ class ReplicaMonitor:
     """
 
     def __init__(
-        self, jobs: JobLanes, maps: ArenaMappings, tell_agent: Callable[..., None]
+        self, jobs: JobLanes, maps: ArenaMappings, send_to_agent: Callable[..., None]
     ) -> None:
         self._jobs = jobs
         self._maps = maps
-        self._tell_agent = tell_agent
+        self._send_to_agent = send_to_agent
         self._generation = -1
         self._replicas = NodeReplicas()
         self._due_s = 0.0
         self._is_busy = False
 
-    def look(self, committed: Version, fds: Descriptors) -> None:
+    def poll(self, committed: Version, fds: Descriptors) -> None:
         """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds."""
         if committed.generation != self._generation:
             self._generation, self._replicas = committed.generation, NodeReplicas()
@@ -358,11 +358,13 @@ class ReplicaMonitor:
         is_there = self._maps.hold(fds(), wanted).ranks == shards.ranks
         if wanted.generation != self._generation or not is_there:
             return
-        ranks = sorted(self._replicas.look(manifest))
+        ranks = sorted(self._replicas.poll(manifest))
         if ranks:
             words = ", ".join(map(str, ranks))
-            why = f"{wanted}: replicas on several ranks are no longer equal; different on {words}"
-            self._tell_agent(smp_messages.SmpNotice("replicas_differ", why, [], ranks))
+            reason = (
+                f"{wanted}: replicas on several ranks are no longer equal; different on {words}"
+            )
+            self._send_to_agent(smp_messages.SmpNotice("replicas_differ", reason, [], ranks))
 
     def _found_nothing(self) -> None:
         self._is_busy = False

@@ -23,12 +23,12 @@ from ftrun.wire.shared_memory.parity_region import (
     ParityRecord,
     ParityRegion,
     ParityRegionState,
-    create_vault,
-    vault_bytes,
+    create_parity_region,
+    parity_region_bytes,
 )
 
-NUM_VAULTS = 2
-_MOST_VAULTS = 3
+NUM_PARITY_REGIONS = 2
+_MAX_PARITY_REGIONS = 3
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +36,7 @@ class ParityStore:
     """The parity regions of this node, by slot."""
 
     def __init__(self) -> None:
-        self._slots: list[ParityRegion | None] = [None] * _MOST_VAULTS
+        self._slots: list[ParityRegion | None] = [None] * _MAX_PARITY_REGIONS
         self._kept: int | None = None
         self._committed: int | None = None
         """Slot of the newest committed protection, if the kept one is not committed."""
@@ -44,15 +44,15 @@ class ParityStore:
     @property
     def slots(self) -> list[int]:
         """Slots that hold a region, in the order of `fds`."""
-        return [at for at, vault in enumerate(self._slots) if vault is not None]
+        return [at for at, region in enumerate(self._slots) if region is not None]
 
     @property
     def fds(self) -> list[int]:
-        return [vault.fd for vault in self._slots if vault is not None]
+        return [region.fd for region in self._slots if region is not None]
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(vault.size for vault in self._slots if vault is not None)
+        return sum(region.size for region in self._slots if region is not None)
 
     @property
     def kept(self) -> ParityRegion | None:
@@ -65,10 +65,10 @@ class ParityStore:
         the descriptor is no parity region, or the slot is in use; the descriptor stays the
         caller's.
         """
-        if any(vault and os.path.sameopenfile(fd, vault.fd) for vault in self._slots):
+        if any(region and os.path.sameopenfile(fd, region.fd) for region in self._slots):
             os.close(fd)
             return
-        if slot not in range(_MOST_VAULTS) or self._slots[slot] is not None:
+        if slot not in range(_MAX_PARITY_REGIONS) or self._slots[slot] is not None:
             raise LayoutUnknown(f"slot {slot} is not free for a parity region")
         self._slots[slot] = ParityRegion(fd)
 
@@ -81,39 +81,39 @@ class ParityStore:
                 newest complete one if none is committed.
         """
         found: list[tuple[bool, bool, int, int]] = []
-        for at, vault in enumerate(self._slots):
-            record = vault.record if vault is not None else None
-            if vault is None or record is None or record.version != version:
+        for at, region in enumerate(self._slots):
+            record = region.record if region is not None else None
+            if region is None or record is None or record.version != version:
                 continue
-            if vault.state not in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED):
+            if region.state not in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED):
                 continue
             is_named = record.protected_in == protected_in
-            is_committed = vault.state is ParityRegionState.COMMITTED
+            is_committed = region.state is ParityRegionState.COMMITTED
             found.append((is_named, is_committed, record.protected_in, at))
         self._kept = max(found)[3] if found else None
         self._committed = None if found and max(found)[1] else self._newest_committed()
 
     def _newest_committed(self) -> int | None:
         found = [
-            (vault.record.version, vault.record.protected_in, at)
-            for at, vault in enumerate(self._slots)
-            if vault is not None and vault.record and vault.state is ParityRegionState.COMMITTED
+            (region.record.version, region.record.protected_in, at)
+            for at, region in enumerate(self._slots)
+            if region is not None and region.record and region.state is ParityRegionState.COMMITTED
         ]
         return max(found)[2] if found else None
 
     def find(self, version: Version, protected_in: int) -> ParityRegion | None:
-        for vault in self._slots:
-            record = vault.record if vault is not None else None
-            if vault is None or record is None:
+        for region in self._slots:
+            record = region.record if region is not None else None
+            if region is None or record is None:
                 continue
-            is_whole = vault.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
+            is_whole = region.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
             if is_whole and (record.version, record.protected_in) == (version, protected_in):
-                return vault
+                return region
         return None
 
     def free_slot(self) -> int:
         kept = {self._kept, self._committed}
-        free = [at for at in range(_MOST_VAULTS) if at not in kept]
+        free = [at for at in range(_MAX_PARITY_REGIONS) if at not in kept]
         # Prefer a slot that has a region: a third region is memory that the node often lacks.
         return min(free, key=lambda at: (self._slots[at] is None, at))
 
@@ -127,89 +127,93 @@ class ParityStore:
 
     def take(self, slot: int, record: ParityRecord) -> ParityRegion | None:
         """The region of a slot; if it is too small for this record, free it and return None."""
-        vault = self._slots[slot]
-        if vault is not None and vault_bytes(record) <= vault.size:
-            return vault
-        if vault is not None:
-            vault.close()
+        region = self._slots[slot]
+        if region is not None and parity_region_bytes(record) <= region.size:
+            return region
+        if region is not None:
+            region.close()
             self._slots[slot] = None
         return None
 
-    def put(self, slot: int, vault: ParityRegion) -> None:
+    def put(self, slot: int, region: ParityRegion) -> None:
         """Store a new region in a slot, and free the one that was there.
 
         If two regions were allocated for one slot concurrently, the later call wins.
         """
         self._free(slot)
-        self._slots[slot] = vault
+        self._slots[slot] = region
 
     def commit(self, version: Version, protected_in: int) -> list[int]:
         """Mark this protection as committed and keep it; return the slots that were freed."""
         before = {at for at, one in enumerate(self._slots) if one is not None}
-        vault = self.find(version, protected_in)
-        if vault is not None:
-            vault.mark(ParityRegionState.COMMITTED)
+        region = self.find(version, protected_in)
+        if region is not None:
+            region.mark(ParityRegionState.COMMITTED)
         self.keep(version, protected_in)
-        if vault is None:
+        if region is None:
             # This node has no part of this protection, and its other parts are of superseded
             # versions.
             self._free_before(version)
-        elif len(before) > NUM_VAULTS:
+        elif len(before) > NUM_PARITY_REGIONS:
             self._free(next(at for at in sorted(before) if at != self._kept))
         return sorted(at for at in before if self._slots[at] is None)
 
     def _free_before(self, newest: Version) -> None:
-        for slot, vault in enumerate(self._slots):
-            if vault is not None and vault.record is not None and vault.record.version < newest:
+        for slot, region in enumerate(self._slots):
+            if region is not None and region.record is not None and region.record.version < newest:
                 self._free(slot)
 
     def _free(self, slot: int) -> None:
-        vault, self._slots[slot] = self._slots[slot], None
-        if vault is not None:
-            vault.close()
+        region, self._slots[slot] = self._slots[slot], None
+        if region is not None:
+            region.close()
 
     def void_after(self, newest: Version) -> int:
         count = 0
-        for vault in self._slots:
-            if vault is not None and vault.record is not None and vault.record.version > newest:
-                vault.mark(ParityRegionState.VOID)
+        for region in self._slots:
+            if region is not None and region.record is not None and region.record.version > newest:
+                region.mark(ParityRegionState.VOID)
                 count += 1
         return count
 
-    def drop_damaged_mirror(self, version: Version, protected_in: int, place: int) -> None:
+    def drop_damaged_mirror(self, version: Version, protected_in: int, position: int) -> None:
         """Remove a damaged mirror from the inventory. The parity of the same region stays.
 
         If the inventory still named it, the leader would choose the same restore forever.
         """
-        vault = self.find(version, protected_in)
-        if vault is None or place not in vault.mirrored_places() or vault.mirror(place) is not None:
+        region = self.find(version, protected_in)
+        if (
+            region is None
+            or position not in region.mirrored_positions()
+            or region.mirror(position) is not None
+        ):
             return
-        vault.keep_mirror(place, 0, 0)
+        region.store_mirror(position, 0, 0)
 
     def note_damage(self, version: Version, protected_in: int) -> None:
         """Report this node's part of a protection as incomplete; intact blocks are still served."""
-        vault = self.find(version, protected_in)
-        if vault is not None:
-            vault.is_damaged = True
+        region = self.find(version, protected_in)
+        if region is not None:
+            region.is_damaged = True
 
     def parts(self) -> list[ProtectionPart]:
-        return [part for vault in self._slots if vault is not None for part in _part(vault)]
+        return [part for region in self._slots if region is not None for part in _part(region)]
 
     def free(self) -> None:
-        for vault in self._slots:
-            if vault is not None:
-                vault.close()
-        self._slots = [None] * _MOST_VAULTS
+        for region in self._slots:
+            if region is not None:
+                region.close()
+        self._slots = [None] * _MAX_PARITY_REGIONS
         self._kept = self._committed = None
 
 
-def make_vault(record: ParityRecord) -> ParityRegion:
+def allocate_parity_region(record: ParityRecord) -> ParityRegion:
     """Allocate a region for this record and touch its pages; raises MemoryTooSmall."""
-    needed = vault_bytes(record)
+    needed = parity_region_bytes(record)
     available = available_memory()
     available.check(needed)
     try:
-        return ParityRegion(create_vault(needed))
+        return ParityRegion(create_parity_region(needed))
     except (OSError, OverflowError) as error:
         raise MemoryTooSmall(
             needed_bytes=needed,
@@ -218,9 +222,9 @@ def make_vault(record: ParityRecord) -> ParityRegion:
         ) from error
 
 
-def _part(vault: ParityRegion) -> list[ProtectionPart]:
-    record = vault.record
-    if record is None or vault.state in (ParityRegionState.EMPTY, ParityRegionState.VOID):
+def _part(region: ParityRegion) -> list[ProtectionPart]:
+    record = region.record
+    if record is None or region.state in (ParityRegionState.EMPTY, ParityRegionState.VOID):
         return []
     return [
         ProtectionPart(
@@ -230,10 +234,10 @@ def _part(vault: ParityRegion) -> list[ProtectionPart]:
             protected_in=record.protected_in,
             members=record.members,
             parity=record.parity,
-            node_id=record.members[record.place].node_id,
-            mirrors=[record.members[place].node_id for place in vault.mirrored_places()],
-            is_complete=vault.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
-            and not vault.is_damaged,
-            is_committed=vault.state is ParityRegionState.COMMITTED,
+            node_id=record.members[record.position].node_id,
+            mirrors=[record.members[position].node_id for position in region.mirrored_positions()],
+            is_complete=region.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
+            and not region.is_damaged,
+            is_committed=region.state is ParityRegionState.COMMITTED,
         )
     ]

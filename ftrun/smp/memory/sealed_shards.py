@@ -117,7 +117,7 @@ class SealedShard:
             header_bytes=self.start,
             header_digest=header_digest,
             table_digest=self.header.table_digest,
-            sections=[place.section for place in self.sections],
+            sections=[position.section for position in self.sections],
             digests=content_digests(self.sections, self.table),
         )
 
@@ -203,8 +203,8 @@ class SealedShards:
     def shard(self, rank: int) -> SealedShard:
         shard = self.shards.get(Rank(rank))
         if shard is None:
-            why = self.problems.get(
+            reason = self.problems.get(
                 Rank(rank), f"rank {rank} has no slot with {self.version} on this node"
             )
-            raise LayoutUnknown(why)
+            raise LayoutUnknown(reason)
         return shard

@@ -29,7 +29,7 @@ class LocalBlocks:
     """The blocks of a node, read in place from its slots.
 
     `of` is a stripe id of this version without a stripe number; `made_in` is the generation in
-    which the version is protected, `place` the position of this node in the group.
+    which the version is protected, `position` the position of this node in the group.
     """
 
     shards: SealedShards
@@ -37,7 +37,7 @@ class LocalBlocks:
     stripes: Stripes
     of: StripeId
     made_in: Generation
-    place: int
+    position: int
 
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
         """Return a block's packed header and views of its bytes, compared with their digests.
@@ -47,11 +47,11 @@ class LocalBlocks:
         """
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
-        stripe = self.stripes.stripe_of(self.place, block)
+        stripe = self.stripes.stripe_of(self.position, block)
         header = FragmentHeader(
             StripeId(self.of.run, self.of.version, self.of.group, stripe),
             self.made_in,
-            self.stripes.index(stripe, self.place),
+            self.stripes.index(stripe, self.position),
             BlockDigest(sum(map(len, views)), digest_of(views)),
         )
         return pack(header), views
@@ -66,7 +66,7 @@ def local_blocks(shards: SealedShards, record: ParityRecord, run: int) -> LocalB
         stripes=stripes_of(record),
         of=StripeId(run, record.version, group_of(record).id, 0),
         made_in=Generation(record.protected_in),
-        place=record.place,
+        position=record.position,
     )
 
 
@@ -86,12 +86,12 @@ class BlockSender:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Stop all streams, and report the reason if they were not stopped before."""
         with self._lock:
             was_stopped, self.is_stopped = self.is_stopped, True
         if not was_stopped:
-            self._failed(why)
+            self._failed(reason)
 
 
 class BlockStream:
@@ -103,7 +103,7 @@ class BlockStream:
         stripes = blocks.stripes
         self._below = 0
         mine = range(blocks.space.num_blocks)
-        wanted = ((block, stripes.stripe_of(blocks.place, block)) for block in mine)
+        wanted = ((block, stripes.stripe_of(blocks.position, block)) for block in mine)
         self._left = deque(
             (block, stripe // stripes.n)
             for block, stripe in wanted

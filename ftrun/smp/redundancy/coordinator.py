@@ -53,9 +53,9 @@ from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import SECRET_BYTES, Secret
 
-MAX_SET_ASIDE = 100
+MAX_EXCLUDED = 100
 
-TellAgent = Callable[..., None]
+SendToAgent = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Engines:
     exchange: type[Exchange] = Exchange
     lost_ranks: type[LostRanks] = LostRanks
     served: type[RestoreServer] = RestoreServer
-    old_shards: type[PreviousWorldShards] = PreviousWorldShards
+    previous_shards: type[PreviousWorldShards] = PreviousWorldShards
     replica_watch: type[ReplicaMonitor] = ReplicaMonitor
 
     @classmethod
@@ -87,15 +87,15 @@ class RedundancyCoordinator:
         memory: ArenaStore,
         commits: CommitCoordinator,
         jobs: JobLanes,
-        tell_agent: TellAgent,
+        send_to_agent: SendToAgent,
         engines: Engines | None = None,
     ) -> None:
-        self.vaults = ParityStore()
-        self.set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
+        self.parity_store = ParityStore()
+        self.excluded: deque[str] = deque(maxlen=MAX_EXCLUDED)
         self._run_id = run_id
         self._memory = memory
         self._commits = commits
-        self._tell_agent = tell_agent
+        self._send_to_agent = send_to_agent
         self._engines = engines if engines is not None else Engines.real(jobs)
         self._peers, self._maps = self._engines.peers, self._engines.maps
         self._codecs = self._engines.codecs
@@ -103,29 +103,29 @@ class RedundancyCoordinator:
         tools = ProtectorTools(
             run=run_digest(run_id),
             peers=self._peers,
-            vaults=self.vaults,
+            parity_store=self.parity_store,
             jobs=jobs,
             maps=self._maps,
             codecs=self._codecs,
-            tell_agent=tell_agent,
+            send_to_agent=send_to_agent,
             exchange=self._engines.exchange,
         )
         self._protector = Protector(tools, corrupt=commits.corrupt)
         self._rpc = FetchRpc(
             self._peers,
-            set_aside=lambda error, ask: jobs.post(partial(self._note, error, ask)),
+            excluded=lambda error, ask: jobs.post(partial(self._note, error, ask)),
             runner=self._engines.runner,
         )
         self.restores = RestoreCoordinator(
             memory,
             self._rpc,
             jobs,
-            tell_agent=tell_agent,
+            send_to_agent=send_to_agent,
             here=self._all_here,
             lost_ranks=self._engines.lost_ranks,
         )
         self.range_fetches = ShardReads(memory, jobs)
-        self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
+        self._replicas = self._engines.replica_watch(jobs, self._maps, send_to_agent)
         commits.protector = self._protector
         commits.after_commit = self._committed
         self._peers.events = PeerDispatch(self._protector, self._rpc, jobs)
@@ -161,7 +161,7 @@ class RedundancyCoordinator:
                 is_new=is_new,
             ),
         )
-        own = group.nodes[group.place] if group is not None else body.own
+        own = group.nodes[group.position] if group is not None else body.own
         self.restores.begin(body, restored, own)
 
     def _begin(
@@ -185,14 +185,14 @@ class RedundancyCoordinator:
                 served,
                 run=run_digest(self._run_id),
                 codec_for=self._codecs.get,
-                patience_s=body.patience_s / (2 if has_ways else 3),
+                timeout_s=body.timeout_s / (2 if has_ways else 3),
             )
-        own = group.nodes[group.place] if group is not None else body.own
+        own = group.nodes[group.position] if group is not None else body.own
         rebuild = self._rebuilder.ask if self._rebuilder is not None else None
         if group is None or own is None:
             self._rpc.begin(served, rebuild, own)
             self._protector.begin(None)
-            self._read_old(body, served, own)
+            self._read_previous(body, served, own)
             if own is not None:
                 self._begin_links(body, own, None)
             return True
@@ -203,9 +203,9 @@ class RedundancyCoordinator:
                 page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
             )
             protected_in = group.generation
-        self.vaults.keep(kept, protected_in)
+        self.parity_store.keep(kept, protected_in)
         self._rpc.begin(served, rebuild, own)
-        self._read_old(body, served, own)
+        self._read_previous(body, served, own)
         self._begin_links(body, own, group)
         self._protector.begin(group)
         return True
@@ -225,13 +225,13 @@ class RedundancyCoordinator:
                 identity,
                 body.generation,
                 number,
-                body.patience_s,
+                body.timeout_s,
                 pace_bytes_s,
                 tuple(own.rails),
             )
         )
 
-    def _read_old(
+    def _read_previous(
         self,
         body: smp_messages.BeginGeneration,
         served: RestoreServer | None,
@@ -243,8 +243,8 @@ class RedundancyCoordinator:
             return
         world = PreviousWorld(served.version, groups, own, body.node_id)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
-        fetch = Fetch(self._rpc, patience_s=body.patience_s)
-        self.range_fetches.begin(self._engines.old_shards(world, fetch, served, rebuild))
+        fetch = Fetch(self._rpc, timeout_s=body.timeout_s)
+        self.range_fetches.begin(self._engines.previous_shards(world, fetch, served, rebuild))
 
     def _all_here(self) -> None:
         """Serve the restored version to other nodes, because every local rank now has it."""
@@ -257,7 +257,7 @@ class RedundancyCoordinator:
         tracker = self._commits.tracker
         served, newest = self._rpc.served, tracker.committed
         if newest is not None and self._protector.group is None:
-            self._replicas.look(newest, lambda: self._memory.fds(self._commits.tracker.ranks))
+            self._replicas.poll(newest, lambda: self._memory.fds(self._commits.tracker.ranks))
         if served is not None and newest is not None and newest > served.version:
             self.restores.share(None)
             self.range_fetches.begin(None)
@@ -268,30 +268,30 @@ class RedundancyCoordinator:
         self._maps.keep_only(arena.fd for arena in self._memory.all())
 
     def inventory(self, body: smp_messages.InventoryRequest) -> smp_messages.Inventory:
-        if body.stand_still:
-            self._protector.stand_still()  # the reported inventory must stay true
+        if body.freeze_versions:
+            self._protector.freeze_versions()  # the reported inventory must stay true
         return smp_messages.Inventory(
-            self._memory.offers(), self.vaults.parts(), list(self.set_aside)
+            self._memory.offers(), self.parity_store.parts(), list(self.excluded)
         )
 
     def void_after(self, newest: Version) -> int:
         """Void all later versions; return the number of slots and parity regions that held one."""
         self._protector.void_after(newest)
-        count = self.vaults.void_after(newest) + self._memory.void_after(newest)
+        count = self.parity_store.void_after(newest) + self._memory.void_after(newest)
         self.count_again()
         return count
 
     def count_again(self) -> None:
-        if self._commits.has_begun:
+        if self._commits.has_started:
             tracker = self._commits.tracker
-            self._commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
-            self.restores.look_again()
+            self._commits.restart(tracker.generation, tracker.ranks, tracker.world_size)
+            self.restores.recheck()
 
     def status(self) -> dict[str, object]:
         return {
-            "vault_bytes": self.vaults.allocated_bytes,
+            "vault_bytes": self.parity_store.allocated_bytes,
             "sent_bytes": self._peers.num_sent_bytes,
-            "protected": msgspec.to_builtins(self.vaults.parts()),
+            "protected": msgspec.to_builtins(self.parity_store.parts()),
             **self._protector.status(),
         }
 
@@ -303,7 +303,7 @@ class RedundancyCoordinator:
         self._peers.close()
         self._rpc.begin(None, None)
         self._maps.keep_only(())
-        self.vaults.free()
+        self.parity_store.free()
 
     def _stop(self) -> None:
         self.restores.cancel()
@@ -321,7 +321,7 @@ class RedundancyCoordinator:
             restored,
             maps=self._maps,
             fds=self._memory.fds(self._memory.ranks),
-            vaults=self.vaults,
+            parity_store=self.parity_store,
             load=self.restores.share_of(restored),
         )
 
@@ -334,11 +334,11 @@ class RedundancyCoordinator:
             self._memory.void(Rank(error.rank), wanted)
             self.count_again()
         elif isinstance(ask, transfer.GetMirror):
-            self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)
+            self.parity_store.drop_damaged_mirror(wanted, ask.protected_in, ask.position)
         elif isinstance(ask, transfer.GetBlock | transfer.RebuildBlock):
-            self.vaults.note_damage(wanted, ask.protected_in)
-        self.set_aside.append(str(error))
-        self._tell_agent(smp_messages.SmpNotice("source_set_aside", str(error)))
+            self.parity_store.note_damage(wanted, ask.protected_in)
+        self.excluded.append(str(error))
+        self._send_to_agent(smp_messages.SmpNotice("source_set_aside", str(error)))
 
 
 MAX_MANIFEST_BYTES = 1 << 28
@@ -369,16 +369,16 @@ class PeerDispatch:
             self._take_manifest(source, envelope, body)
         elif isinstance(body, t.RoundMessage) and not envelope.raw_bytes:
             self._jobs.post(
-                partial(self._protector.heard, source.hello.session, source.node_id, body)
+                partial(self._protector.received, source.hello.session, source.node_id, body)
             )
         else:
             raise ProtocolError(f"{type(body).__name__} is not allowed on a {PROTECT} link")
 
-    def lost(self, node_id: str, purpose: str, why: str) -> None:
+    def lost(self, node_id: str, purpose: str, reason: str) -> None:
         if purpose == PROTECT:
-            self._jobs.post(partial(self._protector.lost, node_id, why))
+            self._jobs.post(partial(self._protector.lost, node_id, reason))
         else:
-            self._rpc.lost(node_id, why)
+            self._rpc.lost(node_id, reason)
 
     def linked(self, node_id: str, purpose: str) -> None:
         if purpose == PROTECT:
@@ -397,13 +397,13 @@ class PeerDispatch:
             source.socket.receive_raw(envelope, None)
             return
         fill, group = found
-        place = group.place_of(source.node_id)
+        position = group.position_of(source.node_id)
         payload = self._staging()[:size]
         source.socket.receive_raw(envelope, [payload])
-        if place is None:
+        if position is None:
             return
         try:
-            fill.take_block(place, source.node_id, body.header, payload)
+            fill.take_block(position, source.node_id, body.header, payload)
         except FragmentRefused as error:
             self._damaged(source, body, str(error))
 
@@ -411,12 +411,12 @@ class PeerDispatch:
         self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.MirrorData
     ) -> None:
         found = self._protector.fill_of(source.hello.session, body)
-        place = found[1].place_of(source.node_id) if found is not None else None
-        if found is None or place is None:
+        position = found[1].position_of(source.node_id) if found is not None else None
+        if found is None or position is None:
             source.socket.receive_raw(envelope, None)
             return
         fill, _ = found
-        if envelope.raw_bytes > fill.mirror_room(place):
+        if envelope.raw_bytes > fill.mirror_space(position):
             source.socket.receive_raw(envelope, None)
             self._damaged(
                 source, body, f"the mirror of {source.node_id} is larger than its reserved memory"
@@ -427,7 +427,7 @@ class PeerDispatch:
         if not is_whole or envelope.raw_digest is None:
             self._damaged(source, body, f"the mirror of {source.node_id} was damaged in transit")
             return
-        fill.take_mirror(place, payload, envelope.raw_digest)
+        fill.take_mirror(position, payload, envelope.raw_digest)
 
     def _take_manifest(
         self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.ManifestData
@@ -447,10 +447,10 @@ class PeerDispatch:
         session, node_id = source.hello.session, source.node_id
         self._jobs.post(partial(self._protector.manifest_came, session, node_id, body, manifest))
 
-    def _damaged(self, source: IncomingLink, body: t.RoundMessage, why: str) -> None:
-        _log.warning("%s", why)
+    def _damaged(self, source: IncomingLink, body: t.RoundMessage, reason: str) -> None:
+        _log.warning("%s", reason)
         session, node_id = source.hello.session, source.node_id
-        self._jobs.post(partial(self._protector.damaged, session, node_id, body, why))
+        self._jobs.post(partial(self._protector.damaged, session, node_id, body, reason))
 
     def _staging(self) -> memoryview:
         """Return this thread's own staging block, which is allocated once."""

@@ -17,7 +17,7 @@ from functools import partial
 from ftrun.erasure.codec import Codec, choose_codec, self_test
 from ftrun.errors import InternalError, LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.smp.jobs import Finish, JobLanes
-from ftrun.smp.memory.parity_store import ParityStore, make_vault
+from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.peer_link import PROTECT, OutgoingFrame
 from ftrun.smp.peer_listener import PeerListener
@@ -58,23 +58,23 @@ class CodecCache:
         with self._lock:
             if (k, m) not in self._codecs:
                 self._codecs[k, m] = choose_codec(k, m)
-                tell = partial(self._problems.__setitem__, (k, m))
-                work = partial(_test, self._codecs[k, m], tell)
+                send = partial(self._problems.__setitem__, (k, m))
+                work = partial(_test, self._codecs[k, m], send)
                 bug = "internal error in ftrun; see the SMP's log"
-                self._jobs.submit("protect", work, failed=partial(tell, bug))
+                self._jobs.submit("protect", work, failed=partial(send, bug))
             return self._codecs[k, m]
 
     def problem(self, codec: Codec) -> str:
         return self._problems.get((codec.k, codec.m), "")
 
 
-def _test(codec: Codec, tell: "partial[None]") -> Finish:
+def _test(codec: Codec, send: "partial[None]") -> Finish:
     try:
         count = self_test(codec)
     except InternalError as error:
-        return partial(tell, str(error))
+        return partial(send, str(error))
     _log.debug("%s: %d sets of survivors tried", codec.name, count)
-    return partial(tell, "")
+    return partial(send, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class ProtectorTools:
 
     run: int
     peers: PeerListener
-    vaults: ParityStore
+    parity_store: ParityStore
     jobs: JobLanes
     maps: ArenaMappings
     codecs: CodecCache
-    tell_agent: Callable[..., None]
+    send_to_agent: Callable[..., None]
     exchange: "type[Exchange]"
 
 
@@ -121,7 +121,7 @@ class Exchange:
         self._tools = tools
         self._stored = stored
         self._failed = failed
-        self._vault: ParityRegion | None = None
+        self._region: ParityRegion | None = None
         self._sending: BlockSender | None = None
         self._mirror: Sequence[Bytes] = ()
         self._streams: dict[int, BlockStream] = {}
@@ -137,17 +137,17 @@ class Exchange:
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
     def _make_in_slot(self, record: ParityRecord) -> None:
-        slot = self._tools.vaults.free_slot()
-        needs_memory = self._tools.vaults.take(slot, record) is None
+        slot = self._tools.parity_store.free_slot()
+        needs_memory = self._tools.parity_store.take(slot, record) is None
         self._tools.jobs.submit(
             "protect",
             partial(self._make, record, slot, needs_memory=needs_memory),
             failed=partial(self._fail, "internal error in ftrun; see the SMP's log"),
         )
 
-    def let(self, place: int, plan_id: int, below: int) -> None:
+    def let(self, position: int, plan_id: int, below: int) -> None:
         """Record that a node is ready and accepts its gathered stripes below number `below`."""
-        self._windows[place] = (plan_id, below)
+        self._windows[position] = (plan_id, below)
         self._send()
 
     @property
@@ -171,51 +171,51 @@ class Exchange:
         try:
             prepared = self._prepare(record, needs_memory=needs_memory)
         except MemoryTooSmall as error:
-            why = (
+            reason = (
                 f"mirrors and parity need {error.needed_bytes / 1e6:,.0f} MB, but only "
                 f"{error.available_bytes / 1e6:,.0f} MB are free ({error.limit}). Use fewer ranks "
                 "per node, a larger memory limit, or more nodes in a group"
             )
-            return partial(self._no_memory, record, why)
+            return partial(self._no_memory, record, reason)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             return partial(self._fail, str(error), is_corrupt=True)
         return partial(self._made, record, slot, *prepared)
 
-    def _no_memory(self, record: ParityRecord, why: str) -> None:
+    def _no_memory(self, record: ParityRecord, reason: str) -> None:
         # Less protection until the commit is better than no protection from now on.
-        if not self._is_stopped and self._tools.vaults.give_up_committed():
+        if not self._is_stopped and self._tools.parity_store.give_up_committed():
             _log.warning(
-                "overwriting the committed parity region, because a third has no room: %s", why
+                "overwriting the committed parity region, because a third has no room: %s", reason
             )
             self._make_in_slot(record)
         else:
-            self._fail(why)
+            self._fail(reason)
 
     def _made(
         self,
         record: ParityRecord,
         slot: int,
-        vault: ParityRegion | None,
+        region: ParityRegion | None,
         blocks: LocalBlocks,
         mirror: Sequence[Bytes],
     ) -> None:
         tools = self._tools
-        if vault is not None:
-            tools.vaults.put(slot, vault)
-            tools.tell_agent(ParityRegionCreated(slot), fds=(vault.fd,))
+        if region is not None:
+            tools.parity_store.put(slot, region)
+            tools.send_to_agent(ParityRegionCreated(slot), fds=(region.fd,))
             crash_point("smp.protect.vault_made")
         if self._is_stopped:
             return
-        self._vault = tools.vaults.take(slot, record)
-        assert self._vault is not None
-        self._vault.begin(record)
+        self._region = tools.parity_store.take(slot, record)
+        assert self._region is not None
+        self._region.begin(record)
         self._mirror = mirror
         self._sending = BlockSender(
             blocks,
             attempt=self._attempt,
             failed=self._later(partial(self._fail, is_corrupt=True)),
         )
-        self.fill = self._filled(self._vault)
+        self.fill = self._filled(self._region)
         crash_point("smp.protect.opened")
         self.fill.start()
         self._send()
@@ -231,34 +231,34 @@ class Exchange:
         """
         blocks = local_blocks(self._shards, record, self._tools.run)
         mirror = mirror_parts(self._shards, record)
-        return make_vault(record) if needs_memory else None, blocks, mirror
+        return allocate_parity_region(record) if needs_memory else None, blocks, mirror
 
-    def _filled(self, vault: ParityRegion) -> ParityWriter:
+    def _filled(self, region: ParityRegion) -> ParityWriter:
         group, tools = self._group, self._tools
         return ParityWriter(
-            vault,
+            region,
             tools.codecs.get(len(group.nodes) - group.parity, group.parity),
             run=tools.run,
             forward=self._forward,
-            window=self._tell_window,
+            window=self._report_window,
             full=self._later(self._full),
         )
 
-    def _block_stream(self, sending: BlockSender, place: int) -> BlockStream:
-        return BlockStream(sending, place)
+    def _block_stream(self, sending: BlockSender, position: int) -> BlockStream:
+        return BlockStream(sending, position)
 
     # --- results -----------------------------------------------------------------------------
 
     def _full(self) -> None:
-        if self._is_stopped or self._vault is None:
+        if self._is_stopped or self._region is None:
             return
-        self._vault.mark(ParityRegionState.COMPLETE)
+        self._region.mark(ParityRegionState.COMPLETE)
         crash_point("smp.protect.stored")
         self._stored()
 
-    def _fail(self, why: str, *, is_corrupt: bool = False) -> None:
+    def _fail(self, reason: str, *, is_corrupt: bool = False) -> None:
         if not self._is_stopped:
-            self._failed(why, is_corrupt=is_corrupt)
+            self._failed(reason, is_corrupt=is_corrupt)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -266,21 +266,21 @@ class Exchange:
         group, sending = self._group, self._sending
         if sending is None or self._is_stopped:
             return
-        for place, (plan_id, below) in self._windows.items():
+        for position, (plan_id, below) in self._windows.items():
             if plan_id != self._plan.id:
-                self._fail(f"node {group.nodes[place].node_id} uses another redundancy plan")
+                self._fail(f"node {group.nodes[position].node_id} uses another redundancy plan")
                 return
-            link = self._tools.peers.link(group.nodes[place], PROTECT)
-            if place in group.mirrors_at and place not in self._mirrored:
-                self._mirrored.add(place)
+            link = self._tools.peers.link(group.nodes[position], PROTECT)
+            if position in group.mirrors_at and position not in self._mirrored:
+                self._mirrored.add(position)
                 link.add(MirrorStream(sending, self._mirror))
             # The gatherer sends its rows to the other parity nodes, whose regions must be ready by
             # then.
-            if any(other not in self._windows for other in group.parity_places(place)):
+            if any(other not in self._windows for other in group.parity_positions(position)):
                 continue
-            stream = self._streams.get(place)
+            stream = self._streams.get(position)
             if stream is None:
-                stream = self._streams[place] = self._block_stream(sending, place)
+                stream = self._streams[position] = self._block_stream(sending, position)
                 link.add(stream)
             stream.let(below)
             link.wake()
@@ -293,16 +293,16 @@ class Exchange:
     def _forward(self, out: OutgoingRow, release: Callable[[], None]) -> None:
         at = self._shards.version
         body = t.BlockData(at.generation, at.step, self._attempt, out.header)
-        link = self._tools.peers.find(self._group.nodes[out.place].node_id, PROTECT)
+        link = self._tools.peers.find(self._group.nodes[out.position].node_id, PROTECT)
         if link is None or self._is_stopped:
             release()
         else:
-            link.tell(OutgoingFrame(body, [out.row], release=release))
+            link.send(OutgoingFrame(body, [out.row], release=release))
 
-    def _tell_window(self, below: int) -> None:
+    def _report_window(self, below: int) -> None:
         at = self._shards.version
         body = t.RoundOpened(at.generation, at.step, self._attempt, self._plan.id, below)
-        for place in self._group.others:
-            link = self._tools.peers.find(place.node_id, PROTECT)
+        for position in self._group.others:
+            link = self._tools.peers.find(position.node_id, PROTECT)
             if link is not None and not self._is_stopped:
-                link.tell(OutgoingFrame(body))
+                link.send(OutgoingFrame(body))

@@ -17,7 +17,7 @@ from ftrun.erasure.groups import ProtectionGroup
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import ProtocolError
 from ftrun.ids import Generation, Version
-from ftrun.smp.redundancy.mirror import mirror_room
+from ftrun.smp.redundancy.mirror import mirror_space
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.wire.messages import smp as smp_messages
@@ -27,7 +27,7 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord
 MAX_REASONS = 3
 """Limit of the reasons reported per lost node and generation."""
 
-TellAgent = Callable[..., None]
+SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
 
@@ -36,18 +36,18 @@ class LocalGroup:
     """The protection group of this node in one generation; m is `parity`.
 
     Args:
-        place: the position of this node.
-        number: digest of the fields except `place` and `patience_s`; identifies the session of
+        position: the position of this node.
+        number: digest of the fields except `position` and `timeout_s`; identifies the session of
             the SMPs.
     """
 
     generation: Generation
     world_size: int
     nodes: tuple[NodeAddress, ...]
-    place: int
+    position: int
     parity: int
     small_state_bytes: int
-    patience_s: float
+    timeout_s: float
     number: int
 
     @property
@@ -60,31 +60,31 @@ class LocalGroup:
 
     @property
     def others(self) -> list[NodeAddress]:
-        return [node for at, node in enumerate(self.nodes) if at != self.place]
+        return [node for at, node in enumerate(self.nodes) if at != self.position]
 
-    def place_of(self, node_id: str) -> int | None:
+    def position_of(self, node_id: str) -> int | None:
         return next((at for at, one in enumerate(self.nodes) if one.node_id == node_id), None)
 
-    def parity_places(self, gatherer: int) -> list[int]:
+    def parity_positions(self, gatherer: int) -> list[int]:
         """Positions, without this node's, of the parity nodes of the stripes that a node gathers.
 
         This node is left out because its own parity region is ready already.
         """
         count = len(self.nodes)
         places = [(gatherer + j) % count for j in range(self.parity)]
-        return [place for place in places if place != self.place]
+        return [position for position in places if position != self.position]
 
     @property
     def mirrored_here(self) -> list[int]:
         """Positions whose small state this node stores: the m before this one."""
         count = len(self.nodes)
-        return [(self.place - back) % count for back in range(1, self.parity + 1)]
+        return [(self.position - back) % count for back in range(1, self.parity + 1)]
 
     @property
     def mirrors_at(self) -> list[int]:
         """Positions that store this node's small state: the m after this one."""
         count = len(self.nodes)
-        return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
+        return [(self.position + ahead) % count for ahead in range(1, self.parity + 1)]
 
     def whole_part(self, wanted: Version, parts: Iterable[ProtectionPart]) -> int:
         """Return the generation of the newest complete part of a version's protection, or -1."""
@@ -111,16 +111,16 @@ def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
     if len(places) != 1:
         names = ", ".join(node.node_id for node in body.group)
         raise ProtocolError(f"node {body.node_id} must be in its group exactly once: {names}")
-    told = (body.generation, body.world_size, body.parity, body.small_state_bytes, body.group)
+    reported = (body.generation, body.world_size, body.parity, body.small_state_bytes, body.group)
     return LocalGroup(
         generation=Generation(body.generation),
         world_size=body.world_size,
         nodes=tuple(body.group),
-        place=places[0],
+        position=places[0],
         parity=body.parity,
         small_state_bytes=body.small_state_bytes,
-        patience_s=body.patience_s,
-        number=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(told)),
+        timeout_s=body.timeout_s,
+        number=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(reported)),
     )
 
 
@@ -136,7 +136,8 @@ def rooms_for(
 ) -> dict[int, int]:
     count = len(group.nodes)
     return {
-        place: mirror_room(plan, place, manifests[place], count) for place in group.mirrored_here
+        position: mirror_space(plan, position, manifests[position], count)
+        for position in group.mirrored_here
     }
 
 
@@ -152,13 +153,13 @@ def record_of(
         protected_in=group.generation,
         members=group.members,
         parity=group.parity,
-        place=group.place,
+        position=group.position,
         block_bytes=plan.block_bytes,
         coded_bytes=plan.coded_bytes,
-        own=plan.nodes[group.place],
+        own=plan.nodes[group.position],
         holders=plan.holders,
-        mirrors=[(place, rooms[place]) for place in group.mirrored_here],
-        num_rows=stripes.num_parity_blocks(group.place, num_stripes),
+        mirrors=[(position, rooms[position]) for position in group.mirrored_here],
+        num_rows=stripes.num_parity_blocks(group.position, num_stripes),
     )
 
 
@@ -177,8 +178,8 @@ def group_of(record: ParityRecord) -> ProtectionGroup:
 class GroupNotices:
     """The notices of one group."""
 
-    def __init__(self, tell_agent: TellAgent) -> None:
-        self._tell_agent = tell_agent
+    def __init__(self, send_to_agent: SendToAgent) -> None:
+        self._send_to_agent = send_to_agent
         self._lost: dict[str, set[str]] = {}
         """The reasons reported, by node."""
         self._unprotected = ""
@@ -191,8 +192,11 @@ class GroupNotices:
         self, at: Version, group: LocalGroup, holders: Collection[tuple[int, int]]
     ) -> None:
         """Report replicas that are no longer equal; `holders` are (position, rank) pairs."""
-        nodes = [group.nodes[place].node_id for place in sorted({place for place, _ in holders})]
-        self._tell(
+        nodes = [
+            group.nodes[position].node_id
+            for position in sorted({position for position, _ in holders})
+        ]
+        self._send(
             "replicas_differ",
             f"{at}: replicas on several nodes are no longer equal; different on "
             f"{', '.join(nodes)}. They are erasure-coded from now on",
@@ -200,34 +204,34 @@ class GroupNotices:
             sorted(rank for _, rank in holders),
         )
 
-    def damaged(self, why: str, node_id: str) -> None:
-        self._tell("source_set_aside", why, [node_id])
+    def damaged(self, reason: str, node_id: str) -> None:
+        self._send("source_set_aside", reason, [node_id])
 
-    def lost(self, node_id: str, why: str) -> None:
+    def lost(self, node_id: str, reason: str) -> None:
         """Report that a link to or from a node is lost: each reason once, up to `MAX_REASONS`.
 
         A peer in a newer generation accepts each connection and closes it. An agent that imports
         torch does not read for many seconds. The first reason, a closed connection, may therefore
         not be the one that the operator needs.
         """
-        told = self._lost.setdefault(node_id, set())
-        if why not in told and len(told) < MAX_REASONS:
-            told.add(why)
-            self._tell("peer_lost", f"node {node_id}: {why}", [node_id])
+        reported = self._lost.setdefault(node_id, set())
+        if reason not in reported and len(reported) < MAX_REASONS:
+            reported.add(reason)
+            self._send("peer_lost", f"node {node_id}: {reason}", [node_id])
 
     def stalled(self, at: Version, group: LocalGroup, stored: Collection[int]) -> None:
-        late = [node.node_id for place, node in enumerate(group.nodes) if place not in stored]
-        why = f"{at}: no progress for {group.patience_s:.0f} s; waiting for {', '.join(late)}"
-        self._tell("stalled", why, late)
+        late = [node.node_id for position, node in enumerate(group.nodes) if position not in stored]
+        reason = f"{at}: no progress for {group.timeout_s:.0f} s; waiting for {', '.join(late)}"
+        self._send("stalled", reason, late)
 
-    def unprotected(self, at: Version, why: str) -> None:
-        if why != self._unprotected:
-            self._unprotected = why
-            _log.warning("%s is not protected: %s", at, why)
-            self._tell("unprotected", f"{at}: {why}", [])
+    def unprotected(self, at: Version, reason: str) -> None:
+        if reason != self._unprotected:
+            self._unprotected = reason
+            _log.warning("%s is not protected: %s", at, reason)
+            self._send("unprotected", f"{at}: {reason}", [])
 
     def protected(self) -> None:
         self._unprotected = ""
 
-    def _tell(self, kind: str, why: str, nodes: list[str], ranks: Sequence[int] = ()) -> None:
-        self._tell_agent(smp_messages.SmpNotice(kind, why, nodes, list(ranks)))
+    def _send(self, kind: str, reason: str, nodes: list[str], ranks: Sequence[int] = ()) -> None:
+        self._send_to_agent(smp_messages.SmpNotice(kind, reason, nodes, list(ranks)))

@@ -56,7 +56,7 @@ class MirrorHeader(msgspec.Struct, frozen=True, array_like=True):
     protected_in: int
     members: list[GroupMember]
     parity: int
-    place: int
+    position: int
     block_bytes: int
     coded_bytes: list[int]
     holders: list[list[int]]
@@ -141,11 +141,13 @@ def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | mem
     return parts
 
 
-def mirror_room(plan: RedundancyPlan, place: int, manifest: NodeManifest, num_members: int) -> int:
+def mirror_space(
+    plan: RedundancyPlan, position: int, manifest: NodeManifest, num_members: int
+) -> int:
     """Return the bytes to reserve for a node's mirror, for this and later versions."""
     fixed = sum(rank.header_bytes + 8 * rank.num_pieces for rank in manifest.ranks)
-    plans = len(msgspec.msgpack.encode((plan.nodes[place], plan.holders)))
-    return fixed + plan.nodes[place].mirrored_bytes + plans + _SLACK_BYTES * (2 + num_members)
+    plans = len(msgspec.msgpack.encode((plan.nodes[position], plan.holders)))
+    return fixed + plan.nodes[position].mirrored_bytes + plans + _SLACK_BYTES * (2 + num_members)
 
 
 def pieces_of(plan: RankRedundancy) -> Iterator[int]:

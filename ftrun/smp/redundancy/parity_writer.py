@@ -47,7 +47,7 @@ _NUM_LOCKS = 16
 class OutgoingRow:
     """A parity row that belongs to another node."""
 
-    place: int
+    position: int
     header: bytes
     row: bytearray
 
@@ -63,7 +63,7 @@ class ParityWriter:
 
     def __init__(
         self,
-        vault: ParityRegion,
+        region: ParityRegion,
         codec: Codec,
         *,
         run: int,
@@ -71,13 +71,13 @@ class ParityWriter:
         window: Callable[[int], None],
         full: Callable[[], None],
     ) -> None:
-        record = vault.record
+        record = region.record
         assert record is not None
-        self._vault = vault
+        self._region = region
         self._record: ParityRecord = record
         self._codec = codec
         self._run, self._group = run, group_of(record).id
-        self._forward, self._tell_window, self._full = forward, window, full
+        self._forward, self._report_window, self._full = forward, window, full
         self._is_active = True
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
         self._count_lock = threading.Lock()
@@ -117,8 +117,8 @@ class ParityWriter:
         Raises:
             FragmentRefused: the block is damaged or does not belong here.
         """
-        told = unpack(header, what=f"a block from {name}")
-        stripe, index = told.of.stripe, self._index_from(told, sender, name)
+        reported = unpack(header, what=f"a block from {name}")
+        stripe, index = reported.of.stripe, self._index_from(reported, sender, name)
         fragment = Fragment(name, index, header, payload)
         check(fragment, self._stripe_id(stripe), generation=self._made_in)
         with self._locks[stripe % _NUM_LOCKS]:
@@ -126,60 +126,60 @@ class ParityWriter:
                 return
             self.num_bytes += len(payload)
             if index >= self._codec.k:
-                self._keep(stripe, payload, told.block.digest)
+                self._keep(stripe, payload, reported.block.digest)
                 is_done = True
             else:
                 is_done = self._add(stripe, index, payload)
         if is_done:
             self._count(1)
 
-    def mirror_room(self, place: int) -> int:
+    def mirror_space(self, position: int) -> int:
         """Bytes reserved for a node's small state; 0 if this node does not store it."""
-        return dict(self._record.mirrors).get(place, 0)
+        return dict(self._record.mirrors).get(position, 0)
 
     def take_mirror(self, sender: int, payload: bytearray, digest: int) -> None:
         """Store a node's small state. It must fit into its reserved bytes."""
         with self._locks[0]:
             if not self._is_active:
                 return
-            self._vault.mirror_room(sender)[: len(payload)] = payload
-            self._vault.keep_mirror(sender, len(payload), digest)
+            self._region.mirror_space(sender)[: len(payload)] = payload
+            self._region.store_mirror(sender, len(payload), digest)
             self.num_bytes += len(payload)
         crash_point("smp.protect.mirror_kept")
         self._count(1)
 
-    def _index_from(self, told: FragmentHeader, sender: int, name: str) -> int:
+    def _index_from(self, reported: FragmentHeader, sender: int, name: str) -> int:
         """Return the index in its stripe that a block from this sender must have.
 
         Raises FragmentRefused if this sender must not send such a block to this node.
         """
-        stripe, own = told.of.stripe, self._record.place
+        stripe, own = reported.of.stripe, self._record.position
         what = f"a block from {name} for stripe {stripe}"
         if not 0 <= stripe < self._num_stripes:
-            raise FragmentRefused(what=what, why=f"there are {self._num_stripes} stripes")
+            raise FragmentRefused(what=what, reason=f"there are {self._num_stripes} stripes")
         parity = self.stripes.parity_nodes(stripe)
-        if told.index >= self._codec.k and sender == parity[0] and own in parity[1:]:
+        if reported.index >= self._codec.k and sender == parity[0] and own in parity[1:]:
             return self.stripes.index(stripe, own)
         if sender not in parity and own == parity[0]:
             return self.stripes.index(stripe, sender)
-        raise FragmentRefused(what=what, why="it does not belong here")
+        raise FragmentRefused(what=what, reason="it does not belong here")
 
     def _keep(self, stripe: int, row: memoryview, digest: int) -> None:
-        at = self.stripes.parity_block(self._record.place, stripe)
+        at = self.stripes.parity_block(self._record.position, stripe)
         assert at is not None
-        self._vault.row(at)[:] = row
-        self._vault.keep_row(at, digest)  # after the row: a digest of 0 means that none arrived
+        self._region.row(at)[:] = row
+        self._region.store_row(at, digest)  # after the row: a digest of 0 means that none arrived
 
     def _add(self, stripe: int, index: int, payload: memoryview) -> bool:
         """Add a block to the rows of its stripe; return True if it was the last block."""
         seen = self._seen.get(stripe, 0)
         if seen >> index & 1:
             raise FragmentRefused(
-                what=f"a block for stripe {stripe}", why="it was received already"
+                what=f"a block for stripe {stripe}", reason="it was received already"
             )
-        at = self.stripes.parity_block(self._record.place, stripe)
+        at = self.stripes.parity_block(self._record.position, stripe)
         assert at is not None
-        row = self._vault.row(at)
+        row = self._region.row(at)
         if not seen and self._codec.m > 1:
             self._staged[stripe] = [self._spare_row() for _ in range(1, self._codec.m)]
         others = self._staged.get(stripe, ())
@@ -190,7 +190,7 @@ class ParityWriter:
         self._seen[stripe] = seen
         if seen != self._expected(stripe):
             return False
-        self._vault.keep_row(at, xxhash.xxh3_64_intdigest(row))
+        self._region.store_row(at, xxhash.xxh3_64_intdigest(row))
         if self._codec.m > 1:
             self._send_on(stripe, self._staged.pop(stripe))
         return True
@@ -213,8 +213,8 @@ class ParityWriter:
             header = FragmentHeader(
                 self._stripe_id(stripe), self._made_in, self._codec.k + j, block
             )
-            place = self.stripes.parity_nodes(stripe)[j]
-            out = OutgoingRow(place, pack(header), row)
+            position = self.stripes.parity_nodes(stripe)[j]
+            out = OutgoingRow(position, pack(header), row)
             self._forward(out, partial(release, row))
 
     def _move_window(self) -> None:
@@ -234,7 +234,7 @@ class ParityWriter:
                 return
             self._window = below
         if self._is_active:
-            self._tell_window(below)
+            self._report_window(below)
 
     def _spare_row(self) -> bytearray:
         with self._count_lock:
@@ -252,8 +252,8 @@ class ParityWriter:
         return sum(1 << self.stripes.index(stripe, node) for node in senders)
 
     def _expected_rows(self) -> int:
-        place = self._record.place
-        stripes = (self.stripes.parity_stripe(place, at) for at in range(self._record.num_rows))
+        position = self._record.position
+        stripes = (self.stripes.parity_stripe(position, at) for at in range(self._record.num_rows))
         return sum(1 for stripe in stripes if self._expected(stripe))
 
     def _stripe_id(self, stripe: int) -> StripeId:

@@ -63,8 +63,8 @@ class Protector:
         self.last_bytes = 0
         self._tools = tools
         self._peers = tools.peers
-        self._vaults = tools.vaults
-        self._tell_agent = tools.tell_agent
+        self._parity_store = tools.parity_store
+        self._send_to_agent = tools.send_to_agent
         self._corrupt = corrupt
         self._rounds = ProtectionRounds()
         self._plan: GroupPlan | None = None
@@ -72,10 +72,10 @@ class Protector:
         self._codec: Codec | None = None
         self._is_still = False
         self._committed: Version | None = None
-        self._notices = GroupNotices(tools.tell_agent)
-        self._watch = IntervalTimer(tools.jobs, self._look)
+        self._notices = GroupNotices(tools.send_to_agent)
+        self._watch = IntervalTimer(tools.jobs, self._poll)
         self._unreachable: list[str] = []
-        self._link_watch = IntervalTimer(tools.jobs, self._look_at_links)
+        self._link_watch = IntervalTimer(tools.jobs, self._check_links)
 
     # --- server thread: calls from the coordinator and the commits ---------------------------
 
@@ -92,14 +92,14 @@ class Protector:
             k = len(group.nodes) - group.parity
             self._codec = self._tools.codecs.get(k, group.parity)
             self._plan = GroupPlan(
-                place=group.place,
+                position=group.position,
                 num_nodes=len(group.nodes),
                 parity=group.parity,
                 small_state_bytes=group.small_state_bytes,
             )
-            for place in group.others:
-                self._peers.link(place, PROTECT)
-            self._watch.start(group.patience_s)
+            for position in group.others:
+                self._peers.link(position, PROTECT)
+            self._watch.start(group.timeout_s)
             self._link_watch.start(_LINKS_EVERY_S)
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ class Protector:
         self._link_watch.stop()
         self._rounds.stop()
 
-    def stand_still(self) -> None:
+    def freeze_versions(self) -> None:
         """Change nothing until the next generation begins (rule 5)."""
         self._is_still = True
         self.stop()
@@ -126,13 +126,15 @@ class Protector:
         round_ = self._rounds.of(wanted)
         if round_.is_sealed:
             if round_.is_ready:
-                self._tell_ready(round_)  # the agent repeated BeginGeneration
+                self._report_ready(round_)  # the agent repeated BeginGeneration
             return
-        round_.began_s = clock.now_s()
+        round_.started_s = clock.now_s()
         round_.is_sealed = True
         if not group.is_possible:
-            why = f"{len(group.nodes)} node(s) cannot protect each other with parity {group.parity}"
-            self._ready(round_, why)
+            reason = (
+                f"{len(group.nodes)} node(s) cannot protect each other with parity {group.parity}"
+            )
+            self._ready(round_, reason)
             return
         if round_.problem:
             self._give_up(round_, round_.problem)
@@ -173,8 +175,8 @@ class Protector:
         self._rounds.drop(lambda other: other <= newest)
 
     def _commit_part(self, newest: Version, protected_in: int) -> None:
-        for slot in self._vaults.commit(newest, protected_in):
-            self._tell_agent(smp_messages.VaultFreed(slot))
+        for slot in self._parity_store.commit(newest, protected_in):
+            self._send_to_agent(smp_messages.ParityRegionFreed(slot))
 
     def status(self) -> dict[str, object]:
         group = self.group
@@ -206,62 +208,66 @@ class Protector:
         if not self._rounds.is_current(round_):
             return
         round_.shards, round_.manifest = shards, manifest
-        self._tell_sealed(round_)
+        self._report_sealed(round_)
         problem = self._tools.codecs.problem(self._codec) if self._codec is not None else ""
         if problem:
             self._unable(round_, problem)
         self._advance(round_)
 
-    def _tell_sealed(self, round_: ProtectionRound) -> None:
+    def _report_sealed(self, round_: ProtectionRound) -> None:
         group, group_plan = self.group, self._plan
         assert group is not None
         assert group_plan is not None
         assert round_.manifest is not None
-        plan_id, replicas = group_plan.say(round_.manifest)
+        plan_id, replicas = group_plan.report(round_.manifest)
         part = self._own_part(round_.version)
-        round_.told[group.place] = (plan_id, replicas)
-        round_.parts[group.place] = part
-        round_.manifests[group.place] = round_.manifest
+        round_.reported[group.position] = (plan_id, replicas)
+        round_.parts[group.position] = part
+        round_.manifests[group.position] = round_.manifest
         crash_point("smp.protect.described")
         body = t.RoundSealed(
             *self._name(round_), plan_id, [[(int(r), d) for r, d in one] for one in replicas], part
         )
-        self._tell_all(body)
+        self._send_to_all(body)
         if not plan_id and part < 0:
-            self._tell_manifest(round_)
+            self._send_manifest(round_)
 
     def _own_part(self, wanted: Version) -> int:
         """Return the generation of this node's complete part of this protection, or -1."""
         assert self.group is not None
-        return self.group.whole_part(wanted, self._vaults.parts())
+        return self.group.whole_part(wanted, self._parity_store.parts())
 
-    def _tell_manifest(self, round_: ProtectionRound) -> None:
+    def _send_manifest(self, round_: ProtectionRound) -> None:
         if not round_.manifest_is_sent:
             round_.manifest_is_sent = True
             raw = msgspec.msgpack.encode(round_.manifest)
-            self._tell_all(t.ManifestData(*self._name(round_)), raw)
+            self._send_to_all(t.ManifestData(*self._name(round_)), raw)
 
     def _advance(self, round_: ProtectionRound) -> None:
         group, group_plan = self.group, self._plan
         if group is None or group_plan is None or round_.manifest is None:
             return
-        if round_.exchange is not None or round_.is_ready or len(round_.told) < len(group.nodes):
+        if (
+            round_.exchange is not None
+            or round_.is_ready
+            or len(round_.reported) < len(group.nodes)
+        ):
             return
         parts = set(round_.parts.values())
         if len(parts) == 1 and parts != {-1}:
             round_.protected_in = parts.pop()
             self._ready(round_)
             return
-        settled = group_plan.settle(round_.told, round_.manifests)
-        if settled.needs_manifests:
-            self._tell_manifest(round_)
-        if settled.plan is None:
+        resolved = group_plan.resolve(round_.reported, round_.manifests)
+        if resolved.needs_manifests:
+            self._send_manifest(round_)
+        if resolved.plan is None:
             return
-        if settled.differ:
-            self._notices.replicas_differ(round_.version, group, settled.differ)
+        if resolved.differ:
+            self._notices.replicas_differ(round_.version, group, resolved.differ)
         if set(round_.manifests) == set(range(len(group.nodes))):
-            self._rooms = rooms_for(settled.plan, round_.manifests, group)
-        self._begin_exchange(round_, settled.plan)
+            self._rooms = rooms_for(resolved.plan, round_.manifests, group)
+        self._begin_exchange(round_, resolved.plan)
 
     def _begin_exchange(self, round_: ProtectionRound, plan: RedundancyPlan) -> None:
         group = self.group
@@ -278,8 +284,8 @@ class Protector:
         )
         round_.protected_in = group.generation
         exchange.begin(self._rooms)
-        for place, window in round_.windows.items():
-            exchange.let(place, *window)
+        for position, window in round_.windows.items():
+            exchange.let(position, *window)
 
     # --- results -----------------------------------------------------------------------------
 
@@ -287,12 +293,12 @@ class Protector:
         group, exchange = self.group, round_.exchange
         if group is not None and exchange is not None and exchange.fill is not None:
             self.last_bytes = exchange.fill.num_bytes
-            self._tell_all(t.RoundStored(*self._name(round_)))
-            self._stored(round_, group.place)
+            self._send_to_all(t.RoundStored(*self._name(round_)))
+            self._stored(round_, group.position)
 
-    def _stored(self, round_: ProtectionRound, place: int) -> None:
+    def _stored(self, round_: ProtectionRound, position: int) -> None:
         group = self.group
-        round_.stored.add(place)
+        round_.stored.add(position)
         if group is not None and len(round_.stored) == len(group.nodes) and not round_.is_ready:
             self._ready(round_)
 
@@ -300,7 +306,7 @@ class Protector:
         group = self.group
         assert group is not None
         round_.is_ready = round_.was_ready = True
-        self.last_s = clock.now_s() - round_.began_s
+        self.last_s = clock.now_s() - round_.started_s
         round_.problem = problem
         if not problem:
             self._notices.protected()
@@ -309,60 +315,60 @@ class Protector:
         if at == self._committed:
             self.committed(at)
             return
-        self._tell_ready(round_)
+        self._report_ready(round_)
 
-    def _tell_ready(self, round_: ProtectionRound) -> None:
+    def _report_ready(self, round_: ProtectionRound) -> None:
         at, problem = round_.version, round_.problem
         survives = self.group.parity if self.group is not None and not problem else 0
-        self._tell_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
+        self._send_to_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
 
-    def _unable(self, round_: ProtectionRound, why: str) -> None:
+    def _unable(self, round_: ProtectionRound, reason: str) -> None:
         if self._rounds.is_current(round_) and not round_.is_ready:
-            self._tell_all(t.RoundFailed(*self._name(round_), why))
-            self._give_up(round_, why)
+            self._send_to_all(t.RoundFailed(*self._name(round_), reason))
+            self._give_up(round_, reason)
 
-    def _give_up(self, round_: ProtectionRound, why: str) -> None:
+    def _give_up(self, round_: ProtectionRound, reason: str) -> None:
         round_.stop()
-        round_.problem = why
+        round_.problem = reason
         if round_.is_sealed and not round_.is_ready:
-            self._notices.unprotected(round_.version, why)
-            self._ready(round_, why)
+            self._notices.unprotected(round_.version, reason)
+            self._ready(round_, reason)
 
-    def _failed(self, round_: ProtectionRound, why: str, *, is_corrupt: bool) -> None:
+    def _failed(self, round_: ProtectionRound, reason: str, *, is_corrupt: bool) -> None:
         """Handle a failure of this node; a version with a corrupt slot must not be committed."""
         is_current = self._rounds.is_current(round_)
-        if not (is_current and is_corrupt and self._corrupt(round_.version, why)):
-            self._unable(round_, why)
+        if not (is_current and is_corrupt and self._corrupt(round_.version, reason)):
+            self._unable(round_, reason)
 
     # --- messages of the group ---------------------------------------------------------------
 
-    def heard(self, session: int, node_id: str, body: t.RoundMessage) -> None:
+    def received(self, session: int, node_id: str, body: t.RoundMessage) -> None:
         group = self.group
         if group is None or session != group.number or self._plan is None or self._is_still:
             return
-        place = group.place_of(node_id)
+        position = group.position_of(node_id)
         at = version(body.generation, body.step)
         over = self._rounds.over
-        if place is None or (over is not None and at <= over):
+        if position is None or (over is not None and at <= over):
             return
         round_ = self._rounds.of(at)
         if body.attempt > round_.attempt:
-            self._begin_again(round_, body.attempt)
+            self._restart(round_, body.attempt)
         elif body.attempt < round_.attempt and not isinstance(body, t.ManifestData):
             return
         match body:
             case t.RoundSealed():
-                round_.told[place] = (body.plan_id, body.replicas)
-                round_.parts[place] = body.part
+                round_.reported[position] = (body.plan_id, body.replicas)
+                round_.parts[position] = body.part
                 self._advance(round_)
             case t.RoundOpened():
-                round_.windows[place] = (body.plan_id, body.below)
+                round_.windows[position] = (body.plan_id, body.below)
                 if round_.exchange is not None:
-                    round_.exchange.let(place, body.plan_id, body.below)
+                    round_.exchange.let(position, body.plan_id, body.below)
             case t.RoundStored():
-                self._stored(round_, place)
+                self._stored(round_, position)
             case t.RoundFailed():
-                self._give_up(round_, f"node {node_id}: {body.why}")
+                self._give_up(round_, f"node {node_id}: {body.reason}")
             case _:
                 pass
 
@@ -372,33 +378,33 @@ class Protector:
         group = self.group
         if group is None or session != group.number:
             return
-        self.heard(session, node_id, body)
-        place = group.place_of(node_id)
+        self.received(session, node_id, body)
+        position = group.position_of(node_id)
         round_ = self._rounds.find(version(body.generation, body.step))
-        if round_ is not None and place is not None:
-            round_.manifests[place] = manifest
+        if round_ is not None and position is not None:
+            round_.manifests[position] = manifest
             self._advance(round_)
 
-    def damaged(self, session: int, node_id: str, body: t.RoundMessage, why: str) -> None:
+    def damaged(self, session: int, node_id: str, body: t.RoundMessage, reason: str) -> None:
         """Start a new attempt after damaged data, at most `MAX_ATTEMPTS` times."""
         group = self.group
         round_ = self._rounds.find(version(body.generation, body.step))
         if group is None or round_ is None or session != group.number or round_.is_ready:
             return
         if body.attempt == round_.attempt:
-            self._notices.damaged(why, node_id)
+            self._notices.damaged(reason, node_id)
             if round_.attempt < MAX_ATTEMPTS:
-                self._begin_again(round_, round_.attempt + 1)
+                self._restart(round_, round_.attempt + 1)
             else:
-                self._unable(round_, why)
+                self._unable(round_, reason)
 
-    def lost(self, node_id: str, why: str) -> None:
+    def lost(self, node_id: str, reason: str) -> None:
         if self.group is not None:
-            self._notices.lost(node_id, why)
+            self._notices.lost(node_id, reason)
 
     def linked(self, node_id: str) -> None:
         for round_ in self._rounds:
-            self._say_again(round_)
+            self._report_again(round_)
 
     def fill_of(self, session: int, body: t.RoundMessage) -> tuple[ParityWriter, LocalGroup] | None:
         """Return the writer for the blocks and mirrors of a version; callable in any thread."""
@@ -409,21 +415,22 @@ class Protector:
         fill = round_.exchange.fill if round_.exchange is not None else None
         return (fill, group) if fill is not None and round_.attempt == body.attempt else None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Report the nodes that delay a version: all sealed it, and nothing has arrived."""
         group = self.group
         for round_ in self._rounds:
-            if group is None or round_.is_ready or len(round_.told) < len(group.nodes):
+            if group is None or round_.is_ready or len(round_.reported) < len(group.nodes):
                 continue
             if not round_.has_moved():
                 self._notices.stalled(round_.version, group, round_.stored)
 
-    def _look_at_links(self) -> None:
+    def _check_links(self) -> None:
         group = self.group
         if group is None:
             return
         links = [
-            (place.node_id, self._peers.find(place.node_id, PROTECT)) for place in group.others
+            (position.node_id, self._peers.find(position.node_id, PROTECT))
+            for position in group.others
         ]
         found = [node_id for node_id, link in links if link is not None and link.carries_nothing]
         self._set_unreachable(found)
@@ -431,37 +438,39 @@ class Protector:
     def _set_unreachable(self, nodes: list[str]) -> None:
         if nodes != self._unreachable:
             self._unreachable = nodes
-            self._tell_agent(smp_messages.PeersUnreachable(nodes))
+            self._send_to_agent(smp_messages.PeersUnreachable(nodes))
 
     # --- details -----------------------------------------------------------------------------
 
-    def _begin_again(self, round_: ProtectionRound, attempt: int) -> None:
-        round_.begin_again(attempt)
+    def _restart(self, round_: ProtectionRound, attempt: int) -> None:
+        round_.restart(attempt)
         if round_.manifest is not None:
-            self._tell_sealed(round_)
+            self._report_sealed(round_)
             self._advance(round_)
 
-    def _say_again(self, round_: ProtectionRound) -> None:
+    def _report_again(self, round_: ProtectionRound) -> None:
         """Repeat the messages that a lost connection may have dropped.
 
         Other nodes may miss them even if this node has everything.
         """
         group = self.group
         if not round_.is_ready:
-            self._begin_again(round_, round_.attempt + 1)
+            self._restart(round_, round_.attempt + 1)
         elif round_.problem:
-            self._tell_all(t.RoundFailed(*self._name(round_), round_.problem))
+            self._send_to_all(t.RoundFailed(*self._name(round_), round_.problem))
         elif group is not None and group.is_possible and round_.manifest is not None:
-            self._tell_sealed(round_)
-            if group.place in round_.stored:
-                self._tell_all(t.RoundStored(*self._name(round_)))
+            self._report_sealed(round_)
+            if group.position in round_.stored:
+                self._send_to_all(t.RoundStored(*self._name(round_)))
 
     def _name(self, round_: ProtectionRound) -> tuple[int, int, int]:
         return round_.version.generation, round_.version.step, round_.attempt
 
-    def _tell_all(self, body: t.AnyTransfer, raw: bytes = b"") -> None:
+    def _send_to_all(self, body: t.AnyTransfer, raw: bytes = b"") -> None:
         group = self.group
         assert group is not None
         digest = digest_of([raw]) if raw else None
-        for place in group.others:
-            self._peers.link(place, PROTECT).tell(OutgoingFrame(body, [raw] if raw else (), digest))
+        for position in group.others:
+            self._peers.link(position, PROTECT).send(
+                OutgoingFrame(body, [raw] if raw else (), digest)
+            )

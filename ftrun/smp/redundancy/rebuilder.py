@@ -36,14 +36,14 @@ class _BlockResponse(WholeResponse):
 
     def __init__(
         self,
-        place: int,
+        position: int,
         node_id: str,
         asked_s: float,
         answers: "queue.SimpleQueue[_BlockResponse]",
         max_bytes: int,
     ) -> None:
         super().__init__(answers, max_bytes)
-        self.place = place
+        self.position = position
         self.node_id = node_id
         self.asked_s = asked_s
         self.given_up = ""
@@ -53,7 +53,7 @@ class _BlockResponse(WholeResponse):
 class Rebuilder:
     """Rebuilds blocks in up to `NUM_THREADS` threads.
 
-    A node may take `patience_s` for one block, which is below the requester's own timeout.
+    A node may take `timeout_s` for one block, which is below the requester's own timeout.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class Rebuilder:
         *,
         run: int,
         codec_for: Callable[[int, int], Codec],
-        patience_s: float,
+        timeout_s: float,
     ) -> None:
         self._rpc = rpc
         self._served = served
         self._run = run
         self._codec_for = codec_for
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._asks: queue.SimpleQueue[tuple[str, t.RebuildBlock] | None] = queue.SimpleQueue()
         self._num_threads = 0
-        self._silent: set[str] = set()
+        self._unresponsive: set[str] = set()
         self._is_stopped = False
         self._lock = threading.Lock()
 
-    def ask(self, asker: str, ask: t.RebuildBlock) -> None:
+    def ask(self, requester: str, ask: t.RebuildBlock) -> None:
         with self._lock:
             is_new = self._num_threads < NUM_THREADS and not self._is_stopped
             self._num_threads += is_new
         if is_new:
             self._rpc.runner.start("ftrun-rebuild", self._work())
-        self._asks.put((asker, ask))
+        self._asks.put((requester, ask))
 
     def stop(self) -> None:
         """End the threads soon; pending requests get no answer."""
@@ -92,15 +92,15 @@ class Rebuilder:
 
     def _work(self) -> Steps[None]:
         while not self._is_stopped and (one := (yield Wait(self._asks))) is not None:
-            asker, ask = one
+            requester, ask = one
             try:
                 raw = yield from self._rebuild(ask)
             except (LayoutUnknown, SnapshotCorrupt) as error:
-                self._rpc.refuse(asker, ask, 0, error)
+                self._rpc.refuse(requester, ask, 0, error)
             else:
                 crash_point("smp.fetch.rebuilt")
-                self._rpc.tell(
-                    asker, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
+                self._rpc.send(
+                    requester, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
                 )
 
     def rebuild(self, ask: t.RebuildBlock) -> memoryview:
@@ -112,37 +112,37 @@ class Rebuilder:
         Raises LayoutUnknown if too little is left of the stripe or this node has no part of it,
         SnapshotCorrupt if this node's own parity is damaged.
         """
-        vault, record = self._served.vault(ask)
+        region, record = self._served.region(ask)
         stripes = stripes_of(record)
         places = range(len(record.members))
-        if ask.place not in places or not 0 <= ask.stripe < num_stripes_of(record):
-            raise LayoutUnknown(f"there is no stripe {ask.stripe} of place {ask.place}")
+        if ask.position not in places or not 0 <= ask.stripe < num_stripes_of(record):
+            raise LayoutUnknown(f"there is no stripe {ask.stripe} of place {ask.position}")
         senders = stripes.senders(ask.stripe, record.coded_bytes)
-        block = stripes.block_of(ask.place, ask.stripe)
-        if block is None or ask.place not in senders:
-            raise LayoutUnknown(f"place {ask.place} has no block in stripe {ask.stripe}")
-        header, (row,) = self._served.row(vault, record, ask.stripe)
-        own_index = stripes.index(ask.stripe, record.place)
-        own = Fragment(record.members[record.place].node_id, own_index, header, row)
+        block = stripes.block_of(ask.position, ask.stripe)
+        if block is None or ask.position not in senders:
+            raise LayoutUnknown(f"place {ask.position} has no block in stripe {ask.stripe}")
+        header, (row,) = self._served.row(region, record, ask.stripe)
+        own_index = stripes.index(ask.stripe, record.position)
+        own = Fragment(record.members[record.position].node_id, own_index, header, row)
         facts = self._facts(record, ask.stripe, senders)
         candidates = [
             node
             for node in (*senders, *stripes.parity_nodes(ask.stripe))
-            if node in ask.alive and node not in (ask.place, record.place)
+            if node in ask.alive and node not in (ask.position, record.position)
         ]
-        candidates.sort(key=lambda node: self._is_doubtful(record.members[node].node_id))
+        candidates.sort(key=lambda node: self._is_lease_expired(record.members[node].node_id))
         out = bytearray(record.block_bytes)
         codec = self._codec_for(stripes.k, stripes.m)
-        work = StripeWork(codec, facts, {stripes.index(ask.stripe, ask.place): out})
+        work = StripeWork(codec, facts, {stripes.index(ask.stripe, ask.position): out})
         if not work.take(own):
             needed = stripes.k - 1 - len(facts.empty)
             yield from self._gather(ask, record, work, (candidates, needed))
-        _, size = stripes.span(block, record.coded_bytes[ask.place])
+        _, size = stripes.span(block, record.coded_bytes[ask.position])
         return memoryview(out)[:size]
 
-    def _is_doubtful(self, node_id: str) -> bool:
+    def _is_lease_expired(self, node_id: str) -> bool:
         """True if the node did not answer earlier; such nodes come last."""
-        return node_id in self._silent or bool(self._rpc.why_gone(node_id))
+        return node_id in self._unresponsive or bool(self._rpc.loss_reason(node_id))
 
     def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
         stripes = stripes_of(record)
@@ -175,27 +175,32 @@ class Rebuilder:
         try:
             while True:
                 while left and len(waiting) < max(needed, 1):
-                    place = left.pop(0)
-                    name = record.members[place].node_id
-                    sink = _BlockResponse(place, name, self._now_s(), answers, record.block_bytes)
-                    waiting[place] = sink
+                    position = left.pop(0)
+                    name = record.members[position].node_id
+                    sink = _BlockResponse(
+                        position, name, self._now_s(), answers, record.block_bytes
+                    )
+                    waiting[position] = sink
                     numbers.append(self._ask(ask, sink))
                 if not waiting:
                     raise LayoutUnknown("; ".join([str(work.refusal()), *problems]))
                 answer = yield Wait(answers, _TICK_S)
-                for found in self._settled(waiting, answer):
-                    if why := found.given_up or found.problem:
-                        problems.append(f"{found.node_id}: {why}")
+                for found in self._resolved(waiting, answer):
+                    if reason := found.given_up or found.problem:
+                        problems.append(f"{found.node_id}: {reason}")
                         continue
                     needed -= 1
-                    index, payload = stripes.index(ask.stripe, found.place), memoryview(found.raw)
+                    index, payload = (
+                        stripes.index(ask.stripe, found.position),
+                        memoryview(found.raw),
+                    )
                     if work.take(Fragment(found.node_id, index, found.header, payload)):
                         return
         finally:
             for number in numbers:
                 self._rpc.requests.close(number)
 
-    def _settled(
+    def _resolved(
         self, waiting: dict[int, _BlockResponse], answer: _BlockResponse | None
     ) -> list[_BlockResponse]:
         """Remove from `waiting` and return this answer, or if None, the requests that failed."""
@@ -203,17 +208,17 @@ class Rebuilder:
             found = [one for one in waiting.values() if self._has_failed(one)]
         else:
             if not answer.problem:
-                self._silent.discard(answer.node_id)
-            found = [answer] if answer.place in waiting else []
+                self._unresponsive.discard(answer.node_id)
+            found = [answer] if answer.position in waiting else []
         for one in found:
-            del waiting[one.place]
+            del waiting[one.position]
         return found
 
     def _has_failed(self, one: _BlockResponse) -> bool:
-        one.given_up = self._rpc.why_gone(one.node_id)
-        if not one.given_up and self._now_s() - one.asked_s > self._patience_s:
-            self._silent.add(one.node_id)
-            one.given_up = f"no answer for {self._patience_s:.0f} s"
+        one.given_up = self._rpc.loss_reason(one.node_id)
+        if not one.given_up and self._now_s() - one.asked_s > self._timeout_s:
+            self._unresponsive.add(one.node_id)
+            one.given_up = f"no answer for {self._timeout_s:.0f} s"
         return bool(one.given_up)
 
     def _now_s(self) -> float:
@@ -224,6 +229,6 @@ class Rebuilder:
         body = t.GetBlock(
             number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
         )
-        if not self._rpc.tell(sink.node_id, OutgoingFrame(body)):
+        if not self._rpc.send(sink.node_id, OutgoingFrame(body)):
             sink.refused(0, "the node is unknown")
         return number

@@ -12,7 +12,7 @@ from ftrun.ids import Version
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.redundancy.exchange import Exchange
 from ftrun.snapshot.manifest import NodeManifest
-from ftrun.snapshot.plan_agreement import Told
+from ftrun.snapshot.plan_agreement import ReplicaReport
 from ftrun.wire.messages.smp import NodeAddress
 
 MAX_ROUNDS = 4
@@ -33,7 +33,7 @@ class ProtectionRound:
     shards: SealedShards | None = None
     manifest: NodeManifest | None = None
     manifest_is_sent: bool = False
-    told: dict[int, Told] = field(default_factory=dict)
+    reported: dict[int, ReplicaReport] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
     manifests: dict[int, NodeManifest] = field(default_factory=dict)
     windows: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -44,15 +44,15 @@ class ProtectionRound:
     was_ready: bool = False
     """The agent received VersionReady, which cannot be revoked."""
     problem: str = ""
-    began_s: float = 0.0
+    started_s: float = 0.0
     seen: tuple[object, ...] = ()
     """The progress at the last call of `has_moved`."""
 
-    def begin_again(self, attempt: int) -> None:
+    def restart(self, attempt: int) -> None:
         """Start a new attempt: drop the exchange, and what the group has sent except manifests."""
         self.stop()
         self.attempt = attempt
-        self.told, self.parts, self.windows, self.stored = {}, {}, {}, set()
+        self.reported, self.parts, self.windows, self.stored = {}, {}, {}, set()
         self.manifest_is_sent = self.is_ready = False
         self.problem = ""
 
@@ -76,7 +76,7 @@ class ProtectionRound:
             "generation": self.version.generation,
             "step": self.version.step,
             "attempt": self.attempt,
-            "stored_by": [nodes[place].node_id for place in sorted(self.stored)],
+            "stored_by": [nodes[position].node_id for position in sorted(self.stored)],
             "missing": self.exchange.missing if self.exchange is not None else None,
             "ready": self.is_ready,
             "problem": self.problem,

@@ -68,7 +68,7 @@ class _Event:
 
     number: int
     index: int
-    why: str = ""
+    reason: str = ""
     digest: int | None = None
     node: str = ""
 
@@ -88,8 +88,8 @@ class _Batch:
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
         self._events.put(_Event(self.number, index, digest=digest))
 
-    def refused(self, index: int, why: str) -> None:
-        self._events.put(_Event(self.number, index, why or "the request was refused"))
+    def refused(self, index: int, reason: str) -> None:
+        self._events.put(_Event(self.number, index, reason or "the request was refused"))
 
 
 @dataclass
@@ -100,20 +100,20 @@ class _Question:
 
 
 class Downloader:
-    """Downloads one set of items; a source may deliver nothing for `patience_s`."""
+    """Downloads one set of items; a source may deliver nothing for `timeout_s`."""
 
     def __init__(
-        self, requests: PendingRequests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]
+        self, requests: PendingRequests, ask: Ask, *, timeout_s: float, now_s: Callable[[], float]
     ) -> None:
         self._requests = requests
         self._ask = ask
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._now_s = now_s
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._waiting: dict[str, deque[DownloadItem]] = defaultdict(deque)
         self._open: dict[int, _Question] = {}
         self._owed: dict[str, int] = defaultdict(int)
-        self._heard_s: dict[str, float] = {}
+        self._received_s: dict[str, float] = {}
         self._bad: dict[str, str] = {}
         self._failed: list[DownloadItem] = []
         self._is_cancelled = False
@@ -123,9 +123,9 @@ class Downloader:
         self._is_cancelled = True
         self._events.put(_Event(0, -1))
 
-    def lost(self, node: str, why: str) -> None:
+    def lost(self, node: str, reason: str) -> None:
         """Record that a node is unreachable; callable in any thread."""
-        self._events.put(_Event(0, -1, why, node=node))
+        self._events.put(_Event(0, -1, reason, node=node))
 
     def steps(self, items: Sequence[DownloadItem]) -> Steps[list[DownloadItem]]:
         """Download all items; return those that no source could deliver, with their problems.
@@ -140,7 +140,7 @@ class Downloader:
                 self._ask_all()
                 if not self._open and not any(self._waiting.values()):
                     break
-                event = yield Wait(self._events, min(_TICK_S, self._patience_s))
+                event = yield Wait(self._events, min(_TICK_S, self._timeout_s))
                 self._take_event(event)
         finally:
             for number in list(self._open):
@@ -176,7 +176,7 @@ class Downloader:
         sink = _Batch(batch, self._events)
         sink.number = self._requests.open(sink)
         if not self._owed[node]:
-            self._heard_s[node] = self._now_s()
+            self._received_s[node] = self._now_s()
         self._open[sink.number] = _Question(node, sink, set(range(len(batch))))
         self._owed[node] += sum(item.num_bytes for item in batch)
         if not self._ask(node, sink.number, batch):
@@ -184,25 +184,25 @@ class Downloader:
 
     def _take_event(self, event: _Event | None) -> None:
         if event is None:
-            self._give_up_silent()
+            self._give_up_unresponsive()
             return
         if event.node:
-            self._give_up(event.node, event.why)
+            self._give_up(event.node, event.reason)
         question = self._open.get(event.number)
         if question is None or event.index not in question.left:
             return
-        self._heard_s[question.node] = self._now_s()
-        item = self._settle(event.number, question, event.index)
-        why = event.why
-        if not why and item.digest is not None and event.digest != item.digest:
-            why = "its bytes do not match the requested digest"
-        if why:
-            item.problems.append(f"{question.node}: {why}")
+        self._received_s[question.node] = self._now_s()
+        item = self._resolve(event.number, question, event.index)
+        reason = event.reason
+        if not reason and item.digest is not None and event.digest != item.digest:
+            reason = "its bytes do not match the requested digest"
+        if reason:
+            item.problems.append(f"{question.node}: {reason}")
             self._assign(item)
         else:
             self.num_bytes += item.num_bytes
 
-    def _settle(self, number: int, question: _Question, index: int) -> DownloadItem:
+    def _resolve(self, number: int, question: _Question, index: int) -> DownloadItem:
         question.left.remove(index)
         item = question.sink.items[index]
         self._owed[question.node] -= item.num_bytes
@@ -211,17 +211,17 @@ class Downloader:
             del self._open[number]
         return item
 
-    def _give_up_silent(self) -> None:
+    def _give_up_unresponsive(self) -> None:
         now_s = self._now_s()
         for node in {question.node for question in self._open.values()}:
-            if now_s - self._heard_s[node] > self._patience_s:
-                self._give_up(node, f"no answer for {self._patience_s:.0f} s")
+            if now_s - self._received_s[node] > self._timeout_s:
+                self._give_up(node, f"no answer for {self._timeout_s:.0f} s")
 
-    def _give_up(self, node: str, why: str) -> None:
+    def _give_up(self, node: str, reason: str) -> None:
         """Stop using a source, and move its open items to their next sources."""
         if node in self._bad:
             return
-        self._bad[node] = why
+        self._bad[node] = reason
         again: list[DownloadItem] = list(self._waiting.pop(node, ()))
         for number, question in list(self._open.items()):
             if question.node == node:
@@ -230,5 +230,5 @@ class Downloader:
                 del self._open[number]
         self._owed.pop(node, None)
         for item in again:
-            item.problems.append(f"{node}: {why}")
+            item.problems.append(f"{node}: {reason}")
             self._assign(item)

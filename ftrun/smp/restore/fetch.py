@@ -25,7 +25,7 @@ from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import NodeAddress
 
-SHARE_PATIENCE_S = 60.0
+SHARE_TIMEOUT_S = 60.0
 """Seconds for which another node may deliver nothing, because it may still be reading its share.
 
 The wait ends earlier if the node is known to be unreachable.
@@ -56,14 +56,14 @@ class FetchSource(Protocol):
 
 
 class Fetch:
-    """The requests of one fetch; a node may deliver nothing for `patience_s`."""
+    """The requests of one fetch; a node may deliver nothing for `timeout_s`."""
 
-    def __init__(self, rpc: FetchRpc, *, patience_s: float) -> None:
+    def __init__(self, rpc: FetchRpc, *, timeout_s: float) -> None:
         self.is_cancelled = False
         self.num_bytes = 0
         """Received so far."""
         self.rpc = rpc
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self._running: set[Downloader] = set()
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class Fetch:
         if self.is_cancelled:
             raise FetchFailed("cancelled, because a new generation begins")
 
-    def why_lost(self, node_id: str) -> str:
+    def loss_reason(self, node_id: str) -> str:
         return self._lost.get(node_id, "")
 
     @property
@@ -108,7 +108,7 @@ class Fetch:
         self.rpc.meet(nodes)
         alive = [node for node in nodes if node.smp_port > 0]
         for node in alive:
-            self.rpc.tell(node.node_id, OutgoingFrame(t.FetchPeers(alive)))
+            self.rpc.send(node.node_id, OutgoingFrame(t.FetchPeers(alive)))
 
     def ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
@@ -120,14 +120,14 @@ class Fetch:
         answers: queue.SimpleQueue[WholeResponse] = queue.SimpleQueue()
         requests, now_s = self.rpc.requests, self.rpc.runner.now_s
         number = requests.open(WholeResponse(answers))
-        give_up_s = now_s() + self.patience_s
+        give_up_s = now_s() + self.timeout_s
         try:
-            if not self.rpc.tell(node_id, OutgoingFrame(question(number))):
+            if not self.rpc.send(node_id, OutgoingFrame(question(number))):
                 raise LayoutUnknown("its address is unknown")
             while (answer := (yield Wait(answers, _TICK_S))) is None:
-                why = self.why_lost(node_id) or "the fetch was cancelled" * self.is_cancelled
-                if why or now_s() > give_up_s:
-                    raise LayoutUnknown(why or f"no answer for {self.patience_s:.0f} s")
+                reason = self.loss_reason(node_id) or "the fetch was cancelled" * self.is_cancelled
+                if reason or now_s() > give_up_s:
+                    raise LayoutUnknown(reason or f"no answer for {self.timeout_s:.0f} s")
             if answer.problem or answer.digest is None:
                 raise LayoutUnknown(answer.problem or "its answer has no digest")
             raw: bytearray = answer.raw
@@ -169,27 +169,27 @@ class Fetch:
         if not self.is_cancelled:
             failed(problem)
 
-    def _note_lost(self, node_id: str, why: str) -> None:
+    def _note_lost(self, node_id: str, reason: str) -> None:
         with self._lock:
-            self._lost[node_id] = why
+            self._lost[node_id] = reason
             for downloader in self._running:
-                downloader.lost(node_id, why)
+                downloader.lost(node_id, reason)
 
     def _download(
         self, items: Sequence[DownloadItem], source: FetchSource
     ) -> Steps[list[DownloadItem]]:
         def ask(node_id: str, number: int, batch: Sequence[DownloadItem]) -> bool:
-            return self.rpc.tell(node_id, OutgoingFrame(source.question(number, batch)))
+            return self.rpc.send(node_id, OutgoingFrame(source.question(number, batch)))
 
         downloader = Downloader(
-            self.rpc.requests, ask, patience_s=self.patience_s, now_s=self.rpc.runner.now_s
+            self.rpc.requests, ask, timeout_s=self.timeout_s, now_s=self.rpc.runner.now_s
         )
         with self._lock:
             self._running.add(downloader)
             if self.is_cancelled:
                 downloader.cancel()
-            for node_id, why in self._lost.items():
-                downloader.lost(node_id, why)
+            for node_id, reason in self._lost.items():
+                downloader.lost(node_id, reason)
         try:
             return (yield from downloader.steps(items))
         finally:
@@ -216,11 +216,13 @@ class SharedPieces:
     def steps(self, fetch: Fetch) -> Steps[None]:
         with self._load.lock:  # a cancelled fetch may still be running
             if not self._load.is_whole:
-                fetch.rpc.meet([place for place in self._nodes if place.smp_port > 0])
+                fetch.rpc.meet([position for position in self._nodes if position.smp_port > 0])
                 yield from fetch.download(self)
 
     def items(self) -> list[DownloadItem]:
-        self._wanted = {place: self._item(place, at) for place, at in self._load.left.items()}
+        self._wanted = {
+            position: self._item(position, at) for position, at in self._load.left.items()
+        }
         return list(self._wanted.values())
 
     def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces:
@@ -228,9 +230,9 @@ class SharedPieces:
 
     def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
         load, problems = self._load, list[str]()
-        for place, item in self._wanted.items():
+        for position, item in self._wanted.items():
             try:
-                load.took(place)
+                load.took(position)
             except SnapshotCorrupt as error:
                 problems += item.problems or [str(error)]
         if load.left:
@@ -247,8 +249,8 @@ class SharedPieces:
         load.seal()
         return []
 
-    def _item(self, place: Place, reader: int) -> DownloadItem:
-        room, digest = self._load.room(place), self._load.digest(place)
+    def _item(self, position: Place, reader: int) -> DownloadItem:
+        room, digest = self._load.room(position), self._load.digest(position)
         # The reader is unknown if the generation started with other nodes than those that loaded.
         sources = deque(node.node_id for node in self._nodes[reader : reader + 1])
         return DownloadItem(PIECE, digest, len(room), [room], sources, digest)

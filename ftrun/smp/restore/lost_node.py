@@ -34,17 +34,17 @@ _SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """The node at `place` of a group, whose `ranks` are fetched by the node `own_id`."""
+    """The node at `position` of a group, whose `ranks` are fetched by the node `own_id`."""
 
     wanted: Version
     group: PreviousGroup
-    place: int
+    position: int
     ranks: Sequence[Rank]
     own_id: str
 
     @property
     def node_id(self) -> str:
-        return self.group.nodes[self.place].node_id
+        return self.group.nodes[self.position].node_id
 
     @property
     def alive(self) -> list[NodeAddress]:
@@ -53,11 +53,11 @@ class LostNode:
     @property
     def owner(self) -> NodeAddress | None:
         """The node itself, if it is still reachable because a rank has only moved away from it."""
-        node = self.group.nodes[self.place]
+        node = self.group.nodes[self.position]
         return node if node.smp_port > 0 and node.node_id != self.own_id else None
 
     @property
-    def alive_places(self) -> list[int]:
+    def alive_positions(self) -> list[int]:
         nodes = enumerate(self.group.nodes)
         return [at for at, node in nodes if node.smp_port > 0 or node.node_id == self.own_id]
 
@@ -66,7 +66,7 @@ class LostNode:
         """The nodes that store the small state of the lost node: the m after it."""
         count = len(self.group.nodes)
         ahead = range(1, self.group.parity + 1)
-        return [self.group.nodes[(self.place + at) % count] for at in ahead]
+        return [self.group.nodes[(self.position + at) % count] for at in ahead]
 
     @property
     def mirror_holders(self) -> list[NodeAddress]:
@@ -74,14 +74,16 @@ class LostNode:
         return found if self.owner is None else [self.owner, *found]
 
     def names(self, places: Sequence[int]) -> list[str]:
-        return [self.group.nodes[place].node_id for place in places]
+        return [self.group.nodes[position].node_id for position in places]
 
     def get_mirror(self, number: int) -> t.GetMirror:
-        return t.GetMirror(*self._name(number), place=self.place)
+        return t.GetMirror(*self._name(number), position=self.position)
 
     def rebuild_block(self, number: int, stripe: int) -> t.RebuildBlock:
-        alive = [place for place in self.alive_places if place != self.place]
-        return t.RebuildBlock(*self._name(number), place=self.place, stripe=stripe, alive=alive)
+        alive = [position for position in self.alive_positions if position != self.position]
+        return t.RebuildBlock(
+            *self._name(number), position=self.position, stripe=stripe, alive=alive
+        )
 
     def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
         if batch[0].kind == PIECE:
@@ -100,9 +102,10 @@ class LostNode:
         k = len(group.nodes) - group.parity
         noun = "rank" if len(self.ranks) == 1 else "ranks"
         ranks = ", ".join(map(str, self.ranks))
-        why = "; ".join(dict.fromkeys(problems)) or "no node has it"
+        reason = "; ".join(dict.fromkeys(problems)) or "no node has it"
         return (
-            f"{noun} {ranks} of node {self.node_id}, {self.wanted}: cannot fetch {what} ({why}). "
+            f"{noun} {ranks} of node {self.node_id}, {self.wanted}: cannot fetch {what} "
+            f"({reason}). "
             f"{len(self.alive)} of the {len(group.nodes)} nodes of its group are reachable and "
             f"{k} are needed; unreachable: {', '.join(gone) or 'none'}"
         )
@@ -121,8 +124,8 @@ class CodedBlocks:
     def item(self, block: int, views: Sequence[memoryview]) -> DownloadItem:
         """Return the item of a block. Its sources are the reachable nodes with its parity."""
         lost = self._lost
-        stripe = self._stripes.stripe_of(lost.place, block)
-        holders = [at for at in self._stripes.parity_nodes(stripe) if at in lost.alive_places]
+        stripe = self._stripes.stripe_of(lost.position, block)
+        holders = [at for at in self._stripes.parity_nodes(stripe) if at in lost.alive_positions]
         return DownloadItem(
             kind=BLOCK,
             key=stripe,
@@ -152,7 +155,7 @@ class LostNodeRestore:
         self._arenas = dict(arenas)
         self._held = held
         self._notice = notice
-        self._heads = {head.rank: head for head in mirror.head.ranks}
+        self._headers = {head.rank: head for head in mirror.head.ranks}
         self._twins: list[tuple[DownloadItem, list[tuple[Rank, int]]]] = []
         self._blocks: dict[int, DownloadItem] = {}
         self._num_replicas = 0
@@ -185,9 +188,9 @@ class LostNodeRestore:
         self._copy_twins()
         found = self._bad_items()
         for item in found:
-            why = f"{item.source}: its rebuilt block does not match the captured digests"
-            self._notice(f"stripe {item.key}, {self._lost.wanted}: {why}")
-            item.problems.append(why)
+            reason = f"{item.source}: its rebuilt block does not match the captured digests"
+            self._notice(f"stripe {item.key}, {self._lost.wanted}: {reason}")
+            item.problems.append(reason)
         return found
 
     def seal(self) -> None:
@@ -231,7 +234,7 @@ class LostNodeRestore:
             self._piece(rank, index)[:] = view
 
     def _header(self, rank: Rank, state: SlotState) -> SlotHeader:
-        head = self._heads[rank]
+        head = self._headers[rank]
         return slot_header(state, self._lost.wanted, head.image_bytes, head.table_digest)
 
     def _replica_items(self) -> list[DownloadItem]:
@@ -263,8 +266,8 @@ class LostNodeRestore:
 
     def _replica(self, rank: Rank, index: int, digest: int, holders: Sequence[int]) -> DownloadItem:
         lost = self._lost
-        best = [at for at in holders if at in lost.alive_places and at != lost.place]
-        others = [at for at in lost.alive_places if at not in best]
+        best = [at for at in holders if at in lost.alive_positions and at != lost.position]
+        others = [at for at in lost.alive_positions if at not in best]
         view = self._piece(rank, index)
         self._num_replicas += 1
         return DownloadItem(
@@ -303,12 +306,12 @@ class LostNodeRestore:
         rank = Rank(extent.rank)
         if rank not in self._arenas:
             return scratch[: extent.num_bytes]
-        at = self._heads[rank].header_bytes + extent.offset
+        at = self._headers[rank].header_bytes + extent.offset
         return self._arenas[rank].image(_SLOT)[at : at + extent.num_bytes]
 
     def _piece(self, rank: Rank, index: int) -> memoryview:
         piece = self._mirror.layouts[rank].pieces[index]
-        at = self._heads[rank].header_bytes + piece.offset
+        at = self._headers[rank].header_bytes + piece.offset
         return self._arenas[rank].image(_SLOT)[at : at + piece.num_bytes]
 
 
@@ -332,7 +335,7 @@ def check_mirror(mirror: Mirror, lost: LostNode) -> None:
     is_it = (
         head.version == lost.wanted
         and head.protected_in == lost.group.generation
-        and head.place == lost.place
+        and head.position == lost.position
         and head.parity == lost.group.parity
         and nodes == [node.node_id for node in lost.group.nodes]
     )

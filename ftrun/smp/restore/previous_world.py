@@ -31,7 +31,7 @@ from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.lost_node import CodedBlocks, LostNode, check_mirror
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.snapshot.layout import Layout, parse_header
-from ftrun.snapshot.shard_header import PackedShardHeader, unpack_head
+from ftrun.snapshot.shard_header import PackedShardHeader, unpack_header
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import table_digest
@@ -262,14 +262,14 @@ class PreviousWorldShards:
         self._rebuild = rebuild
         self._shards: dict[Rank, _Shard] = {}
         self._has_met = False
-        self._heads_lock = threading.Lock()
+        self._headers_lock = threading.Lock()
 
     def head(self, rank: Rank) -> PackedShardHeader:
         """Return the header, compared with what was sealed.
 
         Raises LayoutUnknown if no node has it.
         """
-        with self._heads_lock:
+        with self._headers_lock:
             if rank not in self._shards:
                 self._shards[rank] = self._find(rank)
             return self._shards[rank].head
@@ -365,7 +365,7 @@ class PreviousWorldShards:
             at = self.world.wanted
             return t.GetShardHeader(number, at.generation, at.step, 0, group.generation, rank=rank)
 
-        head = unpack_head(memoryview(self._ask(node.node_id, ask)))
+        head = unpack_header(memoryview(self._ask(node.node_id, ask)))
         layout, start = parse_header(head.header, image_bytes=head.image_bytes)
         is_sound = start == len(head.header) and len(layout.pieces) == len(head.table)
         if not is_sound or table_digest(head.table) != head.table_digest:
@@ -376,11 +376,11 @@ class PreviousWorldShards:
         """Find the parts of a shard; raise LayoutUnknown if no mirror of its node is available."""
         problems: list[str] = []
         for group in self.world.groups:
-            for place, node in enumerate(group.nodes):
+            for position, node in enumerate(group.nodes):
                 if rank not in node.ranks or group.parity < 1:
                     continue
                 ranks = [Rank(one) for one in node.ranks]
-                lost = LostNode(self.world.wanted, group, place, ranks, self.world.own_id)
+                lost = LostNode(self.world.wanted, group, position, ranks, self.world.own_id)
                 for holder in lost.mirror_nodes:
                     try:
                         return self._shard_of(rank, lost, self._mirror(lost, holder.node_id))
@@ -415,8 +415,8 @@ class PreviousWorldShards:
     def _ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
     ) -> bytearray:
-        if why := self.fetch.why_lost(node_id):
-            raise LayoutUnknown(why)
+        if reason := self.fetch.loss_reason(node_id):
+            raise LayoutUnknown(reason)
         if node_id not in self._alive:
             raise LayoutUnknown("the node is unreachable")
         self._meet()
@@ -428,7 +428,7 @@ class PreviousWorldShards:
         The parts of an old protection disappear when the version is protected again. In that case
         some node has the whole shard.
         """
-        with self._heads_lock:
+        with self._headers_lock:
             try:
                 is_whole = self._shards[rank].lost is None
                 self._shards[rank] = self._in_parts(rank) if is_whole else self._find(rank)
@@ -437,9 +437,9 @@ class PreviousWorldShards:
                     one.problems.append(str(error))
 
     def _missing(self, one: WantedPiece) -> str:
-        why = "; ".join(dict.fromkeys(one.problems)) or "no node has it"
+        reason = "; ".join(dict.fromkeys(one.problems)) or "no node has it"
         gone = [n.node_id for g in self.world.groups for n in g.nodes if n.smp_port <= 0]
         return (
-            f"piece {one.index} of rank {one.rank}, {self.world.wanted}: cannot fetch it ({why}); "
-            f"unreachable nodes: {', '.join(gone) or 'none'}"
+            f"piece {one.index} of rank {one.rank}, {self.world.wanted}: cannot fetch it "
+            f"({reason}); unreachable nodes: {', '.join(gone) or 'none'}"
         )

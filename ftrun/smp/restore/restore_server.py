@@ -25,7 +25,7 @@ from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.redundancy.block_sender import LocalBlocks, local_blocks
 from ftrun.smp.redundancy.group import group_of, stripes_of
 from ftrun.smp.redundancy.mirror import mirror_parts
-from ftrun.snapshot.shard_header import PackedShardHeader, pack_head
+from ftrun.snapshot.shard_header import PackedShardHeader, pack_header
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 from ftrun.wire.transport.bulk_socket import Bytes
@@ -45,7 +45,7 @@ class RestoreServer:
         *,
         maps: ArenaMappings,
         fds: Mapping[Rank, Sequence[int]],
-        vaults: ParityStore,
+        parity_store: ParityStore,
         load: SharedLoad | None = None,
     ) -> None:
         self.version = wanted
@@ -54,7 +54,7 @@ class RestoreServer:
         self._maps = maps
         self._fds: dict[Rank, list[int]] = {}
         self._replace(fds)
-        self._vaults = vaults
+        self._parity_store = parity_store
         self._lock = threading.Lock()
         self._held: SealedShards | None = None
         self._blocks: dict[int, LocalBlocks] = {}
@@ -89,9 +89,9 @@ class RestoreServer:
                 return self._load.find(digest)
         return self.shards.find(digest)
 
-    def vault(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
+    def region(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
         """Return this node's complete part of a protection; raises LayoutUnknown if it has none."""
-        found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
+        found = self._parity_store.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
         if found is None or record is None or group_of(record).id != ask.group:
             raise LayoutUnknown(
@@ -106,14 +106,14 @@ class RestoreServer:
         A request for this node's own position comes from a node that fetches a rank that has moved.
         Raises LayoutUnknown if this node does not store it, SnapshotCorrupt if it is damaged.
         """
-        vault, record = self.vault(ask)
-        if ask.place == record.place:
+        region, record = self.region(ask)
+        if ask.position == record.position:
             return mirror_parts(self.shards, record)
-        if ask.place not in vault.mirrored_places():
-            raise LayoutUnknown(f"this node has no mirror of place {ask.place}")
-        found = vault.mirror(ask.place)
+        if ask.position not in region.mirrored_positions():
+            raise LayoutUnknown(f"this node has no mirror of place {ask.position}")
+        found = region.mirror(ask.position)
         if found is None:
-            what = f"mirror of place {ask.place}, {record.version}"
+            what = f"mirror of place {ask.position}, {record.version}"
             raise SnapshotCorrupt(what=what, piece=0, pieces=1)
         return [found]
 
@@ -125,7 +125,7 @@ class RestoreServer:
         shard = self.shards.shard(ask.rank)
         about = shard.manifest()
         header = shard.image[: shard.start]
-        return pack_head(
+        return pack_header(
             PackedShardHeader(
                 header, shard.table, about.image_bytes, about.layout_id, about.table_digest
             )
@@ -136,33 +136,33 @@ class RestoreServer:
 
         Raises LayoutUnknown if this node has no such block, SnapshotCorrupt if it is damaged.
         """
-        vault, record = self.vault(ask)
+        region, record = self.region(ask)
         stripes = stripes_of(record)
-        block = stripes.block_of(record.place, ask.stripe)
+        block = stripes.block_of(record.position, ask.stripe)
         if block is None:
-            return self.row(vault, record, ask.stripe)
+            return self.row(region, record, ask.stripe)
         blocks = self._own_blocks(record)
         if block >= blocks.space.num_blocks:
             raise LayoutUnknown(f"this node has no block in stripe {ask.stripe}")
         return blocks.read(block)
 
     def row(
-        self, vault: ParityRegion, record: ParityRecord, stripe: int
+        self, region: ParityRegion, record: ParityRecord, stripe: int
     ) -> tuple[bytes, list[memoryview]]:
         """Return this node's parity of a stripe; raises as `unit`."""
         stripes = stripes_of(record)
-        at = stripes.parity_block(record.place, stripe)
+        at = stripes.parity_block(record.position, stripe)
         if at is None or not 0 <= at < record.num_rows:
             raise LayoutUnknown(f"no parity of stripe {stripe} belongs here")
-        row = vault.row(at)
+        row = region.row(at)
         digest = xxhash.xxh3_64_intdigest(row)
-        if digest != vault.row_digest(at):
+        if digest != region.row_digest(at):
             what = f"parity of stripe {stripe}, {record.version}"
             raise SnapshotCorrupt(what=what, piece=at, pieces=record.num_rows)
         header = FragmentHeader(
             StripeId(self._run, record.version, group_of(record).id, stripe),
             Generation(record.protected_in),
-            stripes.index(stripe, record.place),
+            stripes.index(stripe, record.position),
             BlockDigest(len(row), digest),
         )
         return pack(header), [row]

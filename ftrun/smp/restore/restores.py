@@ -27,7 +27,7 @@ from ftrun.smp.client import Requester
 from ftrun.smp.jobs import JobLanes, Steps
 from ftrun.smp.memory.arenas import ArenaStore, SmpArena, create
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.fetch import SHARE_PATIENCE_S, Fetch, SharedPieces
+from ftrun.smp.restore.fetch import SHARE_TIMEOUT_S, Fetch, SharedPieces
 from ftrun.smp.restore.lost_node import LostNode, LostNodeRestore, check_mirror, slot_header
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.rpc import FetchRpc
@@ -94,12 +94,12 @@ class LostRanks:
             LostNode(
                 job.wanted,
                 group,
-                place,
+                position,
                 [Rank(rank) for rank in node.ranks if rank in job.ranks],
                 job.own.node_id,
             )
             for group in job.groups
-            for place, node in enumerate(group.nodes)
+            for position, node in enumerate(group.nodes)
         ]
         missing = set(job.ranks) - {rank for lost in found for rank in lost.ranks}
         if missing:
@@ -236,7 +236,7 @@ def _batches(pieces: Sequence[Piece]) -> list[list[int]]:
     return found
 
 
-TellAgent = Callable[..., None]
+SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
 
@@ -252,7 +252,7 @@ class _Restore:
     missing: set[Rank] = field(default_factory=set)
     fetch: Fetch | None = None
     failed: str = ""
-    began_s: float = 0.0
+    started_s: float = 0.0
 
 
 class RestoreCoordinator:
@@ -267,14 +267,14 @@ class RestoreCoordinator:
         rpc: FetchRpc,
         jobs: JobLanes,
         *,
-        tell_agent: TellAgent,
+        send_to_agent: SendToAgent,
         here: Callable[[], None],
         lost_ranks: type[LostRanks] = LostRanks,
     ) -> None:
         self._memory = memory
         self._rpc = rpc
         self._jobs = jobs
-        self._tell_agent = tell_agent
+        self._send_to_agent = send_to_agent
         self._here = here
         self._lost_ranks = lost_ranks
         self._restore: _Restore | None = None
@@ -312,7 +312,7 @@ class RestoreCoordinator:
             _ranks_of(body),
             body.world_size,
             body.restore_from,
-            began_s=clock.now_s(),
+            started_s=clock.now_s(),
         )
         restore.missing = self._missing(restore)
         self._restore = restore
@@ -336,7 +336,7 @@ class RestoreCoordinator:
         body: smp_messages.BeginGeneration,
         own: smp_messages.NodeAddress,
     ) -> None:
-        fetch = restore.fetch = Fetch(self._rpc, patience_s=body.patience_s)
+        fetch = restore.fetch = Fetch(self._rpc, timeout_s=body.timeout_s)
         job = FetchJob(
             wanted=restore.wanted,
             ranks=sorted(restore.missing),
@@ -350,8 +350,8 @@ class RestoreCoordinator:
             "ftrun-fetch",
             self._lost_ranks(job, fetch).steps(),
             done=lambda fds: self._jobs.post(partial(self._fetched, restore, fds, fetch.num_bytes)),
-            failed=lambda why: self._jobs.post(
-                partial(self._fail, restore, why, is_link=fetch.has_lost)
+            failed=lambda reason: self._jobs.post(
+                partial(self._fail, restore, reason, is_link=fetch.has_lost)
             ),
         )
 
@@ -361,7 +361,7 @@ class RestoreCoordinator:
         groups = body.restore_from or body.read_from
         pieces = SharedPieces(load, groups[0].nodes if groups else [], self._notice)
         restore.missing.update(load.ranks)
-        fetch = restore.fetch = Fetch(self._rpc, patience_s=SHARE_PATIENCE_S)
+        fetch = restore.fetch = Fetch(self._rpc, timeout_s=SHARE_TIMEOUT_S)
         fetch.start(
             "ftrun-share",
             pieces.steps(fetch),
@@ -369,13 +369,13 @@ class RestoreCoordinator:
                 partial(self._completed, restore, load, fetch.num_bytes)
             ),
             # Storage delivers what no node does, so a lost connection is not the cause.
-            failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
+            failed=lambda reason: self._jobs.post(partial(self._fail, restore, reason)),
         )
 
-    def _notice(self, why: str) -> None:
+    def _notice(self, reason: str) -> None:
         """Report data that was rejected or not delivered; callable from any thread."""
-        notice = smp_messages.SmpNotice("source_set_aside", why)
-        self._jobs.post(partial(self._tell_agent, notice))
+        notice = smp_messages.SmpNotice("source_set_aside", reason)
+        self._jobs.post(partial(self._send_to_agent, notice))
 
     def _completed(self, restore: _Restore, load: SharedLoad, num_bytes: int) -> None:
         if restore is self._restore:
@@ -402,23 +402,25 @@ class RestoreCoordinator:
         self.cancel()
         self._refuse(lambda _: True, "the SMP ends")
 
-    def grant(self, asker: Requester, rank: Rank, wanted: Version) -> None:
+    def grant(self, requester: Requester, rank: Rank, wanted: Version) -> None:
         arena = self._holder(rank, wanted)
         restore = self._restore
         if arena is not None:
-            asker.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
+            requester.send(
+                worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,)
+            )
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
-            asker.tell(
+            requester.send(
                 messages.Refused(
                     f"{wanted} of rank {rank} is not on this node and is not being fetched"
                 )
             )
         elif restore.failed:
-            asker.tell(messages.Refused(restore.failed))
+            requester.send(messages.Refused(restore.failed))
         else:
-            self._waiting.append((asker, rank, wanted))
+            self._waiting.append((requester, rank, wanted))
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Check the missing ranks again, because arenas have arrived from the agent."""
         restore = self._restore
         if restore is not None and restore.missing and restore.fetch is None:
@@ -433,38 +435,44 @@ class RestoreCoordinator:
             return
         for rank, fd in sorted(fds.items()):
             arena = self._memory.add(fd, restore.generation)
-            self._tell_agent(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,))
+            self._send_to_agent(
+                worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,)
+            )
             crash_point("smp.fetch.agent_told")
         self._all_arrived(restore, f"fetched {num_bytes} bytes")
 
     def _all_arrived(self, restore: _Restore, what: str) -> None:
-        text = f"{restore.wanted}: {what} in {clock.now_s() - restore.began_s:.3f} s"
-        self._tell_agent(smp_messages.SmpNotice("restore", text))
+        text = f"{restore.wanted}: {what} in {clock.now_s() - restore.started_s:.3f} s"
+        self._send_to_agent(smp_messages.SmpNotice("restore", text))
         restore.missing.clear()
         self._ready(restore)
 
     def _ready(self, restore: _Restore) -> None:
-        self._tell_agent(smp_messages.RestoreReady(restore.wanted.generation, restore.wanted.step))
+        self._send_to_agent(
+            smp_messages.RestoreReady(restore.wanted.generation, restore.wanted.step)
+        )
         waiting, self._waiting = self._waiting, []
-        for asker, rank, wanted in waiting:
-            self.grant(asker, rank, wanted)
+        for requester, rank, wanted in waiting:
+            self.grant(requester, rank, wanted)
         self._here()
 
-    def _fail(self, restore: _Restore, why: str, *, is_link: bool = False) -> None:
+    def _fail(self, restore: _Restore, reason: str, *, is_link: bool = False) -> None:
         if restore is not self._restore:
             return
-        restore.failed = why
-        _log.warning("%s", why)
-        self._tell_agent(smp_messages.RestoreFailed(restore.generation, why, is_link))
-        self._refuse(lambda _: True, why)
+        restore.failed = reason
+        _log.warning("%s", reason)
+        self._send_to_agent(smp_messages.RestoreFailed(restore.generation, reason, is_link))
+        self._refuse(lambda _: True, reason)
 
-    def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
+    def _refuse(self, chosen: Callable[[Version], bool], reason: str) -> None:
         waiting, self._waiting = self._waiting, []
-        for asker, rank, wanted in waiting:
+        for requester, rank, wanted in waiting:
             if chosen(wanted):
-                asker.tell(messages.Refused(f"{wanted} of rank {rank} is not available: {why}"))
+                requester.send(
+                    messages.Refused(f"{wanted} of rank {rank} is not available: {reason}")
+                )
             else:
-                self._waiting.append((asker, rank, wanted))
+                self._waiting.append((requester, rank, wanted))
 
     def _missing(self, restore: _Restore) -> set[Rank]:
         held = self._memory.held(restore.world_size)

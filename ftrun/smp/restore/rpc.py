@@ -41,7 +41,7 @@ MAX_ANSWER_BYTES = 1 << 30
 _log = logging.getLogger(__name__)
 
 Rebuild = Callable[[str, t.RebuildBlock], None]
-SetAside = Callable[[SnapshotCorrupt, t.FetchRequest], None]
+Excluded = Callable[[SnapshotCorrupt, t.FetchRequest], None]
 
 
 class ResponseSink(Protocol):
@@ -59,7 +59,7 @@ class ResponseSink(Protocol):
         """Report an answer; `digest` is the digest of its bytes, if the answer carries one."""
         ...
 
-    def refused(self, index: int, why: str) -> None:
+    def refused(self, index: int, reason: str) -> None:
         """Report that this source will not deliver the item."""
         ...
 
@@ -72,7 +72,7 @@ class PendingRequests:
         self._next = 1
         self._inside: dict[int, int] = {}
         self._sent: dict[int, tuple[str, OutgoingFrame]] = {}
-        self._settled: dict[int, set[int]] = {}
+        self._resolved: dict[int, set[int]] = {}
         self._reading: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
 
@@ -90,7 +90,7 @@ class PendingRequests:
         with self._changed:
             self._sinks.pop(number, None)
             self._sent.pop(number, None)
-            self._settled.pop(number, None)
+            self._resolved.pop(number, None)
             self._changed.wait_for(lambda: not self._inside.get(number))
 
     def sent(self, node_id: str, number: int, frame: OutgoingFrame) -> None:
@@ -108,10 +108,10 @@ class PendingRequests:
             ]
 
     def _rest_of(self, number: int, frame: OutgoingFrame) -> OutgoingFrame:
-        settled = self._settled.get(number)
-        if not settled or not isinstance(frame.body, t.GetPieces):
+        resolved = self._resolved.get(number)
+        if not resolved or not isinstance(frame.body, t.GetPieces):
             return frame
-        return replace(frame, body=structs.replace(frame.body, settled=sorted(settled)))
+        return replace(frame, body=structs.replace(frame.body, resolved=sorted(resolved)))
 
     def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
         """Handle an answer, in its link's thread.
@@ -140,7 +140,7 @@ class PendingRequests:
         if sink is None:
             return
         if isinstance(body, t.FetchMissing):
-            sink.refused(body.index, body.why)
+            sink.refused(body.index, body.reason)
             return
         room = sink.room(body.index, sum(map(len, raw)))
         if room is not None:
@@ -155,8 +155,8 @@ class PendingRequests:
         key = (body.request, body.index)
 
         def is_wanted() -> bool:
-            settled = self._settled.get(body.request, ())
-            return body.request in self._sinks and body.index not in settled
+            resolved = self._resolved.get(body.request, ())
+            return body.request in self._sinks and body.index not in resolved
 
         with self._changed:
             # The other connection was interrupted, so its thread leaves the read soon.
@@ -172,7 +172,7 @@ class PendingRequests:
         with self._changed:
             self._reading.discard((number, body.index))
             if is_settled and number in self._sinks:
-                self._settled.setdefault(number, set()).add(body.index)
+                self._resolved.setdefault(number, set()).add(body.index)
             self._inside[number] -= 1
             if not self._inside[number]:
                 del self._inside[number]
@@ -182,7 +182,7 @@ class PendingRequests:
     def _hand_over(source: IncomingLink, envelope: t.TransferEnvelope, sink: ResponseSink) -> None:
         body = envelope.body
         if isinstance(body, t.FetchMissing):
-            sink.refused(body.index, body.why)
+            sink.refused(body.index, body.reason)
             return
         assert isinstance(body, t.FetchData)
         room = sink.room(body.index, envelope.raw_bytes)
@@ -224,24 +224,24 @@ class WholeResponse:
         self.header, self.digest = header, digest
         self._answers.put(self)
 
-    def refused(self, index: int, why: str) -> None:
-        self.problem = why or "the request was refused"
+    def refused(self, index: int, reason: str) -> None:
+        self.problem = reason or "the request was refused"
         self._answers.put(self)
 
 
 class FetchRpc:
     """The fetch traffic of one generation.
 
-    `set_aside` is called in a link's thread with an error and its request if data here is damaged.
+    `excluded` is called in a link's thread with an error and its request if data here is damaged.
     """
 
-    def __init__(self, peers: PeerListener, *, set_aside: SetAside, runner: Runner) -> None:
+    def __init__(self, peers: PeerListener, *, excluded: Excluded, runner: Runner) -> None:
         self.runner = runner
         self.requests = PendingRequests()
         self.served: RestoreServer | None = None
         self.rebuild: Rebuild | None = None
         self._peers = peers
-        self._set_aside = set_aside
+        self._excluded = excluded
         self._places: dict[str, NodeAddress] = {}
         self._greeted: set[str] = set()
         self._gone: dict[str, str] = {}
@@ -267,36 +267,36 @@ class FetchRpc:
         if before is not None:
             before.close()
 
-    def on_lost(self, told: Callable[[str, str], None]) -> None:
+    def on_lost(self, reported: Callable[[str, str], None]) -> None:
         """Add a callback for lost links, valid until the next generation begins."""
-        self._on_lost = [*self._on_lost, told]
+        self._on_lost = [*self._on_lost, reported]
 
     def meet(self, places: Sequence[NodeAddress]) -> None:
         with self._lock:
-            self._places.update({place.node_id: place for place in places})
+            self._places.update({position.node_id: position for position in places})
 
-    def tell(self, node_id: str, frame: OutgoingFrame) -> bool:
+    def send(self, node_id: str, frame: OutgoingFrame) -> bool:
         """Send a frame to a node; return False if the node is unknown.
 
         A request of this node to itself is answered at once, in the calling thread.
         """
         with self._lock:
-            place, own = self._places.get(node_id), self.own
-            if place is None or own is None:
+            position, own = self._places.get(node_id), self.own
+            if position is None or own is None:
                 return False
             is_own = node_id == own.node_id
         if is_own:
-            self._tell_self(own.node_id, frame)
+            self._send_to_self(own.node_id, frame)
             return True
         if isinstance(frame.body, t.FetchRequest):
             self.requests.sent(node_id, frame.body.request, frame)
         with self._lock:
-            link = self._peers.link(place, FETCH)
+            link = self._peers.link(position, FETCH)
             if node_id not in self._greeted:
                 # The receiver needs the address for its answers.
                 self._greeted.add(node_id)
-                link.tell(OutgoingFrame(t.FetchPeers([own])))
-        link.tell(frame)
+                link.send(OutgoingFrame(t.FetchPeers([own])))
+        link.send(frame)
         return True
 
     def linked(self, node_id: str) -> None:
@@ -304,12 +304,12 @@ class FetchRpc:
         self._gone.pop(node_id, None)
         with self._lock:
             self._greeted.discard(node_id)
-            places = [place for place in self._places.values() if place.smp_port > 0]
+            places = [position for position in self._places.values() if position.smp_port > 0]
         owed = self.requests.owed_by(node_id)
         if owed:
-            self.tell(node_id, OutgoingFrame(t.FetchPeers(places)))
+            self.send(node_id, OutgoingFrame(t.FetchPeers(places)))
         for frame in owed:
-            self.tell(node_id, frame)
+            self.send(node_id, frame)
 
     # --- threads of links ------------------------------------------------------------------
 
@@ -325,20 +325,20 @@ class FetchRpc:
         crash_point("smp.fetch.asked")
         self._answer(source.node_id, body)
 
-    def _answer(self, asker: str, body: t.AnyTransfer) -> None:
+    def _answer(self, requester: str, body: t.AnyTransfer) -> None:
         match body:
             case t.FetchPeers():
                 self.meet(body.places)
             case t.GetMirror() | t.GetShardHeader() | t.GetBlock():
-                self._give(asker, body)
+                self._give(requester, body)
             case t.GetPieces():
-                self._give_pieces(asker, body)
+                self._give_pieces(requester, body)
             case t.RebuildBlock():
-                self._have_rebuilt(asker, body)
+                self._have_rebuilt(requester, body)
             case _:
                 raise ProtocolError(f"{type(body).__name__} is not allowed on a {FETCH} link")
 
-    def _tell_self(self, own_id: str, frame: OutgoingFrame) -> None:
+    def _send_to_self(self, own_id: str, frame: OutgoingFrame) -> None:
         if isinstance(frame.body, t.FetchData | t.FetchMissing):
             self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
         else:
@@ -351,21 +351,21 @@ class FetchRpc:
             links = {node_id: self._peers.find(node_id, FETCH) for node_id in self._places}
         return [one for one, link in links.items() if link is not None and not link.is_connected]
 
-    def why_gone(self, node_id: str) -> str:
+    def loss_reason(self, node_id: str) -> str:
         return self._gone.get(node_id, "")
 
-    def lost(self, node_id: str, why: str) -> None:
-        self._gone[node_id] = why
-        for told in self._on_lost:
-            told(node_id, why)
+    def lost(self, node_id: str, reason: str) -> None:
+        self._gone[node_id] = reason
+        for reported in self._on_lost:
+            reported(node_id, reason)
 
-    def _give(self, asker: str, ask: t.GetMirror | t.GetShardHeader | t.GetBlock) -> None:
+    def _give(self, requester: str, ask: t.GetMirror | t.GetShardHeader | t.GetBlock) -> None:
         try:
             frame = self._data_for(ask)
         except (LayoutUnknown, SnapshotCorrupt) as error:
-            self.refuse(asker, ask, 0, error)
+            self.refuse(requester, ask, 0, error)
         else:
-            self.tell(asker, frame)
+            self.send(requester, frame)
 
     def _data_for(self, ask: t.GetMirror | t.GetShardHeader | t.GetBlock) -> OutgoingFrame:
         served = self._serving(ask)
@@ -376,24 +376,26 @@ class FetchRpc:
         parts = served.mirror(ask) if isinstance(ask, t.GetMirror) else served.head(ask)
         return OutgoingFrame(t.FetchData(ask.request, 0), parts, digest_of(parts))
 
-    def _give_pieces(self, asker: str, ask: t.GetPieces) -> None:
+    def _give_pieces(self, requester: str, ask: t.GetPieces) -> None:
         digests = memoryview(ask.digests).cast("Q")
         for index, digest in enumerate(digests):
-            if index in ask.settled:
+            if index in ask.resolved:
                 continue
             try:
                 found = self._serving(ask).piece(digest)
             except (LayoutUnknown, SnapshotCorrupt) as error:
-                self.refuse(asker, ask, index, error)
+                self.refuse(requester, ask, index, error)
             else:
-                self.tell(asker, OutgoingFrame(t.FetchData(ask.request, index), [found], digest))
+                self.send(
+                    requester, OutgoingFrame(t.FetchData(ask.request, index), [found], digest)
+                )
 
-    def _have_rebuilt(self, asker: str, ask: t.RebuildBlock) -> None:
+    def _have_rebuilt(self, requester: str, ask: t.RebuildBlock) -> None:
         rebuild = self.rebuild
         if rebuild is None:
-            self.refuse(asker, ask, 0, LayoutUnknown("this node serves nothing"))
+            self.refuse(requester, ask, 0, LayoutUnknown("this node serves nothing"))
         else:
-            rebuild(asker, ask)
+            rebuild(requester, ask)
 
     def _serving(self, ask: t.FetchRequest) -> RestoreServer:
         served = self.served
@@ -404,9 +406,9 @@ class FetchRpc:
             raise LayoutUnknown("this node does not serve that version")
         return served
 
-    def refuse(self, asker: str, ask: t.FetchRequest, index: int, error: Exception) -> None:
+    def refuse(self, requester: str, ask: t.FetchRequest, index: int, error: Exception) -> None:
         """Refuse a request; damaged data is reported to the agent too."""
         if isinstance(error, SnapshotCorrupt):
             _log.warning("%s", error)
-            self._set_aside(error, ask)
-        self.tell(asker, OutgoingFrame(t.FetchMissing(ask.request, index, str(error))))
+            self._excluded(error, ask)
+        self.send(requester, OutgoingFrame(t.FetchMissing(ask.request, index, str(error))))

@@ -21,7 +21,7 @@ from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.restore.previous_world import PreviousWorldShards
-from ftrun.snapshot.shard_header import pack_head
+from ftrun.snapshot.shard_header import pack_header
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import worker as worker_messages
@@ -29,7 +29,7 @@ from ftrun.wire.messages import worker as worker_messages
 MOST_IMAGES = 250
 """Slightly below the number of descriptors that one message can carry."""
 
-MAX_HEADS = 200
+MAX_HEADERS = 200
 """Limit of descriptors per answer."""
 
 MAX_BYTES = 64 << 20
@@ -54,27 +54,29 @@ class ShardReads:
             self._shards.fetch.cancel()
         self._shards = shards
 
-    def ask(self, asker: Requester, body: Body) -> None:
+    def ask(self, requester: Requester, body: Body) -> None:
         if isinstance(body, worker_messages.OpenShards):
-            self._open(asker, body)
+            self._open(requester, body)
             return
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
-            asker.tell(messages.Refused(f"{wanted} is not on this node, and no other node is read"))
+            requester.send(
+                messages.Refused(f"{wanted} is not on this node, and no other node is read")
+            )
             return
         work: Work
         if isinstance(body, worker_messages.FetchShardHeaders):
-            work = partial(_heads, shards, body)
+            work = partial(_headers, shards, body)
         else:
             work = partial(_pieces, shards, body)
         self._jobs.submit(
             f"read-{body.rank}",
-            partial(_answered, work, asker),
-            failed=partial(asker.tell, _BUG),
+            partial(_answered, work, requester),
+            failed=partial(requester.send, _BUG),
         )
 
-    def _open(self, asker: Requester, body: worker_messages.OpenShards) -> None:
+    def _open(self, requester: Requester, body: worker_messages.OpenShards) -> None:
         """Answer with the shards on this node; shards on other nodes are left out."""
         wanted = version(body.generation, body.step)
         found = {
@@ -83,7 +85,7 @@ class ShardReads:
             if arena.shape.world_size == body.world_size and arena.holds(wanted)
         }
         if len(found) > MOST_IMAGES:
-            asker.tell(
+            requester.send(
                 messages.Refused(
                     f"{len(found)} shards are on this node; the limit is {MOST_IMAGES}"
                 )
@@ -93,37 +95,37 @@ class ShardReads:
         fds: list[int] = []
         try:
             fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
-            asker.tell(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
+            requester.send(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
         finally:
             for fd in fds:
                 os.close(fd)
 
 
-def _answered(work: Work, asker: Requester) -> Finish:
+def _answered(work: Work, requester: Requester) -> Finish:
     try:
         answer, fds = work()
     except (FtrunError, OSError) as error:
-        return partial(asker.tell, messages.Refused(str(error)))
-    return partial(_tell, asker, answer, fds)
+        return partial(requester.send, messages.Refused(str(error)))
+    return partial(_send, requester, answer, fds)
 
 
-def _tell(asker: Requester, answer: messages.AnyMessage, fds: list[int]) -> None:
+def _send(requester: Requester, answer: messages.AnyMessage, fds: list[int]) -> None:
     try:
-        asker.tell(answer, fds=tuple(fds))
+        requester.send(answer, fds=tuple(fds))
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def _heads(
+def _headers(
     shards: PreviousWorldShards, body: worker_messages.FetchShardHeaders
 ) -> tuple[messages.AnyMessage, list[int]]:
-    if not 0 < len(body.ranks) <= MAX_HEADS:
-        raise LayoutUnknown(f"{len(body.ranks)} headers requested; the limit is {MAX_HEADS}")
+    if not 0 < len(body.ranks) <= MAX_HEADERS:
+        raise LayoutUnknown(f"{len(body.ranks)} headers requested; the limit is {MAX_HEADERS}")
     fds: list[int] = []
     try:
         for rank in body.ranks:
-            parts = pack_head(shards.head(Rank(rank)))
+            parts = pack_header(shards.head(Rank(rank)))
             fds.append(_memory(sum(map(len, parts))))
             _write(fds[-1], parts)
     except BaseException:

@@ -57,7 +57,7 @@ _Open = Callable[[str], AbstractContextManager[OpenFile]]
 
 def main() -> int:
     arguments = _arguments()
-    began_s = clock.now_s()
+    started_s = clock.now_s()
     where = located(arguments.directory, cwd=str(Path.cwd()))
     try:
         found = _do(arguments, where)
@@ -66,7 +66,7 @@ def main() -> int:
         if isinstance(error, OSError):
             problem = f"{error.filename}: {error.strerror}"
         found = CatalogReport(without_password(where), [], problem=problem)
-    found = msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
+    found = msgspec.structs.replace(found, seconds=clock.now_s() - started_s)
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0
 
@@ -148,12 +148,12 @@ def _find(where: str) -> CatalogReport:
 
 
 def _list(storage: Storage, names: Sequence[str]) -> CatalogReport:
-    latest, begun = storage.latest_name(), storage.checkpoints()
+    latest, started = storage.latest_name(), storage.checkpoints()
     found = [
         _facts(storage, one, latest, _missing_files(storage, one))
-        for one in _chosen(storage, begun, latest, names)
+        for one in _chosen(storage, started, latest, names)
     ]
-    unfinished = sum(one.is_incomplete for one in begun)
+    unfinished = sum(one.is_incomplete for one in started)
     return CatalogReport(storage.shown, found, unfinished=unfinished)
 
 
@@ -181,11 +181,11 @@ def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogR
 
 
 def _chosen(
-    storage: Storage, begun: Sequence[StoredCheckpoint], latest: str, names: Sequence[str]
+    storage: Storage, started: Sequence[StoredCheckpoint], latest: str, names: Sequence[str]
 ) -> list[StoredCheckpoint]:
     """Returns the named ones, or all with an index: readable ones first, the newest first."""
-    found = [one for one in begun if not one.is_incomplete]
-    known = {one.name for one in begun}
+    found = [one for one in started if not one.is_incomplete]
+    known = {one.name for one in started}
     others = [name for name in storage.folders() if name.startswith("step-") and name not in known]
     found += [storage.describe(name) for name in others]  # copies that the user made
     found.sort(key=lambda one: one.index is None)

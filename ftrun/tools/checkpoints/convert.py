@@ -29,7 +29,7 @@ from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile, seal
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
-from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, next_serial, sweep_begun
+from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, next_serial, sweep_started
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 
@@ -43,7 +43,7 @@ def main() -> int:
 
 def convert(words: Sequence[str]) -> ConvertReport:
     arguments = _arguments(words)
-    began_s = clock.now_s()
+    started_s = clock.now_s()
     try:
         found = _convert(arguments)
     except FtrunError as error:
@@ -51,7 +51,7 @@ def convert(words: Sequence[str]) -> ConvertReport:
     except OSError as error:
         problem = f"{error.filename or arguments.out}: {error.strerror or error}"
         found = ConvertReport(problem=problem, exit_code=CheckpointError.exit_code)
-    return msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
+    return msgspec.structs.replace(found, seconds=clock.now_s() - started_s)
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def _convert(arguments: argparse.Namespace) -> ConvertReport:
         raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
     workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
     with closing(CheckpointReader(folder)) as source:
-        stored = stored_entries(source.heads, source.parts, source=rules.source)
+        stored = stored_entries(source.headers, source.parts, source=rules.source)
         before = read_world(rules, stored)
         after = lay_out(wanted, before)
         dtypes = new_dtypes(arguments.dtype, before)
@@ -184,7 +184,7 @@ def new_dtypes(orders: Sequence[str], world: WorldLayout) -> Mapping[str, str]:
             of_all = NamePattern(pattern)
             floats = [one for one in floats if of_all.match(one.name) is not None]
         else:
-            floats = [one for one in floats if one.kin is None]
+            floats = [one for one in floats if one.owner is None]
         if not floats:
             raise UsageError(f"--dtype {order} names no floating tensor of the checkpoint")
         found |= {one.name: dtype for one in floats}
@@ -236,7 +236,7 @@ def publish(
         found = storage.checkpoints()
         part = CheckpointPart(FORMAT, index.run_id, "", index.generation, index.step, 0, [])
         name = storage.pending_name(part, is_alone=True)
-        sweep_begun(storage, found, index.run_id, wanted, name, is_alone=True)
+        sweep_started(storage, found, index.run_id, wanted, name, is_alone=True)
         storage.make(name)
         try:
             files = writer.write(out / name)

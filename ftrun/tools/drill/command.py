@@ -90,12 +90,12 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
         signal.signal(signal.SIGHUP, _leave)
     folder = _folder(path.stem, out)
     render.write_plain(f"{shown_path(path)}; logs and results are below {shown_path(folder)}")
-    began_s = clock.now_s()
-    series = DrillSeries(plan, folder, _tell)
+    started_s = clock.now_s()
+    series = DrillSeries(plan, folder, _send)
     try:
         series.carry_out()
     finally:  # also if the drill is interrupted
-        took_s = clock.now_s() - began_s
+        took_s = clock.now_s() - started_s
         _write(folder, series.rows, name=path.stem, about=plan.about, took_s=took_s)
     rows = series.rows
     render.write_plain("")
@@ -127,7 +127,7 @@ def show_again(path: str) -> int:
     return ExitCode.DONE
 
 
-def _tell(row: FaultResult) -> None:
+def _send(row: FaultResult) -> None:
     render.write_plain(line(row))
     render.flush()
 
@@ -175,12 +175,12 @@ def cells(row: FaultResult) -> tuple[str, ...]:
 
 
 def line(row: FaultResult) -> str:
-    said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>17}  "
+    printed = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>17}  "
     lost = "-" if row.steps_lost is None else row.steps_lost
-    told = f"{row.found}; {row.action or 'no action'}; {lost} steps lost; equal: " + yes_or_no(
+    reported = f"{row.found}; {row.action or 'no action'}; {lost} steps lost; equal: " + yes_or_no(
         row.equal
     )
-    return said + (told if row.passed else f"FAILED: {row.problem}")
+    return printed + (reported if row.passed else f"FAILED: {row.problem}")
 
 
 def summary(rows: Sequence[FaultResult]) -> str:
@@ -188,10 +188,10 @@ def summary(rows: Sequence[FaultResult]) -> str:
     named = [row.culprit_right for row in rows if row.culprit_right is not None]
     wrong = sum(not one for one in named)
     if passed == len(rows):
-        said = f"all {len(rows)} faults passed"
+        printed = f"all {len(rows)} faults passed"
     else:
-        said = f"{len(rows) - passed} of {len(rows)} faults failed"
-    return f"{said}; {wrong} wrong culprits in {len(named)} that had to be named"
+        printed = f"{len(rows) - passed} of {len(rows)} faults failed"
+    return f"{printed}; {wrong} wrong culprits in {len(named)} that had to be named"
 
 
 def markdown(rows: Sequence[FaultResult]) -> str:
@@ -252,8 +252,8 @@ def grouped(rows: Sequence[FaultResult]) -> list[FaultSummary]:
     return found
 
 
-def _share(said: Sequence[bool | None]) -> str:
-    known = [one for one in said if one is not None]
+def _share(printed: Sequence[bool | None]) -> str:
+    known = [one for one in printed if one is not None]
     if not known:
         return "-"
     return "yes" if all(known) else f"{sum(known)} of {len(known)}"

@@ -74,14 +74,14 @@ def load_script(name: str, purpose: str) -> Any:
 
 
 @contextlib.contextmanager
-def place_for(nodes: int) -> Iterator[JobHost]:
+def host_for(nodes: int) -> Iterator[JobHost]:
     """A host with this number of nodes; FtrunError says what is missing for that."""
     if nodes == 1:
         yield LocalHost()
         return
     module = load_script("virtual_cluster", f"a drill on {nodes} nodes")
-    if why := module.available():
-        raise FtrunError(f"a drill on {nodes} nodes needs a virtual cluster: {why}")
+    if reason := module.available():
+        raise FtrunError(f"a drill on {nodes} nodes needs a virtual cluster: {reason}")
     with module.VirtualCluster(nodes) as cluster:
         yield VirtualClusterHost(cluster, nodes)
 
@@ -169,8 +169,8 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _last_words(said: str, code: int) -> str:
-    lines = [line for line in said.strip().splitlines() if line.strip()]
+def _last_words(printed: str, code: int) -> str:
+    lines = [line for line in printed.strip().splitlines() if line.strip()]
     if not lines:
         return f"it ended with {code} and said nothing"
     return lines[-1].removeprefix("Error: ")

@@ -87,10 +87,10 @@ def _lines_of(tail: bytes) -> list[dict[str, Any]]:
 def steps_for(part: RunSection, trials: Sequence[FaultTrial]) -> int:
     """Returns the steps that a run with these faults needs, rounded up to a multiple of 10."""
     step_s = part.step_s or (_GPT_STEP_S if part.job == "gpt" else max(part.pace, 0.01))
-    lasting = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
+    faults_s = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
     between = max(part.steps_between, 1) * (len(trials) + 1)
     named = max((trial.step for trial in trials), default=0)
-    steps = _STEPS_AT_LEAST + _STEPS_PER_FAULT * len(trials) + between + lasting + named
+    steps = _STEPS_AT_LEAST + _STEPS_PER_FAULT * len(trials) + between + faults_s + named
     return math.ceil(steps / 10) * 10
 
 
@@ -159,8 +159,8 @@ class BaselineRuns:
         # A rank may abort during gloo's shutdown, after it has recorded all compared values.
         is_whole = all("digest" in one for one in found)
         if code != 0 and not is_whole:
-            said = output.read_text(errors="replace")[-2000:]
-            raise FtrunError(f"torchrun ended with {code}:\n{said}")
+            printed = output.read_text(errors="replace")[-2000:]
+            raise FtrunError(f"torchrun ended with {code}:\n{printed}")
         return found
 
 
@@ -197,8 +197,8 @@ def notes_of(path: Path) -> list[dict[str, Any]]:
 
 def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
     """Describes the first difference; empty if there is none."""
-    at, said = first_difference(expected, found)
-    return said if at is not None else ""
+    at, printed = first_difference(expected, found)
+    return printed if at is not None else ""
 
 
 def first_difference(
@@ -210,8 +210,8 @@ def first_difference(
         for at in right:
             if is_so.get(at) != right[at]:
                 what = "the state at the end" if at == "digest" else f"the loss of step {at}"
-                said = f"{what} of rank {rank} is {is_so.get(at)}, undisturbed {right[at]}"
-                differences.append((at, said))
+                printed = f"{what} of rank {rank} is {is_so.get(at)}, undisturbed {right[at]}"
+                differences.append((at, printed))
                 break
     if not differences:
         return None, ""

@@ -182,8 +182,8 @@ def _verdicts(
     since_s: float,
     problems: list[str],
 ) -> None:
-    said = of_kinds(later, VerdictRecord)
-    verdicts = [line.record.verdict for line in said]
+    printed = of_kinds(later, VerdictRecord)
+    verdicts = [line.record.verdict for line in printed]
     kinds = list(dict.fromkeys(one.kind.value for one in verdicts))
     row.found = ", ".join(kinds) or ("suspicion" if _incidents(later) else NOTHING)
     if verdicts:
@@ -192,20 +192,24 @@ def _verdicts(
         if _incidents(later):
             problems.append(f"taken for an incident: {row.text or row.found}")
         return
-    right = next((line for line in said if _kind(line.record) in expected.verdicts), None)
+    right = next((line for line in printed if _kind(line.record) in expected.verdicts), None)
     if right is None:
         problems.append(f"expected {row.expected}, found {row.found}")
     else:
         row.detected_s = round(right.monotonic_s - since_s, 3)
-        told_step = right.record.step
-        if row.fired_step is not None and told_step is not None and told_step >= row.fired_step:
-            row.detected_steps = told_step - row.fired_step
+        reported_step = right.record.step
+        if (
+            row.fired_step is not None
+            and reported_step is not None
+            and reported_step >= row.fired_step
+        ):
+            row.detected_steps = reported_step - row.fired_step
         if expected.within_steps and (row.detected_steps or 0) > expected.within_steps:
-            told = f"named after {row.detected_steps} steps"
-            problems.append(f"{told}, {expected.within_steps} allowed")
+            reported = f"named after {row.detected_steps} steps"
+            problems.append(f"{reported}, {expected.within_steps} allowed")
         if expected.within_s and row.detected_s > expected.within_s:
             problems.append(f"named after {row.detected_s:.1f} s, {expected.within_s:g} s allowed")
-        firm = verdicts[said.index(right) :]
+        firm = verdicts[printed.index(right) :]
         firm += [one for one in verdicts if one.confidence is Confidence.CERTAIN]
         wrong = {one.kind.value for one in firm} - set(expected.verdicts)
         if wrong:

@@ -346,7 +346,7 @@ def _problems(plan: DrillPlan) -> Iterator[str]:
     for number, part in enumerate(parts):
         where = part.name or f"runs[{number}]"
         for at, fault in enumerate(part.faults):
-            yield from (f"{where}: faults[{at}]: {said}" for said in _of_fault(fault, part))
+            yield from (f"{where}: faults[{at}]: {printed}" for printed in _of_fault(fault, part))
         if part.script is None and (part.notes or (part.args and part.job != "gpt")):
             yield f"{where}: args and notes go with a script of yours, or args with job gpt"
         count += sum(1 for _ in trials_of(part))

@@ -56,8 +56,8 @@ class DrillRunFailed(FtrunError):
 class DrillRun:
     """One run of a drill, used as a context manager."""
 
-    def __init__(self, place: JobHost, folder: Path, part: RunSection, job: DrillJob) -> None:
-        self.place = place
+    def __init__(self, host: JobHost, folder: Path, part: RunSection, job: DrillJob) -> None:
+        self.host = host
         self.folder = folder
         self.part = part
         self.job = job
@@ -89,10 +89,10 @@ class DrillRun:
         secret = self.folder / "secret"
         secret.write_bytes(secrets.token_bytes(32))
         secret.chmod(0o600)
-        for node in range(self.place.nodes):
+        for node in range(self.host.nodes):
             words = [*self._command(secret), *self.job.words(self.folder)]
             output = self._output(node)
-            started = self.place.start(node, words, folder=self.folder, output=output)
+            started = self.host.start(node, words, folder=self.folder, output=output)
             self._processes.append(started)
 
     def _command(self, secret: Path) -> list[str]:
@@ -100,13 +100,13 @@ class DrillRun:
         words: list[object] = [sys.executable, "-m", "ftrun", "run", "--allow-faults"]
         words += ["--run-id", self.run_id, "--nproc-per-node", part.ranks]
         words += ["--snapshot-every", 1, "--set", "restart.budget=100000"]
-        words += ["--set", "smp.orphan_s=30"]
-        if self.place.nodes > 1:
+        words += ["--set", "smp.orphan_timeout_s=30"]
+        if self.host.nodes > 1:
             # The flag is needed because process 1 of a virtual node has the same network namespace.
             words += ["--nnodes", part.nodes, "--allow-network-faults"]
             words += ["--spares", part.spares] if part.spares else []
-            words += ["--rdzv-endpoint", f"{self.place.address(0)}:{PORT}"]
-            words += ["--secret-file", secret, "--set", "nodes.failures_per_hour=100000"]
+            words += ["--rdzv-endpoint", f"{self.host.address(0)}:{PORT}"]
+            words += ["--secret-file", secret, "--set", "nodes.max_failures_per_hour=100000"]
         for key, value in part.settings.items():
             words += ["--set", f"{key}={json.dumps(value)}"]
         return [str(word) for word in (*words, *part.flags)]
@@ -131,11 +131,11 @@ class DrillRun:
             return
         try:
             if trial.expected.ends:
-                code, patience_s = trial.expected.exit_code, self._patience_s(trial)
-                self._wait("the end of the run", self.has_ended, patience_s, exit_code=code)
+                code, timeout_s = trial.expected.exit_code, self._timeout_s(trial)
+                self._wait("the end of the run", self.has_ended, timeout_s, exit_code=code)
             else:
                 watch = _Watch(self, trial, order_id, since)
-                self._wait(f"the end of {trial.name}", watch.is_over, self._patience_s(trial))
+                self._wait(f"the end of {trial.name}", watch.is_over, self._timeout_s(trial))
         except DrillRunFailed as error:
             row.problem = str(error)
             raise
@@ -162,10 +162,10 @@ class DrillRun:
     def close(self) -> None:
         for process in self._processes:
             end(process)
-        if any(process.returncode for process in self._processes) and self.place.nodes == 1:
+        if any(process.returncode for process in self._processes) and self.host.nodes == 1:
             words = [sys.executable, "-m", "ftrun", "stop", self.run_id]
             try:  # frees the leftovers of a lost run; usually there are none
-                self.place.ask(0, words, folder=self.folder, within_s=_ASK_S)
+                self.host.ask(0, words, folder=self.folder, within_s=_ASK_S)
             except FtrunError:
                 return
 
@@ -175,7 +175,7 @@ class DrillRun:
         """Returns the lines of all nodes in order of time; the nodes share a clock."""
         logs = self.folder / "ftrun-logs" / self.run_id
         of_nodes = list(logs.glob("*/journal.jsonl"))  # logs/journal.jsonl merges them
-        for path in of_nodes if self.place.nodes > 1 else [logs / "journal.jsonl"]:
+        for path in of_nodes if self.host.nodes > 1 else [logs / "journal.jsonl"]:
             self._journals.setdefault(path, _JournalFile(path))
         found = [line for journal in self._journals.values() for line in journal.read()]
         return sorted(found, key=lambda line: line.monotonic_s)
@@ -196,17 +196,17 @@ class DrillRun:
     def _order(self, trial: FaultTrial) -> str:
         words = [sys.executable, "-m", "ftrun", "inject-fault", trial.kind, self.run_id, "--json"]
         words += ["--rank", str(trial.rank)] if trial.rank >= 0 else []
-        words += ["--node", str(trial.node)] if trial.node >= 0 and self.place.nodes > 1 else []
+        words += ["--node", str(trial.node)] if trial.node >= 0 and self.host.nodes > 1 else []
         words += ["--at-step", str(trial.step)] if trial.step else []
         words += ["--for", f"{trial.for_s:g}s"] if trial.for_s is not None else []
         words += ["--amount", str(trial.amount)] if trial.amount is not None else []
         alive = [at for at, one in enumerate(self._processes) if one.poll() is None]
         # Use the target node itself if it is alive, because the path to it may be broken.
         node = trial.node if trial.node in alive else (alive or [0])[0]
-        said = self.place.ask(node, words, folder=self.folder, within_s=_ASK_S)
-        return str(json.loads(said)["id"])
+        printed = self.host.ask(node, words, folder=self.folder, within_s=_ASK_S)
+        return str(json.loads(printed)["id"])
 
-    def _patience_s(self, trial: FaultTrial) -> float:
+    def _timeout_s(self, trial: FaultTrial) -> float:
         kill_after_s = 0.0
         if trial.expected.within_s >= 10:
             kill_after_s = float(self.part.settings.get("hang.kill_after_s", 120.0))

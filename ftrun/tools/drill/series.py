@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import FtrunError
-from ftrun.tools.drill.environments import load_script, place_for
+from ftrun.tools.drill.environments import host_for, load_script
 from ftrun.tools.drill.expected import CLUSTER
 from ftrun.tools.drill.jobs import BaselineRuns, Outcome, first_difference, job_for, steps_for
 from ftrun.tools.drill.judge import FaultResult, compare, judge, row_of
@@ -25,7 +25,7 @@ from ftrun.tools.drill.run import DrillRun, DrillRunFailed
 
 OVER = "not made: the plan's minutes are over"
 
-Tell = Callable[[FaultResult], None]
+Report = Callable[[FaultResult], None]
 """Called when a row is judged, and again if the result of its run is wrong."""
 
 
@@ -35,7 +35,7 @@ class DrillSeries:
 
     plan: DrillPlan
     folder: Path
-    tell: Tell
+    report: Report
 
     def __post_init__(self) -> None:
         self._undisturbed = BaselineRuns(self.folder)
@@ -60,12 +60,12 @@ class DrillSeries:
                 for one in left:
                     row = row_of(one, part.script or part.job, shape(part))
                     row.problem = OVER
-                    self.tell(row)
+                    self.report(row)
                     yield row
                 return
             if trial.kind.startswith(CLUSTER):
                 row = cluster_row(trial, part, self._next_folder(trial.name))
-                self.tell(row)
+                self.report(row)
                 yield row
                 left.pop(0)
                 continue
@@ -85,9 +85,9 @@ class DrillSeries:
         rows: list[FaultResult] = []
         outcomes: list[Outcome] = []
         problem = ""
-        with place_for(part.nodes + (part.spares if part.nodes > 1 else 0)) as place:
+        with host_for(part.nodes + (part.spares if part.nodes > 1 else 0)) as host:
             try:
-                with DrillRun(place, folder, part, job) as run:
+                with DrillRun(host, folder, part, job) as run:
                     run.ready()
                     try:
                         self._break(run, trials, rows)
@@ -104,14 +104,14 @@ class DrillSeries:
             row.run = folder.name
         if problem and problem not in rows[-1].problem:
             rows[-1].fail(problem)
-            self.tell(rows[-1])
+            self.report(rows[-1])
         made = rows
         if problem:  # compare only up to the fault that broke the run
             made, last = rows[:-1], rows[-1].fired_step or 0
             expected = [{at: it for at, it in one.items() if at != "digest" and int(at) < last}
                         for one in expected]  # fmt: skip
         for row in compare_all(made, trials, expected, outcomes) if outcomes else ():
-            self.tell(row)
+            self.report(row)
         return rows
 
     def _break(self, run: DrillRun, trials: Sequence[FaultTrial], rows: list[FaultResult]) -> None:
@@ -122,7 +122,7 @@ class DrillSeries:
             try:
                 run.perform(trial, rows[-1])
             finally:
-                self.tell(rows[-1])
+                self.report(rows[-1])
 
     def _next_folder(self, name: str) -> Path:
         self._count += 1
@@ -141,7 +141,7 @@ def compare_all(
     A difference counts against the fault before the first differing step and against all later
     faults.
     """
-    at, said = first_difference(expected, outcomes) if expected else (None, "")
+    at, printed = first_difference(expected, outcomes) if expected else (None, "")
     failed = []
     for number, (row, trial) in enumerate(zip(rows, trials, strict=False)):
         next_step = rows[number + 1].fired_step if number + 1 < len(rows) else None
@@ -150,7 +150,7 @@ def compare_all(
         )
         had_passed = row.passed
         is_compared = bool(expected) and not trial.expected.ends
-        compare(row, trial, difference="" if is_right else said, is_compared=is_compared)
+        compare(row, trial, difference="" if is_right else printed, is_compared=is_compared)
         if had_passed and not row.passed:
             failed.append(row)
     return failed
@@ -189,8 +189,8 @@ def check(plan: DrillPlan) -> None:
 
 def _check_cluster(part: RunSection) -> None:
     module = load_script("virtual_cluster", "a drill on several nodes")
-    if why := module.available():
-        raise FtrunError(f"{part.name or 'a part of the plan'} needs a virtual cluster: {why}")
+    if reason := module.available():
+        raise FtrunError(f"{part.name or 'a part of the plan'} needs a virtual cluster: {reason}")
     names = [fault.kind for fault in part.faults if fault.kind.startswith(CLUSTER)]
     if names:
         known = load_script("drill_faults", "breaking virtual nodes").FAULTS

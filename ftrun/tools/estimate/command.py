@@ -337,7 +337,7 @@ def estimate_help() -> str:
     parts = [_INTRO, "Options:", *help_rows(own, width)]
     groups: dict[str, dict[str, str]] = {}
     for name, about in ABOUT.items():
-        value = default_words(name)
+        value = default_text(name)
         default = f"Default {value} ({about.source})" if value else f"Default: {about.source}"
         flag = f"{flag_of(name)} {about.unit.upper()}"
         groups.setdefault(about.group, {})[flag] = f"{about.meaning}. {default}"
@@ -346,7 +346,7 @@ def estimate_help() -> str:
     return "\n".join(parts)
 
 
-def default_words(name: str) -> str:
+def default_text(name: str) -> str:
     value = next(field.default for field in fields(Assumptions) if field.name == name)
     return "" if value is None else f"{value:,.10g}"
 

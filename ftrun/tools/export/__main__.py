@@ -29,7 +29,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=ExportJob)
-    began_s = clock.now_s()
+    started_s = clock.now_s()
     facts = ExportReport(order.source.path, order.source.step, order.format, order.out)
     try:
         facts = _export(order, facts)
@@ -45,7 +45,7 @@ def main() -> int:
         reason = error.strerror or str(error)
         problem = f"{order.out} is not written: {reason}. Nothing of it remains"
         facts = msgspec.structs.replace(facts, problem=problem)
-    facts = msgspec.structs.replace(facts, seconds=clock.now_s() - began_s)
+    facts = msgspec.structs.replace(facts, seconds=clock.now_s() - started_s)
     sys.stdout.buffer.write(msgspec.json.encode(facts))
     return 0
 

@@ -48,10 +48,10 @@ class ExportSource:
     def __init__(self, images: DiskImages) -> None:
         self.images = images
         self.notes: list[str] = []
-        self._heads = images.headers()
-        self._index = SourceIndex(self._heads, prefer=FIRST)
+        self._headers = images.headers()
+        self._index = SourceIndex(self._headers, prefer=FIRST)
         self._reader = WholeTensorReader(images, self.note)
-        self._parts = {rank: self._plain_of(rank) for rank in sorted(self._heads)}
+        self._parts = {rank: self._plain_of(rank) for rank in sorted(self._headers)}
 
     def note(self, note: str) -> None:
         """Adds a note for the operator, once."""
@@ -105,7 +105,7 @@ class ExportSource:
     # --- inside ------------------------------------------------------------------------------
 
     def _plain_of(self, rank: Rank) -> dict[str, bytes]:
-        entry = self._heads[rank].entries[PLAIN_NAME]
+        entry = self._headers[rank].entries[PLAIN_NAME]
         raw = self._reader.held("plain values", Holder(rank, entry))
         length = int.from_bytes(raw[:8], "little")
         found: dict[str, bytes] = plain.decode(raw[8 : 8 + length])
@@ -152,7 +152,7 @@ class ExportSource:
 
     def _other_content(self, name: str, chunk: Chunk) -> Holder | None:
         """Returns a rank whose content of a chunk differs from that of its first holder."""
-        first, other = chunk.holders[0], unequal_holder(chunk, self._heads)
+        first, other = chunk.holders[0], unequal_holder(chunk, self._headers)
         if other is None or not first.entry.is_small:
             return other
         # A small entry is hashed with its neighbours, which may be the difference.
@@ -233,7 +233,7 @@ class WholeTensorReader:
         try:
             return self._images.read(holder.rank, at, num_bytes)
         except SnapshotCorrupt as error:
-            pieces = len(self._images.heads[holder.rank].digests)
+            pieces = len(self._images.headers[holder.rank].digests)
             raise CheckpointError(
                 f"{self._files.path_of(holder.rank)} is damaged: piece {error.piece} of {pieces}, "
                 f"which has {name}, differs from its digest"

@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 
 from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import RunLiveness, choose, look_at
+from ftrun.cli.runs import RunLiveness, choose, inspect_run
 from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.records.decode import of_kinds
@@ -34,8 +34,8 @@ from ftrun.tools.logs.follow import (
     is_run_alive,
     lines_of,
     read_lines,
+    report_generation,
     say,
-    say_generation,
 )
 from ftrun.tools.report.command import folder_of, raw_lines
 from ftrun.tools.report.facts import IncidentFacts
@@ -111,7 +111,9 @@ def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
 def _folder(run_id: str | None) -> Path:
     """Returns the log folder of the named run, else of the live run, else of the newest one."""
     if run_id is None:
-        alive = [one for one in map(look_at, all_run_folders()) if one.life is RunLiveness.RUNNING]
+        alive = [
+            one for one in map(inspect_run, all_run_folders()) if one.life is RunLiveness.RUNNING
+        ]
         here = (Path.cwd() / "ftrun-logs").is_dir()
         if len({one.run_id for one in alive}) == 1 or (alive and not here):
             run_id = choose(None, command="logs").run_id if len(alive) > 1 else alive[0].run_id
@@ -186,7 +188,7 @@ def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> 
     eras = sorted({file.era for file in files})
     for era in eras:
         if len(eras) > 1:
-            say_generation(era[1], lines)
+            report_generation(era[1], lines)
         timed = [_timed(file, last) for file in files if file.era == era]
         for _, _, prefix, text in heapq.merge(*timed):
             sys.stdout.write(f"{prefix.ljust(width)} | {text}\n")
@@ -195,8 +197,8 @@ def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> 
 
 def _timed(file: LogFile, last: int | None) -> Iterator[tuple[float, int, str, str]]:
     try:
-        ended_s = max(file.path.stat().st_mtime, file.began_s)
+        ended_s = max(file.path.stat().st_mtime, file.started_s)
     except OSError:
         return
     for part, text in lines_of(file.path, last=last):
-        yield file.began_s + part * (ended_s - file.began_s), file.rank, file.prefix, text
+        yield file.started_s + part * (ended_s - file.started_s), file.rank, file.prefix, text

@@ -33,7 +33,7 @@ class LogFile:
     launch: int
     """Number of the launch of this run, from 0."""
     generation: int
-    began_s: float
+    started_s: float
     """Wall time of the generation's start."""
     is_placed: bool
     """The journal names the rank; otherwise the local rank is used as the rank."""
@@ -91,21 +91,21 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 def _roots(folder: Path, lines: Sequence[Line]) -> list[tuple[str, Path]]:
     """Returns each node's folder of files, as in its journal, or the default folder."""
-    told: dict[str, Path] = {}
+    reported: dict[str, Path] = {}
     for line in of_kinds(lines, RunStarted):
         default = folder / line.node / "workers" if line.node else folder / "workers"
-        said = Path(line.record.logs or default)
-        told[line.node] = said if said.is_dir() else default
-    if not told:
-        told[""] = folder / "workers"
-    return [(node, root) for node, root in sorted(told.items()) if root.is_dir()]
+        printed = Path(line.record.logs or default)
+        reported[line.node] = printed if printed.is_dir() else default
+    if not reported:
+        reported[""] = folder / "workers"
+    return [(node, root) for node, root in sorted(reported.items()) if root.is_dir()]
 
 
 def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Path]:
     """Returns the launch folders, oldest first; a shared folder is filtered for this run."""
     folders = [one for one in root.iterdir() if one.is_dir()]
-    told = [line.record for line in of_kinds(lines, RunStarted)]
-    names = {one.rdzv_id or one.run_id for one in told}
+    reported = [line.record for line in of_kinds(lines, RunStarted)]
+    names = {one.rdzv_id or one.run_id for one in reported}
     ours = [one for one in folders if any(_is_launch(one.name, name) for name in names)]
     return sorted(ours if is_shared else folders, key=_born_s)
 
@@ -120,7 +120,7 @@ def _of_attempt(
 ) -> list[LogFile]:
     start = started(lines, generation=generation, node=node)
     ranks = start.record.ranks if start is not None else ()
-    began_s = start.t_s if start is not None else _born_s(attempt)
+    started_s = start.t_s if start is not None else _born_s(attempt)
     found: list[LogFile] = []
     for folder in attempt.iterdir():
         if not folder.name.isdigit():
@@ -129,7 +129,7 @@ def _of_attempt(
         rank = ranks[local] if local < len(ranks) else local
         paths = [folder / name for name in STREAMS]
         found += [
-            LogFile(path, node, rank, launch, generation, began_s, local < len(ranks))
+            LogFile(path, node, rank, launch, generation, started_s, local < len(ranks))
             for path in paths
             if path.is_file()
         ]

@@ -32,7 +32,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _HIDDEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PLAIN_AGAIN = "\x1b[0m"
 
-LOOK_S = 0.1
+POLL_S = 0.1
 LIST_EVERY_S = 0.5
 FOLLOWED_LINES = 10
 UNPLACED_LISTS = 20
@@ -69,7 +69,7 @@ def follow(folder: Path, choice: LogFilter) -> None:
             if is_over:
                 follower.finish(follower.readers)
                 return
-        clock.sleep(LOOK_S)
+        clock.sleep(POLL_S)
 
 
 class LogTailer:
@@ -130,7 +130,7 @@ class LogTailer:
         for path in old:
             del self.readers[path]
         if old:
-            say_generation(newest[1], self._lines)
+            report_generation(newest[1], self._lines)
         for file in new:
             self._open(file, 0)
 
@@ -153,11 +153,11 @@ def is_run_alive(lines: Sequence[Line]) -> bool:
     return bool(runs) and is_alive(runs[0].record.run_id)
 
 
-def say_generation(generation: int, lines: Sequence[Line]) -> None:
+def report_generation(generation: int, lines: Sequence[Line]) -> None:
     starts = [line.record for line in of_kinds(lines, GenerationStartedRecord)]
     found = [one for one in starts if one.generation == generation]
-    why = f": {found[-1].reason}" if found and generation > 0 else ""
-    say(f"generation {generation}{why}")
+    reason = f": {found[-1].reason}" if found and generation > 0 else ""
+    say(f"generation {generation}{reason}")
 
 
 def say(text: str) -> None:

@@ -74,7 +74,7 @@ class ManifestJob:
         return self.most + self.spares
 
     @property
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         trains = f"{self.least} to {self.most}" if self.least < self.most else str(self.most)
         nodes = "1 node trains" if self.most == 1 else f"{trains} nodes train"
         spares = f", {count(self.spares, 'spare')}" if self.spares else ""
@@ -123,7 +123,7 @@ class ManifestJob:
         own = size_of(self.machine.memory, "--memory")
         return own + (self.snapshot_bytes or 0) + shm_bytes + OWN_BYTES
 
-    def memory_in_words(self, shm_bytes: int = 0) -> str:
+    def memory_text(self, shm_bytes: int = 0) -> str:
         parts = [f"{(self.machine.memory or '').strip()} of the training"]
         if self.snapshot_bytes is None:
             parts.append("nothing for snapshots, as --state was not given")

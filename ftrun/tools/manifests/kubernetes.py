@@ -209,7 +209,7 @@ def _resources(job: ManifestJob, place: PodOptions, shm_bytes: int) -> dict[str,
     if needed is not None:
         limits["memory"] = requests["memory"] = quantity(needed)
         reason = (
-            f"Memory: {job.memory_in_words(shm_bytes)}. Without a request the pod is among the "
+            f"Memory: {job.memory_text(shm_bytes)}. Without a request the pod is among the "
             "first to be evicted."
         )
     else:

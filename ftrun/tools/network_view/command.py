@@ -75,7 +75,7 @@ def _html(report: NetworkReport, facts: NetworkFacts) -> str:
         return {
             "run_id": report.run_id,
             "verdict": words.verdict(report, facts),
-            "survey": words.survey_words(report, facts),
+            "survey": words.survey_text(report, facts),
             "effect": words.effect(report.part),
             "is_applied": report.part.is_applied,
             "dead": sum(one.dead for one in facts.rail_facts),

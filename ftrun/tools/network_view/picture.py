@@ -80,9 +80,9 @@ def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
     _ring(drawing, facts, places)
     for number, path in enumerate(single):
         _arc(drawing, places, (path.source, path.destination), 24.0, "link-dead")
-        told = f"{words.path_name(path)} over {path.rail}: {words.wrong(path, facts)}"
+        reported = f"{words.path_name(path)} over {path.rail}: {words.wrong(path, facts)}"
         y = words_top + _LINE * (number + 1)
-        drawing.text(_LEFT, y, fit(told, _RIGHT - _LEFT, 13), "mark-label")
+        drawing.text(_LEFT, y, fit(reported, _RIGHT - _LEFT, 13), "mark-label")
     draw_legend(drawing, entries, _WIDTH, legend_top)
     return drawing.markup(style_sheet)
 
@@ -124,8 +124,8 @@ def _leaves(drawing: Drawing, facts: NetworkFacts, places: _Places) -> None:
             rate = between.get(leaf, 0.0)
             if rate > 0:
                 is_slow = rate < SLOW * usual
-                told = fit(f"up {words.megabytes(rate)}", right + _GAP - x - 8)
-                drawing.text(x + 8, 82, told, "mark-label" if is_slow else "tick")
+                reported = fit(f"up {words.megabytes(rate)}", right + _GAP - x - 8)
+                drawing.text(x + 8, 82, reported, "mark-label" if is_slow else "tick")
         for number, rail in enumerate(places.rails):
             y = places.bar_y(number)
             drawing.rect(left + 8, y, right - left - 16, _BAR, rail_style(facts, rail, number))
@@ -159,11 +159,11 @@ def _node(drawing: Drawing, facts: NetworkFacts, places: _Places, node: str) -> 
         drawing.rect(left + 6, y - 8, 8, 8, f"at-rail-{number % 4}")
         known = facts.node_rails.get((node, rail))
         state = known.state if known is not None else PathState.UNKNOWN
-        told = "dead" if state is PathState.DEAD else "-"
+        reported = "dead" if state is PathState.DEAD else "-"
         if known is not None and known.lower_per_s > 0 and state is not PathState.DEAD:
-            told = words.megabytes(known.lower_per_s)
+            reported = words.megabytes(known.lower_per_s)
         ink = "mark-label" if state >= PathState.SLOW else "tick"
-        drawing.text(left + 19, y, fit(told, wide - 22), ink)
+        drawing.text(left + 19, y, fit(reported, wide - 22), ink)
 
 
 def _cross(drawing: Drawing, x: float, y: float) -> None:
@@ -283,8 +283,8 @@ def _many_entries(facts: NetworkFacts, levels: dict[str, int], hidden: int) -> S
     found: list[Entry] = [("box", _GOOD, "a node without a fault")]
     there = set(levels.values())
     found += [
-        ("box", style, told)
-        for level, (style, told) in enumerate(zip(_STYLES, _LEVEL_WORDS, strict=True), 1)
+        ("box", style, reported)
+        for level, (style, reported) in enumerate(zip(_STYLES, _LEVEL_WORDS, strict=True), 1)
         if level in there
     ]
     found += _shared_entries(facts, "")

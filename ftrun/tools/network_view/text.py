@@ -6,7 +6,7 @@ from itertools import groupby
 
 from ftrun.cli.screen import terminal
 from ftrun.cli.screen.text import count, duration, joined, percent
-from ftrun.network.detect.findings import rate_words
+from ftrun.network.detect.findings import rate_text
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.tools.network_view.facts import (
     NetworkFacts,
@@ -33,12 +33,12 @@ NONE = "-"
 
 def rate(bytes_per_s: float) -> str:
     """Formats as `1,175 MB/s`; a dash if unknown."""
-    return rate_words(bytes_per_s) if bytes_per_s > 0 else NONE
+    return rate_text(bytes_per_s) if bytes_per_s > 0 else NONE
 
 
 def megabytes(bytes_per_s: float) -> str:
     """Formats without the unit, for tables that name the unit in the heading."""
-    return rate_words(bytes_per_s).removesuffix(" MB/s")
+    return rate_text(bytes_per_s).removesuffix(" MB/s")
 
 
 def round_trip(seconds: float) -> str:
@@ -77,7 +77,7 @@ def effect(part: NetworkStatus) -> str:
     return "the plan is not applied (--network-plan report)"
 
 
-def survey_words(report: NetworkReport, facts: NetworkFacts) -> str:
+def survey_text(report: NetworkReport, facts: NetworkFacts) -> str:
     """Describes size, coverage and age of the survey."""
     part = report.part
     nodes, rails = count(len(facts.nodes), "node"), count(len(facts.rails), "rail")
@@ -208,7 +208,7 @@ def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str
     part, plan = report.part, report.part.chosen
     found = [("plan", effect(part))]
     if plan.order:
-        found.append(("order", order_words(facts)))
+        found.append(("order", order_text(facts)))
     if facts.leaves:
         known = f" ({_FROM.get(plan.leaf_source, plan.leaf_source)})" * bool(plan.leaf_source)
         leaves = [f"{leaf or 'not known'}: {folded(on)}" for leaf, on in facts.leaves.items()]
@@ -227,7 +227,7 @@ def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str
     ]
 
 
-def order_words(facts: NetworkFacts) -> str:
+def order_text(facts: NetworkFacts) -> str:
     """Lists nodes in the order of their ranks; a bar marks each change of the leaf switch."""
     on_leaves = groupby(facts.ring, lambda node: facts.leaf_of.get(node, ""))
     return _cut([folded(list(nodes)) for _, nodes in on_leaves], " | ", "stretch")
@@ -289,7 +289,7 @@ _MARKS = "!: slower than similar paths; dead: no answer; ?: not probed"
 
 def show_network(report: NetworkReport, facts: NetworkFacts) -> None:
     terminal.write_plain(f"run {report.run_id}: {verdict(report, facts)}")
-    terminal.write_plain(survey_words(report, facts))
+    terminal.write_plain(survey_text(report, facts))
     for finding in findings(report.part):
         terminal.write_plain(f"- {finding}")
     if facts.by_path:

@@ -64,7 +64,7 @@ def background_of(lines: Sequence[Line]) -> RunBackground:
     )
 
 
-def homes_of(
+def placements_of(
     begin_s: float, background: RunBackground, lost: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
     """For each rank: its node before its generation began at that time, and since.

@@ -203,12 +203,13 @@ def _of_a_live_run(run_id: str) -> Path | None:
 
 def is_alive(run_id: str) -> bool:
     """A launcher of that run is alive on this machine."""
-    from ftrun.cli.runs import RunLiveness, look_at
+    from ftrun.cli.runs import RunLiveness, inspect_run
     from ftrun.wire.run_environment import all_run_folders
 
     folders = [folder for folder in all_run_folders() if folder.run_id == run_id]
     return any(
-        look_at(folder).life in (RunLiveness.RUNNING, RunLiveness.STARTING) for folder in folders
+        inspect_run(folder).life in (RunLiveness.RUNNING, RunLiveness.STARTING)
+        for folder in folders
     )
 
 

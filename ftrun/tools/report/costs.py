@@ -89,11 +89,11 @@ def losses_of(
 
 
 def _ending(launch: Sequence[Line]) -> float:
-    told = of_kinds(launch, WorkersExited, GenerationStartedRecord, Recovered, ProgressRecord)
-    if not told or not isinstance(told[-1].record, WorkersExited):
+    reported = of_kinds(launch, WorkersExited, GenerationStartedRecord, Recovered, ProgressRecord)
+    if not reported or not isinstance(reported[-1].record, WorkersExited):
         return 0.0
     has_ended = bool(of_kinds(launch, RunEndedRecord, EndRun))
-    return launch[-1].t_s - told[-1].t_s if has_ended else 0.0
+    return launch[-1].t_s - reported[-1].t_s if has_ended else 0.0
 
 
 def snapshots_of(lines: Sequence[Line]) -> SnapshotTotals | None:
@@ -151,10 +151,10 @@ def cost_of(
     """The cost of an incident, and of a restart from a checkpoint by figures of this run alone."""
     if slow_kind(kind) and moments.recovered is None:
         return None
-    stood = None if moments.recovered is None else moments.recovered - moments.began
+    stood = None if moments.recovered is None else moments.recovered - moments.start
     step_s, start_s = background.step_s, background.start_s
     redone = None if steps_lost is None or step_s is None else steps_lost * step_s
-    before = [one for one in background.checkpoints if one[0] < moments.began]
+    before = [one for one in background.checkpoints if one[0] < moments.start]
     from_step = before[-1][1] if before else 0
     how = []
     total: float | None = None
@@ -168,8 +168,8 @@ def cost_of(
         takes = "" if step_s is None else f", {duration(step_s)} each: {duration(again * step_s)}"
         how.append(f"{count(again, 'step')} {whence}{takes}")
         if start_s is not None and step_s is not None:
-            total = start_s + again * step_s + (moments.noticed - moments.began)
-    took_s = moments.noticed - moments.began
+            total = start_s + again * step_s + (moments.noticed - moments.start)
+    took_s = moments.noticed - moments.start
     noticed = f"{duration(took_s)} to notice it, as it took here"
     if took_s < 1e-3:
         noticed = "no time to notice it, as here"

@@ -143,9 +143,9 @@ class ProgressSampler:
 def first_step_at(line: Line) -> float | None:
     """When the last rank of a node had completed its first step, by a `Recovered` line."""
     record = line.record
-    if not isinstance(record, Recovered) or (begun := line.at(record.noticed_s)) is None:
+    if not isinstance(record, Recovered) or (started := line.at(record.noticed_s)) is None:
         return None
-    return begun + sum(record.phases_s.values()) if record.phases_s else None
+    return started + sum(record.phases_s.values()) if record.phases_s else None
 
 
 def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:

@@ -64,15 +64,15 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
     unplanned = [one for one in incidents if not one.is_planned]
     failures = sum(1 for one in unplanned if not one.is_reported)
     runs = of_kinds(lines, RunStarted)
-    began = runs[0].record if runs else None
+    start = runs[0].record if runs else None
     step = max((step for _, step in _points(lines)), default=None)
     has_trained = bool(step) and wall_s > 0
     progress = of_kinds(lines, ProgressRecord)
     starts = {line.record.generation for line in of_kinds(lines, GenerationStartedRecord)}
     return RunFacts(
-        run_id=clean(began.run_id, 100) if began is not None else name,
-        script=clean(began.script, 300) if began is not None else "",
-        torch=clean(began.torch, 40) if began is not None else "",
+        run_id=clean(start.run_id, 100) if start is not None else name,
+        script=clean(start.script, 300) if start is not None else "",
+        torch=clean(start.torch, 40) if start is not None else "",
         state=state,
         verdict="",
         began_t_s=lines[0].t_s,
@@ -104,8 +104,8 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
 
 
 def _state(lines: Sequence[Line], *, is_alive: bool) -> tuple[str, int | None, str]:
-    told = of_kinds(lines, RunEndedRecord, EndRun, RunStarted, GenerationStartedRecord)
-    end = told[-1].record if told else None
+    reported = of_kinds(lines, RunEndedRecord, EndRun, RunStarted, GenerationStartedRecord)
+    end = reported[-1].record if reported else None
     if not isinstance(end, RunEndedRecord | EndRun):
         return ("running" if is_alive else "no end in the journal"), None, ""
     code, why = end.exit_code, clean(end.reason, 500)
@@ -126,14 +126,14 @@ def _with_verdict(facts: RunFacts) -> RunFacts:
     if facts.goodput is not None:
         parts.append(f"goodput {percent(facts.goodput)}")
     happened = [one for one in facts.incidents if not one.is_planned]
-    told = count(len(happened), "incident") if happened else "no incident"
+    reported = count(len(happened), "incident") if happened else "no incident"
     if happened:
         last = happened[-1]
         took = last.recovered_s
         where = "ago" if facts.state == "running" else "before the end"
-        told += f", the last {duration(facts.ended_t_s - last.began_t_s)} {where}" + (
+        reported += f", the last {duration(facts.ended_t_s - last.began_t_s)} {where}" + (
             f" ({duration(took)})" if took is not None else "")  # fmt: skip
-    return replace(facts, verdict="  ".join([*parts, told]))
+    return replace(facts, verdict="  ".join([*parts, reported]))
 
 
 def _points(lines: Sequence[Line]) -> list[tuple[float, int]]:

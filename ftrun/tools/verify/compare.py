@@ -12,9 +12,9 @@ from operator import itemgetter
 from ftrun.wire.verify_records import (
     ATTACHED,
     BATCH,
-    BEGUN,
     BOUNDARY,
     KILLED,
+    STARTED,
     VerifyRecord,
 )
 
@@ -44,7 +44,7 @@ class Life:
     start: int = 0
     restored: str = ""
     attached: VerifyRecord | None = None
-    begun: VerifyRecord | None = None
+    started: VerifyRecord | None = None
     killed: VerifyRecord | None = None
     turns: dict[int, list[VerifyRecord]] = field(default_factory=dict)
     """The events of each step, in order; the boundary is the last one of a complete step."""
@@ -67,8 +67,8 @@ def life_of(generation: int, records: Sequence[VerifyRecord]) -> Life:
         if record.event == ATTACHED:
             life.attached, life.start, life.restored = record, record.step, record.what
             life.turns.clear()  # events before attach belong to no step
-        elif record.event == BEGUN:
-            life.begun = record
+        elif record.event == STARTED:
+            life.started = record
         elif record.event == KILLED:
             life.killed = record
         elif life.attached is not None or not has_session:

@@ -73,8 +73,8 @@ def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Fi
             if life.attached is not None and before.attached is not None:
                 keys = differing(before.attached, life.attached)
                 random |= {name_of(key) for key in keys if word_of(key) == "random"}
-            if life.begun is not None and before.begun is not None:
-                starts.add((before.begun.step, life.begun.step))
+            if life.started is not None and before.started is not None:
+                starts.add((before.started.step, life.started.step))
     names = tuple(sorted({name.removeprefix("rng.").split("[")[0] for name in random}))
     first, second = max(starts)
     if first != second:
@@ -132,10 +132,10 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
                 "if the script writes to these tensors between two steps (weights swapped by "
                 ".data), do it inside `with session.phase(...)`; else report it as a bug",
             )
-    if life.begun is not None:
+    if life.started is not None:
         overwritten = [
             name_of(key)
-            for key in differing(life.attached, life.begun)
+            for key in differing(life.attached, life.started)
             if word_of(key) in ("tensor", "value")
         ]
         if overwritten:
@@ -168,11 +168,11 @@ def _first_turn(reference: Trace, rank: int, life: Life, noise: set[str]) -> Ite
     """Yields what differs before the first step after a restart has computed anything."""
     events = life.turns.get(life.start + 1, [])
     inputs = {d for event in events for k, d in event.digests.items() if word_of(k) == "input"}
-    if life.begun is not None:
+    if life.started is not None:
         before = _end_of(reference, rank, life.start)
         if before is not None:
-            keys = [key for key in differing(before, life.begun) if key not in noise]
-            yield from _variables(before, life.begun, keys, inputs)
+            keys = [key for key in differing(before, life.started) if key not in noise]
+            yield from _variables(before, life.started, keys, inputs)
             yield from _modules(keys)
         return
     has_other_batch = False
@@ -196,7 +196,7 @@ def _end_of(reference: Trace, rank: int, step: int) -> VerifyRecord | None:
     """Returns the record with which a rank of the reference entered the step after this one."""
     lives = reference.get(rank, ())
     if step == 0:
-        return lives[0].begun if lives else None
+        return lives[0].started if lives else None
     events = reference_turns(lives).get(step)
     return events[-1] if events else None
 

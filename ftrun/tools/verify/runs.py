@@ -147,33 +147,33 @@ class VerifyRun:
             LimitReached: the time or the disk space is used up.
         """
         assert self._process is not None
-        began_s = looked_s = clock.now_s()
-        give_up_s = began_s + share * (limits.give_up_s - began_s)
+        started_s = polled_s = clock.now_s()
+        give_up_s = started_s + share * (limits.give_up_s - started_s)
         while (code := self._process.poll()) is None:
             now_s = clock.now_s()
             if now_s > give_up_s:
                 lives = [life for lives in self._trace().values() for life in lives]
                 steps = max((life.last_step for life in lives), default=0)
                 raise LimitReached(
-                    f"the time of this run is over (--timeout): after {now_s - began_s:.0f} s "
+                    f"the time of this run is over (--timeout): after {now_s - started_s:.0f} s "
                     f"it has made {steps} steps. Raise --timeout or lower --steps. Its last "
                     "lines:\n"
-                    f"{self._finished(0, began_s).last_lines}"
+                    f"{self._finished(0, started_s).last_lines}"
                 )
-            if now_s - looked_s > _DISK_EVERY_S:
-                looked_s = now_s
+            if now_s - polled_s > _DISK_EVERY_S:
+                polled_s = now_s
                 self._check_disk(limits)
             clock.sleep(_POLL_S)
-        finished = self._finished(code, began_s)
+        finished = self._finished(code, started_s)
         finished.trace = self._trace()
         return finished
 
-    def _finished(self, code: int, began_s: float) -> Finished:
+    def _finished(self, code: int, started_s: float) -> Finished:
         output = self._output.read_text(encoding="utf-8", errors="replace")
         if not self._is_kept:
             lines = output.splitlines()
             output = "\n".join(line for line in lines if str(self._folder) not in line)
-        return Finished(code, clock.now_s() - began_s, output)
+        return Finished(code, clock.now_s() - started_s, output)
 
     def _check_disk(self, limits: Limits) -> None:
         used = _size(self._folder.parent)

@@ -76,7 +76,7 @@ Identity = tuple[str, int]
 WITNESS = "the witness"
 """Represents the outside witness among the voters; no node can have this name."""
 
-Edition = tuple[int, int]
+ConfigurationId = tuple[int, int]
 """Configuration id: (generation, voter revision). The voters may change while the generation
 runs."""
 
@@ -143,12 +143,12 @@ class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     generation: int
     """-1: there has been no generation yet."""
-    who: list[Identity]
-    roster: int = 0
+    identities: list[Identity]
+    voter_revision: int = 0
 
     @property
-    def edition(self) -> Edition:
-        return (self.generation, self.roster)
+    def configuration_id(self) -> ConfigurationId:
+        return (self.generation, self.voter_revision)
 
 
 class PastRestart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -186,7 +186,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ages of the exclusions of nodes that were still present, by node id."""
     incidents: int = 0
     """Number of incidents opened so far."""
-    spoiled: VersionPair | None = None
+    bad_version: VersionPair | None = None
     """The run does not resume from this version or later ones: they hold numerical anomalies."""
     skip_to: int = -1
     """Batches up to this step are skipped when steps are repeated; -1: none is skipped."""
@@ -205,12 +205,12 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Plan of one generation: members, their ranks, and the restored version."""
 
     generation: int
-    lead: str
-    why: str
+    leader: str
+    reason: str
     members: list[PlanMember]
     spares: list[NodeCard]
     restore: VersionPair | None
-    restore_why: str
+    restore_reason: str
     store_host: str
     store_port: int
     groups: list[list[str]] = []
@@ -231,22 +231,22 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Newest version known to be committed."""
     ancestry: list[VersionPair] = []
     """Versions of earlier generations from which this one descends: the last step of each."""
-    roster: int = 0
+    voter_revision: int = 0
     """Voter revision: counts changes of the spares while this generation ran."""
     life: str = ""
     """Equal in all generations of a run; different if the run is started again."""
     witness: int = 0
     """Life of the outside witness, if it votes in addition to the nodes; 0: no witness votes."""
-    roads: NetworkPlan | None = None
+    paths: NetworkPlan | None = None
     """How the paths between the nodes are used, with `--network-plan on`."""
 
     @property
-    def edition(self) -> Edition:
-        return (self.generation, self.roster)
+    def configuration_id(self) -> ConfigurationId:
+        return (self.generation, self.voter_revision)
 
     def is_of(self, other: "GenerationPlan") -> bool:
         """Whether both plans are of the same generation; their spares may differ."""
-        same = self.generation == other.generation and self.lead == other.lead
+        same = self.generation == other.generation and self.leader == other.leader
         return same and self.members == other.members
 
     @property

@@ -12,7 +12,7 @@ from ftrun.events import WorkerExit
 from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.monitor.verdicts import RankView
-from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard, VersionPair
+from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, NodeCard, VersionPair
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import Inventory
 
@@ -54,14 +54,14 @@ class JoinAccepted(Message, frozen=True, tag="Current"):
     plan: GenerationPlan
     number: int = 0
     """Of the `Join` that this answers."""
-    lead: NodeCard | None = None
+    leader: NodeCard | None = None
     """The leader, if it drains and therefore has no vote; None: the plan names it."""
 
 
 class JoinRejected(Message, frozen=True, tag="TurnedAway"):
     """Any agent -> newcomer: rejected; the reason is in words for the user."""
 
-    why: str
+    reason: str
 
 
 # --- a ballot -------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ class Prepare(Message, frozen=True, tag="Prepare"):
 
     generation: int
     card: NodeCard
-    why: str
-    knows: Edition
+    reason: str
+    knows: ConfigurationId
     """Newest configuration id that is chosen in the proposer's state."""
 
 
@@ -104,9 +104,9 @@ class PrepareRejected(Message, frozen=True, tag="NotPromised"):
     generation: int
     promised: int
     """Highest generation number that the voter has promised to any proposer."""
-    lead: NodeCard | None
+    leader: NodeCard | None
     """The leader from which the voter receives heartbeats, if there is one."""
-    lead_generation: int = -1
+    leader_generation: int = -1
 
 
 class Accept(Message, frozen=True, tag="Announce"):
@@ -126,7 +126,7 @@ class Accepted(Message, frozen=True, tag="Accepted"):
     """Version that this node starts from. It differs from the plan's only after a checkpoint
     load."""
     problem: str = ""
-    roster: int = 0
+    voter_revision: int = 0
     checkpoint: str = ""
     """Name of the loaded checkpoint; empty: none was loaded."""
     rejected: dict[str, str] = {}
@@ -174,7 +174,7 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     """Generation whose ranks run here; -1: none."""
     number: int = 0
     """Counted by each agent. A heartbeat with a lower number than the last one is late."""
-    heard: int = 0
+    received: int = 0
     """Number of the last heartbeat received from this leader."""
     promised: int = -1
     """Highest generation number that this agent has promised to any proposer."""
@@ -191,7 +191,7 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     committed: VersionPair | None = None
     """Newest version that is committed on the local ranks' command page."""
     at_boundary: bool = False
-    wished_every: int = 0
+    requested_every: int = 0
     stops: int = 0
     """Number of signals on this node that asked for the end of the run."""
     stop_signal: int = 0
@@ -221,8 +221,8 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     """Ranks whose replicas differ from the majority's."""
     sample: NodeSample | None = None
     """Newest sample. Its number tells the leader whether it is new."""
-    heard_s: float = 0.0
-    """When the heartbeat `heard` was received, on this node's monotonic clock."""
+    received_s: float = 0.0
+    """When the heartbeat `received` was received, on this node's monotonic clock."""
     sent_s: float = 0.0
     """When this heartbeat was sent, on the same clock."""
     fitness: NodeFitness | None = None
@@ -237,11 +237,11 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
 
     generation: int
     """Newest chosen generation."""
-    roster: int = 0
+    voter_revision: int = 0
     """Newest chosen voter revision of that generation."""
     number: int = 0
     """Counted by each leader. A heartbeat with a lower number than the last one is late."""
-    is_held: bool = False
+    is_suspended: bool = False
     """The leader's lease has expired, so that it may have been replaced. Ranks are suspended."""
     committed: VersionPair | None = None
     abandoned_step: int = -1
@@ -270,7 +270,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
     """Number of incidents opened so far; the next leader continues this count."""
     ended: bool = False
     exit_code: int = 0
-    why: str = ""
+    reason: str = ""
     advice: str = ""
     cause: WorkerExit | None = None
 

@@ -75,7 +75,7 @@ class ProbePathResult(Message, frozen=True, tag="RoadTried"):
     """The fault is local to this node, see `problem`. The result says nothing about the path."""
 
 
-class RailSilent(Message, frozen=True, tag="RoadSilent"):
+class RailUnresponsive(Message, frozen=True, tag="RoadSilent"):
     """Member -> leader: nothing arrives from this node over this rail.
 
     Repeated while this holds.
@@ -84,10 +84,10 @@ class RailSilent(Message, frozen=True, tag="RoadSilent"):
     source: str
     rail: str
     """Name of the rail in this run."""
-    silent_s: float
+    unresponsive_s: float
 
 
-RoadWord = ProbeLinkResult | ProbePathResult | RailSilent
+PathReport = ProbeLinkResult | ProbePathResult | RailUnresponsive
 
 AnyClusterMessage = (
     MembershipMessage
@@ -100,7 +100,7 @@ AnyClusterMessage = (
     | ProbeLinkResult
     | ProbePathRequest
     | ProbePathResult
-    | RailSilent
+    | RailUnresponsive
 )
 
 

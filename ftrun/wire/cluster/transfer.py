@@ -84,7 +84,7 @@ class RoundStored(RoundMessage, frozen=True, tag="Stored"):
 class RoundFailed(RoundMessage, frozen=True, tag="Unable"):
     """The sender cannot store its part of the version, for this reason."""
 
-    why: str
+    reason: str
 
 
 # --- fetching a version ---------------------------------------------------------------------
@@ -112,7 +112,7 @@ class FetchRequest(Transfer, frozen=True):
 class GetMirror(FetchRequest, frozen=True, tag="AskMirror"):
     """Small state of the node at this position of the group. Reply: FetchData with index 0."""
 
-    place: int
+    position: int
 
 
 class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
@@ -124,11 +124,11 @@ class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
 class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
     """Pieces by their digests, u64 each, from any slot. Reply per index: FetchData or FetchMissing.
 
-    `settled` are indexes that were answered before a connection was lost; not answered again.
+    `resolved` are indexes that were answered before a connection was lost; not answered again.
     """
 
     digests: bytes
-    settled: list[int] = []
+    resolved: list[int] = []
 
 
 class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
@@ -140,11 +140,11 @@ class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
 class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
     """Rebuild a lost block with the receiver's parity. Reply: FetchData or FetchMissing.
 
-    `place` is the position of the node that has lost the block, `alive` are those that can be
+    `position` is the position of the node that has lost the block, `alive` are those that can be
     asked.
     """
 
-    place: int
+    position: int
     stripe: int
     alive: list[int]
 
@@ -162,7 +162,7 @@ class FetchMissing(Transfer, frozen=True, tag="NotHeld"):
 
     request: int
     index: int
-    why: str
+    reason: str
 
 
 AnyTransfer = (

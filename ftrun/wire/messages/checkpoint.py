@@ -30,9 +30,9 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
             life of the run or another generation. Parts with different tokens are never merged.
         keep_s: checkpoints older than this are removed too, but never the newest. 0: no age limit.
         bytes_per_s: limit of this node's write rate; 0: no limit.
-        stream_wait_s: without a version: if the capture of a snapshot begins within this time, that
-            snapshot is written during its capture (live capture), instead of the newest committed
-            version. 0: no live capture.
+        live_capture_timeout_s: without a version: if the capture of a snapshot begins within this
+            time, that snapshot is written during its capture (live capture), instead of the newest
+            committed version. 0: no live capture.
     """
 
     directory: str
@@ -42,7 +42,7 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     keep_s: float = 0.0
     bytes_per_s: float = 0.0
     life: str = ""
-    stream_wait_s: float = 0.0
+    live_capture_timeout_s: float = 0.0
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="HurryCheckpoint"):
@@ -80,7 +80,7 @@ class CheckpointFailed(Message, frozen=True, tag="CheckpointRefused"):
     Not `Refused`, because other replies may arrive before it.
     """
 
-    why: str
+    reason: str
 
 
 class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
@@ -111,7 +111,7 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
             after the generation has begun. With another world size each node loads a share
             (`ftrun.snapshot.load_shares.ranks_at`). Empty: this node alone.
         node: index of this node in `ranks`.
-        set_aside: checkpoints that no node of this run may load: names and reasons.
+        excluded: checkpoints that no node of this run may load: names and reasons.
         claim: claim of the directory, to be made first; on the node of rank 0.
     """
 
@@ -122,7 +122,7 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
     life: str = ""
     ranks: list[list[int]] = []
     node: int = 0
-    set_aside: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     claim: CheckpointClaim | None = None
 
 

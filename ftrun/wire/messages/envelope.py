@@ -34,7 +34,7 @@ class Done(Message, frozen=True, tag="Done"):
 class Refused(Message, frozen=True, tag="Refused"):
     """Reply: the request was not carried out; the reason is in words for the user."""
 
-    why: str
+    reason: str
 
 
 # --- cli -> agent or orphaned SMP -------------------------------------------------------------

@@ -118,7 +118,7 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
         restore_from: sources of that version for local ranks that have no slot of it.
         read_from: sources from which workers read other ranks' shards of it, if the world size is
             the same. Nodes of this generation are included, with the ranks that they run.
-        patience_s: time that an SMP may accept no data, or pause inside a frame, before its peers
+        timeout_s: time that an SMP may accept no data, or pause inside a frame, before its peers
             drop the link.
         pace_bytes_s: limit of this node's send rate to protect a version, in bytes per second to
             all peers together; 0: no limit.
@@ -140,7 +140,7 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     restore_from: list[PreviousGroup] = []
     read_from: list[PreviousGroup] = []
     restored_world_size: int = 0
-    patience_s: float = 10.0
+    timeout_s: float = 10.0
     pace_bytes_s: float = 0.0
     own: NodeAddress | None = None
     claim: CheckpointClaim | None = None
@@ -151,13 +151,13 @@ class VersionReady(Message, frozen=True, tag="VersionReady"):
 
     All local ranks have sealed it (or hold it, if it is the restored version), and the group
     protects it. Never sent without a group. `survives` is the number of nodes of the group that may
-    be lost: m, or 0 if it cannot be protected, for the reason `why`.
+    be lost: m, or 0 if it cannot be protected, for the reason `reason`.
     """
 
     generation: int
     step: int
     survives: int
-    why: str = ""
+    reason: str = ""
 
 
 class CommitVersion(Message, frozen=True, tag="CommitVersion"):
@@ -186,7 +186,7 @@ class RestoreReady(Message, frozen=True, tag="RestoreReady"):
 
 
 class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
-    """SMP -> agent, unsolicited: the version cannot be fetched; `why` names what is missing.
+    """SMP -> agent, unsolicited: the version cannot be fetched; `reason` names what is missing.
 
     Args:
         generation: the one that was begun, not the version's.
@@ -194,7 +194,7 @@ class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
     """
 
     generation: int
-    why: str
+    reason: str
     is_link: bool = False
 
 
@@ -208,7 +208,7 @@ class ParityRegionCreated(Message, frozen=True, tag="VaultMade"):
     slot: int
 
 
-class VaultFreed(Message, frozen=True, tag="VaultFreed"):
+class ParityRegionFreed(Message, frozen=True, tag="VaultFreed"):
     """SMP -> agent, unsolicited: close the duplicate of this slot, because its memory is free."""
 
     slot: int
@@ -225,7 +225,7 @@ class SmpNotice(Message, frozen=True, tag="SmpNotice"):
     """
 
     kind: str
-    why: str
+    reason: str
     nodes: list[str] = []
     ranks: list[int] = []
 
@@ -239,7 +239,7 @@ class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
 class InventoryRequest(Message, frozen=True, tag="TakeInventory"):
     """Agent -> SMP: report what can be restored. Reply: Inventory."""
 
-    stand_still: bool = False
+    freeze_versions: bool = False
     """A generation is planned from the reply. Freeze all stored versions until a generation
     begins."""
 
@@ -247,12 +247,12 @@ class InventoryRequest(Message, frozen=True, tag="TakeInventory"):
 class Inventory(Message, frozen=True, tag="Inventory"):
     """SMP -> agent: sealed slots (`offers`), and everything stored for other nodes (`protected`).
 
-    Incomplete parts are included. `set_aside` describes slots that are corrupt and not offered.
+    Incomplete parts are included. `excluded` describes slots that are corrupt and not offered.
     """
 
     offers: list[ShardOffer]
     protected: list[ProtectionPart] = []
-    set_aside: list[str] = []
+    excluded: list[str] = []
 
 
 class VoidAfter(Message, frozen=True, tag="VoidAfter"):
@@ -273,12 +273,12 @@ class MemoryHandedOver(Message, frozen=True, tag="HandedOver"):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
     A rank appears twice while a new arena has not replaced the old one; the old one comes first. A
-    memfd for each of `vault_slots` follows: the parity regions.
+    memfd for each of `parity_slots` follows: the parity regions.
     """
 
     ranks: list[int]
     run_state: bytes
-    vault_slots: list[int] = []
+    parity_slots: list[int] = []
 
 
 class AdoptMemory(Message, frozen=True, tag="Adopt"):
@@ -290,7 +290,7 @@ class AdoptMemory(Message, frozen=True, tag="Adopt"):
     """
 
     ranks: list[int]
-    vault_slots: list[int] = []
+    parity_slots: list[int] = []
 
 
 class PersistRunState(Message, frozen=True, tag="KeepRunState"):
@@ -328,7 +328,7 @@ SmpMessage = (
     | RestoreReady
     | Shutdown
     | SmpNotice
-    | VaultFreed
+    | ParityRegionFreed
     | VersionCommitted
     | VersionReady
     | VoidAfter

@@ -60,7 +60,7 @@ class HeartbeatField(IntEnum):
     GENERATION = 1
     STARTED_NS = 2  # start of the first line of the user's script
     STEP = 3  # step boundaries passed, or optimizer steps if nothing is attached
-    BEAT_NS = 4  # time of the last one
+    HEARTBEAT_NS = 4  # time of the last one
     FIRST_STEP_NS = 5  # end of the first step of this incarnation
     ATTACHED = 6
     ATTACH_NS = 7
@@ -82,7 +82,7 @@ class HeartbeatField(IntEnum):
     INIT_GROUP_NS = 23  # end of the first init_process_group
     FAILED_NS = 24  # an exception reached the top level of the script
     STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end; its last snapshot is sealed
-    WISHED_EVERY = 26  # snapshot interval in steps that this rank's measurements suggest
+    REQUESTED_EVERY = 26  # snapshot interval in steps that this rank's measurements suggest
     CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
     CORRUPT_RANK = 28  # 1 + rank of the previous world that owns the slot; 0: this rank
     NUMERICAL_ANOMALY_STEP = 29  # first step after which a parameter was not a finite number
@@ -104,8 +104,8 @@ class CommandField(IntEnum):
     PROTECTING_STEP = 8  # sealed by all ranks of the node; being sent to other nodes
     TAKE_FROM = 9  # no snapshot before this step, equal on all ranks; -1: no leader decides
     LEASE_NS = 10  # no optimizer step after this time; 0: no limit, no other node can take over
-    KEPT_GENERATION = 11  # version committed before this generation; retained until
-    KEPT_STEP = 12  # the generation commits one; may be older than the restored version
+    RETAINED_GENERATION = 11  # version committed before this generation; retained until
+    RETAINED_STEP = 12  # the generation commits one; may be older than the restored version
 
 
 class SharedPage:
@@ -147,19 +147,19 @@ class SharedPage:
 
         Multiples of 8, 64 and 512 steps have entries of their own, which are retained longer.
         """
-        for place, every in enumerate(_CALLS_EVERY):
+        for position, every in enumerate(_CALLS_EVERY):
             if step % every:
                 break
-            self._words[_CALLS_AT + 2 * place] = 0  # invalid until both words are written
-            self._words[_CALLS_AT + 2 * place + 1] = calls
-            self._words[_CALLS_AT + 2 * place] = step
+            self._words[_CALLS_AT + 2 * position] = 0  # invalid until both words are written
+            self._words[_CALLS_AT + 2 * position + 1] = calls
+            self._words[_CALLS_AT + 2 * position] = step
 
     @property
     def calls_at_steps(self) -> list[tuple[int, int]]:
         """The newest step, and the newest multiples of 8, 64 and 512, each with its count."""
         found = []
-        for place in range(len(_CALLS_EVERY)):
-            at = _CALLS_AT + 2 * place
+        for position in range(len(_CALLS_EVERY)):
+            at = _CALLS_AT + 2 * position
             step, calls = self._words[at], self._words[at + 1]
             if step and calls and step == self._words[at]:
                 found.append((step, calls))
@@ -261,8 +261,8 @@ def create_command_page() -> int:
     page = SharedPage(fd)
     page.set(CommandField.COMMITTED_GENERATION, -1)
     page.set(CommandField.COMMITTED_STEP, -1)
-    page.set(CommandField.KEPT_GENERATION, -1)
-    page.set(CommandField.KEPT_STEP, -1)
+    page.set(CommandField.RETAINED_GENERATION, -1)
+    page.set(CommandField.RETAINED_STEP, -1)
     page.set(CommandField.STOP_AFTER_STEP, NEVER_STEP)
     page.set(CommandField.ABANDONED_STEP, -1)
     page.set(CommandField.COMMITTED_IN, -1)

@@ -58,7 +58,7 @@ class ParityRecord(msgspec.Struct, frozen=True):
 
     Args:
         protected_in: generation in which the group protects this version.
-        place: position in the group of the node that owns this region.
+        position: position in the group of the node that owns this region.
         coded_bytes: of each node, by position.
         own: the node's own plan, to find its blocks in the slots of its ranks.
         holders: sets of nodes, by position, that hold the same sections.
@@ -71,7 +71,7 @@ class ParityRecord(msgspec.Struct, frozen=True):
     protected_in: int
     members: list[GroupMember]
     parity: int
-    place: int
+    position: int
     block_bytes: int
     coded_bytes: list[int]
     own: NodeRedundancy
@@ -96,18 +96,18 @@ class _Areas:
         self.index_end = self.row_digests + _ROW.size * record.num_rows
         at = round_up(self.index_end)
         self.mirrors: dict[int, tuple[int, int, int]] = {}
-        for number, (place, room) in enumerate(record.mirrors):
-            self.mirrors[place] = (self.digests + _MIRROR.size * number, at, room)
+        for number, (position, room) in enumerate(record.mirrors):
+            self.mirrors[position] = (self.digests + _MIRROR.size * number, at, room)
             at += round_up(room)
         self.rows = at
         self.total = at + round_up(record.num_rows * record.block_bytes)
 
 
-def vault_bytes(record: ParityRecord) -> int:
+def parity_region_bytes(record: ParityRecord) -> int:
     return _Areas(record, msgspec.msgpack.encode(record)).total
 
 
-def create_vault(total_bytes: int) -> int:
+def create_parity_region(total_bytes: int) -> int:
     """Return a descriptor of an empty parity region, with its memory allocated and touched.
 
     Raises OSError (ENOSPC, ENOMEM); nothing stays allocated.
@@ -168,24 +168,24 @@ class ParityRegion:
 
     # --- mirrors ---------------------------------------------------------------------------
 
-    def mirror_room(self, place: int) -> memoryview:
-        _, at, room = self._mirror_area(place)
+    def mirror_space(self, position: int) -> memoryview:
+        _, at, room = self._mirror_area(position)
         return self._memory[at : at + room]
 
-    def keep_mirror(self, place: int, num_bytes: int, digest: int) -> None:
-        at, _, _ = self._mirror_area(place)
+    def store_mirror(self, position: int, num_bytes: int, digest: int) -> None:
+        at, _, _ = self._mirror_area(position)
         self._memory[at : at + _MIRROR.size] = _MIRROR.pack(num_bytes, digest)
 
-    def mirror(self, place: int) -> memoryview | None:
+    def mirror(self, position: int) -> memoryview | None:
         """A node's small state; None if it has not arrived or is damaged."""
-        at, start, room = self._mirror_area(place)
+        at, start, room = self._mirror_area(position)
         num_bytes, digest = _MIRROR.unpack(self._memory[at : at + _MIRROR.size])
         if not 0 < num_bytes <= room:
             return None
         view = self._memory[start : start + num_bytes]
         return view if xxhash.xxh3_64_intdigest(view) == digest else None
 
-    def mirrored_places(self) -> list[int]:
+    def mirrored_positions(self) -> list[int]:
         areas = self._known().mirrors
         return [p for p, (at, _, _) in areas.items() if any(self._memory[at : at + _MIRROR.size])]
 
@@ -197,7 +197,7 @@ class ParityRegion:
         at = self._known().rows + index * size
         return self._memory[at : at + size]
 
-    def keep_row(self, index: int, digest: int) -> None:
+    def store_row(self, index: int, digest: int) -> None:
         at = self._known().row_digests + index * _ROW.size
         self._memory[at : at + _ROW.size] = _ROW.pack(digest)
 
@@ -219,10 +219,10 @@ class ParityRegion:
             raise LayoutUnknown("this parity region has no record")
         return self._areas
 
-    def _mirror_area(self, place: int) -> tuple[int, int, int]:
-        area = self._known().mirrors.get(place)
+    def _mirror_area(self, position: int) -> tuple[int, int, int]:
+        area = self._known().mirrors.get(position)
         if area is None:
-            raise LayoutUnknown(f"no mirror of place {place} belongs here")
+            raise LayoutUnknown(f"no mirror of place {position} belongs here")
         return area
 
     def _read(self) -> None:

@@ -74,7 +74,7 @@ def source_to(host: str, own: Sequence[Rail]) -> str:
 
 
 def reach(
-    ways: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
+    addresses: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
 ) -> tuple[T, PeerAddress]:
     """Dial all addresses, the best first, until one gives a result.
 
@@ -85,29 +85,29 @@ def reach(
             have refused.
         PeerError: the process that has answered is not the intended one.
     """
-    if len(ways) == 1:
-        sock = dial(ways[0].host, ways[0].port, deadline_s)
-        return _greeted(greet, sock, ways[0]), ways[0]
-    with contextlib.closing(_Race(ways, deadline_s, next_s)) as race:
+    if len(addresses) == 1:
+        sock = dial(addresses[0].host, addresses[0].port, deadline_s)
+        return _greeted(greet, sock, addresses[0]), addresses[0]
+    with contextlib.closing(_Race(addresses, deadline_s, next_s)) as race:
         while (found := race.connected()) is not None:
-            sock, way = found
+            sock, target = found
             try:
-                return _greeted(greet, sock, way), way
+                return _greeted(greet, sock, target), target
             except HandshakeRefused as error:
-                if way.is_sure:
+                if target.is_sure:
                     raise
-                race.failed(way, error)
+                race.failed(target, error)
             except PeerError as error:
-                race.failed(way, error)
-        raise race.why()
+                race.failed(target, error)
+        raise race.reason()
 
 
 class _Race:
     """Pending connections to several addresses."""
 
-    def __init__(self, ways: Sequence[PeerAddress], deadline_s: float, next_s: float) -> None:
-        self._order = list(ways)
-        self._left = deque(ways)
+    def __init__(self, addresses: Sequence[PeerAddress], deadline_s: float, next_s: float) -> None:
+        self._order = list(addresses)
+        self._left = deque(addresses)
         self._next_s = next_s
         self._begin_s = clock.now_s()
         self._give_up_s = self._begin_s + deadline_s
@@ -132,21 +132,21 @@ class _Race:
                 if (found := self._done(fd)) is not None:
                     return found
 
-    def failed(self, way: PeerAddress, error: PeerError) -> None:
+    def failed(self, target: PeerAddress, error: PeerError) -> None:
         """Record a failure.
 
         Raises PeerLost for a sure refusal, which proves that the peer is gone.
         """
-        self._failed[way] = error
-        if way.is_sure and isinstance(error, PeerLost) and error.how == "refused":
+        self._failed[target] = error
+        if target.is_sure and isinstance(error, PeerLost) and error.how == "refused":
             raise error
 
-    def why(self) -> PeerError:
-        for _, way in self._pending.values():
-            self._failed[way] = PeerLost(peer=_name(way), how="silent")
-        for way in self._left:
-            self._failed[way] = PeerLost(peer=_name(way), how="silent")
-        errors = [self._failed[way] for way in self._order]
+    def reason(self) -> PeerError:
+        for _, target in self._pending.values():
+            self._failed[target] = PeerLost(peer=_name(target), how="silent")
+        for target in self._left:
+            self._failed[target] = PeerLost(peer=_name(target), how="silent")
+        errors = [self._failed[target] for target in self._order]
         return min(errors, key=_says)
 
     def close(self) -> None:
@@ -154,49 +154,49 @@ class _Race:
             sock.close()
         self._pending.clear()
 
-    def _begin(self, way: PeerAddress) -> None:
+    def _begin(self, target: PeerAddress) -> None:
         sock: socket.socket | None = None
         try:
             info = socket.getaddrinfo(
-                way.host, way.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                target.host, target.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )
             family, kind, protocol, _, address = info[0]
             sock = socket.socket(family, kind, protocol)
             sock.setblocking(False)
             tune(sock, bulk=False)
-            if way.source:
-                _leave_from(sock, way.source)
+            if target.source:
+                _leave_from(sock, target.source)
             with contextlib.suppress(BlockingIOError):
                 sock.connect(address)
         except OSError as error:
             if sock is not None:
                 sock.close()
-            self._fail(way, error)
+            self._fail(target, error)
         else:
-            self._pending[sock.fileno()] = sock, way
+            self._pending[sock.fileno()] = sock, target
             self._poll.register(sock, select.POLLOUT)
 
     def _done(self, fd: int) -> tuple[socket.socket, PeerAddress] | None:
-        sock, way = self._pending.pop(fd)
+        sock, target = self._pending.pop(fd)
         self._poll.unregister(fd)
         try:
             _check_connected(sock)
         except OSError as error:
             sock.close()
-            self._fail(way, error)
+            self._fail(target, error)
             return None
         sock.setblocking(True)
-        return sock, way
+        return sock, target
 
-    def _fail(self, way: PeerAddress, error: OSError) -> None:
-        lost = PeerLost(peer=_name(way), how=how_lost(error))
+    def _fail(self, target: PeerAddress, error: OSError) -> None:
+        lost = PeerLost(peer=_name(target), how=how_lost(error))
         lost.__cause__ = error
-        self.failed(way, lost)
+        self.failed(target, lost)
 
 
-def _greeted(greet: Greet[T], sock: socket.socket, way: PeerAddress) -> T:
+def _greeted(greet: Greet[T], sock: socket.socket, target: PeerAddress) -> T:
     try:
-        return greet(sock, way)
+        return greet(sock, target)
     except BaseException:
         sock.close()
         raise
@@ -223,5 +223,5 @@ def _says(error: PeerError) -> int:
     return 2 if isinstance(error, PeerLost) and error.how == "refused" else 0
 
 
-def _name(way: PeerAddress) -> str:
-    return f"{way.host} port {way.port}"
+def _name(target: PeerAddress) -> str:
+    return f"{target.host} port {target.port}"

@@ -32,7 +32,7 @@ from ftrun.wire.transport.framing import (
     seal_header,
 )
 from ftrun.wire.transport.handshake import AuthSession
-from ftrun.wire.transport.tcp import how_lost, silent_s
+from ftrun.wire.transport.tcp import how_lost, unresponsive_s
 
 MAX_RAW_BYTES = 1 << 31
 _MAX_VECTORS = 512
@@ -47,14 +47,14 @@ Bytes = bytes | bytearray | memoryview
 class BulkSocket:
     """One direction of a connected socket. One thread may use it at a time, except for `interrupt`.
 
-    It owns the socket. `patience_s`: a peer may not accept no data, or pause in a frame, for
+    It owns the socket. `timeout_s`: a peer may not accept no data, or pause in a frame, for
     longer.
     """
 
-    def __init__(self, sock: socket.socket, session: AuthSession, *, patience_s: float) -> None:
+    def __init__(self, sock: socket.socket, session: AuthSession, *, timeout_s: float) -> None:
         self._sock = sock
         self._session = session
-        self._patience_s = patience_s
+        self._idle_timeout_s = timeout_s
         self._sequence = 0
         self._timeout_s: float | None = None
         self._until_s: float | None = None
@@ -70,9 +70,9 @@ class BulkSocket:
         return self._session.peer.node_id
 
     @property
-    def silent_s(self) -> float:
+    def unresponsive_s(self) -> float:
         """Seconds since the peer's kernel last acknowledged anything."""
-        return silent_s(self._sock)
+        return unresponsive_s(self._sock)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -91,13 +91,13 @@ class BulkSocket:
         PeerTimeout if the link is unusable.
         """
         size = sum(map(len, raw))
-        told = encode_body(TransferEnvelope(generation, body, size, raw_digest))
+        reported = encode_body(TransferEnvelope(generation, body, size, raw_digest))
         key = self._session.send_key
-        head = seal_header(key, self._sequence, told)
+        head = seal_header(key, self._sequence, reported)
         self._sequence += 1
         left = [memoryview(part).cast("B") for part in (head, *raw) if len(part)]
         try:
-            self._wait_at_most(self._patience_s)
+            self._wait_at_most(self._idle_timeout_s)
             while left:
                 left = _rest(left, self._sock.sendmsg(left[:_MAX_VECTORS]))
         except OSError as error:
@@ -159,7 +159,7 @@ class BulkSocket:
         waits = may_wait
         try:
             while left:
-                self._wait_at_most(self._left_s(None if waits else self._patience_s))
+                self._wait_at_most(self._left_s(None if waits else self._idle_timeout_s))
                 got, *_ = self._sock.recvmsg_into(left[:_MAX_VECTORS])
                 if not got:
                     raise PeerLost(peer=self.peer, how="closed")
@@ -168,9 +168,9 @@ class BulkSocket:
         except OSError as error:
             raise self._lost(error) from error
 
-    def _left_s(self, patience_s: float | None) -> float | None:
+    def _left_s(self, timeout_s: float | None) -> float | None:
         if self._until_s is None:
-            return patience_s
+            return timeout_s
         left_s = self._until_s - clock.now_s()
         if left_s <= 0:
             raise TimeoutError
@@ -183,7 +183,7 @@ class BulkSocket:
 
     def _lost(self, error: OSError) -> PeerLost | PeerTimeout:
         if isinstance(error, TimeoutError):
-            return PeerTimeout(peer=self.peer, waited_s=self._patience_s)
+            return PeerTimeout(peer=self.peer, waited_s=self._idle_timeout_s)
         return PeerLost(peer=self.peer, how=how_lost(error))
 
 

@@ -128,7 +128,7 @@ class Channel:
         Raises PeerLost, PeerTimeout, ProtocolError.
         """
         number = self.pose(body, fds=fds, deadline_s=deadline_s)
-        unasked: list[ReceivedMessage] = []
+        unsolicited: list[ReceivedMessage] = []
         give_up_s = clock.now_s() + deadline_s
         try:
             while True:
@@ -141,9 +141,9 @@ class Channel:
                 if received.envelope.question:
                     received.close()
                 else:
-                    unasked.append(received)
+                    unsolicited.append(received)
         finally:
-            self._ready.extendleft(reversed(unasked))
+            self._ready.extendleft(reversed(unsolicited))
 
     def pose(self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0) -> int:
         """Send a question; return the number that its reply will have. Raises as `send`."""

@@ -133,7 +133,7 @@ def dial_handshake(
     """
     talk = _Talk(sock, deadline_s=deadline_s)
     hello = talk.say(_Kind.HELLO, _hello(secret))
-    theirs = talk.hear(_Kind.HELLO)
+    theirs = talk.receive(_Kind.HELLO)
     _check_hello(talk, theirs, secret, own_nonce=hello[-NONCE_BYTES:])
     proof = _Proof(secret, hello[-NONCE_BYTES:], theirs[-NONCE_BYTES:])
     talk.say(_Kind.CLAIM, proof.claim(b"dialler", talk.digest, own))
@@ -155,7 +155,7 @@ def accept_handshake(
 ) -> AuthSession:
     """Run the acceptor's side. The first message must arrive within `hello_s`. Raises as above."""
     talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
-    theirs = talk.hear(_Kind.HELLO)
+    theirs = talk.receive(_Kind.HELLO)
     talk.extend(deadline_s)
     nonce = os.urandom(NONCE_BYTES)
     _check_hello(talk, theirs, secret, own_nonce=nonce)
@@ -164,7 +164,7 @@ def accept_handshake(
     peer = _check_claim(talk, b"dialler", proof, own, admit)
     talk.say(_Kind.CLAIM, proof.claim(b"acceptor", talk.digest, own))
     expected = proof.code(b"welcome", talk.digest)
-    if not hmac.compare_digest(talk.hear(_Kind.WELCOME), expected):
+    if not hmac.compare_digest(talk.receive(_Kind.WELCOME), expected):
         raise ProtocolError(f"{talk.peer} ends the handshake with a wrong code")
     talk.release()
     to_acceptor, to_dialler = proof.keys(talk.digest)
@@ -198,16 +198,16 @@ class _Talk:
         self._left_bytes = MAX_BYTES
         self._deadline_s = deadline_s
         self._give_up_s = clock.now_s() + deadline_s
-        self._heard = sha256(b"ftrun handshake")
+        self._received = sha256(b"ftrun handshake")
         self.peer = name_of_peer(sock)
 
     @property
     def digest(self) -> bytes:
-        return self._heard.digest()
+        return self._received.digest()
 
     def say(self, kind: _Kind, body: bytes) -> bytes:
         frame = _FRAME.pack(kind, len(body)) + body
-        self._heard.update(frame)
+        self._received.update(frame)
         try:
             self._wait_at_most()
             self._sock.sendall(frame)
@@ -217,30 +217,30 @@ class _Talk:
             raise PeerLost(peer=self.peer, how=how_lost(error)) from error
         return body
 
-    def hear(self, wanted: _Kind) -> bytes:
+    def receive(self, wanted: _Kind) -> bytes:
         start = self._take(_FRAME.size)
         kind, length = _FRAME.unpack(start)
         if kind not in (wanted, _Kind.REFUSED):
             raise ProtocolError(f"{self.peer} does not use ftrun's protocol")
         body = self._take(length)
         if kind == _Kind.REFUSED:
-            raise HandshakeRefused(peer=self.peer, why=_in_plain_words(body), is_ours=False)
-        self._heard.update(start + body)
+            raise HandshakeRefused(peer=self.peer, reason=_in_plain_words(body), is_ours=False)
+        self._received.update(start + body)
         return body
 
-    def refuse(self, why: str, *, told: str) -> HandshakeRefused:
-        """Send the reason `told` to the other side if possible.
+    def refuse(self, reason: str, *, reported: str) -> HandshakeRefused:
+        """Send the reason `reported` to the other side if possible.
 
-        Return the error with `why` for this one.
+        Return the error with `reason` for this one.
         """
-        body = told[:MAX_REASON_CHARACTERS].encode()
+        body = reported[:MAX_REASON_CHARACTERS].encode()
         try:
             self._wait_at_most()
             self._sock.sendall(_FRAME.pack(_Kind.REFUSED, len(body)) + body)
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass
-        return HandshakeRefused(peer=self.peer, why=why, is_ours=True)
+        return HandshakeRefused(peer=self.peer, reason=reason, is_ours=True)
 
     def extend(self, deadline_s: float) -> None:
         """Replace the deadline by this one, which counts from the start of the handshake."""
@@ -291,8 +291,8 @@ class _Proof:
         return self._expand(b"key dialler\0" + digest), self._expand(b"key acceptor\0" + digest)
 
     def claim(self, role: bytes, digest: bytes, own: PeerIdentity) -> bytes:
-        told = msgspec.msgpack.encode(own)
-        return self.code(role, digest + told) + told
+        reported = msgspec.msgpack.encode(own)
+        return self.code(role, digest + reported) + reported
 
     def _expand(self, info: bytes) -> bytes:
         return hmac.digest(self._seed, info + b"\x01", "sha256") if self._seed else b""
@@ -306,7 +306,7 @@ def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce
         raise talk.refuse(
             f"its ftrun uses protocol {protocol}, and this one, {ftrun.__version__}, uses "
             f"{PROTOCOL_VERSION}. Install the same ftrun on every node",
-            told=f"your protocol is {protocol}, and theirs is {PROTOCOL_VERSION} (ftrun "
+            reported=f"your protocol is {protocol}, and theirs is {PROTOCOL_VERSION} (ftrun "
             f"{ftrun.__version__}). Install the same ftrun on every node",
         )
     if bool(has_secret) != (secret is not None):
@@ -314,7 +314,7 @@ def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce
         other = "this side has no secret, and the other has one"
         ours, other = (ours, other) if secret is not None else (other, ours)
         cure = ". Use the same --secret-file on every node"
-        raise talk.refuse(ours + cure, told=other + cure)
+        raise talk.refuse(ours + cure, reported=other + cure)
     if hmac.compare_digest(nonce, own_nonce):
         raise ProtocolError(f"{talk.peer} repeats our own nonce")
 
@@ -324,18 +324,18 @@ def _check_claim(
 ) -> PeerIdentity:
     """Verify the other side's claim. Its code is checked before any other part of it is used."""
     before = talk.digest
-    body = talk.hear(_Kind.CLAIM)
+    body = talk.receive(_Kind.CLAIM)
     cut = len(proof.code(role, before))
-    code, told = body[:cut], body[cut:]
-    if not hmac.compare_digest(code, proof.code(role, before + told)):
-        why = "the secret differs. Use the same --secret-file on every node of the run"
-        raise talk.refuse(why, told=why)
-    peer = decode_body(_DECODER, told)
+    code, reported = body[:cut], body[cut:]
+    if not hmac.compare_digest(code, proof.code(role, before + reported)):
+        reason = "the secret differs. Use the same --secret-file on every node of the run"
+        raise talk.refuse(reason, reported=reason)
+    peer = decode_body(_DECODER, reported)
     if peer == own:
         # No refusal: an address of several nodes may lead to another one the next time.
         raise ProtocolError(f"{talk.peer} is this process itself")
-    if why := unfit(own, peer) or admit(peer):
-        raise talk.refuse(f"{peer}: {why}", told=unfit(peer, own) or why)
+    if reason := unfit(own, peer) or admit(peer):
+        raise talk.refuse(f"{peer}: {reason}", reported=unfit(peer, own) or reason)
     return peer
 
 

@@ -78,7 +78,7 @@ class PeerConnection(Generic[E]):
         self._broken: PeerError | None = None
         self.session = session
         self.generation = 0
-        self.is_spoilt = False
+        self.is_corrupted = False
         """Flip a bit of the next frame that is sent: `ftrun inject-fault bitflip-wire`."""
 
     @property
@@ -108,11 +108,11 @@ class PeerConnection(Generic[E]):
         """
         self._check_whole()
         own = self.session.own
-        told = encode_body(self._wrap(own.run_id, self.generation, own.incarnation, body))
-        self._out += seal_header(self.session.send_key, self._sent, told)
+        reported = encode_body(self._wrap(own.run_id, self.generation, own.incarnation, body))
+        self._out += seal_header(self.session.send_key, self._sent, reported)
         self._sent += 1
-        if self.is_spoilt:
-            self.is_spoilt = False
+        if self.is_corrupted:
+            self.is_corrupted = False
             self._out[-1] ^= 1
         self.flush()
         if len(self._out) > self._max_queued_bytes:
@@ -188,9 +188,9 @@ class PeerConnection(Generic[E]):
             raise ProtocolError(f"{self.peer} sent a message of another incarnation")
         return envelope
 
-    def _break(self, why: PeerError) -> PeerError:
-        self._broken = why
-        return why
+    def _break(self, reason: PeerError) -> PeerError:
+        self._broken = reason
+        return reason
 
     def _check_whole(self) -> None:
         if self._broken is not None:

@@ -144,9 +144,9 @@ def pace(sock: socket.socket, bytes_per_s: float) -> bool:
     """
     if bytes_per_s <= 0:
         return True
-    told = max(1, round(bytes_per_s)).to_bytes(8, sys.byteorder)
+    reported = max(1, round(bytes_per_s)).to_bytes(8, sys.byteorder)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, told)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, reported)
         # A short kernel queue, because data that is not bulk would wait behind it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _PACED_UNSENT_BYTES)
     except OSError:
@@ -154,7 +154,7 @@ def pace(sock: socket.socket, bytes_per_s: float) -> bool:
     return True
 
 
-def silent_s(sock: socket.socket) -> float:
+def unresponsive_s(sock: socket.socket) -> float:
     """Seconds since the peer's kernel last acknowledged anything; 0 if unknown.
 
     With the keep-alive probes of `tune`, a reachable peer acknowledges about once a second. It does

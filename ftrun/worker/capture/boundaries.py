@@ -135,10 +135,10 @@ class SnapshotSchedule:
             # Without a quiet turn to compare with, assume that no part of the copy is hidden.
             first_s = self._turns_s[0]
             plain_s, added_s = max(first_s - copy_s, 0.1 * first_s), copy_s
-        wish = math.ceil(max(added_s, blocked_s) / (self._settings.overhead_budget * plain_s))
+        requested = math.ceil(max(added_s, blocked_s) / (self._settings.overhead_budget * plain_s))
         if not self._quiet_s.count:
-            wish = max(wish, 2 * len(self._turns_s))  # leaves quiet turns to compare with
-        self._page.set(HeartbeatField.WISHED_EVERY, min(max(wish, 1), _LONGEST))
+            requested = max(requested, 2 * len(self._turns_s))  # leaves quiet turns to compare with
+        self._page.set(HeartbeatField.REQUESTED_EVERY, min(max(requested, 1), _LONGEST))
 
     def _close(self) -> None:
         """Add the cost of the last snapshot, after its last turn."""
@@ -173,7 +173,7 @@ class AccumulationTracker:
         objects: Iterable[object] = (),
         guarded: Callable[[Hook], Hook] = lambda hook: hook,
     ) -> None:
-        self._telling = [one for one in objects if isinstance(one, AccumulationAware)]
+        self._reporting = [one for one in objects if isinstance(one, AccumulationAware)]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self.waiting_turns = 0
         """Turns with a step of some optimizer, since the last boundary without an accumulation."""
@@ -200,8 +200,8 @@ class AccumulationTracker:
     def boundary(self) -> bool:
         """End a turn; return whether an accumulation is in progress."""
         self.pending = [one for one in self._optimizers.values() if self._is_pending(one)]
-        told = [one.is_within_accumulation() for one in self._telling]
-        is_pending = bool(self.pending) or any(told)
+        reported = [one.is_within_accumulation() for one in self._reporting]
+        is_pending = bool(self.pending) or any(reported)
         self.waiting_turns = self.waiting_turns + bool(self._stepped) if is_pending else 0
         for key in self._stepped:
             then = self._at_step[key]
@@ -336,7 +336,7 @@ class CommitWait:
         """
         commands = self._commands
         before = version(
-            commands.get(CommandField.KEPT_GENERATION), commands.get(CommandField.KEPT_STEP)
+            commands.get(CommandField.RETAINED_GENERATION), commands.get(CommandField.RETAINED_STEP)
         )
         for kept in (self.committed, before):
             slot = find(kept) if kept is not None else None

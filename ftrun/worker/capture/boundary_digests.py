@@ -183,7 +183,7 @@ class _Samples:
         addresses += [one._local_tensor.data_ptr() for one in self._sharded]
         if addresses != self._addresses:
             self._addresses = addresses
-            self._look()
+            self._poll()
         num = len(addresses)
         moved = range(-step % STAYS, num, STAYS) if step == self._step + 1 else range(num)
         for at in moved:
@@ -192,7 +192,7 @@ class _Samples:
         copies = [(indices, HostCopy(torch.cat(pieces))) for indices, pieces in self._of_device]
         return _Taken(num, self._readable, copies)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         parts = [*self._plain, *(one._local_tensor for one in self._sharded)]
         found = [_bytes_of(one) for one in parts]
         self._readable = sum(1 << at for at, one in enumerate(found) if one is not None)

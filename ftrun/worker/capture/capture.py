@@ -11,7 +11,7 @@ Rule 1: between two boundaries at most one snapshot is in progress. The copy thr
         an optimizer changes a parameter.
 Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
         boundary before its slot is sealed (copying.py), and a difference discards the snapshot.
-        The first `proof_first` snapshots, and one in `proof_every`, are verified snapshots. They
+        The first `verify_first` snapshots, and one in `verify_every`, are verified snapshots. They
         are copied at the boundary, so they are exact regardless of the script, and compared by
         digest just before the optimizer steps. A tensor that differs is copied at the boundary
         from then on.
@@ -80,8 +80,8 @@ class Capture:
         self._thread = CopyThread()
         self._pid = os.getpid()
         self._store = SlotProvider(context)
-        self._hasty: set[str] = set()
-        self._settling = self._store.settling
+        self._at_boundary: set[str] = set()
+        self._commit_wait = self._store.commit_wait
         self._check: LazyCopyCheck | None = None
         self._verified: tuple[SlotCopy, memoryview] | None = None
         self._num_taken = 0
@@ -115,11 +115,11 @@ class Capture:
         """
         if self._is_off:
             return
-        began_ns = clock.now_ns()
+        started_ns = clock.now_ns()
         try:
             self._end_turn()
-            self._learn(began_ns)
-            self._link.tell_again()
+            self._learn(started_ns)
+            self._link.send_again()
             is_due = force or (allowed and self._cadence.is_due(step))
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
@@ -136,14 +136,14 @@ class Capture:
                 raise
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
-        self._count_blocked(began_ns)
+        self._count_blocked(started_ns)
         self._last_boundary_ns = clock.now_ns()
 
     @property
     def newest_step(self) -> int:
         """Step of the newest snapshot that this rank has sealed; -1: none."""
         self._thread.wait()
-        sealed = self._settling.newest_sealed
+        sealed = self._commit_wait.newest_sealed
         return -1 if sealed is None else sealed.step
 
     def warm(self, arena: Arena) -> None:
@@ -161,29 +161,29 @@ class Capture:
         self._hook.remove()
         self._is_off = True
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Wait for the copy in progress; the script may then change any tensor until its next step.
 
         Never raises.
         """
         if self._is_off or os.getpid() != self._pid:
             return
-        began_ns = clock.now_ns()
+        started_ns = clock.now_ns()
         try:
             self._observe()
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
-        self._count_blocked(began_ns)
+        self._count_blocked(started_ns)
 
     def before_step(self, *_: Any) -> None:
         """Called by torch before an optimizer steps, and before the replay of any graph."""
         # A compiled step must not trace the code below; `_end_turn` detects such a step. A process
-        # that the script has forked has this hook but no copy thread, so `settle` returns there.
+        # that the script has forked has this hook but no copy thread, so `resolve` returns there.
         if torch.compiler.is_compiling():
             return
         self._hook_fired = True
         if self._check is not None:
-            self.settle()
+            self.resolve()
 
     def _observe(self) -> None:
         """Wait for the copy, and sample its sources before they may change."""
@@ -205,8 +205,8 @@ class Capture:
         elif check is not None:
             self._demote(check.changed_now(), _WITHOUT_HOOK)
 
-    def _count_blocked(self, began_ns: int) -> None:
-        blocked_ns = clock.now_ns() - began_ns
+    def _count_blocked(self, started_ns: int) -> None:
+        blocked_ns = clock.now_ns() - started_ns
         self._blocked_ns += blocked_ns
         self._page.add(HeartbeatField.BLOCKED_NS, blocked_ns)
 
@@ -219,7 +219,7 @@ class Capture:
                 copy_s=self._copy_s,
                 blocked_s=self._blocked_ns / 1e9,
             )
-        self._turn = StepActivity.QUIET if self._settling.is_free else StepActivity.PROTECT
+        self._turn = StepActivity.QUIET if self._commit_wait.is_free else StepActivity.PROTECT
         self._is_typical = True
         self._blocked_ns = 0
 
@@ -248,18 +248,18 @@ class Capture:
             # Report a skip, not a withdrawal: the SMP may still commit the last seal, so no rank
             # may overwrite it.
             self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
-            self._settling.skipped(step)
-            self._link.tell_skipped(step)
+            self._commit_wait.skipped(step)
+            self._link.report_skipped(step)
             return
         crash_point("worker.capture.begun")
         state = collect()
         slots = self._store.slots_for(state, is_last=is_last)
         if slots is None:
-            self._settling.skipped(step)
+            self._commit_wait.skipped(step)
             self._link.withdraw(step)
             return
         slot = self._store.begin_copy(slots, step)
-        copy = slots.copy_of(slot, state, self._hasty)
+        copy = slots.copy_of(slot, state, self._at_boundary)
         copy.copy_boundary()
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
@@ -277,29 +277,29 @@ class Capture:
     def _is_verified(self) -> bool:
         settings = self._context.settings
         taken, self._num_taken = self._num_taken, self._num_taken + 1
-        return taken < settings.proof_first or (taken + 1) % settings.proof_every == 0
+        return taken < settings.verify_first or (taken + 1) % settings.verify_every == 0
 
     def _may_overwrite(self, *, is_last: bool) -> bool:
         """Wait until the last seal is committed, else withdraw it; return whether a slot is free.
 
         Args:
-            is_last: this rank is about to stop, so it waits 5 s in place of `commit_wait_s`.
+            is_last: this rank is about to stop, so it waits 5 s in place of `commit_timeout_s`.
         """
-        wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_wait_s
+        wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_timeout_s
         # A slower rank seals later, and this rank would wait for it in the next collective anyway.
         # After one wait without a commit, boundaries do not wait until a slot is free again.
         give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
-        settling = self._settling
-        while not settling.is_free:
-            if settling.is_under_way and (not is_last or clock.now_s() >= give_up_s):
+        commit_wait = self._commit_wait
+        while not commit_wait.is_free:
+            if commit_wait.is_under_way and (not is_last or clock.now_s() >= give_up_s):
                 return False
             if clock.now_s() >= give_up_s:
                 self._is_patient = False
-                last = settling.newest_sealed
+                last = commit_wait.newest_sealed
                 if last is not None:
-                    settling.skipped(last.step)
+                    commit_wait.skipped(last.step)
                     self._link.withdraw(last.step)
-                return settling.is_free
+                return commit_wait.is_free
             clock.sleep(_POLL_S)
         self._is_patient = True
         return True
@@ -309,7 +309,7 @@ class Capture:
     def _copy(
         self, slots: ArenaSlots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
     ) -> None:
-        began_ns = clock.now_ns()
+        started_ns = clock.now_ns()
         try:
             copy.copy_lazy(slots.arena.table(slot))
             crash_point("worker.capture.copied")
@@ -317,7 +317,7 @@ class Capture:
             if wrong:
                 self._page.add(HeartbeatField.DISCARDED_COUNT, 1)
                 self._demote(wrong, _UNDER_COPY.format(step=step))
-                self._settling.skipped(step)
+                self._commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return
             self._store.seal(slots, slot, step, self._link)
@@ -326,14 +326,14 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
-            self._copy_s = (clock.now_ns() - began_ns) / 1e9
+            self._copy_s = (clock.now_ns() - started_ns) / 1e9
 
     def _demote(self, names: list[str], what: str) -> None:
         """Copy these tensors at each boundary from now on."""
-        new = [name for name in names if name not in self._hasty]
+        new = [name for name in names if name not in self._at_boundary]
         if not new:
             return
-        self._hasty.update(new)
+        self._at_boundary.update(new)
         self._store.forget_copies()
         text = f"{shown(new)} {what}. From now on ftrun copies it at the step boundary"
         if not self._page.get(HeartbeatField.UNPROTECTED):
@@ -344,7 +344,7 @@ class Capture:
         """Skip the snapshot of this step; the slots stay as they are, and later steps try again."""
         self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
         self._context.unprotected.add(key, reason)
-        self._settling.skipped(step)
+        self._commit_wait.skipped(step)
         self._link.withdraw(step)
 
     def _fail(self, step: int, error: Exception) -> None:

@@ -76,10 +76,10 @@ class LazyTensor:
     target: torch.Tensor
 
 
-def is_lazy(source: TensorSource, hasty: Collection[str]) -> bool:
+def is_lazy(source: TensorSource, boundary_names: Collection[str]) -> bool:
     """Whether a source is copied while the next forward and backward run."""
     tensor = source.tensor
-    if source.when is not CopyTiming.LAZY or source.name in hasty or not tensor.numel():
+    if source.when is not CopyTiming.LAZY or source.name in boundary_names or not tensor.numel():
         return False
     if tensor.device.type == "cpu" and tensor.nbytes <= BOUNDARY_BYTES:
         return False
@@ -315,20 +315,23 @@ class SlotViews:
         return self._targets[name]
 
     def prepare(
-        self, lasting: Sequence[TensorSource], fresh: Sequence[TensorSource], hasty: Collection[str]
+        self,
+        persistent: Sequence[TensorSource],
+        fresh: Sequence[TensorSource],
+        boundary_names: Collection[str],
     ) -> SlotCopy:
         """Prepare the copies of these sources.
 
         Args:
-            lasting: sources of the layout that stay the same objects.
+            persistent: sources of the layout that stay the same objects.
             fresh: sources that are new objects at each boundary; always few.
-            hasty: names of lazy sources that are copied at the boundary nevertheless.
+            boundary_names: names of lazy sources that are copied at the boundary nevertheless.
         """
         made = SlotCopy()
         index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
         hashed: set[int] = set()
-        at_boundary = _names_at_boundary(lasting, hasty)
-        for source in lasting:
+        at_boundary = _names_at_boundary(persistent, boundary_names)
+        for source in persistent:
             entry = self._entries[source.name]
             target = self.target(source.name)
             if source.name in at_boundary:
@@ -380,13 +383,15 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape)
 
 
-def _names_at_boundary(sources: Sequence[TensorSource], hasty: Collection[str]) -> set[str]:
+def _names_at_boundary(
+    sources: Sequence[TensorSource], boundary_names: Collection[str]
+) -> set[str]:
     """Names of the sources that are copied at the boundary.
 
     A buffer may be a view of a parameter. A change of the buffer then changes the parameter, so
     sources that share memory with a boundary source are included.
     """
-    found = {source.name for source in sources if not is_lazy(source, hasty)}
+    found = {source.name for source in sources if not is_lazy(source, boundary_names)}
     changing = {_memory(source) for source in sources if source.when is CopyTiming.BOUNDARY}
     return found | {source.name for source in sources if _memory(source) in changing}
 

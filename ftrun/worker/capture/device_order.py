@@ -88,15 +88,15 @@ class CopyStreams:
             devices: that the job reads.
             job: runs in another thread, and waits for its own device work.
         """
-        begun = []
+        started = []
         for device in devices:
             stream = self._streams.get(device) or torch.Stream(device)
             self._streams[device] = stream
-            begun.append((stream, torch.accelerator.current_stream(device).record_event()))
+            started.append((stream, torch.accelerator.current_stream(device).record_event()))
 
         def ordered() -> None:
             with ExitStack() as stack:
-                for stream, event in begun:
+                for stream, event in started:
                     stream.wait_event(event)
                     stack.enter_context(stream)
                 job()

@@ -69,7 +69,7 @@ class ExplicitSaver:
         self.pid = os.getpid()
         self.link = WorkerSmpClient(context)
         self._store = SlotProvider(context)
-        self._settling = self._store.settling
+        self._commit_wait = self._store.commit_wait
         self._copied: _Copied | None = None
         self._step = -1 if context.restore is None else context.restore.step
         self.room_bytes = 0
@@ -94,10 +94,10 @@ class ExplicitSaver:
 
         Waits for the commit of this rank's last seal, because another node may already see it.
         """
-        sealed = self._settling.newest_sealed
+        sealed = self._commit_wait.newest_sealed
         while sealed is not None and not self._is_over(sealed) and clock.now_s() < give_up_s:
             clock.sleep(_POLL_S)
-        return self._settling.committed
+        return self._commit_wait.committed
 
     def copy(
         self, step: int, sources: Sequence[TensorSource], plain: bytes, *, give_up_s: float
@@ -116,7 +116,7 @@ class ExplicitSaver:
         """
         self._copied = None
         self._await_free(give_up_s)
-        state = BoundaryState(_lasting(sources), (), plain)
+        state = BoundaryState(_persistent(sources), (), plain)
         slots = self._await_slots(state, give_up_s)
         slot = self._store.begin_copy(slots, step)
         views = slots.views[slot]
@@ -158,7 +158,7 @@ class ExplicitSaver:
                     "has not sealed it, or other nodes take long to protect it. The snapshot "
                     "before it stays; give the Writer a longer wait_s if that is the network"
                 )
-            self.link.tell_again()
+            self.link.send_again()
             clock.sleep(_POLL_S)
         if not self._is_committed(sealed):
             raise SnapshotError(
@@ -168,7 +168,7 @@ class ExplicitSaver:
     # --- details -----------------------------------------------------------------------------
 
     def _is_committed(self, sealed: Version) -> bool:
-        committed = self._settling.committed
+        committed = self._commit_wait.committed
         return committed is not None and committed >= sealed
 
     def _is_over(self, sealed: Version) -> bool:
@@ -180,12 +180,12 @@ class ExplicitSaver:
 
     def _await_free(self, give_up_s: float) -> None:
         """Wait until a slot may be overwritten: rule 2."""
-        settling = self._settling
-        while not settling.is_free:
-            last = settling.newest_sealed
+        commit_wait = self._commit_wait
+        while not commit_wait.is_free:
+            last = commit_wait.newest_sealed
             if last is not None and self._is_pending(last):
                 if self.link.withdraw(last.step):
-                    settling.skipped(last.step)
+                    commit_wait.skipped(last.step)
                 else:
                     clock.sleep(_RETRY_S)  # its commit is in transit, or the SMP is restarting
             elif clock.now_s() < give_up_s:
@@ -230,7 +230,7 @@ def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes) -> None:
             table[index] = digest_of(views.bytes[piece.offset : piece.offset + piece.num_bytes])
 
 
-def _lasting(sources: Sequence[TensorSource]) -> PersistentSources:
+def _persistent(sources: Sequence[TensorSource]) -> PersistentSources:
     """Wrap sources for one copy, without the fields that detect changes between steps."""
     return PersistentSources(
         sources=tuple(sources),

@@ -46,7 +46,7 @@ Digests = dict[str, str]
 
 def state_digests(state: BoundaryState) -> Digests:
     found: Digests = {}
-    for source in (*state.lasting.sources, *state.fresh):
+    for source in (*state.persistent.sources, *state.fresh):
         found[f"tensor {source.name}"] = tensor_digest(source.tensor)
         if not source.tensor.is_contiguous():
             found[f"strides {source.name}"] = str(source.tensor.stride())
@@ -58,7 +58,7 @@ def state_digests(state: BoundaryState) -> Digests:
     return found
 
 
-def changed_parameters(lasting: PersistentSources, before: Digests) -> list[str]:
+def changed_parameters(persistent: PersistentSources, before: Digests) -> list[str]:
     """Names of the parameters whose values differ from `before`.
 
     The tensors are those of the last boundary, because snapshots copy these. The modules may hold
@@ -66,7 +66,7 @@ def changed_parameters(lasting: PersistentSources, before: Digests) -> list[str]
     """
     return [
         name
-        for name, parameter in lasting.learned
+        for name, parameter in persistent.learned
         if name in before and tensor_digest(parameter) != before[name]
     ]
 

@@ -88,7 +88,7 @@ class Recording:
         self._attached = AttachedState()
         self._extra: Callable[[], dict[str, Any]] = dict
         self._captured: set[int] = set()
-        self._lasting: PersistentSources | None = None
+        self._persistent: PersistentSources | None = None
         """Sources of the last boundary. Modules are not read within a step, because FSDP2 may be
         using them."""
         self._at_boundary: dict[str, str] = {}
@@ -130,9 +130,9 @@ class Recording:
         restored = self._context.restore
         self._write_state(records.ATTACHED, step, what=str(restored) if restored else "")
 
-    def begun(self, step: int) -> None:
+    def started(self, step: int) -> None:
         self._steps = step
-        self._write_state(records.BEGUN, step)
+        self._write_state(records.STARTED, step)
 
     def boundary(self, step: int) -> bool:
         """Record a completed step before its snapshot; return whether a snapshot may be taken."""
@@ -223,7 +223,7 @@ class Recording:
         if kill is not None and is_due and self._steps >= kill.step:
             self._die()
         frame = digests.script_frame(sys._getframe(1))
-        names = self._lasting.names if self._lasting is not None else {}
+        names = self._persistent.names if self._persistent is not None else {}
         record = VerifyRecord(
             records.OPTIMIZER, self._steps + 1, digests.gradient_digests(names, optimizer),
             where=digests.where(frame), what=type(optimizer).__name__,
@@ -257,9 +257,9 @@ class Recording:
         return self._rank == (generation + 1) % self._world_size
 
     def _changed(self) -> str:
-        if self._lasting is None or not self._at_boundary:
+        if self._persistent is None or not self._at_boundary:
             return ""
-        return " ".join(digests.changed_parameters(self._lasting, self._at_boundary))
+        return " ".join(digests.changed_parameters(self._persistent, self._at_boundary))
 
     def _write_state(self, event: str, step: int, *, what: str = "") -> None:
         frame = digests.script_frame(sys._getframe(1))
@@ -267,7 +267,7 @@ class Recording:
         try:
             found = self._state_digests()
         except Exception as error:  # noqa: BLE001 - such as a value that cannot be stored
-            self._lasting, self._at_boundary = None, {}
+            self._persistent, self._at_boundary = None, {}
             found = {}
             for optimizer in self._attached.optimizers.values():
                 found |= digests.optimizer_digests(optimizer)
@@ -290,11 +290,11 @@ class Recording:
         assert self._tree is not None
         state = self._tree.collect(self._extra())
         found = digests.state_digests(state)
-        self._lasting = state.lasting
+        self._persistent = state.persistent
         self._at_boundary = {
-            source.name: found[f"tensor {source.name}"] for source in state.lasting.sources
+            source.name: found[f"tensor {source.name}"] for source in state.persistent.sources
         }
-        self._captured |= {id(tensor) for tensor in state.lasting.originals}
+        self._captured |= {id(tensor) for tensor in state.persistent.originals}
         return found
 
     def _add_variables(self, record: VerifyRecord, frame: Any) -> None:

@@ -6,7 +6,7 @@ Gives:    `ArenaSlots` that fit the state, or None during an allocation: those o
           arena if it fits, else of a new one.
 
 An arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The boundary that
-needs an arena waits for it, so that the first step is protected, but at most `commit_wait_s`. A
+needs an arena waits for it, so that the first step is protected, but at most `commit_timeout_s`. A
 very large arena is allocated in parallel to the training, and no snapshot is taken until it is
 ready. The last boundary of a run waits longer, because a short run would have no snapshot at all.
 
@@ -73,15 +73,15 @@ class ArenaSlots:
     def fit(self, shape: Shape, plain_bytes: int) -> bool:
         return shape == self._shape and plain_bytes <= self.layout.plain_capacity
 
-    def copy_of(self, slot: int, state: BoundaryState, hasty: set[str]) -> SlotCopy:
+    def copy_of(self, slot: int, state: BoundaryState, boundary_names: set[str]) -> SlotCopy:
         """Return the copies into a slot; prepared again if the sources are other objects."""
         cached = self._copies[slot]
-        if cached is None or cached[0] is not state.lasting:
-            made = self.views[slot].prepare(state.lasting.sources, state.fresh, hasty)
-            cached = self._copies[slot] = (state.lasting, made)
+        if cached is None or cached[0] is not state.persistent:
+            made = self.views[slot].prepare(state.persistent.sources, state.fresh, boundary_names)
+            cached = self._copies[slot] = (state.persistent, made)
         copy = cached[1]
-        num_lasting = len(copy.boundary_targets) - len(state.fresh)
-        copy.boundary_sources[num_lasting:] = [source.tensor for source in state.fresh]
+        num_persistent = len(copy.boundary_targets) - len(state.fresh)
+        copy.boundary_sources[num_persistent:] = [source.tensor for source in state.fresh]
         return copy
 
     def forget_copies(self) -> None:
@@ -131,7 +131,7 @@ class SlotProvider:
         self._made: ArenaSlots | Exception | None = None
         self._is_size_known = False
         self._num_arenas = 0
-        self.settling = CommitWait(context.commands, context.generation, context.restore)
+        self.commit_wait = CommitWait(context.commands, context.generation, context.restore)
 
     def inherit(self, arena: Arena) -> None:
         """Set the arena to reuse if the layout of the state is still the same."""
@@ -156,11 +156,11 @@ class SlotProvider:
         if reused is not None:
             return self._use(reused)
         maker = self._begin_making(shape, plain_bytes, frozen_bytes(state))
-        maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
+        maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_timeout_s)
         return self.current if self._take_made() else None
 
     def begin_copy(self, slots: ArenaSlots, step: int) -> int:
-        slot = self.settling.slot_to_fill(slots.arena.find)
+        slot = self.commit_wait.slot_to_fill(slots.arena.find)
         slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")
         return slot
@@ -170,13 +170,13 @@ class SlotProvider:
         digest = table_digest(slots.arena.table(slot))
         slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
         crash_point("worker.capture.sealed")
-        self.settling.sealed(step)
+        self.commit_wait.sealed(step)
         page = self._context.page
         page.set(HeartbeatField.SEALED_GENERATION, self._context.generation)
         page.set(HeartbeatField.SEALED_STEP, step)
         page.set(HeartbeatField.SEALED_NS, clock.now_ns())
         page.add(HeartbeatField.SEALED_COUNT, 1)
-        link.tell_sealed(step=step, layout_id=slots.layout_id)
+        link.report_sealed(step=step, layout_id=slots.layout_id)
         crash_point("worker.capture.told")
 
     def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
@@ -344,18 +344,18 @@ def _plain_capacity(arena: Arena) -> int:
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
     fresh = tuple(source.entry for source in state.fresh)
-    return (state.lasting.entries, fresh), len(state.plain) + 8
+    return (state.persistent.entries, fresh), len(state.plain) + 8
 
 
 def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
     """Bytes of one image; an estimate if an optimizer has no state yet."""
     shape, plain_bytes = _size_of(state)
     layout = make_layout([*shape[0], *shape[1]], plain_bytes=plain_bytes)
-    sizes = {entry.name: entry.num_bytes for entry in state.lasting.entries}
+    sizes = {entry.name: entry.num_bytes for entry in state.persistent.entries}
     to_come = 0
     for optimizer in tree.attached.optimizers.values():
         if not optimizer.state:
-            names = state.lasting.names
+            names = state.persistent.names
             # A parameter of a lazy module has no size before its first forward, so it counts as 0.
             learned = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
             to_come += _state_copies(optimizer) * sum(sizes.get(name, 0) for name in learned)
@@ -364,10 +364,10 @@ def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
 
 def frozen_bytes(state: BoundaryState) -> int:
     """Bytes of parameters that no attached optimizer updates."""
-    lasting = state.lasting
-    sizes = {entry.name: entry.num_bytes for entry in lasting.entries}
-    owned = set(map(id, lasting.parameters))
-    return sum(sizes.get(name, 0) for name, one in lasting.learned if id(one) not in owned)
+    persistent = state.persistent
+    sizes = {entry.name: entry.num_bytes for entry in persistent.entries}
+    owned = set(map(id, persistent.parameters))
+    return sum(sizes.get(name, 0) for name, one in persistent.learned if id(one) not in owned)
 
 
 def _state_copies(optimizer: torch.optim.Optimizer) -> int:

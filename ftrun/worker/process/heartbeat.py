@@ -75,9 +75,9 @@ def step_done(page: SharedPage, step: int) -> None:
     visibility.publish_groups(page)
     page.note_calls(step, visibility.calls_so_far())
     if page.get(HeartbeatField.FIRST_STEP_NS):
-        page.count_step(now_ns - page.get(HeartbeatField.BEAT_NS))
+        page.count_step(now_ns - page.get(HeartbeatField.HEARTBEAT_NS))
     page.set(HeartbeatField.STEP, step)
-    page.set(HeartbeatField.BEAT_NS, now_ns)
+    page.set(HeartbeatField.HEARTBEAT_NS, now_ns)
     if not page.get(HeartbeatField.FIRST_STEP_NS):
         page.set(HeartbeatField.FIRST_STEP_NS, now_ns)
 

@@ -68,7 +68,7 @@ class InProcessFaults:
     """Polls the fault page once per step, and executes orders."""
 
     def __init__(self, context: WorkerContext, page: FaultPage) -> None:
-        self._beats = context.page
+        self._heartbeats = context.page
         self._page = page
         self._rank = int(context.rank)
         self._known = page.ordered if page.ordered == page.fired else 0
@@ -81,7 +81,7 @@ class InProcessFaults:
         self._later: list[Callable[[], None]] = []
 
     def after_step(self, optimizer: Any, *_: object) -> None:
-        done = self._beats.get(HeartbeatField.OPTIMIZER_STEPS)
+        done = self._heartbeats.get(HeartbeatField.OPTIMIZER_STEPS)
         if done == self._steps_seen:
             return  # the fake step that fills a fresh optimizer, or the step of another optimizer
         self._steps_seen = done
@@ -90,9 +90,9 @@ class InProcessFaults:
                 undo()
             self._later.clear()
         if self._page.ordered != self._known:
-            self._look(optimizer)
+            self._poll(optimizer)
 
-    def _look(self, optimizer: Any) -> None:
+    def _poll(self, optimizer: Any) -> None:
         number = self._page.ordered
         if self._page.is_cancelled(number):
             self._order, self._known = None, number
@@ -110,13 +110,13 @@ class InProcessFaults:
     @property
     def _step(self) -> int:
         """Step of the run that has just ended; counts from 1."""
-        if self._beats.get(HeartbeatField.ATTACHED):
+        if self._heartbeats.get(HeartbeatField.ATTACHED):
             # The page of a new process has step 0 before its first boundary.
             return (
-                self._beats.get(HeartbeatField.STEP)
-                or self._beats.get(HeartbeatField.RESTORED_STEP)
+                self._heartbeats.get(HeartbeatField.STEP)
+                or self._heartbeats.get(HeartbeatField.RESTORED_STEP)
             ) + 1
-        return self._beats.get(HeartbeatField.OPTIMIZER_STEPS)
+        return self._heartbeats.get(HeartbeatField.OPTIMIZER_STEPS)
 
     def _do(self, order: FaultOrder, number: int, step: int, optimizer: Any) -> None:
         def fired() -> None:
@@ -143,23 +143,23 @@ class InProcessFaults:
         self,
         order: FaultOrder,
         optimizer: Any,
-        tell: FaultProgress,
+        send: FaultProgress,
     ) -> bool:
         """Inject a fault that needs training objects; return whether `_act` must inject it."""
         match order.kind:
             case "collective-skip":
-                self._later += skip_collective(tell.fired)
+                self._later += skip_collective(send.fired)
             case "slow-input":
-                slow_input(order.amount, order.for_s, tell)
+                slow_input(order.amount, order.for_s, send)
             case "oom":
                 # If not, the cgroup was created for an earlier process of this rank.
                 return _is_in_group_of(order)
             case "torn-snapshot":
-                crash_points.arm(_TORN_AT, before=tell.fired)
+                crash_points.arm(_TORN_AT, before=send.fired)
             case "nan" | "spike" | "weight-bitflip":
-                found = _to_spoil(order, optimizer)
-                tell.fired()
-                _spoil(order, found)
+                found = _to_corrupt(order, optimizer)
+                send.fired()
+                _corrupt(order, found)
             case _:
                 return True
         return False
@@ -185,7 +185,7 @@ def _act(order: FaultOrder, rank: int, step: int, now_s: Callable[[], float]) ->
         case "oom":
             _allocate(int(order.amount * _MIB))
         case _:
-            _stand_still(order.kind, order.for_s or _FOR_EVER_S, now_s)
+            _freeze_versions(order.kind, order.for_s or _FOR_EVER_S, now_s)
 
 
 _CIRCLES = """
@@ -195,7 +195,7 @@ def run_in_circles(now_s, until_s):
 """
 
 
-def _stand_still(how: str, for_s: float, now_s: Callable[[], float]) -> None:
+def _freeze_versions(how: str, for_s: float, now_s: Callable[[], float]) -> None:
     """Block this thread: asleep (`hang`), asleep with the GIL (`gil-hold`), or in a busy loop."""
     if how == "gil-hold":
         _keep_the_lock(for_s)
@@ -256,7 +256,7 @@ def _allocate(limit_bytes: int) -> None:
     )
 
 
-def _to_spoil(order: FaultOrder, optimizer: Any) -> list[Any]:
+def _to_corrupt(order: FaultOrder, optimizer: Any) -> list[Any]:
     """Return the local data of all parameters that can be changed.
 
     Raises:
@@ -277,7 +277,7 @@ def _type_of(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _spoil(order: FaultOrder, found: list[Any]) -> None:
+def _corrupt(order: FaultOrder, found: list[Any]) -> None:
     """Change parameters after the step, as a bad batch or defective memory would."""
     import torch
 
@@ -359,7 +359,7 @@ class _Skipped:
         return True
 
 
-def slow_input(more_s: float, for_s: float, tell: FaultProgress) -> None:
+def slow_input(more_s: float, for_s: float, send: FaultProgress) -> None:
     """Delay each batch of torch's DataLoader by `more_s`, for `for_s` after the first batch."""
     from torch.utils.data import dataloader
 
@@ -376,13 +376,13 @@ def slow_input(more_s: float, for_s: float, tell: FaultProgress) -> None:
         def late_next_data(self: Any) -> Any:
             if not until_s:
                 until_s.append(clock.now_s() + (for_s or _FOR_EVER_S))
-                tell.fired()
-            if tell.now_s() <= until_s[0]:
+                send.fired()
+            if send.now_s() <= until_s[0]:
                 clock.sleep(more_s)
             elif kinds[0]._next_data is not originals[kinds[0]]:
                 for kind in kinds:
                     kind._next_data = originals[kind]
-                tell.ended()
+                send.ended()
             return original(self)
 
         return late_next_data

@@ -110,9 +110,9 @@ def serve(control: socket.socket, agent_pid: int) -> socket.socket | None:
         if not order:
             return None
         for _ in range(json.loads(order)["count"]):
-            why = unfit_to_fork()
-            if why:
-                control.send(json.dumps({"unfit": why}).encode())
+            reason = unfit_to_fork()
+            if reason:
+                control.send(json.dumps({"unfit": reason}).encode())
                 break
             orders = fork_standby(control, agent_pid)
             if orders is not None:
@@ -172,7 +172,7 @@ def _serve_stub(control: socket.socket, variables: dict[str, str]) -> bool:
     name_process("ftrun-reserve")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()
-    _say(control, str(os.getpid()))
+    _report(control, str(os.getpid()))
     while True:
         order, fds = b"", list[int]()
         with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ def _become_agent(order: bytes, fds: list[int], variables: dict[str, str]) -> No
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     with socket.socket(fileno=fds[0]) as stub:
-        _say(stub, str(os.getpid()))
+        _report(stub, str(os.getpid()))
         if not stub.recv(1):
             os._exit(0)  # Rule 4
     folder, changed = decode_order(order)
@@ -212,7 +212,7 @@ def _become_agent(order: bytes, fds: list[int], variables: dict[str, str]) -> No
     runpy._run_module_as_main("ftrun.agent")  # type: ignore[attr-defined]
 
 
-def _say(to: socket.socket, text: str) -> None:
+def _report(to: socket.socket, text: str) -> None:
     try:
         to.send(text.encode())
     except OSError:

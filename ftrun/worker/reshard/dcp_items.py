@@ -173,7 +173,7 @@ class SavedItems:
                         objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
                     planner.load_bytes(item, io.BytesIO(objects[rank][name]))
                     continue
-                holder = Holder(rank, images.heads[rank].entries[name])
+                holder = Holder(rank, images.headers[rank].entries[name])
                 target = planner.resolve_tensor(item)
                 tensors.append((item, target))
                 found = self._copies(item, holder, target.stride())
@@ -231,7 +231,7 @@ class SavedItems:
 
 def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:
     """The plain values of a shard, read in parts, because serialized objects may be large."""
-    at = images.heads[rank].entries[PLAIN_NAME].offset
+    at = images.headers[rank].entries[PLAIN_NAME].offset
     end = at + 8 + int.from_bytes(images.read(rank, at, 8), "little")
     raw = bytearray()
     for start in range(at + 8, end, MOST_BYTES):

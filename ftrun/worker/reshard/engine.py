@@ -39,7 +39,7 @@ from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards
 from ftrun.worker.reshard.source_state import NewRank, SourceState
 from ftrun.worker.reshard.tensor_reader import copy_boxes, fill
 from ftrun.worker.restore import early_restore
-from ftrun.worker.restore.loader import RankState, fill_expanded, telling_of_corruption
+from ftrun.worker.restore.loader import RankState, fill_expanded, reporting_corruption
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.attached import DeclaredSharding
@@ -71,17 +71,17 @@ def open_resharded(
     """
     wanted = context.restore
     assert wanted is not None
-    old_size = context.restore_world_size
-    source = _shards_of(wanted, link, old_size)
+    previous_size = context.restore_world_size
+    source = _shards_of(wanted, link, previous_size)
     found: ReshardedState | RuledState
     try:
-        with telling_of_corruption(context):
+        with reporting_corruption(context):
             shards = CheckedShards(source, str(wanted))
             if layout is not None and layout.has_rules:
                 found = RuledState(shards, wanted, context.rank, layout.rules)
             else:
                 mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
-                found = ReshardedState(shards, wanted, old_size, NewRank(context.rank, mesh))
+                found = ReshardedState(shards, wanted, previous_size, NewRank(context.rank, mesh))
     except BaseException:
         source.close()
         raise
@@ -91,11 +91,11 @@ def open_resharded(
     return found
 
 
-def _shards_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSource:
+def _shards_of(wanted: Version, link: WorkerSmpClient, previous_size: int) -> ShardSource:
     """All shards: those of this node in place, those of other nodes fetched when they are read."""
-    fds = link.open_images(wanted, old_size)
+    fds = link.open_images(wanted, previous_size)
     here = LocalShards(fds, wanted)
-    elsewhere = [Rank(rank) for rank in range(old_size) if rank not in fds]
+    elsewhere = [Rank(rank) for rank in range(previous_size) if rank not in fds]
     return JoinedShards(here, RemoteShards(link, wanted, elsewhere)) if elsewhere else here
 
 
@@ -107,12 +107,12 @@ class ReshardedState(SourceState):
         return None if found is None else (found.dtype, found.shape)
 
     def load_tensors(
-        self, tree: StateTree, lasting: PersistentSources, groups: Mapping[str, Any]
+        self, tree: StateTree, persistent: PersistentSources, groups: Mapping[str, Any]
     ) -> None:
         wanted = _Wanted(self, casts=tree.attached.casts)
-        wanted.add_attached(lasting, tree)
+        wanted.add_attached(persistent, tree)
         self._states = {
-            name: _states(name, optimizer, wanted, lasting)
+            name: _states(name, optimizer, wanted, persistent)
             for name, optimizer in tree.attached.optimizers.items()
             if name in groups
         }
@@ -139,9 +139,9 @@ class _Wanted:
         """Tensors that receive their values from the tensors of the same name in `tensors`."""
         self.saved: dict[str, WholeTensor] = {}
 
-    def add_attached(self, lasting: PersistentSources, tree: StateTree) -> None:
-        names = {*lasting.names.values(), *tree.attached.tensors}
-        pairs = zip(lasting.sources, lasting.originals, strict=True)
+    def add_attached(self, persistent: PersistentSources, tree: StateTree) -> None:
+        names = {*persistent.names.values(), *tree.attached.tensors}
+        pairs = zip(persistent.sources, persistent.originals, strict=True)
         wanted = [(source.name, original) for source, original in pairs if source.name in names]
         changed = [found for one in wanted if (found := self._changed(*one)) is not None]
         # If ranks are pipeline stages, other ranks have the tensors that are not on this one.
@@ -185,9 +185,9 @@ def _states(
     optimizer_name: str,
     optimizer: torch.optim.Optimizer,
     wanted: _Wanted,
-    lasting: PersistentSources,
+    persistent: PersistentSources,
 ) -> dict[Any, Any]:
-    parameters = {lasting.names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+    parameters = {persistent.names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
     elsewhere = wanted.world.parameters - parameters.keys()
     found: dict[Any, Any] = {}
     for rank in wanted.world.ranks:
@@ -263,20 +263,20 @@ class RuledState(RankState):
         self.version = wanted
         self._shards = shards
         self._used: set[str] = set()
-        parts = [plain_bytes(h, partial(shards.read, r)) for r, h in sorted(shards.heads.items())]
+        parts = [plain_bytes(h, partial(shards.read, r)) for r, h in sorted(shards.headers.items())]
         if "layout" not in parts[0]:
             raise LayoutUnknown(
                 f"{self.version} was taken by a script that declared no layout: start the ranks "
                 "that took it, or make a checkpoint of it another one by ftrun checkpoints convert"
             )
         saved = read_carried(plain.decode(parts[0]["layout"]))
-        self.heads = [head for _, head in sorted(shards.heads.items())]
-        stored = stored_entries(self.heads, parts, source=saved.source)
+        self.headers = [head for _, head in sorted(shards.headers.items())]
+        stored = stored_entries(self.headers, parts, source=saved.source)
         before = read_world(saved, stored)
         after = lay_out(rules, before)
         if problems := differing(self, before):
             raise RulesMismatch(source=saved.source, problems=problems)
-        self._index = before.index(lambda rank, name: self.heads[rank].entries[name])
+        self._index = before.index(lambda rank, name: self.headers[rank].entries[name])
         own = partial(after.own_name, rank)
         self._placed = {own(name): one for name, one in after.entries[rank].items()}
         values = RankValues(parts, before, after)
@@ -289,7 +289,7 @@ class RuledState(RankState):
         ]
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
-        offset = self._shards.heads[Rank(rank)].entries[name].offset
+        offset = self._shards.headers[Rank(rank)].entries[name].offset
         return self._shards.read(Rank(rank), offset + first_byte, num_bytes)
 
     def notes(self) -> list[str]:

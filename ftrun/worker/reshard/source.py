@@ -29,13 +29,13 @@ from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
-from ftrun.snapshot.shard_header import ShardHeader, unpack_head
+from ftrun.snapshot.shard_header import ShardHeader, unpack_header
 from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
 from ftrun.worker.smp_client import WorkerSmpClient
 
 WINDOW_BYTES = 32 << 20
-_HEADS_AT_ONCE = 100
+_HEADERS_AT_ONCE = 100
 _MOST_RANGES = 4096  # a message has at most 1 MiB
 
 
@@ -51,7 +51,7 @@ class LocalShards:
         self._wanted = wanted
         self._arenas: dict[Rank, Arena] = {}
         self._slots: dict[Rank, int] = {}
-        self._heads: dict[Rank, ShardHeader] = {}
+        self._headers: dict[Rank, ShardHeader] = {}
         try:
             for rank, fd in fds.items():
                 self._arenas[rank] = Arena(fd, writable=False)
@@ -61,30 +61,30 @@ class LocalShards:
 
     def headers(self) -> Mapping[Rank, ShardHeader]:
         for rank, arena in self._arenas.items():
-            if rank not in self._heads:
+            if rank not in self._headers:
                 slot = arena.find(self._wanted)
                 if slot is None:
                     raise LayoutUnknown(f"the arena of rank {rank} does not hold {self._wanted}")
                 self._slots[rank] = slot
-                self._heads[rank] = _head(arena, slot, f"{self._wanted} of rank {rank}", rank)
-        return self._heads
+                self._headers[rank] = _head(arena, slot, f"{self._wanted} of rank {rank}", rank)
+        return self._headers
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
         """Nothing to do: the shards are on this node."""
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        start = self._heads[rank].start + offset
+        start = self._headers[rank].start + offset
         return self._arenas[rank].image(self._slots[rank])[start : start + num_bytes]
 
     def close(self) -> None:
-        self._heads.clear()
+        self._headers.clear()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
 
 def _head(arena: Arena, slot: int, what: str, rank: Rank) -> ShardHeader:
-    return make_head(
+    return make_header(
         arena.image(slot),
         arena.table(slot),
         layout_id=arena.shape.layout_id,
@@ -94,7 +94,7 @@ def _head(arena: Arena, slot: int, what: str, rank: Rank) -> ShardHeader:
     )
 
 
-def make_head(
+def make_header(
     image: memoryview,
     table: memoryview,
     *,
@@ -134,17 +134,17 @@ class RemoteShards:
         self._link = link
         self._wanted = wanted
         self._ranks = list(ranks)
-        self._heads: dict[Rank, ShardHeader] = {}
+        self._headers: dict[Rank, ShardHeader] = {}
         self._expected: deque[ByteRange] = deque()
         self._window: dict[ByteRange, memoryview] = {}
 
     def headers(self) -> Mapping[Rank, ShardHeader]:
-        for at in range(len(self._heads), len(self._ranks), _HEADS_AT_ONCE):
-            ranks = self._ranks[at : at + _HEADS_AT_ONCE]
-            fds = self._link.fetch_heads(self._wanted, ranks)
+        for at in range(len(self._headers), len(self._ranks), _HEADERS_AT_ONCE):
+            ranks = self._ranks[at : at + _HEADERS_AT_ONCE]
+            fds = self._link.fetch_headers(self._wanted, ranks)
             for rank, fd in zip(ranks, fds, strict=True):
-                self._heads[rank] = self._head(rank, _mapped(fd))
-        return self._heads
+                self._headers[rank] = self._head(rank, _mapped(fd))
+        return self._headers
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
         self._expected = deque(ranges)
@@ -156,17 +156,17 @@ class RemoteShards:
         return self._window[wanted]
 
     def close(self) -> None:
-        self._heads.clear()
+        self._headers.clear()
         self._window.clear()
         self._expected.clear()
 
     def _head(self, rank: Rank, raw: memoryview) -> ShardHeader:
-        packed = unpack_head(raw)
+        packed = unpack_header(raw)
         generation, step = self._wanted.generation, self._wanted.step
         sealed = SlotHeader(
             SlotState.SEALED, generation, step, packed.image_bytes, packed.table_digest, 0
         )
-        return make_head(
+        return make_header(
             packed.header,
             packed.table,
             layout_id=packed.layout_id,
@@ -195,7 +195,7 @@ class RemoteShards:
             at += one.num_bytes
 
     def _pieces(self, one: ByteRange) -> tuple[int, int, int]:
-        pieces = self._heads[one.rank].pieces_under(one.offset, one.num_bytes)
+        pieces = self._headers[one.rank].pieces_under(one.offset, one.num_bytes)
         return (one.rank, pieces[0], len(pieces))
 
 
@@ -239,14 +239,14 @@ class CheckedShards:
     def __init__(self, source: ShardSource, what: str) -> None:
         self._source = source
         self._what = what
-        self.heads = dict(source.headers())
+        self.headers = dict(source.headers())
         self._last: tuple[Rank, range, memoryview] | None = None
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
         """Announce the next reads in their order; each piece is announced once."""
         found: list[ByteRange] = []
         for one in ranges:
-            head = self.heads[one.rank]
+            head = self.headers[one.rank]
             pieces = head.pieces_under(one.offset, one.num_bytes)
             if pieces:
                 made = ByteRange(one.rank, *head.bytes_of(pieces))
@@ -261,7 +261,7 @@ class CheckedShards:
             SnapshotCorrupt: a piece that contains them differs from the captured one; `rank` is
                 set.
         """
-        head = self.heads[rank]
+        head = self.headers[rank]
         pieces = head.pieces_under(offset, num_bytes)
         if not pieces:
             return memoryview(b"")
@@ -276,11 +276,11 @@ class CheckedShards:
 
     def close(self) -> None:
         self._last = None
-        self.heads.clear()
+        self.headers.clear()
         self._source.close()
 
     def _check(self, rank: Rank, pieces: range, start: int, data: memoryview) -> None:
-        head = self.heads[rank]
+        head = self.headers[rank]
         for index in pieces:
             piece = head.layout.pieces[index]
             at = piece.offset - start
@@ -305,12 +305,12 @@ class DiskImages:
     def __init__(self, places: Sequence[ShardFileLocation]) -> None:
         self._places = {Rank(place.rank): place for place in places}
         self._fds: dict[Rank, int] = {}
-        self._heads: dict[Rank, ShardHeader] = {}
+        self._headers: dict[Rank, ShardHeader] = {}
         _allow_files(len(places) + _SPARE_FDS)
         try:
             for rank, place in self._places.items():
                 self._fds[rank] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-                self._heads[rank] = _file_head(self._fds[rank], place)
+                self._headers[rank] = _file_head(self._fds[rank], place)
         except OSError as error:
             self.close()
             raise CheckpointError(f"{error.filename} is not readable: {error.strerror}") from error
@@ -322,13 +322,13 @@ class DiskImages:
         return self._places[rank].path
 
     def headers(self) -> Mapping[Rank, ShardHeader]:
-        return self._heads
+        return self._headers
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
         """Do nothing, because `read` reads on demand."""
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        path, at = self.path_of(rank), self._heads[rank].start + offset
+        path, at = self.path_of(rank), self._headers[rank].start + offset
         try:
             return memoryview(_read(self._fds[rank], at, num_bytes, path))
         except OSError as error:
@@ -351,7 +351,7 @@ def _file_head(fd: int, place: ShardFileLocation) -> ShardHeader:
     table = Path(place.digests_path).read_bytes()
     sealed = SlotHeader(SlotState.SEALED, 0, 0, size, int(place.table_digest, 16), 0)
     try:
-        return make_head(
+        return make_header(
             memoryview(header),
             memoryview(table[: len(table) // 8 * 8]).cast("Q"),
             layout_id=int(place.header_digest, 16),

@@ -67,20 +67,20 @@ class SourceState:
     """
 
     def __init__(
-        self, shards: CheckedShards, wanted: Version, old_size: int, seat: NewRank
+        self, shards: CheckedShards, wanted: Version, previous_size: int, new_rank: NewRank
     ) -> None:
         self.version = wanted
         self.shards = shards
-        self._seat = seat
+        self._new_rank = new_rank
         self._used: set[str] = set()
-        _check_ranks(shards, old_size)
+        _check_ranks(shards, previous_size)
         self._parts = {
             rank: plain_bytes(head, partial(shards.read, rank))
-            for rank, head in sorted(shards.heads.items())
+            for rank, head in sorted(shards.headers.items())
         }
         self._before = self._mesh_before()
-        self._own = Rank(self._before.counterpart(seat.mesh, seat.rank))
-        self.index = SourceIndex(shards.heads, prefer=self._own)
+        self._own = Rank(self._before.counterpart(new_rank.mesh, new_rank.rank))
+        self.index = SourceIndex(shards.headers, prefer=self._own)
         self._check_agreement()
 
     @property
@@ -91,7 +91,7 @@ class SourceState:
     @property
     def has_stages(self) -> bool:
         """Whether the new mesh has pipeline stages, so that other ranks hold other parameters."""
-        return self._seat.mesh.has_stages
+        return self._new_rank.mesh.has_stages
 
     # --- plain values ------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class SourceState:
 
     def notes(self) -> list[str]:
         """Differences from a restore into the same world: one log line each."""
-        before, now = self._before, self._seat.mesh
+        before, now = self._before, self._new_rank.mesh
         found = [
             f"not bitwise: {self.version} was taken by {ranks(before.size)} ({before}) and "
             f"continues in {now.size} ({now}); parameters and optimizer state are those of that "
@@ -174,7 +174,7 @@ class SourceState:
         return found
 
     def copy(self, rank: Rank, ref: TensorRef) -> object:
-        entry = self.shards.heads[rank].entries[ref.name]
+        entry = self.shards.headers[rank].entries[ref.name]
         self._used.add(ref.name)
         dtype = DTYPES[entry.dtype]
         raw = bytearray(self.shards.read(rank, entry.offset, entry.num_bytes))
@@ -215,7 +215,7 @@ class SourceState:
         def part(rank: int, name: str) -> Any:
             return self._decode(Rank(rank), name)
 
-        return DataShares(self._before, self._seat.mesh, self._seat.rank, part)
+        return DataShares(self._before, self._new_rank.mesh, self._new_rank.rank, part)
 
     def _modules(self) -> dict[str, Any]:
         """The part `modules`, with the buffers and strides of all ranks (stages have others)."""
@@ -255,7 +255,7 @@ class SourceState:
             if parts["frozen"] == self._parts[Rank(0)]["frozen"]:
                 continue
             for name in sorted(first ^ set(self._decode(rank, "frozen"))):
-                if all(name in self.shards.heads[one].entries for one in (Rank(0), rank)):
+                if all(name in self.shards.headers[one].entries for one in (Rank(0), rank)):
                     values = ("frozen", "learned") if name in first else ("learned", "frozen")
                     raise RanksDiffer(key=name, ranks=(0, rank), values=values)
 
@@ -276,7 +276,7 @@ class SourceState:
 
         def deref(ref: TensorRef) -> TensorContent:
             refs.append(ref)
-            entry = self.shards.heads[rank].entries[ref.name]
+            entry = self.shards.headers[rank].entries[ref.name]
             raw = self.shards.read(rank, entry.offset, entry.num_bytes)
             return TensorContent(str(entry), xxhash.xxh3_64_intdigest(raw))
 
@@ -293,11 +293,11 @@ def _named(groups: Mapping[str, list[dict[str, Any]]]) -> set[str]:
     return {name for some in groups.values() for group in some for name in group["params"]}
 
 
-def _check_ranks(images: CheckedShards, old_size: int) -> None:
-    missing = [rank for rank in range(old_size) if rank not in images.heads]
-    if missing or len(images.heads) != old_size:
+def _check_ranks(images: CheckedShards, previous_size: int) -> None:
+    missing = [rank for rank in range(previous_size) if rank not in images.headers]
+    if missing or len(images.headers) != previous_size:
         shown = ", ".join(map(str, missing[:8]))
         raise LayoutUnknown(
-            f"{len(images.heads)} shards are here, and {old_size} ranks took the snapshot: "
+            f"{len(images.headers)} shards are here, and {previous_size} ranks took the snapshot: "
             f"rank {shown or '?'} is missing"
         )

@@ -57,7 +57,7 @@ LEAST_BYTES = 1 << 20
 """Smallest tensor that gets pages of its own."""
 _STRIDE_BYTES = 8 << 20
 """Bytes prefaulted by one system call, which cannot be interrupted."""
-_LOOK_AGAIN_BYTES = 64 << 20
+_RECHECK_BYTES = 64 << 20
 _LARGEST_PART = 0.5
 _POPULATE_WRITE = 23
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/dri/renderD128")
@@ -158,27 +158,27 @@ class _Pieces:
         return True
 
 
-_begun: EarlyRestore | None = None
+_started: EarlyRestore | None = None
 
 
 def begin(context: WorkerContext) -> None:
-    global _begun
-    _begun = None
+    global _started
+    _started = None
     if context.restore is None:
         return
     expect()
     try:
-        _begun = _opened(context)
+        _started = _opened(context)
     except (FtrunError, OSError, ValueError) as error:
         _log.info("the restore is not prepared: %s", error)
-    work = threading.Thread(target=_work, args=[context, _begun], name="ftrun-early", daemon=True)
+    work = threading.Thread(target=_work, args=[context, _started], name="ftrun-early", daemon=True)
     work.start()
 
 
 def take(wanted: Version) -> EarlyRestore | None:
     """Stop and return the early restore of this version; only the first call returns it."""
-    global _begun
-    found, _begun = _begun, None
+    global _started
+    found, _started = _started, None
     if found is None:
         return None
     found.take_over()
@@ -240,7 +240,7 @@ class PrefaultedMemory:
         lock, and `take` need not wait for it.
         """
         for at in range(0, self._end, _STRIDE_BYTES):
-            if at % _LOOK_AGAIN_BYTES == 0:
+            if at % _RECHECK_BYTES == 0:
                 left = self._end - max(at, self._at)
                 if left > _LARGEST_PART * available_memory().num_bytes:
                     return False
@@ -353,11 +353,11 @@ def _needed_bytes(context: WorkerContext) -> int:
     """Bytes of this rank's optimizer state, estimated from the shards on this node."""
     wanted = context.restore
     assert wanted is not None
-    old_size = context.restore_world_size
+    previous_size = context.restore_world_size
     if context.is_resized:
         link = WorkerSmpClient(context)
         try:
-            fds = link.open_images(wanted, old_size)
+            fds = link.open_images(wanted, previous_size)
         finally:
             link.close()
     else:
@@ -370,7 +370,7 @@ def _needed_bytes(context: WorkerContext) -> int:
     if not context.is_resized:
         return sum(whole + part for whole, part in found)
     whole = max((whole for whole, _ in found), default=0)
-    parts = sum(part for _, part in found) * old_size // max(1, len(found))
+    parts = sum(part for _, part in found) * previous_size // max(1, len(found))
     return whole + parts // context.world_size + PAGE_BYTES
 
 

@@ -59,7 +59,7 @@ class SavedState(Parts, Protocol):
 
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]: ...
 
-    def load_tensors(self, tree: StateTree, lasting: PersistentSources, groups: Named) -> None:
+    def load_tensors(self, tree: StateTree, persistent: PersistentSources, groups: Named) -> None:
         """Fill all tensors that exist; `groups` names the saved optimizers."""
         ...
 
@@ -99,8 +99,8 @@ class RankState(SavedState, Protocol):
         groups: dict[str, list[dict[str, Any]]] = self.part("groups")
         return groups
 
-    def load_tensors(self, tree: StateTree, lasting: PersistentSources, groups: Named) -> None:
-        _load_tensors(self, lasting, tree.attached)
+    def load_tensors(self, tree: StateTree, persistent: PersistentSources, groups: Named) -> None:
+        _load_tensors(self, persistent, tree.attached)
 
     def optimizer_states(self) -> Named:
         saved = self.part("optimizer_state")
@@ -120,7 +120,7 @@ class LocalState(LocalShardReader, RankState):
 
 
 @contextlib.contextmanager
-def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
+def reporting_corruption(context: WorkerContext) -> Iterator[None]:
     """Report a corrupt shard on the heartbeat page, so that the agent rejects it."""
     try:
         yield
@@ -146,7 +146,7 @@ def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
         ShapeChanged: the attached objects do not match the saved ones.
         SnapshotCorrupt, TensorIncomplete, RanksDiffer: the saved state is damaged or incomplete.
     """
-    with telling_of_corruption(context):
+    with reporting_corruption(context):
         _reload(saved, tree, context.page)
 
 
@@ -154,13 +154,13 @@ def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
     make_fit(saved.optional_part("modules") or {}, saved.described, tree)
-    groups = saved.groups_among(set(tree.lasting().names.values()))
+    groups = saved.groups_among(set(tree.persistent().names.values()))
     add_groups(groups, tree)
-    lasting = tree.lasting()
-    saved.load_tensors(tree, lasting, groups)
+    persistent = tree.persistent()
+    saved.load_tensors(tree, persistent, groups)
     crash_point("worker.restore.tensors_loaded")
-    _load_optimizers(saved, tree, lasting, groups)
-    load_objects(saved, tree.attached, lasting)
+    _load_optimizers(saved, tree, persistent, groups)
+    load_objects(saved, tree.attached, persistent)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
     page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
@@ -168,9 +168,9 @@ def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
 
 
-def _load_tensors(saved: RankState, lasting: PersistentSources, attached: AttachedState) -> None:
-    names = {*lasting.names.values(), *attached.tensors}
-    wanted = [source for source in lasting.sources if source.name in names]
+def _load_tensors(saved: RankState, persistent: PersistentSources, attached: AttachedState) -> None:
+    names = {*persistent.names.values(), *attached.tensors}
+    wanted = [source for source in persistent.sources if source.name in names]
     _check_entries(saved, wanted, casts=attached.casts)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -188,7 +188,9 @@ def _load_tensors(saved: RankState, lasting: PersistentSources, attached: Attach
             torch._foreach_copy_(targets, sources)
         for source in large:
             saved.copy_into(source.name, source.tensor)
-        originals = {s.name: t for s, t in zip(lasting.sources, lasting.originals, strict=True)}
+        originals = {
+            s.name: t for s, t in zip(persistent.sources, persistent.originals, strict=True)
+        }
         for source in expanded:
             fill_expanded(originals[source.name], saved.tensor(source.name))
 
@@ -229,33 +231,33 @@ def _check_entries(saved: RankState, wanted: Sequence[TensorSource], *, casts: b
     check_fits([*changed, *((name, str(saved.entry(name)), _NOTHING) for name in left)])
 
 
-def put_back_flags(part: Callable[[str], Any], lasting: PersistentSources) -> None:
+def put_back_flags(part: Callable[[str], Any], persistent: PersistentSources) -> None:
     """Restore `requires_grad`, the presence of gradients, and the training flags of modules.
 
     Args:
         part: returns a part of the plain values by its name; None if an older version of ftrun did
             not save it.
-        lasting: the sources of the attached objects.
+        persistent: the sources of the attached objects.
     """
     frozen = set(part("frozen"))
-    for name, parameter in lasting.learned:
+    for name, parameter in persistent.learned:
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)
     if (learned := part("learned_others")) is not None:
-        for name, tensor in lasting.others:
+        for name, tensor in persistent.others:
             if tensor.requires_grad != (name in learned):
                 tensor.requires_grad_(name in learned)
     if (training := part("training")) is not None:
-        module_state.put_back_training_flags(training, lasting.submodules)
+        module_state.put_back_training_flags(training, persistent.submodules)
     if (gradients := part("gradients")) is not None:
-        put_back_gradients(gradients, lasting.parameters, lasting.names)
+        put_back_gradients(gradients, persistent.parameters, persistent.names)
 
 
 def _load_optimizers(
-    saved: SavedState, tree: StateTree, lasting: PersistentSources, groups: Named
+    saved: SavedState, tree: StateTree, persistent: PersistentSources, groups: Named
 ) -> None:
     states = saved.optimizer_states()
-    described = {name: saved.described(name) for name in lasting.names.values()}
+    described = {name: saved.described(name) for name in persistent.names.values()}
     dtypes = {name: DTYPES[found[0]] for name, found in described.items() if found is not None}
     for name, optimizer in tree.attached.optimizers.items():
         own = groups_for(name, optimizer, groups)
@@ -264,13 +266,13 @@ def _load_optimizers(
             optimizer,
             own,
             states[name],
-            names=lasting.names,
+            names=persistent.names,
             dtypes=dtypes,
             skip=tree.attached.skip,
         )
 
 
-def load_objects(saved: Parts, attached: AttachedState, lasting: PersistentSources) -> None:
+def load_objects(saved: Parts, attached: AttachedState, persistent: PersistentSources) -> None:
     """Load the state of all objects that are neither tensor nor optimizer, and all flags."""
     stateful = saved.part("stateful")
     dicts = saved.part("dicts")
@@ -290,14 +292,14 @@ def load_objects(saved: Parts, attached: AttachedState, lasting: PersistentSourc
         holder.clear()
         holder.update(its)
     extra = saved.part("extra_state")
-    for path, part in dict(lasting.submodules).items():
+    for path, part in dict(persistent.submodules).items():
         if path in extra:
             at = f"{path}{module_state.EXTRA_STATE}"
             part.set_extra_state(_completed(extra[path], part.get_extra_state, at, attached))
     module_state.put_back_own_keys(
-        saved.optional_part("own_keys") or {}, lasting.submodules, skip.completed
+        saved.optional_part("own_keys") or {}, persistent.submodules, skip.completed
     )
-    put_back_flags(saved.optional_part, lasting)
+    put_back_flags(saved.optional_part, persistent)
 
 
 def _completed(saved: Any, present: Callable[[], Any], name: str, attached: AttachedState) -> Any:

@@ -91,7 +91,7 @@ class RestoredMarks:
         The two are counted separately, because a script may load only one of them.
         """
         changed = self.compare(owned_only=True).changed
-        parameters = set(self._tree.lasting().names.values())
+        parameters = set(self._tree.persistent().names.values())
         owned = [name for name, mark in self._marks.items() if mark.is_owned]
         found = []
         for is_parameter in (True, False):
@@ -102,8 +102,8 @@ class RestoredMarks:
         return found
 
     def _now(self) -> "zip[tuple[TensorSource, torch.Tensor]]":
-        lasting = self._tree.lasting()
-        return zip(lasting.sources, lasting.originals, strict=True)
+        persistent = self._tree.persistent()
+        return zip(persistent.sources, persistent.originals, strict=True)
 
 
 class RestoredSettings:
@@ -131,7 +131,7 @@ class RestoredSettings:
                 found.append(f"{name}.requires_grad")
         training = self._present_training()
         other = {path for path, flag in training.items() if self._training.get(path, flag) != flag}
-        for path, part in self._tree.lasting().submodules:
+        for path, part in self._tree.persistent().submodules:
             if path in other:
                 part.training = self._training[path]
         found += [f"{path}.training" for path in training if path in other]
@@ -143,14 +143,14 @@ class RestoredSettings:
         return found
 
     def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
-        lasting = self._tree.lasting()
-        yield from lasting.learned
-        yield from lasting.others
+        persistent = self._tree.persistent()
+        yield from persistent.learned
+        yield from persistent.others
 
     def _present_training(self) -> dict[str, bool]:
         # A wrapper and its wrapped module have the same path; the flag of the wrapped module
         # counts.
-        return {path: part.training for path, part in self._tree.lasting().submodules}
+        return {path: part.training for path, part in self._tree.persistent().submodules}
 
     def _present_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         for name, optimizer in self._tree.attached.optimizers.items():

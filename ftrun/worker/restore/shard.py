@@ -63,7 +63,7 @@ class LocalShardReader:
         if slot is None:
             raise LayoutUnknown(f"rank {context.rank}'s arena does not hold {wanted}")
         self._slot = slot
-        with self._telling_the_agent():
+        with self._reporting_to_agent():
             layout, data, table = open_slot(arena, slot, what=self._what)
         self._layout = layout
         self._table = table.tolist()
@@ -132,7 +132,7 @@ class LocalShardReader:
             return
         self._used.add(name)
         into = byte_view(target)
-        with self._telling_the_agent():
+        with self._reporting_to_agent():
             for index in pieces:
                 piece = self._pieces[index]
                 begin, end = piece.offset, piece.offset + piece.num_bytes
@@ -147,14 +147,14 @@ class LocalShardReader:
         """
         names = (name for name in self._entries if not name.startswith("ftrun."))
         check_used({name: str(self._entries[name]) for name in names}, self._used)
-        with self._telling_the_agent():
+        with self._reporting_to_agent():
             for index in sorted(self._unchecked):
                 self._check_piece(index)
 
     # --- digests ------------------------------------------------------------------------------
 
     def _check_entry(self, entry: LayoutEntry) -> None:
-        with self._telling_the_agent():
+        with self._reporting_to_agent():
             for index in self._layout.pieces_of(entry):
                 self._check_piece(index)
 
@@ -168,7 +168,7 @@ class LocalShardReader:
         self._unchecked.discard(index)
 
     @contextmanager
-    def _telling_the_agent(self) -> Iterator[None]:
+    def _reporting_to_agent(self) -> Iterator[None]:
         try:
             yield
         except (SnapshotCorrupt, LayoutUnknown) as error:

@@ -212,7 +212,7 @@ class DeclaredSharding:
 
     @property
     def has_rules(self) -> bool:
-        return bool(self.rules.rules or self.rules.homes)
+        return bool(self.rules.rules or self.rules.placements)
 
     @property
     def saved(self) -> dict[str, object]:

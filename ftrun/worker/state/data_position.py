@@ -39,7 +39,7 @@ class DataPosition:
         self._pass = 0
         self._handed_out = 0
         self._started_with: dict[str, Any] | None = None
-        self._has_begun = False
+        self._has_started = False
         self._clone: Any = None
         self._resume: dict[str, Any] | None = None
         self._to_leave_out = 0
@@ -60,7 +60,7 @@ class DataPosition:
             "pass": self._pass,
             "handed_out": self._handed_out,
             "started_with": self._started_with,
-            "had_workers": self._has_begun and self._keeps_workers and self._pass > 0,
+            "had_workers": self._has_started and self._keeps_workers and self._pass > 0,
             "own": own,
         }
 
@@ -117,7 +117,7 @@ class DataPosition:
             now = rng.take_all()
             iterator = self._again(resume)
             rng.put_back(now)
-        self._has_begun = True
+        self._has_started = True
         after_start()
         for batch in iterator:
             self._handed_out += 1
@@ -144,7 +144,7 @@ class DataPosition:
     @property
     def is_followed(self) -> bool:
         """Whether the position is known: batches are taken here, or the loader has a state_dict."""
-        return self._has_begun or self._has_own_position
+        return self._has_started or self._has_own_position
 
     def is_by_hand(self, boundaries: int) -> bool:
         """Whether the script takes a batch directly from a DataLoader in each of two turns.
@@ -170,7 +170,7 @@ class DataPosition:
             return False
         if hasattr(self.loader, "_iterator"):
             return self.loader._iterator is not None
-        return self._has_begun
+        return self._has_started
 
     @property
     def _is_stateful(self) -> bool:
@@ -266,7 +266,7 @@ class _SkippingSampler:
         self._inner = inner
         self._to_skip = to_skip
         self._before = before
-        self._begun: Iterator[Any] | None = None
+        self._started: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -277,13 +277,13 @@ class _SkippingSampler:
     def __iter__(self) -> Iterator[Any]:
         # Lazy: a DataLoader draws its base seed after it has called iter() (with workers, twice),
         # and a sampler draws its own seed at its first item. The order of draws must not change.
-        begun, self._begun = self._begun, None
-        yield from self._start() if begun is None else begun
+        started, self._started = self._started, None
+        yield from self._start() if started is None else started
 
     def skip(self) -> None:
         """Draw the items to skip, unless the loader has begun to draw."""
         if self._to_skip or self._before:
-            self._begun = self._start()
+            self._started = self._start()
 
     def _start(self) -> Iterator[Any]:
         to_skip, self._to_skip = self._to_skip, 0

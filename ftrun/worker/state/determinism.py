@@ -45,7 +45,7 @@ def take_all() -> dict[str, Any]:
 
 def put_back(taken: dict[str, Any]) -> None:
     """Restore every random state of `taken`; derived states are computed first."""
-    taken = settled(taken)
+    taken = resolved(taken)
     version, words, gauss = taken["python"]
     random.setstate((version, tuple(words), gauss))
     set_generator(torch.default_generator, taken["torch"])
@@ -143,11 +143,11 @@ def _from_bytes(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def settled(taken: dict[str, Any]) -> dict[str, Any]:
+def resolved(taken: dict[str, Any]) -> dict[str, Any]:
     """Compute derived random states; see `rank_values.streams`."""
     if DERIVED not in taken:
         return taken
-    base = settled(taken[DERIVED])
+    base = resolved(taken[DERIVED])
     return {**derive(base, taken["number"]), **{name: base[name] for name in taken["kept"]}}
 
 
@@ -226,11 +226,11 @@ def ready_order(ddp: DistributedDataParallel) -> tuple[list[int] | None, bool]:
     """
     if ddp.static_graph:
         return None, True
-    told = ddp._get_ddp_logging_data().get(  # type: ignore[no-untyped-call]
+    reported = ddp._get_ddp_logging_data().get(  # type: ignore[no-untyped-call]
         "rebuilt_per_bucket_param_indices"
     )
-    if told:
-        return [int(index) for index in str(told).replace(",", " ").split()], True
+    if reported:
+        return [int(index) for index in str(reported).replace(",", " ").split()], True
     # Before the buckets are rebuilt, only the times of the first backward give the order.
     times = list(ddp.reducer.get_backward_stats())
     return (sorted(range(len(times)), key=times.__getitem__) if any(times) else None), False

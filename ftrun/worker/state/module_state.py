@@ -200,9 +200,9 @@ def _may_have_own_keys(part: nn.Module) -> bool:
 
 def _standard_keys(part: nn.Module) -> Iterator[str]:
     for path, one in part.named_modules(remove_duplicate=False):
-        lead = f"{path}." if path else ""
+        leader = f"{path}." if path else ""
         for key in (*one._parameters, *one._buffers, "_extra_state"):
-            yield lead + key
+            yield leader + key
 
 
 def _state_dict(part: nn.Module) -> Mapping[str, Any]:

@@ -68,7 +68,7 @@ class InnerOptimizers:
             self.covered += getattr(thing, "covered_optimizers", ())
             is_reference = isinstance(thing, LRScheduler | ReduceLROnPlateau)
             if not is_reference and name.partition(".")[0] not in _REFERRING:
-                self._look_into(name, thing)
+                self._inspect(name, thing)
 
     @property
     def has_wrappers(self) -> bool:
@@ -124,7 +124,7 @@ class InnerOptimizers:
                 self._add(name if is_alone else f"{name}.{attribute}", inner)
             self._pair(outer, inner)
 
-    def _look_into(self, name: str, thing: Any) -> None:
+    def _inspect(self, name: str, thing: Any) -> None:
         found = [(a, o) for a, o in _optimizers_in(thing) if not self._is_known(o)]
         saved = thing.state_dict() if found else None
         for attribute, inner in found:

@@ -122,7 +122,7 @@ class PersistentSources:
 class BoundaryState:
     """Everything to copy at one boundary."""
 
-    lasting: PersistentSources
+    persistent: PersistentSources
     fresh: tuple[TensorSource, ...]
     plain: bytes
 
@@ -134,7 +134,7 @@ class StateTree:
         self.attached = attached
         self.lost: list[str] = []
         """Changes since `attach` that a restore cannot apply to the script."""
-        self._lasting: PersistentSources | None = None
+        self._persistent: PersistentSources | None = None
         self._built: Structure | None = None
         self._groups = GroupReader()
         self._not_taken_back: dict[str, dict[str, bytes]] = {}
@@ -156,18 +156,18 @@ class StateTree:
         Raises:
             ValueNotStorable: names the key of a value that is neither tensor nor plain.
         """
-        lasting = self.lasting()
+        persistent = self.persistent()
         fresh = _References(CopyTiming.BOUNDARY)
         attached = self.attached
         parts = {
-            "groups": self._groups.read(attached.optimizers, lasting.names, attached.skip),
+            "groups": self._groups.read(attached.optimizers, persistent.names, attached.skip),
             "stateful": dict(_states(attached)),
             "dicts": _dicts(attached),
             "generators": {n: rng.generator_state(g) for n, g in attached.generators.items()},
-            "frozen": [name for name, tensor in lasting.learned if not tensor.requires_grad],
-            "learned_others": [name for name, tensor in lasting.others if tensor.requires_grad],
-            "gradients": present_gradients(lasting.parameters, lasting.names),
-            "training": module_state.training_flags(lasting.submodules),
+            "frozen": [name for name, tensor in persistent.learned if not tensor.requires_grad],
+            "learned_others": [name for name, tensor in persistent.others if tensor.requires_grad],
+            "gradients": present_gradients(persistent.parameters, persistent.names),
+            "training": module_state.training_flags(persistent.submodules),
             "rng": rng.take_all(),
             **extra,
         }
@@ -181,36 +181,36 @@ class StateTree:
         }
         self._roots.update(extra.get("loaders", ()))
         skip = attached.skip or None
-        extra_states = module_state.extra_states(lasting.submodules)
+        extra_states = module_state.extra_states(persistent.submodules)
         packed["extra_state"] = encode_each(
             extra_states, module_state.EXTRA_STATE, refer=fresh, skip=skip
         )
-        if own_keys := self._own_keys(lasting):
+        if own_keys := self._own_keys(persistent):
             packed["own_keys"] = encode_each(
                 own_keys, module_state.OWN_KEYS, refer=fresh, skip=skip
             )
-        packed["optimizer_state"] = lasting.optimizer_state
-        packed["modules"] = lasting.modules
-        return BoundaryState(lasting, tuple(fresh.sources), encode(packed))
+        packed["optimizer_state"] = persistent.optimizer_state
+        packed["modules"] = persistent.modules
+        return BoundaryState(persistent, tuple(fresh.sources), encode(packed))
 
-    def lasting(self) -> PersistentSources:
+    def persistent(self) -> PersistentSources:
         """The result of the last walk while it is valid, else of a new walk."""
-        if self._lasting is None or not self._holds(self._lasting):
-            self._lasting = self._walk()
-            now = structure_of(self._lasting, self.attached)
+        if self._persistent is None or not self._holds(self._persistent):
+            self._persistent = self._walk()
+            now = structure_of(self._persistent, self.attached)
             self._built = self._built or now
             self.lost = now.lost_since(self._built)
-        return self._lasting
+        return self._persistent
 
-    def _holds(self, lasting: PersistentSources) -> bool:
+    def _holds(self, persistent: PersistentSources) -> bool:
         return (
-            all(h.is_current for h in lasting.held)
-            and _same(lasting.children, _children(lasting.submodules))
-            and lasting.num_held == _num_held(lasting.submodules)
-            and _same(lasting.parameters, self._parameters())
-            and _same(lasting.state_values, self._state_values())
-            and lasting.addresses == [address_of(t) for t in lasting.originals]
-            and all(is_lazy(tensor) for _, tensor in lasting.uninitialized)
+            all(h.is_current for h in persistent.held)
+            and _same(persistent.children, _children(persistent.submodules))
+            and persistent.num_held == _num_held(persistent.submodules)
+            and _same(persistent.parameters, self._parameters())
+            and _same(persistent.state_values, self._state_values())
+            and persistent.addresses == [address_of(t) for t in persistent.originals]
+            and all(is_lazy(tensor) for _, tensor in persistent.uninitialized)
         )
 
     def _walk(self) -> PersistentSources:
@@ -327,15 +327,15 @@ class StateTree:
             **({"strides": strides} if strides else {}),
         }
 
-    def _own_keys(self, lasting: PersistentSources) -> dict[str, object]:
+    def _own_keys(self, persistent: PersistentSources) -> dict[str, object]:
         """Entries that modules add to their own `state_dict()`, by the module's path.
 
         Raises:
             ValueNotStorable: such an entry changed, and the module does not load it.
         """
         found: dict[str, object] = {}
-        for path, part in module_state.with_own_code(lasting.submodules):
-            keys = module_state.own_keys(part, path, lasting.names)
+        for path, part in module_state.with_own_code(persistent.submodules):
+            keys = module_state.own_keys(part, path, persistent.names)
             root = path + module_state.OWN_KEYS
             named = {name: key for key in keys if not self.attached.skip(name := join(root, key))}
             if named:

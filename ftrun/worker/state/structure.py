@@ -73,18 +73,18 @@ class Structure:
                 yield f"the parameter groups of {name} are others than at attach"
 
 
-def structure_of(lasting: "PersistentSources", attached: "AttachedState") -> Structure:
-    described = {e.name: f"{e.dtype}{list(e.whole_shape)}" for e in lasting.entries}
-    learned = {id(tensor) for tensor in lasting.parameters}
-    learned.update(id(h.tensor) for h in lasting.held if isinstance(h.tensor, nn.Parameter))
-    parameters = [name for key, name in lasting.names.items() if key in learned]
+def structure_of(persistent: "PersistentSources", attached: "AttachedState") -> Structure:
+    described = {e.name: f"{e.dtype}{list(e.whole_shape)}" for e in persistent.entries}
+    learned = {id(tensor) for tensor in persistent.parameters}
+    learned.update(id(h.tensor) for h in persistent.held if isinstance(h.tensor, nn.Parameter))
+    parameters = [name for key, name in persistent.names.items() if key in learned]
     return Structure(
         parameters={name: described.get(name, "") for name in parameters},
-        buffers=frozenset(h.name for h in lasting.held if h.is_buffer),
-        modules=frozenset(path for path, _ in lasting.submodules),
+        buffers=frozenset(h.name for h in persistent.held if h.is_buffer),
+        modules=frozenset(path for path, _ in persistent.submodules),
         groups={
             name: [
-                frozenset(lasting.names[id(p)] for p in group["params"])
+                frozenset(persistent.names[id(p)] for p in group["params"])
                 for group in optimizer.param_groups
             ]
             for name, optimizer in attached.optimizers.items()
@@ -110,8 +110,8 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
     Dtypes, shapes and strides are adapted; the values are loaded later. Parameters of another shape
     stay unchanged: `reload` refuses them.
     """
-    lasting = tree.lasting()
-    for name, tensor in lasting.uninitialized:
+    persistent = tree.persistent()
+    for name, tensor in persistent.uninitialized:
         if (found := described(name)) is not None:
             with torch.no_grad():
                 tensor.materialize(found[1])  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
         return None if found is None else _Saved(*found, tuple(strides.get(name, ())))
 
     changed = [
-        *_fit_buffers(saved, wanted, dict(lasting.submodules), casts=tree.attached.casts),
+        *_fit_buffers(saved, wanted, dict(persistent.submodules), casts=tree.attached.casts),
         *_fit_attached(wanted, tree.attached),
     ]
     if changed:
@@ -200,7 +200,7 @@ def add_groups(saved: Mapping[str, list[dict[str, Any]]], tree: "StateTree") -> 
     Raises:
         ShapeChanged: the model has no such parameters.
     """
-    present = {h.name: h.tensor for h in tree.lasting().held}
+    present = {h.name: h.tensor for h in tree.persistent().held}
     for name, groups in saved.items():
         optimizer = tree.attached.optimizers.get(name)
         if optimizer is None:

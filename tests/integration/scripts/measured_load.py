@@ -21,7 +21,7 @@ import ftrun.worker.snapshot_session
 
 LAYERS, WIDTH = 24, 1024
 KIND, STEPS = sys.argv[1], int(sys.argv[2])
-LOOK_S = 0.001
+POLL_S = 0.001
 
 
 def own_bytes() -> int:
@@ -35,7 +35,7 @@ class Peak:
     def __enter__(self) -> "Peak":
         self.before = self.most = own_bytes()
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._poll)
         self._thread.start()
         return self
 
@@ -43,8 +43,8 @@ class Peak:
         self._ends.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._ends.wait(LOOK_S):
+    def _poll(self) -> None:
+        while not self._ends.wait(POLL_S):
             self.most = max(self.most, own_bytes())
 
 

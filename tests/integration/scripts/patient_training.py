@@ -60,9 +60,9 @@ def compute(seconds: float) -> None:
 
 def compute_in_one_call(seconds: float) -> None:
     """A single call into C that takes as long: a sort of so many numbers."""
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     torch.randn(1 << 20).sort()
-    once_s = time.monotonic() - begun_s
+    once_s = time.monotonic() - started_s
     torch.randn(max(1, int(seconds / once_s)), 1 << 20).sort()
 
 

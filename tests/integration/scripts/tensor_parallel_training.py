@@ -127,7 +127,7 @@ def note(kind: str, step: int) -> None:
     """What this rank has now, for whoever looks on from outside."""
     if NOTED:
         where = {"generation": GENERATION, "node": socket.gethostname(), "pid": os.getpid()}
-        told = {
+        reported = {
             "ns": time.monotonic_ns(),
             "kind": kind,
             "step": step,
@@ -135,7 +135,7 @@ def note(kind: str, step: int) -> None:
             **where,
         }
         with open(f"rank{RANK}.jsonl", "a", buffering=1) as notes:
-            notes.write(json.dumps({**told, "digest": digest(model, optimizer)}) + "\n")
+            notes.write(json.dumps({**reported, "digest": digest(model, optimizer)}) + "\n")
         if not os.path.exists("go"):
             time.sleep(0.1)
 

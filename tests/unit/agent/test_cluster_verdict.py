@@ -11,20 +11,20 @@ from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.messages.status import ClusterStatus
 from tests.unit.membership.agents import Agents
-from tests.unit.membership.leader.test_leader import begun, exited, hold, works
+from tests.unit.membership.leader.test_leader import exited, hold, started, works
 
 
 def status(made: Agents, node_id: str = "a") -> ClusterStatus:
     member = made[node_id].member
-    lead = member.lead
-    brain: Any = SimpleNamespace(
+    leader = member.leader
+    control_loop: Any = SimpleNamespace(
         plan=member.follower.plan,
         member=member,
         settings=made.settings,
-        oversight=lead.oversight if lead is not None else None,
-        leads=lead is not None,
+        monitor=leader.monitor if leader is not None else None,
+        leads=leader is not None,
     )
-    return cluster_status(brain)
+    return cluster_status(control_loop)
 
 
 def verdict(made: Agents, node_id: str = "a") -> str:
@@ -35,7 +35,7 @@ def protected(members: str, spares: int, *, least: int = 0, **changes: object) -
     """A run whose newest snapshot bears the loss of one node; it may go on with `least` nodes."""
     count = len(members)
     names = "abcdefgh"[: count + spares]
-    made = begun(names, wishes=ClusterSize(least or count, count, spares), **changes)
+    made = started(names, cluster_size=ClusterSize(least or count, count, spares), **changes)
     hold(made, 8, members)
     works(made, 9, members, survives=1, ready=(0, 8))
     return made
@@ -47,7 +47,7 @@ def test_a_lost_spare_has_no_vote_and_still_counts_among_all() -> None:
     assert "survives any 1 node, back to step 8" in verdict(made)
     made.kill("d")
     # 3 of 4 voters are left; after another loss 2 would be, which is no majority.
-    assert made["a"].member.lead is not None
+    assert made["a"].member.leader is not None
     assert len(made.plan("a").voters) == 4
     assert "on 2 nodes and 1 spare" in verdict(made)
     assert "the next lost node pauses the run" in verdict(made)
@@ -77,22 +77,24 @@ def test_a_run_that_stops_or_ends_is_not_running() -> None:
     assert status(made).state == "stopping"
     for rank, one in enumerate("abc"):
         works(made, 9, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
-    lead = made["a"].member.lead
-    assert lead is not None
-    assert lead.ending is not None
+    leader = made["a"].member.leader
+    assert leader is not None
+    assert leader.ending is not None
     assert verdict(made).startswith("ending at step 9 on ")
     assert status(made).state == "ending"
 
 
 def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
     made = protected("abc", 1)
-    lead = made["a"].member.lead
-    assert lead is not None
-    incidents = lead.oversight.incidents
-    progress = lead.oversight.progress()
-    incidents.suspected(HangFinding(silent_s=30.0, deadline_s=5.0), progress, now_s=made.now_s)
-    silent = "NO STEP for "
-    assert verdict(made).startswith(silent)
+    leader = made["a"].member.leader
+    assert leader is not None
+    incidents = leader.monitor.incidents
+    progress = leader.monitor.progress()
+    incidents.suspected(
+        HangFinding(unresponsive_s=30.0, deadline_s=5.0), progress, now_s=made.now_s
+    )
+    unresponsive = "NO STEP for "
+    assert verdict(made).startswith(unresponsive)
     assert "on 3 nodes and 1 spare: a hang is suspected" in verdict(made)
     found = Verdict(
         kind=VerdictKind.BUSY_LOOP,
@@ -113,7 +115,7 @@ def test_without_a_step_of_this_generation_the_run_is_starting() -> None:
 
 
 def test_nodes_of_a_paused_run_do_not_run() -> None:
-    made = begun("abc")
+    made = started("abc")
     made.cut("b")
     made.cut("c")
     made.passes(10.0)
@@ -125,4 +127,4 @@ def test_nodes_of_a_paused_run_do_not_run() -> None:
 
 
 def test_a_node_that_follows_names_its_leader() -> None:
-    assert verdict(begun("abc"), "b") == "following a"
+    assert verdict(started("abc"), "b") == "following a"

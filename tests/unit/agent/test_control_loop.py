@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftrun.agent.cluster import control_loop
-from ftrun.agent.cluster.control_loop import LOOK_EVERY_S, ClusterControlLoop, FinishedWatch
+from ftrun.agent.cluster.control_loop import POLL_EVERY_S, ClusterControlLoop, FinishedWatch
 from ftrun.agent.cluster.etcd_witness import WitnessClient
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import RunFinished, WitnessAnswered
@@ -32,15 +32,15 @@ class Register:
 
 def test_an_agent_whose_witness_thread_has_ended_ends_too() -> None:
     register: Any = Register()
-    brain = ClusterControlLoop(card("a"), SETTINGS, kept=None, took_effect=False)
-    brain.witness_thread = WitnessClient(register, card("a"), brain.tell)
-    brain.witness_thread.start()
-    brain.passing()
-    brain.witness_thread.ask(QueryWitness(WitnessOperation.KEEP, 0.0))
+    control_loop = ClusterControlLoop(card("a"), SETTINGS, kept=None, is_chosen=False)
+    control_loop.witness_thread = WitnessClient(register, card("a"), control_loop.post)
+    control_loop.witness_thread.start()
+    control_loop.tick()
+    control_loop.witness_thread.ask(QueryWitness(WitnessOperation.RENEW, 0.0))
     assert register.asked.wait(DEADLINE_S)
-    brain.close()
+    control_loop.close()
     with pytest.raises(RuntimeError, match="the witness thread has ended") as found:
-        brain.passing()
+        control_loop.tick()
     assert isinstance(found.value.__cause__, KeyError)
 
 
@@ -60,40 +60,42 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def told_to(member: SimpleNamespace, directory: object) -> list[object]:
+def reported_to(member: SimpleNamespace, directory: object) -> list[object]:
     """What a brain is told in the time of two looks."""
-    told: list[object] = []
-    brain: Any = SimpleNamespace(plan=SimpleNamespace(life=LIFE), member=member, tell=told.append)
+    reported: list[object] = []
+    control_loop: Any = SimpleNamespace(
+        plan=SimpleNamespace(life=LIFE), member=member, post=reported.append
+    )
     spec: Any = SimpleNamespace(nodes=object(), checkpoint_directory=directory)
-    watch = FinishedWatch(spec, brain)
-    for now_s in (0.0, LOOK_EVERY_S / 2, LOOK_EVERY_S):
-        watch.look(now_s=now_s)
+    watch = FinishedWatch(spec, control_loop)
+    for now_s in (0.0, POLL_EVERY_S / 2, POLL_EVERY_S):
+        watch.poll(now_s=now_s)
         if watch.thread is not None:
             watch.thread.join()
-    return told
+    return reported
 
 
 def leading(*, is_paused: bool) -> SimpleNamespace:
     pause = SimpleNamespace(is_on=is_paused)
-    return SimpleNamespace(lead=SimpleNamespace(pause=pause), role=MemberRole.LEADING)
+    return SimpleNamespace(leader=SimpleNamespace(pause=pause), role=MemberRole.LEADING)
 
 
 @pytest.mark.parametrize("role", [MemberRole.JOINING, MemberRole.SEEKING])
-def test_a_node_without_a_leader_hears_that_its_run_has_finished(
+def test_a_node_without_a_leader_is_informed_that_its_run_has_finished(
     role: MemberRole, lives: list[str], tmp_path: Path
 ) -> None:
-    member = SimpleNamespace(lead=None, role=role)
-    assert told_to(member, str(tmp_path)) == [RunFinished("it has finished")]
+    member = SimpleNamespace(leader=None, role=role)
+    assert reported_to(member, str(tmp_path)) == [RunFinished("it has finished")]
     assert lives == [LIFE]
 
 
-def test_a_paused_leader_hears_it_and_one_that_decides_does_not(
+def test_a_paused_leader_receives_it_and_one_that_decides_does_not(
     lives: list[str], tmp_path: Path
 ) -> None:
-    assert told_to(leading(is_paused=True), str(tmp_path)) == [RunFinished("it has finished")]
-    assert told_to(leading(is_paused=False), str(tmp_path)) == []
+    assert reported_to(leading(is_paused=True), str(tmp_path)) == [RunFinished("it has finished")]
+    assert reported_to(leading(is_paused=False), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("directory", [None, "s3://bucket/saved"])
 def test_a_run_without_a_directory_has_no_record(directory: str | None, lives: list[str]) -> None:
-    assert told_to(SimpleNamespace(lead=None, role=MemberRole.SEEKING), directory) == []
+    assert reported_to(SimpleNamespace(leader=None, role=MemberRole.SEEKING), directory) == []

@@ -77,7 +77,7 @@ def test_a_document_that_raises_costs_one_client(
     assert served.stops == ["ftrun stop"]
 
 
-def test_without_a_published_document_the_reason_is_told(served: Served) -> None:
+def test_without_a_published_document_the_reason_is_reported(served: Served) -> None:
     def fail() -> bytes:
         raise PeerError("there is no status yet: the agent has just been started")
 

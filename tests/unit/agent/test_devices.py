@@ -17,36 +17,36 @@ def count(system: Path, where: str, value: object) -> None:
     path.write_text(f"{value}\n")
 
 
-def test_what_a_card_has_counted_since_the_last_look_is_told(tmp_path: Path) -> None:
+def test_what_a_card_has_counted_since_the_last_look_is_reported(tmp_path: Path) -> None:
     made = DeviceCounters(tmp_path)
     count(tmp_path, "net/eth0/statistics/rx_errors", 1_000)
     count(tmp_path, "net/eth0/carrier_down_count", 3)
     count(tmp_path, "net/lo/statistics/rx_errors", 0)
     count(tmp_path, "infiniband/mlx5_0/ports/1/counters/symbol_error", 5)
-    assert made.look(1.0, on_device=False) == (), "what was before is nobody's news"
+    assert made.poll(1.0, on_device=False) == (), "what was before is nobody's news"
     count(tmp_path, "net/eth0/statistics/rx_errors", 1_012)
     count(tmp_path, "net/eth0/statistics/tx_dropped", 7)
     count(tmp_path, "net/eth0/carrier_down_count", 4)
     count(tmp_path, "net/lo/statistics/rx_errors", 50)
     count(tmp_path, "infiniband/mlx5_0/ports/1/counters/symbol_error", 9)
-    assert made.look(1.0 + EVERY_S / 2, on_device=False) == ()
-    assert made.look(1.0 + EVERY_S, on_device=False) == (
+    assert made.poll(1.0 + EVERY_S / 2, on_device=False) == ()
+    assert made.poll(1.0 + EVERY_S, on_device=False) == (
         "eth0: link lost 1 times",
         "eth0 rx errors: 12 more",
         "mlx5_0 port 1 symbol error: 4 more",
     )
-    assert made.look(1.0 + 2 * EVERY_S, on_device=False) == ()
+    assert made.poll(1.0 + 2 * EVERY_S, on_device=False) == ()
 
 
 def test_a_counter_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     count(tmp_path, "net/eth0/statistics/rx_errors", "what")
     made = DeviceCounters(tmp_path)
-    assert [made.look(at, on_device=False) for at in (1.0, 9.0)] == [(), ()]
+    assert [made.poll(at, on_device=False) for at in (1.0, 9.0)] == [(), ()]
 
 
-def test_this_machine_can_be_looked_at() -> None:
+def test_this_machine_can_be_checked() -> None:
     made = DeviceCounters()
-    assert made.look(1.0, on_device=True) == ()
+    assert made.poll(1.0, on_device=True) == ()
 
 
 class Driver:
@@ -81,26 +81,28 @@ class Driver:
         return SimpleNamespace(device=0, eventData=self.xids.pop())
 
 
-def test_gpus_are_looked_at_where_ranks_use_them(
+def test_gpus_are_checked_where_ranks_use_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = Driver()
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     made = DeviceCounters(tmp_path)
-    assert made.look(1.0, on_device=True) == ()
+    assert made.poll(1.0, on_device=True) == ()
     driver.errors, driver.reasons, driver.xids = 2, 8, [79]
-    assert made.look(10.0, on_device=True) == (
+    assert made.poll(10.0, on_device=True) == (
         "GPU 0 uncorrectable memory errors: 2 more",
         "GPU 0 is slowed down (reasons 0x8)",
         "GPU 0 has reported XID 79",
     )
-    assert made.look(20.0, on_device=True) == (), "it is slowed down still"
+    assert made.poll(20.0, on_device=True) == (), "it is slowed down still"
 
 
-def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_driver_nothing_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     made = DeviceCounters(tmp_path)
-    assert [made.look(at, on_device=True) for at in (1.0, 9.0)] == [(), ()]
+    assert [made.poll(at, on_device=True) for at in (1.0, 9.0)] == [(), ()]
 
 
 def test_troubles_are_kept_for_a_while() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent.faults import corruption as spoiling
+from ftrun.agent.faults import corruption as corruption
 from ftrun.agent.faults import network as network_faults
 from ftrun.agent.faults.machine import check_may_be_filled
 from ftrun.agent.faults.reverter import RunningFault
@@ -57,38 +57,38 @@ def shell_of(words: str) -> "Iterator[subprocess.Popen[bytes]]":
         shell.wait()
 
 
-def test_a_healer_undoes_when_the_time_is_over(tmp_path: Path) -> None:
+def test_a_reverter_undoes_when_the_time_is_over(tmp_path: Path) -> None:
     path, seen = tmp_path / "fault", tmp_path / "seen"
     # Copied at once: on a busy machine it may be over before this process looks.
     do = [["write", str(path), "here"], ["run", ["cp", str(path), str(seen)]]]
-    healing = RunningFault(do, [["unlink", str(path)]], for_s=0.3)
-    wait_for(healing.is_over)
+    active_fault = RunningFault(do, [["unlink", str(path)]], for_s=0.3)
+    wait_for(active_fault.is_over)
     assert seen.read_text() == "here"
     assert not path.exists()
 
 
-def test_a_healer_undoes_when_it_is_told_to(tmp_path: Path) -> None:
+def test_a_reverter_undoes_when_requested(tmp_path: Path) -> None:
     path = tmp_path / "fault"
-    healing = RunningFault([["write", str(path), "here"]], [["unlink", str(path)]])
-    healing.end()
+    active_fault = RunningFault([["write", str(path), "here"]], [["unlink", str(path)]])
+    active_fault.end()
     assert not path.exists()
 
 
-def test_a_healer_undoes_when_all_it_is_about_have_ended(
+def test_a_reverter_undoes_when_all_it_is_about_have_ended(
     tmp_path: Path, sleeper: "subprocess.Popen[bytes]"
 ) -> None:
     path = tmp_path / "fault"
-    healing = RunningFault(
+    active_fault = RunningFault(
         [["write", str(path), "here"]], [["unlink", str(path)]], targets=named(sleeper.pid)
     )
-    assert not healing.is_over()
+    assert not active_fault.is_over()
     sleeper.kill()
     sleeper.wait()
-    wait_for(healing.is_over)
+    wait_for(active_fault.is_over)
     assert not path.exists()
 
 
-def test_a_step_that_fails_undoes_the_others_and_is_told(tmp_path: Path) -> None:
+def test_a_step_that_fails_undoes_the_others_and_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "fault"
     do = [["write", str(path), "here"], ["run", ["sh", "-c", "echo no luck >&2; exit 3"]]]
     with pytest.raises(FaultRefused, match="no luck"):
@@ -108,10 +108,10 @@ def test_what_it_has_not_made_is_not_taken_back(tmp_path: Path) -> None:
 def test_a_process_is_stopped_in_turns(sleeper: "subprocess.Popen[bytes]") -> None:
     who = named(sleeper.pid)
     undo = [["signal", signal.SIGCONT, who]]
-    healing = RunningFault([["beat", 0.5]], undo, targets=who)
+    active_fault = RunningFault([["beat", 0.5]], undo, targets=who)
     wait_for(lambda: state(sleeper.pid) == "T")
     wait_for(lambda: state(sleeper.pid) == "S")
-    healing.end()
+    active_fault.end()
     wait_for(lambda: state(sleeper.pid) == "S")
 
 
@@ -130,9 +130,9 @@ def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) ->
     path = tmp_path / "fault"
     order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
     program = f"{shlex.quote(sys.executable)} -m ftrun.agent.faults.reverter_process"
-    healer = f"{program} '{json.dumps(order)}'"
+    reverter = f"{program} '{json.dumps(order)}'"
     # A shell that waits for nobody, as an agent that is busy.
-    with shell_of(f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000") as shell:
+    with shell_of(f"(echo go; exec sleep 1000) | {reverter} & exec sleep 1000") as shell:
         wait_for(lambda: path.exists() and path.read_text())
         stop, go = (["tree", one, shell.pid] for one in (signal.SIGSTOP, signal.SIGCONT))
         stopping = RunningFault([stop], [go])
@@ -154,7 +154,9 @@ def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_stranger_with_an_old_number_is_not_touched(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_an_unknown_peer_with_an_old_number_is_not_touched(
+    sleeper: "subprocess.Popen[bytes]",
+) -> None:
     (who,) = named(sleeper.pid)
     other = (who[0], who[1] + 1)
     RunningFault([["signal", signal.SIGKILL, [other]]], []).end()
@@ -203,7 +205,7 @@ def test_a_cut_drops_both_ways_and_one_way_only_what_is_sent(
         assert found.undo == [["run", ["/sbin/tc", "qdisc", "delete", "dev", "eth7", "clsact"]]]
 
 
-def test_what_somebody_else_has_set_on_a_device_is_left_alone(
+def test_what_another_user_has_set_on_a_device_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clsact: dict[str, object] = {"kind": "clsact", "handle": "ffff:", "parent": "ffff:fff1"}
@@ -264,11 +266,11 @@ def test_one_bit_of_the_newest_checkpoint_flips(tmp_path: Path) -> None:
     (folder / "rank-00000.safetensors").write_bytes(bytes(1000))
     (folder / "rank-00001.safetensors").write_bytes(bytes(2000))
     with pytest.raises(FaultRefused, match="no checkpoint"):
-        spoiling.newest_file(tmp_path)
+        corruption.newest_file(tmp_path)
     (tmp_path / "latest").symlink_to("step-7")
-    path = spoiling.newest_file(tmp_path)
+    path = corruption.newest_file(tmp_path)
     assert path.name == "rank-00001.safetensors"
-    spoiling.flip_in_file(path)
+    corruption.flip_in_file(path)
     assert sum(byte.bit_count() for byte in path.read_bytes()) == 1
     assert path.stat().st_size == 2000
 
@@ -276,11 +278,11 @@ def test_one_bit_of_the_newest_checkpoint_flips(tmp_path: Path) -> None:
 def test_without_a_snapshot_nothing_can_be_flipped() -> None:
     fd = create_memfd(ArenaShape(0, 1, 4096, 1, 1))
     with pytest.raises(FaultRefused, match="no snapshot"):
-        spoiling.newest_common({Rank(0): [fd]}, [0])
-    spoiling.flip_from({Rank(0): [fd]}, 0, version(0, 0))
+        corruption.newest_common({Rank(0): [fd]}, [0])
+    corruption.flip_from({Rank(0): [fd]}, 0, version(0, 0))
     os.close(fd)
 
 
 def test_without_other_nodes_nothing_is_kept_for_them() -> None:
     with pytest.raises(FaultRefused, match="several nodes"):
-        spoiling.check_kept([], at_least=1)
+        corruption.check_kept([], at_least=1)

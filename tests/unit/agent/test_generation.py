@@ -19,7 +19,7 @@ def test_a_cause_is_printed_once_until_the_next_generation_begins() -> None:
     assert made.is_new(KILLED), "the same failure again is news"
 
 
-def test_what_is_not_printed_yet_stands_before_what_begins() -> None:
+def test_what_is_not_printed_yet_precedes_what_begins() -> None:
     made = Announcements()
     begins = "generation 2 starts from the beginning"
     assert made.beginning(KILLED, 2, "the beginning") == f"{KILLED}; {begins}"
@@ -36,7 +36,7 @@ def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generatio
 ) -> None:
     """A member prints the cause in front of what begins, which is when it forgets it."""
     text = "node b is lost: the connection is refused"
-    lost = JournalEntry(NodeLost(text, "b", was_member=True), say=True)
+    lost = JournalEntry(NodeLost(text, "b", was_member=True), announce=True)
     began = JournalEntry(GenerationChosen("generation 3: 2 nodes, 2 ranks", text, 3, 2, None, ""))
     announcements = Announcements()
     for one in (lost, lost, began, lost):
@@ -51,7 +51,7 @@ def test_a_bug_costs_the_variables_and_not_the_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     rails = [Rail("eth7", "10.0.0.1", 24)], [Rail("eth7", "10.0.0.2", 24)]
     cards = [card(one, rails=of) for one, of in zip("ab", rails, strict=True)]
-    running = plan(0, cards, roads=NetworkPlan(order=["a", "b"], rails=["eth7"]))
-    assert generations._road_variables(running, "a")["GLOO_SOCKET_IFNAME"] == "eth7"
+    running = plan(0, cards, paths=NetworkPlan(order=["a", "b"], rails=["eth7"]))
+    assert generations._path_variables(running, "a")["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.setattr(generations, "match_rails", breaks)
-    assert generations._road_variables(running, "a") == {}
+    assert generations._path_variables(running, "a") == {}

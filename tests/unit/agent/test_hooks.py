@@ -49,12 +49,12 @@ CLOSED = IncidentClosed(
 FACTS = {"run_id": "r", "script": "train.py", "node": "n0", "generation": 1}
 
 
-def told() -> dict[str, Any]:
+def reported() -> dict[str, Any]:
     return document(VERDICT, FACTS)
 
 
-def test_what_a_hook_is_told() -> None:
-    first, last = told(), document(CLOSED, FACTS)
+def test_what_a_hook_receives() -> None:
+    first, last = reported(), document(CLOSED, FACTS)
     assert first["event"] == "verdict"
     assert first["culprits"] == (1, 2)
     assert first["evidence"] == ("it is dead",)
@@ -70,13 +70,13 @@ def test_what_a_hook_is_told() -> None:
 
 def test_data_reach_the_command_and_never_the_shell(tmp_path: Path) -> None:
     command = 'cat > body; printf %s "$FTRUN_INCIDENT_TEXT" > text; exit 0'
-    assert run_command(command, told(), str(tmp_path)) == ""
+    assert run_command(command, reported(), str(tmp_path)) == ""
     assert json.loads((tmp_path / "body").read_text())["text"] == NASTY
     assert (tmp_path / "text").read_text().startswith("a'; touch pwned; echo")
     assert not (tmp_path / "pwned").exists()
 
 
-def test_what_a_failed_command_has_said_is_kept(tmp_path: Path) -> None:
+def test_what_a_failed_command_has_reported_is_kept(tmp_path: Path) -> None:
     assert run_command("echo no such mail server >&2; exit 3", {}, str(tmp_path)) == (
         "it ended with 3: no such mail server"
     )
@@ -88,8 +88,8 @@ def test_what_a_failed_command_has_said_is_kept(tmp_path: Path) -> None:
 def test_a_command_that_does_not_end_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "alive")
     reader = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
-    why = run_command("exec 9> alive; sleep 600 & sleep 600", {}, str(tmp_path), limit_s=0.3)
-    assert why == "it was killed after 0.3 s"
+    reason = run_command("exec 9> alive; sleep 600 & sleep 600", {}, str(tmp_path), limit_s=0.3)
+    assert reason == "it was killed after 0.3 s"
     with open(reader, "rb") as pipe:
         os.set_blocking(reader, True)
         assert pipe.read() == b""  # its end: nobody is left who could write
@@ -100,7 +100,7 @@ def test_what_a_command_leaves_behind_does_not_hold_up_the_next(tmp_path: Path) 
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine takes its time to start commands, and `close` is to wait for all."""
     monkeypatch.setattr(hooks, "END_S", 60.0)
 
@@ -116,7 +116,7 @@ def hooks_of(folder: Path, **settings: str) -> Hooks:
                  cwd=str(folder))  # fmt: skip
 
 
-def test_a_failed_hook_is_a_line_in_the_journal_and_the_next_is_told(tmp_path: Path) -> None:
+def test_a_failed_hook_is_a_line_in_the_journal_and_the_next_is_reported(tmp_path: Path) -> None:
     found = hooks_of(tmp_path, on_incident="cat >> all; exit 7")
     records: tuple[Record, ...] = (VERDICT, ProgressRecord(1, 1), CLOSED)
     for record in records:
@@ -129,7 +129,7 @@ def test_a_failed_hook_is_a_line_in_the_journal_and_the_next_is_told(tmp_path: P
     assert first.hook == "on_incident"
 
 
-def test_only_so_many_wait(tmp_path: Path) -> None:
+def test_only_a_limited_number_wait(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     found = hooks_of(tmp_path, on_incident="while [ -e go ]; do sleep 0.05; done; echo x >> ran")
     for _ in range(MAX_WAITING + 3):
@@ -185,26 +185,26 @@ def receiver() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 
 def test_webhook(receiver: tuple[str, list[tuple[str, Any]]]) -> None:
     url, bodies = receiver
-    assert Webhook(f"{url}/204")(told()) == ""
+    assert Webhook(f"{url}/204")(reported()) == ""
     ((content_type, body),) = bodies
     assert content_type == "application/json"
     assert body["number"] == 3
     assert body["text"] == NASTY
-    assert Webhook(f"{url}/500")(told()).startswith("it answered 500")
+    assert Webhook(f"{url}/500")(reported()).startswith("it answered 500")
 
 
 @pytest.mark.parametrize("code", [301, 302, 307])
 def test_redirects_are_not_followed(code: int, receiver: tuple[str, list[tuple[str, Any]]]) -> None:
     url, bodies = receiver
-    why = Webhook(f"{url}/{code}")(told())
-    assert why.startswith(f"it answered {code}")
+    reason = Webhook(f"{url}/{code}")(reported())
+    assert reason.startswith(f"it answered {code}")
     assert len(bodies) == 1
 
 
 def test_a_webhook_that_hangs_is_left(receiver: tuple[str, list[tuple[str, Any]]]) -> None:
     url, _ = receiver
     webhook = Webhook(f"{url}/hang", limit_s=0.3)
-    first = webhook(told())
+    first = webhook(reported())
     assert "no answer" in first or "timed out" in first
 
 

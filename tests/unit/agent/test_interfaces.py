@@ -62,7 +62,7 @@ def test_what_leads_to_no_other_node_is_left_out(inner: NetworkInterface) -> Non
     assert names(rails_among([ETH0, inner], "10.0.0.5", [], only_first=False)) == ["eth0"]
 
 
-def test_what_the_card_lies_on_is_a_rail_whatever_it_is() -> None:
+def test_what_the_card_is_on_is_a_rail_whatever_it_is() -> None:
     bridge = interface("br0", "10.0.0.5", driver="bridge")
     assert names(rails_among([bridge, IB0], "10.0.0.5", [], only_first=False)) == ["br0", "ib0"]
 
@@ -77,7 +77,7 @@ def test_one_address_alone_is_listened_at_where_that_was_asked_for() -> None:
     assert names(rails_among([ETH0, IB0], "10.0.0.5", [], only_first=True)) == ["eth0"]
 
 
-def test_beside_loopback_there_is_no_other_rail() -> None:
+def test_next_to_loopback_there_is_no_other_rail() -> None:
     assert names(rails_among([LO, ETH0], "127.0.0.1", [], only_first=False)) == ["lo"]
 
 
@@ -114,9 +114,9 @@ def test_there_is_a_limit_to_rails() -> None:
     assert len(rails_among(many, "10.0.0.5", [], only_first=False)) == MAX_RAILS
 
 
-@pytest.mark.parametrize(("name", "why"), [("ib9", "has no address"), ("eth9", "is down")])
-def test_a_named_interface_that_cannot_be_used_is_told(name: str, why: str) -> None:
-    with pytest.raises(UsageError, match=f"network.rails names {name}, which {why}"):
+@pytest.mark.parametrize(("name", "reason"), [("ib9", "has no address"), ("eth9", "is down")])
+def test_a_named_interface_that_cannot_be_used_is_reported(name: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=f"network.rails names {name}, which {reason}"):
         rails_among([ETH0, DOWN], "10.0.0.5", [name], only_first=False)
 
 

@@ -17,7 +17,7 @@ def test_a_missing_py_spy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stacks.spy_fault() == "py-spy is not installed (pip install py-spy)"
 
 
-def test_check_says_what_py_spy_can_do_here() -> None:
+def test_check_reports_what_py_spy_can_do_here() -> None:
     found = check._spy_fault(WAIT_S)
     child = subprocess.Popen(["sleep", "600"])
     try:

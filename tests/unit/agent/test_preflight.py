@@ -26,7 +26,7 @@ from ftrun.config.cluster import NodesSpec
 from ftrun.config.profile import Profile
 from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
-from ftrun.linux import cgroup_room
+from ftrun.linux import cgroup_limit_left
 from ftrun.membership.events import NodeChecked
 from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
 from ftrun.records.decode import decode
@@ -49,7 +49,7 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
     assert found.took_s > 0
 
 
-def test_the_program_tells_the_limits_of_its_own_process(tmp_path: Path) -> None:
+def test_the_program_reports_the_limits_of_its_own_process(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ftrun.agent.observe.preflight", str(tmp_path)]
     command = f"ulimit -n 77; exec {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=WAIT_S)
@@ -94,7 +94,7 @@ def test_a_rate_of_the_loopback_rests_on_some_chunks(
 
 @pytest.mark.parametrize("controller", ["memory", "pids"])
 def test_a_cgroup_sets_no_limit_or_one_that_leaves_something(controller: str) -> None:
-    found = cgroup_room(controller)
+    found = cgroup_limit_left(controller)
     assert found is None or found >= 0
 
 
@@ -124,17 +124,17 @@ class FakeDriver(SimpleNamespace):
             raise self.NVMLError("GPU is lost")
         return index
 
-    def _tell(self, what: str) -> Callable[..., object]:
-        def told(*_: object) -> object:
+    def _send(self, what: str) -> Callable[..., object]:
+        def reported(*_: object) -> object:
             found = self.about[what]
             if found is None:
                 raise self.NVMLError("not supported")
             return found
 
-        return told
+        return reported
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        return self._tell(
+        return self._send(
             {
                 "nvmlDeviceGetTotalEccErrors": "ecc",
                 "nvmlDeviceGetRemappedRows": "rows",
@@ -159,7 +159,7 @@ class FakeDriver(SimpleNamespace):
         ({"lost": True}, ("GPU 0 does not answer: GPU is lost",), ()),
     ],
 )
-def test_gpus_are_looked_at(
+def test_gpus_are_checked(
     monkeypatch: pytest.MonkeyPatch,
     about: dict[str, object],
     faults: tuple[str, ...],
@@ -169,7 +169,7 @@ def test_gpus_are_looked_at(
     assert soundness() == (1, faults, remarks)
 
 
-def test_without_gpus_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert soundness() == (0, (), ())
 
@@ -177,7 +177,7 @@ def test_without_gpus_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the desk ---------------------------------------------------------------------------------
 
 
-def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCheck:
+def node_check_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCheck:
     about = NodesSpec(
         min_nodes=2, max_nodes=2, endpoint_host="127.0.0.1", endpoint_port=29400, node_id="b"
     )
@@ -200,95 +200,98 @@ def checks(folder: Path) -> list[NodeFitness]:
     return [one.fitness for one in records if isinstance(one, PreflightFinished)]
 
 
-def test_a_node_of_several_is_checked_whole_and_told(tmp_path: Path) -> None:
-    desk, told = desk_of(tmp_path, limit_s=60.0), list[NodeChecked]()
-    desk.begin(is_awaited=False)
-    desk.first()
-    desk.join(ME, None, told.append)
-    assert [one.fitness for one in told] == [desk.fitness]
-    assert desk.fitness is not None
-    assert desk.fitness.is_whole
-    assert desk.fitness.figures.memory_bytes_per_s > 0
-    assert checks(tmp_path) == [desk.fitness]
-    desk.close()
+def test_a_node_of_several_is_checked_whole_and_reported(tmp_path: Path) -> None:
+    node_check, reported = node_check_of(tmp_path, timeout_s=60.0), list[NodeChecked]()
+    node_check.begin(is_awaited=False)
+    node_check.first()
+    node_check.join(ME, None, reported.append)
+    assert [one.fitness for one in reported] == [node_check.fitness]
+    assert node_check.fitness is not None
+    assert node_check.fitness.is_whole
+    assert node_check.fitness.figures.memory_bytes_per_s > 0
+    assert checks(tmp_path) == [node_check.fitness]
+    node_check.close()
 
 
 @pytest.mark.parametrize(("nodes", "is_awaited"), [(False, False), (True, True)])
-def test_who_is_alone_or_awaited_reads_only_the_room(
+def test_a_node_that_is_alone_or_awaited_reads_only_the_room(
     tmp_path: Path, nodes: bool, is_awaited: bool
 ) -> None:
-    desk = desk_of(tmp_path, nodes=nodes)
-    desk.begin(is_awaited=is_awaited)
-    desk.first()
-    assert desk.fitness is not None
-    assert not desk.fitness.is_whole
-    assert desk.fitness.figures.memory_bytes_per_s == 0.0
-    desk.close()
+    node_check = node_check_of(tmp_path, nodes=nodes)
+    node_check.begin(is_awaited=is_awaited)
+    node_check.first()
+    assert node_check.fitness is not None
+    assert not node_check.fitness.is_whole
+    assert node_check.fitness.figures.memory_bytes_per_s == 0.0
+    node_check.close()
 
 
 def test_no_check_is_made_where_none_is_wanted(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, enabled=False)
-    desk.begin(is_awaited=False)
-    desk.first()
-    assert desk.fitness is None
+    node_check = node_check_of(tmp_path, enabled=False)
+    node_check.begin(is_awaited=False)
+    node_check.first()
+    assert node_check.fitness is None
     assert checks(tmp_path) == []
-    desk.close()
+    node_check.close()
 
 
 def test_a_check_that_hangs_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr("ftrun.agent.observe.node_check.python_command", lambda *_: asleep)
-    desk = desk_of(tmp_path, limit_s=0.1)
-    desk.begin(is_awaited=False)
-    desk.first()
-    assert desk.fitness is not None
-    assert desk.fitness.outcome is CheckOutcome.WARN
-    assert str(desk.fitness) == "the check was not done within 0.1 s"
-    assert desk.fitness.figures.free_memory_bytes > 0
-    desk.close()
+    node_check = node_check_of(tmp_path, timeout_s=0.1)
+    node_check.begin(is_awaited=False)
+    node_check.first()
+    assert node_check.fitness is not None
+    assert node_check.fitness.outcome is CheckOutcome.WARN
+    assert str(node_check.fitness) == "the check was not done within 0.1 s"
+    assert node_check.fitness.figures.free_memory_bytes > 0
+    node_check.close()
 
 
 def test_an_unfit_node_checks_itself_until_it_is_fit(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
     try:
-        desk, told = desk_of(tmp_path, limit_s=60.0, min_open_files=soft, again_s=0.05), []
-        desk.begin(is_awaited=False)
-        desk.first()
-        desk.join(ME, None, told.append)
-        assert not told[0].fitness.is_fit
+        node_check, reported = (
+            node_check_of(tmp_path, timeout_s=60.0, min_open_files=soft, retry_max_s=0.05),
+            [],
+        )
+        node_check.begin(is_awaited=False)
+        node_check.first()
+        node_check.join(ME, None, reported.append)
+        assert not reported[0].fitness.is_fit
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     give_up_s = time.monotonic() + WAIT_S
-    while not told[-1].fitness.is_fit and time.monotonic() < give_up_s:
+    while not reported[-1].fitness.is_fit and time.monotonic() < give_up_s:
         time.sleep(0.01)
-    assert told[-1].fitness.is_fit
-    assert told[-1].fitness.number > 1
-    desk.close()
+    assert reported[-1].fitness.is_fit
+    assert reported[-1].fitness.number > 1
+    node_check.close()
 
 
 def test_a_check_that_is_wanted_again_has_that_number(tmp_path: Path) -> None:
-    desk, told = desk_of(tmp_path, limit_s=60.0), list[NodeChecked]()
-    desk.begin(is_awaited=True)
-    desk.first()
-    desk.join(ME, None, told.append)
-    desk.again(5)
+    node_check, reported = node_check_of(tmp_path, timeout_s=60.0), list[NodeChecked]()
+    node_check.begin(is_awaited=True)
+    node_check.first()
+    node_check.join(ME, None, reported.append)
+    node_check.again(5)
     give_up_s = time.monotonic() + WAIT_S
-    while told[-1].fitness.number < 5 and time.monotonic() < give_up_s:
+    while reported[-1].fitness.number < 5 and time.monotonic() < give_up_s:
         time.sleep(0.01)
-    assert (told[-1].fitness.number, told[-1].fitness.is_whole) == (5, True)
-    desk.close()
+    assert (reported[-1].fitness.number, reported[-1].fitness.is_whole) == (5, True)
+    node_check.close()
 
 
-def test_a_link_that_cannot_be_measured_is_told_and_no_failure(tmp_path: Path) -> None:
-    desk, told = desk_of(tmp_path, limit_s=60.0), list[NodeChecked]()
-    desk.begin(is_awaited=False)
-    desk.first()
-    desk.join(ME, None, told.append)
-    desk.dialled("a", "127.0.0.1", 9)
-    assert told[-1].fitness.outcome is CheckOutcome.WARN
-    assert told[-1].fitness.warnings[0].startswith("the link to a was not measured: ")
-    before = len(told)
-    desk.dialled("c", "127.0.0.1", 9)
-    assert len(told) == before
-    desk.close()
+def test_a_link_that_cannot_be_measured_is_reported_and_no_failure(tmp_path: Path) -> None:
+    node_check, reported = node_check_of(tmp_path, timeout_s=60.0), list[NodeChecked]()
+    node_check.begin(is_awaited=False)
+    node_check.first()
+    node_check.join(ME, None, reported.append)
+    node_check.dialled("a", "127.0.0.1", 9)
+    assert reported[-1].fitness.outcome is CheckOutcome.WARN
+    assert reported[-1].fitness.warnings[0].startswith("the link to a was not measured: ")
+    before = len(reported)
+    node_check.dialled("c", "127.0.0.1", 9)
+    assert len(reported) == before
+    node_check.close()

@@ -40,7 +40,7 @@ class Owner:
             if not self.goes_on.is_set():
                 self.is_busy.set()
                 self.goes_on.wait(DEADLINE_S)
-            self.value.look(clock.now_s())
+            self.value.poll(clock.now_s())
 
     def end(self) -> None:
         self._is_over = True
@@ -64,7 +64,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     made.end()
 
 
-def test_each_reading_is_built_anew_and_by_the_owner(owner: Owner) -> None:
+def test_each_reading_is_built_again_and_by_the_owner(owner: Owner) -> None:
     first, second = owner.value.read(), owner.value.read()
     assert second.value > first.value
     assert set(owner.built_in) == {"owner"}
@@ -76,11 +76,11 @@ def test_while_the_owner_is_busy_the_last_value_is_read_with_its_age(
     before = owner.value.read()
     owner.becomes_busy()
     monkeypatch.setattr(published, "WAIT_S", 0.05)
-    begun_s = clock.now_s()
+    started_s = clock.now_s()
     found = owner.value.read()
     assert found.value == before.value
     assert found.age_s >= 0.05
-    assert clock.now_s() - begun_s < DEADLINE_S / 2
+    assert clock.now_s() - started_s < DEADLINE_S / 2
     monkeypatch.setattr(published, "WAIT_S", DEADLINE_S)
     owner.goes_on.set()
     assert owner.value.read().value > before.value
@@ -98,8 +98,8 @@ def test_a_value_that_cannot_be_built_ends_neither_the_owner_nor_the_reader(
     last = owner.value.read()
     owner.fails = True
     assert owner.value.read().value == last.value
-    told = [one for one in caplog.records if "cannot be built" in one.message]
-    assert len(told) == 2, "once per problem"
+    reported = [one for one in caplog.records if "cannot be built" in one.message]
+    assert len(reported) == 2, "once per problem"
 
 
 def test_a_value_that_was_never_built_is_no_value() -> None:
@@ -110,8 +110,8 @@ def test_a_value_that_was_never_built_is_no_value() -> None:
 def test_without_a_request_a_value_is_built_now_and_then() -> None:
     built: list[float] = []
     made = Published(lambda: built.append(0.0) or len(built), wake=lambda: None)
-    made.look(clock.now_s())
-    made.look(clock.now_s())
+    made.poll(clock.now_s())
+    made.poll(clock.now_s())
     assert made.last().value == 1
-    made.look(clock.now_s() + published.EVERY_S)
+    made.poll(clock.now_s() + published.EVERY_S)
     assert made.last().value == 2

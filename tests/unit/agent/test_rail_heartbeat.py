@@ -13,12 +13,12 @@ from ftrun.agent.cluster import rail_heartbeat as rail_pulse
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
 from ftrun.membership.events import MessageReceived
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, Rail
-from ftrun.wire.cluster.messages import RailSilent
+from ftrun.wire.cluster.messages import RailUnresponsive
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 
 WAIT_S = 60.0
-SILENT_S = 2.0
+UNRESPONSIVE_S = 2.0
 """Longer than a busy machine holds up one thread and not the other."""
 SECRET = make_secret()
 
@@ -37,24 +37,24 @@ class Node:
     """One node's pulse, and what it tells."""
 
     def __init__(
-        self, card: NodeCard, plan: GenerationPlan, lead: NodeCard, secret: Secret | None
+        self, card: NodeCard, plan: GenerationPlan, leader: NodeCard, secret: Secret | None
     ) -> None:
-        self.told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        brain: Any = SimpleNamespace(
+        self.reported: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        control_loop: Any = SimpleNamespace(
             plan=plan,
-            leads=lead is card,
-            member=SimpleNamespace(lead_card=lead),
-            tell=lambda event: self.told.put(("", event)),
-            thread=SimpleNamespace(send=lambda to, body: self.told.put((to, body))),
+            leads=leader is card,
+            member=SimpleNamespace(leader_card=leader),
+            post=lambda event: self.reported.put(("", event)),
+            thread=SimpleNamespace(send=lambda to, body: self.reported.put((to, body))),
         )
-        self.pulse = RailHeartbeat("run", card, secret, brain)
+        self.pulse = RailHeartbeat("run", card, secret, control_loop)
         self.pulse.start()
 
 
-def wait_until_heard(*nodes: Node) -> None:
+def wait_until_received(*nodes: Node) -> None:
     """Until each of them hears the other one over both rails."""
     give_up_s = time.monotonic() + WAIT_S
-    while any(len(node.pulse._heard) < 2 for node in nodes):
+    while any(len(node.pulse._received) < 2 for node in nodes):
         assert time.monotonic() < give_up_s
         time.sleep(0.02)
 
@@ -71,55 +71,55 @@ def cut(card: NodeCard, rail: int) -> NodeCard:
     return NodeCard(card.node_id, card.incarnation, card.host, card.port, 1, rails=rails)
 
 
-def test_a_rail_that_falls_silent_is_told_to_the_lead_and_no_other(
+def test_a_rail_that_stops_responding_is_reported_to_the_leader_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rail_pulse, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(rail_pulse, "UNRESPONSIVE_S", UNRESPONSIVE_S)
     cards = [free_card("a", 1), free_card("b", 2)]
     plan = plan_of(cards)
     nodes = [Node(card, plan, cards[0], SECRET) for card in cards]
-    wait_until_heard(*nodes)
-    assert all(node.told.empty() for node in nodes)
+    wait_until_received(*nodes)
+    assert all(node.reported.empty() for node in nodes)
     # What b sends to a over eth1 gets nowhere any more.
     broken = plan_of([cut(cards[0], 1), cards[1]])
-    nodes[1].pulse._brain.__dict__["plan"] = broken
-    where, what = nodes[0].told.get(timeout=WAIT_S)
+    nodes[1].pulse._control_loop.__dict__["plan"] = broken
+    where, what = nodes[0].reported.get(timeout=WAIT_S)
     assert where == ""
     assert isinstance(what, MessageReceived)
-    assert isinstance(what.message, RailSilent)
+    assert isinstance(what.message, RailUnresponsive)
     assert (what.node_id, what.message.source, what.message.rail) == ("a", "b", "eth1")
-    assert nodes[1].told.empty()
+    assert nodes[1].reported.empty()
 
 
-def test_who_does_not_lead_sends_it_to_the_lead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rail_pulse, "SILENT_S", SILENT_S)
+def test_a_node_that_does_not_lead_sends_it_to_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rail_pulse, "UNRESPONSIVE_S", UNRESPONSIVE_S)
     cards = [free_card("a", 3), free_card("b", 4)]
     nodes = [Node(card, plan_of(cards), cards[0], None) for card in cards]
-    wait_until_heard(*nodes)
-    nodes[0].pulse._brain.__dict__["plan"] = plan_of([cards[0], cut(cards[1], 0)])
-    where, what = nodes[1].told.get(timeout=WAIT_S)
+    wait_until_received(*nodes)
+    nodes[0].pulse._control_loop.__dict__["plan"] = plan_of([cards[0], cut(cards[1], 0)])
+    where, what = nodes[1].reported.get(timeout=WAIT_S)
     assert (where, what.source, what.rail) == ("a", "a", "eth0")
 
 
-def test_who_was_never_heard_is_not_missed_and_another_secret_is_not_heard() -> None:
+def test_a_node_that_never_responded_is_not_missed_and_another_secret_does_not_respond() -> None:
     cards = [free_card("a", 5), free_card("b", 6)]
     plan = plan_of(cards)
     one, _ = Node(cards[0], plan, cards[0], SECRET), Node(cards[1], plan, cards[0], make_secret())
     time.sleep(1.6)
-    assert one.told.empty()
-    assert one.pulse._heard == {}
+    assert one.reported.empty()
+    assert one.pulse._received == {}
 
 
-def test_an_agent_that_is_not_in_the_plan_is_not_heard() -> None:
+def test_an_agent_that_is_not_in_the_plan_does_not_respond() -> None:
     cards = [free_card("a", 8), free_card("b", 9)]
     plan = plan_of(cards)
     one = Node(cards[0], plan, cards[0], SECRET)
     again = msgspec.structs.replace(cards[1], incarnation=77)
     other = Node(again, plan, cards[0], SECRET)
     time.sleep(1.0)
-    assert one.pulse._heard == {}
+    assert one.pulse._received == {}
     other.pulse._card = cards[1]
-    wait_until_heard(one)
+    wait_until_received(one)
 
 
 @pytest.mark.parametrize(("peer", "device"), [("203.0.113.7", b"lo"), ("127.0.0.1", b"")])

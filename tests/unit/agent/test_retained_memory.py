@@ -44,7 +44,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     stub: socket.socket, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     cards = [card(f"node-{number}") for number in range(num_nodes)]
-    state = PersistedAgentState(plan(1, cards), took_effect=True)
+    state = PersistedAgentState(plan(1, cards), is_chosen=True)
     arena = os.memfd_create("arena")
     os.write(arena, b"bytes")
     StubClient().keep([arena], state)
@@ -53,18 +53,18 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     again = ",".join(str(os.dup(int(fd))) for fd in names.split(","))
     for fds in (names, again):  # an agent that dies before it has said anything
         monkeypatch.setenv(RETAINED_FDS, fds)
-        (found,), told = kept()
-        assert told == state
+        (found,), reported = kept()
+        assert reported == state
         assert os.pread(found, 9, 0) == b"bytes"
         assert not os.get_inheritable(found)
         os.close(found)
     stub.close()
 
 
-def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
+def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_is_harmless(
     stub: socket.socket,
 ) -> None:
-    link, state = StubClient(), PersistedAgentState(took_effect=True)
+    link, state = StubClient(), PersistedAgentState(is_chosen=True)
     link.keep([], state)
     link.keep([], state)
     inherited(stub)
@@ -80,20 +80,22 @@ def test_nothing_was_kept_for_a_first_agent(monkeypatch: pytest.MonkeyPatch) -> 
     assert kept() == ([], PersistedAgentState())
 
 
-OLD = PersistedAgentState(plan(3, "ab"), took_effect=True)
-NEW = PersistedAgentState(plan(4, "ab"), took_effect=False)
+OLD = PersistedAgentState(plan(3, "ab"), is_chosen=True)
+NEW = PersistedAgentState(plan(4, "ab"), is_chosen=False)
 
 
-def test_the_newer_plan_counts_whoever_kept_it() -> None:
+def test_the_newer_plan_counts_whichever_node_kept_it() -> None:
     assert newer(OLD, NEW).plan == newer(NEW, OLD).plan == NEW.plan
-    roster = msgspec.structs.replace(NEW, plan=msgspec.structs.replace(plan(4, "ab"), roster=1))
-    assert newer(NEW, roster).plan == roster.plan
+    voter_revision = msgspec.structs.replace(
+        NEW, plan=msgspec.structs.replace(plan(4, "ab"), voter_revision=1)
+    )
+    assert newer(NEW, voter_revision).plan == voter_revision.plan
 
 
 def test_of_one_plan_the_word_that_it_took_effect_counts() -> None:
-    took_effect = msgspec.structs.replace(NEW, took_effect=True)
-    assert newer(NEW, took_effect).took_effect
-    assert newer(took_effect, NEW).took_effect
+    is_chosen = msgspec.structs.replace(NEW, is_chosen=True)
+    assert newer(NEW, is_chosen).is_chosen
+    assert newer(is_chosen, NEW).is_chosen
 
 
 def test_where_one_has_nothing_the_other_counts() -> None:

@@ -82,7 +82,7 @@ def test_a_run_that_tolerates_no_loss_is_not_protected(
     assert found.snapshots == SnapshotStatus(protected=False, note=note)
 
 
-def test_a_run_without_a_secret_says_so() -> None:
+def test_a_run_without_a_secret_is_reported() -> None:
     assert with_cluster(OWN, cluster(), has_secret=False).summary == "PAUSED: x; UNAUTHENTICATED"
 
 
@@ -101,19 +101,21 @@ def test_without_the_leader_a_node_shows_its_own_state(role: str, summary: str) 
 
 @pytest.mark.parametrize(("count", "last"), [(2, "node n1: w"), (64, "61 more nodes with such")])
 def test_warnings_of_some_nodes_are_shown(count: int, last: str) -> None:
-    beats = {f"n{number}": Heartbeat(generation=1, repeat_warning="w") for number in range(count)}
-    found = _warnings({**beats, "quiet": Heartbeat(generation=1)})
+    heartbeats = {
+        f"n{number}": Heartbeat(generation=1, repeat_warning="w") for number in range(count)
+    }
+    found = _warnings({**heartbeats, "quiet": Heartbeat(generation=1)})
     assert found[0] == "node n0: w"
     assert found[-1].startswith(last)
     assert len(found) == min(count, WARNINGS_SHOWN + 1)
 
 
-def test_a_node_that_has_come_stands_by_also_without_a_vote() -> None:
+def test_a_node_that_has_come_is_standby_also_without_a_vote() -> None:
     peers = FailureDetector(card("a"), SETTINGS)
     for name in "abcdefg":
         meet(peers, name)
     peers.by_id["c"].lost = peers.by_id["d"].lost = "silent"
-    peers.by_id["e"].is_leaving = peers.by_id["f"].is_mute = True
+    peers.by_id["e"].is_leaving = peers.by_id["f"].is_unresponsive = True
     assert standing_by(peers, plan(1, "ab", "c")) == {"g"}
     peers.by_id["c"].lost = ""
     assert standing_by(peers, plan(1, "ab", "c")) == {"c", "g"}

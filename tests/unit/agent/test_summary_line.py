@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from ftrun.agent.publish.summary_line import Activity, Protection, activity_words, next_loss_words
+from ftrun.agent.publish.summary_line import (
+    Activity,
+    ProtectionSummary,
+    activity_text,
+    next_loss_text,
+)
 
-HAS = Protection(
+HAS = ProtectionSummary(
     members=2, spares=1, min_nodes=2, voters=3, votes=3, survives=1, groups=1, committed=1080,
     unprotected="",
 )  # fmt: skip
@@ -56,11 +61,11 @@ HAS = Protection(
     ],
 )
 def test_the_next_loss(changes: dict[str, object], words: str) -> None:
-    assert words in next_loss_words(replace(HAS, **changes))  # type: ignore[arg-type]
+    assert words in next_loss_text(replace(HAS, **changes))  # type: ignore[arg-type]
 
 
 def test_a_state_that_is_kept_is_not_a_training_that_continues() -> None:
-    words = next_loss_words(replace(HAS, spares=0, voters=2, votes=2))
+    words = next_loss_text(replace(HAS, spares=0, voters=2, votes=2))
     assert "survives" not in words
     assert "its state is kept at step 1,080" in words
 
@@ -71,10 +76,16 @@ def test_a_state_that_is_kept_is_not_a_training_that_continues() -> None:
         (Activity(80, 60, has_stepped=True), "running at step 80 on 4 nodes"),
         (Activity(0, 60, has_stepped=False), "starting from step 60 on 4 nodes, no step yet"),
         (Activity(80, 60, has_stepped=True, end="stopping"), "stopping at step 80 on 4 nodes"),
-        (Activity(80, 60, has_stepped=False, silent_s=9.0, end="ending"), "ending at step 80 on"),
-        (Activity(80, 60, has_stepped=True, silent_s=12.3), "NO STEP for 12 s at step 80"),
-        (Activity(80, 60, has_stepped=True, silent_s=12.3, hang="a link"), "on 4 nodes: a link"),
+        (
+            Activity(80, 60, has_stepped=False, unresponsive_s=9.0, end="ending"),
+            "ending at step 80 on",
+        ),
+        (Activity(80, 60, has_stepped=True, unresponsive_s=12.3), "NO STEP for 12 s at step 80"),
+        (
+            Activity(80, 60, has_stepped=True, unresponsive_s=12.3, hang="a link"),
+            "on 4 nodes: a link",
+        ),
     ],
 )
 def test_what_the_ranks_do(now: Activity, words: str) -> None:
-    assert words in activity_words(now, "4 nodes")
+    assert words in activity_text(now, "4 nodes")

@@ -37,10 +37,10 @@ def group_of(*commands, stuck_pids=()):
         fd = create_page("rank")
         fds = {"heartbeat": fd, "stack": fd}
         request = LaunchRequest(0, rank, len(commands), os.getpid(), "", descriptors=fds)
-        place = LaunchSlot(request, SharedPage(fd))
+        slot = LaunchSlot(request, SharedPage(fd))
         variables = {**os.environ, "FTRUN_LAUNCH": encode_launch(request).decode()}
         child = spawn(["sh", "-c", command], name="rank", variables=variables, new_session=True)
-        starter.handles[rank] = WorkerHandle(rank, child, place, "fresh")
+        starter.handles[rank] = WorkerHandle(rank, child, slot, "fresh")
     return group
 
 def until(is_so):
@@ -62,9 +62,9 @@ helper = subprocess.Popen(["sleep", "600"])
 inner, orphan = number_in("inner"), number_in("daemon")
 until(lambda: process_tree.parent_of(orphan) == os.getpid())
 
-group.hold(True)
+group.suspend(True)
 until(lambda: process_tree.state_of(inner) == "T")
-group.hold(False)
+group.suspend(False)
 until(lambda: process_tree.state_of(inner) == "S")
 
 group.kill()
@@ -109,7 +109,7 @@ REPORTED = """
 from types import SimpleNamespace
 from ftrun.agent.report import NodeReporter
 group = group_of("sleep 600")
-told = []
+reported = []
 repeats = SimpleNamespace(warning="")
 generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=repeats,
                               restart_times=lambda now_s: None)
@@ -117,23 +117,23 @@ maintenance = SimpleNamespace(smp_given_up="")
 observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
 signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)
 report = NodeReporter(
-    lambda here: told.append(here.beat), Journal(Path(".")), group, generations,
+    lambda here: reported.append(here.heartbeat), Journal(Path(".")), group, generations,
     maintenance, group._smp, observer, signals, is_cluster=False,
 )
 
 def state():
     report.send(is_urgent=False)
-    return told[-1].state
+    return reported[-1].state
 
 found = [state()]
-group.hold(True)
+group.suspend(True)
 found.append(state())
-group.hold(False)
+group.suspend(False)
 found.append(state())
 group.kill()
 found.append(state())
 assert found == ["running", "held", "running", "idle"], found
-assert told[-1].generation == 0, "its ranks have ended, and its members are still these"
+assert reported[-1].generation == 0, "its ranks have ended, and its members are still these"
 print("clean")
 """
 
@@ -146,10 +146,10 @@ for handle in group.handles:
     until(handle.child.is_stopped)
 soon, late = group.handles
 since_s = time.monotonic() - 100.0
-group._looked_s = since_s  # it has started a healer meanwhile
-healing = continue_later(named(soon.pid), 99.0, since_s=since_s)
+group._polled_s = since_s  # it has started a healer meanwhile
+active_fault = continue_later(named(soon.pid), 99.0, since_s=since_s)
 until(lambda: not soon.child.is_stopped())
-until(healing.is_over)
+until(active_fault.is_over)
 for handle in group.handles:
     group.stopped_by_order(handle, since_s)
 group.kill_long_stopped(since_s + 100.0, 99.5)

@@ -20,10 +20,10 @@ def steps(plan: dict[str, object]) -> int:
 def test_steps_are_enough_for_every_fault_and_whole_epochs() -> None:
     one = steps({"faults": [{"kind": "segv"}]})
     many = steps({"faults": [{"kind": "segv", "repeat": 10}]})
-    lasting = steps({"pace": 0.05, "faults": [{"kind": "cpu-starve", "for": "10s"}]})
+    persistent = steps({"pace": 0.05, "faults": [{"kind": "cpu-starve", "for": "10s"}]})
     assert one % 10 == many % 10 == 0
     assert many - one >= 9 * 45
-    assert lasting - one >= 190
+    assert persistent - one >= 190
     assert steps({"faults": [{"kind": "poison-batch", "step": 500}]}) >= one + 490
 
 
@@ -57,7 +57,7 @@ def test_a_run_that_a_drill_is_in_is_not_handed_on(monkeypatch: pytest.MonkeyPat
     assert (found["MORE"], found["OMP_NUM_THREADS"]) == ("1", "1")
 
 
-def test_an_installation_without_the_scripts_says_so(
+def test_an_installation_without_the_scripts_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drill_places, "scripts_folder", lambda: tmp_path)

@@ -75,9 +75,9 @@ def test_rank_that_died_and_was_named() -> None:
 
 def test_steps_that_were_made_until_the_verdict_are_counted() -> None:
     order_id, lines = lines_of("segv")
-    told = with_step(lines, 80)
-    assert judged(trial("segv", 0, within_steps=12), told, order_id).detected_steps == 12
-    late = judged(trial("segv", 0, within_steps=11), told, order_id)
+    reported = with_step(lines, 80)
+    assert judged(trial("segv", 0, within_steps=12), reported, order_id).detected_steps == 12
+    late = judged(trial("segv", 0, within_steps=11), reported, order_id)
     assert late.problem == "named after 12 steps, 11 allowed"
     set_back = with_step(lines, 60)
     assert judged(trial("segv", 0), set_back, order_id).detected_steps is None

@@ -59,7 +59,7 @@ def test_markdown_has_a_line_for_each_kind_with_the_median_and_the_worst() -> No
     assert "3.00 s, 14 steps" in page_of(slow)
 
 
-def test_page_says_what_failed_and_needs_nothing_else() -> None:
+def test_page_reports_what_failed_and_needs_nothing_else() -> None:
     page = page_of([GOOD, BAD, QUIET])
     assert "names ranks [1], not [2]" in page
     assert "2 of 3 passed" in page

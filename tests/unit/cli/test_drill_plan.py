@@ -98,7 +98,7 @@ def test_wrong_keys_and_values_are_named_with_what_was_meant() -> None:
     assert "such as 500ms" in said
 
 
-def test_all_mistakes_are_said_at_once_each_with_its_place() -> None:
+def test_all_mistakes_are_reported_at_once_each_with_its_place() -> None:
     found = problems(
         {
             "set": {"hang.kill_after": 5, "restart.budget": "many", "hang": 1},
@@ -140,7 +140,7 @@ def test_all_mistakes_are_said_at_once_each_with_its_place() -> None:
     plan_from({"faults": [{"kind": "smp-kill", "expect": {"verdict": []}}]}, "")
 
 
-def test_what_makes_no_sense_is_said_before_anything_is_started() -> None:
+def test_what_makes_no_sense_is_reported_before_anything_is_started() -> None:
     assert problems({}) == ["it orders nothing: give it faults, or runs with faults"]
     (said,) = problems({"faults": [{"kind": "rank-kil"}]})
     assert said.endswith("unknown fault 'rank-kil'. Did you mean rank-kill?")

@@ -18,7 +18,7 @@ from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of
 from ftrun.tools.estimate.command import (
     EstimateRequest,
-    default_words,
+    default_text,
     estimate_help,
     estimated,
     measured_in,
@@ -64,24 +64,24 @@ def blocks() -> list[tuple[str, str]]:
 def test_the_worked_examples_are_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "NO_WIDTH", 120)  # as on a terminal of that width
     assert len(blocks()) == 2
-    for line, told in blocks():
-        assert told.rstrip("\n") == run(*shlex.split(line)).rstrip("\n")
+    for line, reported in blocks():
+        assert reported.rstrip("\n") == run(*shlex.split(line)).rstrip("\n")
 
 
-def test_each_assumption_stands_on_the_page_with_default_and_source() -> None:
+def test_each_assumption_is_shown_on_the_page_with_default_and_source() -> None:
     cells = [re.split(r" \| ", line.strip("| ")) for line in PAGE.splitlines() if "| `--" in line]
-    told = {cell[0].strip("`"): cell[1:] for cell in cells}
+    reported = {cell[0].strip("`"): cell[1:] for cell in cells}
     for name, about in ABOUT.items():
-        default = default_words(name) or "-"
-        assert told[flag_of(name)] == [about.unit, default, about.meaning, about.source], name
+        default = default_text(name) or "-"
+        assert reported[flag_of(name)] == [about.unit, default, about.meaning, about.source], name
 
 
-def test_each_assumption_stands_in_the_help_with_default_and_source() -> None:
+def test_each_assumption_is_shown_in_the_help_with_default_and_source() -> None:
     plain = " ".join(estimate_help().split()).replace("- ", "-")
     for name, about in ABOUT.items():
         assert f"{flag_of(name)} {about.unit.upper()} " in plain
-        for told in (about.meaning, about.source, default_words(name)):
-            assert " ".join(told.split()).replace("- ", "-") in plain, told
+        for reported in (about.meaning, about.source, default_text(name)):
+            assert " ".join(reported.split()).replace("- ", "-") in plain, reported
 
 
 def test_the_help_is_the_commands_own() -> None:
@@ -99,7 +99,7 @@ def test_numbers_of_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         (["--nodes", "0"], "from 1 to 100,000"),
         (["--nodes", f"{MAX_NODES + 1}"], "from 1 to 100,000"),
@@ -120,20 +120,20 @@ def test_numbers_of_nodes() -> None:
         (["--svg", "-", "--json"], "can have stdout"),
     ],
 )
-def test_what_cannot_be_is_said(line: list[str], told: str) -> None:
+def test_what_cannot_be_is_reported(line: list[str], reported: str) -> None:
     with pytest.raises(UsageError) as error:
         run(*line)
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_that_is_wrong_is_reported_at_once() -> None:
     with pytest.raises(UsageError) as error:
         estimated(wanted(values={"days": -1.0, "rate": -2.0}))
     assert "--days -1" in str(error.value)
     assert "--rate -2" in str(error.value)
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FtrunError) as error:
         run("--nodes", "16", "--svg", str(tmp_path / "none" / "x.svg"))
     assert "--svg" in str(error.value)
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "told"),
+    ("p", "reported"),
     [
         (0.0, "none"),
         (1e-13, "below 1 in 10^12"),
@@ -154,8 +154,8 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         (1.0, "100.0 %"),
     ],
 )
-def test_chances_in_words(p: float, told: str) -> None:
-    assert words.chance(p) == told
+def test_chances_in_words(p: float, reported: str) -> None:
+    assert words.chance(p) == reported
 
 
 def test_small_parts_are_not_nothing() -> None:
@@ -168,7 +168,7 @@ def advice(nodes: int, decided: FixedChoices | None = None, **values: float) -> 
     return dict(words.advice(outlook(nodes, given, decided or FixedChoices()), given))
 
 
-def test_each_choice_says_why() -> None:
+def test_each_choice_reports_why() -> None:
     large = advice(2048)
     assert "as --erasure auto chooses" in large["code"]
     assert "with 7+1 of 0.48 %" in large["code"]
@@ -182,7 +182,7 @@ def test_each_choice_says_why() -> None:
     assert small["spares"].startswith("none")
 
 
-def test_what_is_not_so_is_not_said() -> None:
+def test_what_is_not_so_is_not_reported() -> None:
     assert advice(1)["code"].startswith("none: there is no other node")
     assert advice(16, risk=1.0)["code"].startswith("none is needed")
     assert "as given" in advice(64, FixedChoices(code=(6, 2)))["code"]
@@ -193,7 +193,7 @@ def test_what_is_not_so_is_not_said() -> None:
     assert "at once" not in advice(2048, domain_share=0.0)["spares"]
 
 
-def test_the_model_says_where_it_is_too_kind() -> None:
+def test_the_model_reports_where_it_is_too_kind() -> None:
     given = Assumptions()
     few, many = (outlook(nodes, given, FixedChoices()) for nodes in (2, 5000))
     assert any("below 16" in one for one in words.caveats([few, many], given))
@@ -228,21 +228,21 @@ def test_what_a_run_has_cost_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     put_journal(tmp_path, "big-1", long_run(nodes=4).raw())
     monkeypatch.chdir(tmp_path)
     found = document("--nodes", "64", "--run", "last", "--crash-detect", "2")
-    told = {one["flag"]: (one["value"], one["origin"]) for one in found["assumptions"]}
-    assert told["--step"] == (0.25, "run big-1: median of its steps")
+    reported = {one["flag"]: (one["value"], one["origin"]) for one in found["assumptions"]}
+    assert reported["--step"] == (0.25, "run big-1: median of its steps")
     # 0.4 s more each minute, and 24 snapshots.
-    assert told["--snapshot-cost"][0] == pytest.approx(0.4 / 24)
-    assert told["--hang-detect"][0] == pytest.approx(12.5, abs=0.3)
-    assert told["--restart"][1] == "run big-1: median of 2 restarts"
-    assert 0.3 < told["--restart"][0] < 1.0
-    assert told["--restart-more"][0] == 0.0
+    assert reported["--snapshot-cost"][0] == pytest.approx(0.4 / 24)
+    assert reported["--hang-detect"][0] == pytest.approx(12.5, abs=0.3)
+    assert reported["--restart"][1] == "run big-1: median of 2 restarts"
+    assert 0.3 < reported["--restart"][0] < 1.0
+    assert reported["--restart-more"][0] == 0.0
     # What is given wins, and what did not happen stays.
-    assert told["--crash-detect"] == (2.0, "given")
-    assert told["--node-detect"][1].startswith("default: ")
+    assert reported["--crash-detect"] == (2.0, "given")
+    assert reported["--node-detect"][1].startswith("default: ")
     assert "assumed: --step 0.25 (run big-1" in run("--nodes", "64", "--run", "big-1")
 
 
-def test_a_run_that_lost_a_node_tells_how_soon_that_was_known() -> None:
+def test_a_run_that_lost_a_node_reports_how_soon_that_was_known() -> None:
     facts = run_facts((JOURNALS / "node-lost-named.jsonl").read_bytes().splitlines(keepends=True))
     found = measured_in(facts)
     assert found["node_detect_s"].how == "median of 1 lost node"
@@ -257,16 +257,16 @@ def test_a_notice_without_a_first_sign_is_no_measurement() -> None:
     assert found["restart_s"].how == "median of 2 restarts"
 
 
-def test_a_run_that_tells_too_little_says_so() -> None:
+def test_a_run_that_reports_too_little_is_reported() -> None:
     made = long_run()
     made.entries = [
         one for one in made.entries if one["kind"] in ("run_started", "ballot_started", "run_ended")
     ]
     facts = run_facts(made.raw())
     assert measured_in(facts) == {}
-    told = nothing_measured(facts, [])
-    assert "the cost of a snapshot" in told
-    assert "the cost of a restart" in told
+    reported = nothing_measured(facts, [])
+    assert "the cost of a snapshot" in reported
+    assert "the cost of a restart" in reported
     assert nothing_measured(facts, ["snapshot_cost_s", "restart_s"]) == ""
 
 
@@ -310,8 +310,8 @@ def test_all_of_the_picture_is_within_it(nodes: str) -> None:
 
 def test_files_are_whole_and_need_nothing_else(tmp_path: Path) -> None:
     svg, html = tmp_path / "x.svg", tmp_path / "x.html"
-    told = run("--nodes", "16..64", "--svg", str(svg), "--html", str(html))
-    assert told.endswith(f"{svg}\n{html}\n")
+    reported = run("--nodes", "16..64", "--svg", str(svg), "--html", str(html))
+    assert reported.endswith(f"{svg}\n{html}\n")
     root = ElementTree.fromstring(svg.read_text())
     style = root.find(f"{SVG}style")
     assert style is not None

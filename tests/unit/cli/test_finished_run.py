@@ -37,7 +37,7 @@ def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointOwner:
         num_nodes=2,
         since_s=1.0,
         renewed_s=2.0,
-        beat=3,
+        heartbeat=3,
         runs=["job7"],
         ended_s=4.0,
         exit_code=0,
@@ -70,7 +70,7 @@ def test_what_has_not_finished_or_is_another_run_is_started(
     assert not has_finished(spec(), None)
 
 
-def test_a_run_that_is_to_begin_anew_is_started(owner: CheckpointOwner, tmp_path: Path) -> None:
+def test_a_run_that_is_to_restart_is_started(owner: CheckpointOwner, tmp_path: Path) -> None:
     assert not has_finished(spec(f"{WORDS} --resume never"), owner)
     assert not has_finished(spec(script="train.py --steps 10"), owner)
     assert not has_finished(spec("--run-id job7 --checkpoint-dir saved"), owner), "one node"

@@ -50,7 +50,7 @@ def test_the_only_node_here_answers_to_its_run_id(
 
 
 @pytest.mark.parametrize("name", ["none", "big@c", "small@a"])
-def test_what_is_not_there_is_said_with_what_is(name: str) -> None:
+def test_what_is_not_there_is_reported_with_what_is(name: str) -> None:
     with pytest.raises(FtrunError) as caught:
         choose(name, command="status")
     assert "big@a, big@b, small" in str(caught.value)

@@ -50,7 +50,7 @@ def test_colour_stays_and_ends_with_its_line_and_nothing_else_gets_through() -> 
     assert shown(b"\xff\xfe") == "\N{REPLACEMENT CHARACTER}" * 2
 
 
-def test_reader_follows_growth_and_begins_anew_where_the_file_was_cut(tmp_path: Path) -> None:
+def test_reader_follows_growth_and_restarts_where_the_file_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     path.write_text("a\nb\nc\n")
     reader = LogReader(path, offset=tail_offset(path, 1))

@@ -72,7 +72,7 @@ def test_flags_and_script_stay_as_typed() -> None:
         ("train.py \udcff", "is not UTF-8"),
     ],
 )
-def test_what_cannot_be_is_told(words: str, said: str) -> None:
+def test_what_cannot_be_is_reported(words: str, said: str) -> None:
     with pytest.raises(FtrunError) as caught:
         job(words)
     assert said in str(caught.value)
@@ -107,12 +107,12 @@ def test_snapshots_take_two_slots_and_parity(nodes: int, flags: str, times: floa
     assert made.memory_bytes(5) == 100 * GIB + made.snapshot_bytes + 5 + OWN_BYTES
 
 
-def test_what_was_not_said_is_not_made_up() -> None:
+def test_what_was_not_reported_is_not_invented() -> None:
     assert job("train.py").memory_bytes() is None
     assert job("train.py", MachineSpec(state="1Gi")).memory_bytes() is None
     made = job("train.py", MachineSpec(memory="1Gi"))
     assert made.memory_bytes() == GIB + OWN_BYTES
-    assert "--state was not given" in made.memory_in_words()
+    assert "--state was not given" in made.memory_text()
 
 
 def test_a_checkpoint_that_takes_long_gets_its_time() -> None:

@@ -176,7 +176,7 @@ def test_codes_that_no_other_start_mends_end_it() -> None:
     assert "PodFailurePolicy" in outer["onJobFailureReasons"]
 
 
-def test_a_trainjob_says_what_its_variables_would_say_otherwise() -> None:
+def test_a_trainjob_reports_what_its_variables_would_report_otherwise() -> None:
     runtime, job = documents("--spares 1 --nnodes 4 train.py", kind="trainjob")
     assert job["spec"]["runtimeRef"] == {
         "apiGroup": "trainer.kubeflow.org",
@@ -303,7 +303,7 @@ def test_lines_are_no_longer_than_a_screen() -> None:
         ("train.py " + "x " * 128, {"kind": "trainjob"}, "takes at most 128 words"),
     ],
 )
-def test_what_kubernetes_would_not_take_is_told(
+def test_what_kubernetes_would_not_take_is_reported(
     words: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

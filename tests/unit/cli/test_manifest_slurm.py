@@ -35,14 +35,14 @@ def script(
 
 def directives(text: str) -> dict[str, str]:
     """As sbatch takes them: of the lines before the first command."""
-    head = list(iter_head(text))
+    head = list(iter_header(text))
     found = [shlex.split(line.removeprefix("#SBATCH ")) for line in head if "#SBATCH" in line]
     pairs = [word.removeprefix("--").partition("=") for words in found for word in words]
     assert len({name for name, _, _ in pairs}) == len(pairs)
     return {name: value for name, _, value in pairs}
 
 
-def iter_head(text: str) -> list[str]:
+def iter_header(text: str) -> list[str]:
     lines = text.splitlines()
     end = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[end:])
@@ -167,7 +167,7 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
         ("--grace 40000 train.py", {}, "only 65535 s are available"),
     ],
 )
-def test_what_slurm_would_not_take_is_told(
+def test_what_slurm_would_not_take_is_reported(
     words: str, options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

@@ -61,14 +61,14 @@ def alive(document: dict[str, Any], *, run_id: str = "big-1") -> Iterator[None]:
 
     def answer() -> None:
         # `answers` connects and goes; the next one asks.
-        is_told = False
-        while not is_told:
+        is_reported = False
+        while not is_reported:
             channel = accept(server, run_id=run_id)
             assert channel is not None
             with suppress(PeerError):
-                while not is_told:
+                while not is_reported:
                     asked = channel.receive(deadline_s=5.0)
-                    is_told = isinstance(asked.body, StatusRequest)
+                    is_reported = isinstance(asked.body, StatusRequest)
                 number = asked.envelope.question
                 channel.send(StatusReply(json.dumps(document).encode()), question=number)
             channel.close()
@@ -126,19 +126,19 @@ def test_the_picture_is_what_the_command_draws() -> None:
 
 def test_a_run_that_is_alive_is_asked() -> None:
     with alive(over_nodes(made_network(4))):
-        told = run()
-    assert told.startswith("run big-1: no path is slow or dead")
-    assert "probed in 1.20 s, 33.0 s ago" in told
-    assert "the values are from" not in told
+        reported = run()
+    assert reported.startswith("run big-1: no path is slow or dead")
+    assert "probed in 1.20 s, 33.0 s ago" in reported
+    assert "the values are from" not in reported
 
 
 def test_a_run_that_is_over_has_left_it(here: Path) -> None:
     path = keep(made_network(4))
     for name in ([], ["big-1"], [str(here / "ftrun-logs" / "big-1")]):
-        told = run(*name)
-        assert told.startswith("run big-1: no path is slow or dead")
-        assert f"the values are from {here / path}" in told
-        assert "33.0 s ago" not in told
+        reported = run(*name)
+        assert reported.startswith("run big-1: no path is slow or dead")
+        assert f"the values are from {here / path}" in reported
+        assert "33.0 s ago" not in reported
 
 
 def test_the_newest_of_several_leads_counts() -> None:
@@ -150,26 +150,26 @@ def test_the_newest_of_several_leads_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "reported"),
     [
         ({**over_nodes(None), "cluster": None}, "runs on one node"),
         (over_nodes(None), "has not surveyed its network yet"),
     ],
 )
-def test_what_a_live_run_does_not_know_is_said(document: dict[str, Any], told: str) -> None:
+def test_what_a_live_run_does_not_know_is_reported(document: dict[str, Any], reported: str) -> None:
     with alive(document), pytest.raises(FtrunError) as caught:
         run("big-1")
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
-def test_no_run_is_said_with_where_it_was_looked_for() -> None:
+def test_no_run_is_reported_with_where_it_was_looked_for() -> None:
     with pytest.raises(FtrunError) as caught:
         run("none-such")
     assert "no run none-such is alive on this machine" in str(caught.value)
     assert "no journal of run none-such" in str(caught.value)
 
 
-def test_a_run_that_kept_nothing_says_why() -> None:
+def test_a_run_that_kept_nothing_reports_why() -> None:
     keep({}).unlink()
     with pytest.raises(FtrunError) as caught:
         run("big-1")
@@ -187,15 +187,15 @@ def test_a_file_of_another_form_is_refused(text: str) -> None:
 # --- what is said -----------------------------------------------------------------------------
 
 
-def test_a_few_nodes_have_every_road() -> None:
+def test_a_few_nodes_have_every_path() -> None:
     keep(made_network(4, dead={("node3", "eth1")}, slow={("node2", "eth0")}))
-    told = run()
-    assert "of 24 paths, 6 dead and 6 slow; the plan is not applied" in told
-    assert re.search(r"^3 node3 +dead +dead +dead *$", told, re.MULTILINE)
+    reported = run()
+    assert "of 24 paths, 6 dead and 6 slow; the plan is not applied" in reported
+    assert re.search(r"^3 node3 +dead +dead +dead *$", reported, re.MULTILINE)
     # node2 has the second place of the order: leaf0 holds node0 and node2.
-    assert re.search(r"^0 node0 +\d+! \d+ ", told, re.MULTILINE)
-    assert "!: slower than similar paths" in told
-    assert "- node3 cannot reach or be reached by any other node over eth1" in told
+    assert re.search(r"^0 node0 +\d+! \d+ ", reported, re.MULTILINE)
+    assert "!: slower than similar paths" in reported
+    assert "- node3 cannot reach or be reached by any other node over eth1" in reported
 
 
 def test_many_nodes_have_their_worst() -> None:
@@ -204,38 +204,40 @@ def test_many_nodes_have_their_worst() -> None:
         cut={("node2", "node5", "eth0")}, every=3,
     )  # fmt: skip
     keep(document)
-    told = run()
-    assert "from \\ to" not in told
-    bad = told.partition("bad rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
+    reported = run()
+    assert "from \\ to" not in reported
+    bad = reported.partition("bad rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
     assert [line.split()[:3] for line in bad] == [
         ["node50", "leaf2", "eth0"], ["node6", "leaf6", "eth1"]]  # fmt: skip
     assert [line.split()[-1] for line in bad] == ["dead", "slow"]
-    single = told.partition("without another fault:")[2].partition("\n\n")[0].splitlines()[2:]
+    single = reported.partition("without another fault:")[2].partition("\n\n")[0].splitlines()[2:]
     assert [line.split()[:4] for line in single] == [["node2", "to", "node5", "eth0"]]
-    assert "32.3 % of all paths probed" in told
-    assert "paths that were not probed" in told
+    assert "32.3 % of all paths probed" in reported
+    assert "paths that were not probed" in reported
 
 
 def test_many_nodes_that_are_well_have_their_slowest() -> None:
     keep(made_network(24))
-    told = run()
-    assert "no path is slow or dead" in told
-    rows = told.partition("the slowest rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
+    reported = run()
+    assert "no path is slow or dead" in reported
+    rows = (
+        reported.partition("the slowest rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
+    )
     assert len(rows) == 12
 
 
-def test_a_single_road_is_no_nodes_fault() -> None:
+def test_a_single_path_is_no_nodes_fault() -> None:
     facts = facts_of(made_network(6, cut={("node1", "node4", "eth1")}))
     assert facts.single() == [NetworkPath("node1", "node4", "eth1")]
     assert {one.state for one in facts.node_rails.values()} == {PathState.GOOD}
     assert facts.node_rails["node1", "eth1"].dead == 1
 
 
-def test_what_a_node_does_wrong_one_way_is_said_so() -> None:
+def test_what_a_node_does_wrong_one_way_is_reported() -> None:
     document = made_network(6)
-    for road in document["paths"]:
-        if (road["source"], road["rail"]) == ("node2", "eth0"):
-            road["bytes_per_s"] /= 20
+    for path in document["paths"]:
+        if (path["source"], path["rail"]) == ("node2", "eth0"):
+            path["bytes_per_s"] /= 20
     facts = facts_of(document)
     found = facts.node_rails["node2", "eth0"]
     assert (found.sends, found.receives) == (PathState.SLOW, PathState.GOOD)
@@ -248,20 +250,20 @@ def test_a_narrow_uplink_is_no_nodes_fault() -> None:
     assert facts.node_rails["node0", "eth0"].sends_per_s > 1e9
 
 
-def test_the_plan_is_told_with_its_reasons() -> None:
+def test_the_plan_is_reported_with_its_reasons() -> None:
     keep(made_network(8, slow={("node6", "eth1")}, mode="on", is_applied=True))
-    told = " ".join(run().split())
-    assert "plan the plan is applied" in told
-    order = told.partition(" order ")[2].partition(" leaves ")[0]
+    reported = " ".join(run().split())
+    assert "plan the plan is applied" in reported
+    order = reported.partition(" order ")[2].partition(" leaves ")[0]
     leaves = [{int(one[4:]) % 2 for one in part.split(", ")} for part in order.split(" | ")]
     assert leaves in ([{0}, {1}], [{0}, {1}, {0}])
-    assert "(by the nodes' labels)" in told
-    assert "training over eth0, not over eth1" in told
-    assert "reasons Training uses eth0" in told
+    assert "(by the nodes' labels)" in reported
+    assert "training over eth0, not over eth1" in reported
+    assert "reasons Training uses eth0" in reported
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "reported"),
     [
         ({"mode": "off", "paths": []}, "not surveyed: --network-plan off"),
         ({"paths": []}, "no path was probed"),
@@ -270,26 +272,26 @@ def test_the_plan_is_told_with_its_reasons() -> None:
         ({}, "not applied (--network-plan report)"),
     ],
 )
-def test_the_first_line_says_what_holds(more: dict[str, Any], told: str) -> None:
+def test_the_first_line_reports_what_holds(more: dict[str, Any], reported: str) -> None:
     keep(made_network(3) | more)
-    assert told in run().splitlines()[0]
+    assert reported in run().splitlines()[0]
 
 
-def test_a_rail_that_some_nodes_lack_and_a_road_without_a_rate() -> None:
+def test_a_rail_that_some_nodes_lack_and_a_path_without_a_rate() -> None:
     document = made_network(3, leaves=0)
     document["rails"]["node2"].pop()
-    roads = [
+    paths = [
         one for one in document["paths"] if "node2" not in one.values() or one["rail"] == "eth0"
     ]
-    roads[0] |= {"bytes_per_s": 0.0, "problem": "the transfer stood still"}
-    keep(document | {"paths": roads})
-    told = run()
-    assert re.search(r"^2 node2 +\? +\? *$", told, re.MULTILINE)
-    assert "?! " in told
-    assert "1 slow" in told
+    paths[0] |= {"bytes_per_s": 0.0, "problem": "the transfer stood still"}
+    keep(document | {"paths": paths})
+    reported = run()
+    assert re.search(r"^2 node2 +\? +\? *$", reported, re.MULTILINE)
+    assert "?! " in reported
+    assert "1 slow" in reported
 
 
-def test_differing_interfaces_stand_in_the_table() -> None:
+def test_differing_interfaces_are_shown_in_the_table() -> None:
     document = made_network(3)
     document["rails"]["node1"][0] |= {"speed_mbit": 1000, "duplex": "half"}
     part = msgspec.convert(document, NetworkStatus)
@@ -297,16 +299,16 @@ def test_differing_interfaces_stand_in_the_table() -> None:
     assert "1,000 to 10,000 Mbit/s, some half duplex" in row
 
 
-def test_of_thousands_of_nodes_the_worst_are_kept_and_said_to_be() -> None:
+def test_of_thousands_of_nodes_the_worst_are_kept_and_reported() -> None:
     document = made_network(600, every=151, leaves=20)
-    by_rate = sorted(document["paths"], key=lambda road: road["bytes_per_s"])
+    by_rate = sorted(document["paths"], key=lambda path: path["bytes_per_s"])
     keep(document | {"coverage": 0.01, "paths": by_rate[:1000], "num_paths": len(by_rate)})
-    told = run()
-    assert f"of {len(by_rate):,} probed paths, only the worst 1,000 are known" in told
-    assert "4 leaf switches more" in told
+    reported = run()
+    assert f"of {len(by_rate):,} probed paths, only the worst 1,000 are known" in reported
+    assert "4 leaf switches more" in reported
 
 
-def test_json_is_what_the_run_has_told() -> None:
+def test_json_is_what_the_run_has_reported() -> None:
     document = made_network(3)
     with alive(over_nodes(document)):
         found = json.loads(run("--json"))
@@ -326,7 +328,7 @@ def test_one_document_can_have_stdout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "reported"),
     [
         ([], ""),
         (["a"], "a"),
@@ -340,13 +342,13 @@ def test_one_document_can_have_stdout() -> None:
         (["n2", "n1", "n0"], "n2, n1, n0"),
     ],
 )
-def test_names_that_count_up_are_folded(names: list[str], told: str) -> None:
-    assert words.folded(names) == told
+def test_names_that_count_up_are_folded(names: list[str], reported: str) -> None:
+    assert words.folded(names) == reported
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "reported"),
     [(0.0, "-"), (82e-6, "82 us"), (0.00124, "1.24 ms"), (2.05, "2.05 s")],
 )
-def test_round_trips_in_words(seconds: float, told: str) -> None:
-    assert words.round_trip(seconds) == told
+def test_round_trips_in_words(seconds: float, reported: str) -> None:
+    assert words.round_trip(seconds) == reported

@@ -56,7 +56,7 @@ def run(*line: str) -> str:
 # --- a few nodes ------------------------------------------------------------------------------
 
 
-def test_nodes_stand_on_their_leaves_in_the_order_of_the_ring() -> None:
+def test_nodes_are_shown_on_their_leaves_in_the_order_of_the_ring() -> None:
     document = made_network(6)
     root = drawn(document)
     boxes = {one.text: one for one in root.iter(f"{SVG}text") if one.get("class") == "label strong"}
@@ -152,8 +152,8 @@ def test_all_of_the_picture_is_within_it(name: str) -> None:
 def test_files_are_whole_and_need_nothing_else(kept: Path, tmp_path: Path) -> None:
     kept.write_text(json.dumps(made_network(6, dead={("node3", "eth1")})))
     svg, html = tmp_path / "x.svg", tmp_path / "x.html"
-    told = run("--svg", str(svg), "--html", str(html))
-    assert told.endswith(f"{svg}\n{html}\n")
+    reported = run("--svg", str(svg), "--html", str(html))
+    assert reported.endswith(f"{svg}\n{html}\n")
     style = ElementTree.fromstring(svg.read_text()).find(f"{SVG}style")
     assert style is not None
     assert ".link-slow{stroke:#e06a14" in (style.text or "")

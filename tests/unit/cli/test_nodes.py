@@ -171,7 +171,7 @@ def test_nodes_may_meet_at_several_endpoints() -> None:
     assert found.more_endpoints == [("n2", 29400), ("fd00::7", 8)]
 
 
-def test_nowhere_to_meet_says_what_to_give() -> None:
+def test_nowhere_to_meet_reports_what_to_give() -> None:
     said = refused("--nnodes 2:4")
     assert "--nnodes 2:4" in said
     assert "--rdzv-endpoint HOST" in said
@@ -301,7 +301,7 @@ def test_an_etcd_needs_its_client_library(monkeypatch: pytest.MonkeyPatch) -> No
 def test_waiting_may_be_set_as_with_torchrun() -> None:
     def waits(words: str, variables: Mapping[str, str] | None = None) -> tuple[float, float]:
         made = spec(f"--nnodes 2 {MEET} {words}", variables).profile.nodes
-        return made.join_wait_s, made.settle_s
+        return made.join_timeout_s, made.last_call_timeout_s
 
     assert waits("") == (600.0, 5.0)
     assert waits("--rdzv-conf join_timeout=60,last_call_timeout=2,read_timeout=9") == (60, 2)
@@ -310,8 +310,8 @@ def test_waiting_may_be_set_as_with_torchrun() -> None:
     assert waits("--rdzv-conf join_timeout=60,timeout=70") == (60, 5)
     pet = {"PET_RDZV_CONF": "join_timeout=60"}
     assert waits("", pet) == (60, 5)
-    assert waits("", {**pet, "FTRUN_NODES_JOIN_WAIT_S": "50"}) == (50, 5)
-    assert waits("--set nodes.join_wait_s=40 --rdzv-conf join_timeout=60", pet) == (40, 5)
+    assert waits("", {**pet, "FTRUN_NODES_JOIN_TIMEOUT_S": "50"}) == (50, 5)
+    assert waits("--set nodes.join_timeout_s=40 --rdzv-conf join_timeout=60", pet) == (40, 5)
     assert "--rdzv-conf join_timeout" in refused(f"--nnodes 2 {MEET} --rdzv-conf join_timeout=x")
 
 
@@ -422,11 +422,11 @@ def test_an_erasure_scheme_that_is_none(text: str) -> None:
 
 
 def test_times_must_let_a_node_stop_before_it_is_replaced() -> None:
-    assert spec(f"--nnodes 2 {MEET} --pause-timeout 60").profile.nodes.pause_limit_s == 60
-    said = refused(f"--nnodes 2 {MEET} --set nodes.deadline_s=1.5")
-    assert "nodes.stop_cut_off_s (2)" in said
-    assert "nodes.deadline_s (1.5)" in said
-    spec("--set nodes.deadline_s=1.5")  # nobody to wait for
+    assert spec(f"--nnodes 2 {MEET} --pause-timeout 60").profile.nodes.pause_timeout_s == 60
+    said = refused(f"--nnodes 2 {MEET} --set nodes.failure_timeout_s=1.5")
+    assert "nodes.self_fencing_timeout_s (2)" in said
+    assert "nodes.failure_timeout_s (1.5)" in said
+    spec("--set nodes.failure_timeout_s=1.5")  # nobody to wait for
 
 
 # --- the secret -----------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def private(path: Path, text: str = "canary-canary-canary-canary-canary") -> Pat
     return path
 
 
-def test_without_a_secret_the_run_says_why() -> None:
+def test_without_a_secret_the_run_reports_why() -> None:
     found = nodes(f"--nnodes 2 {MEET}")
     assert found.secret_file is None
     assert "/dev/urandom" in found.no_secret
@@ -488,7 +488,7 @@ def test_the_nodes_of_a_slurm_step_share_one_that_ftrun_makes(place: Path) -> No
     assert not mine.secret_is_ours
 
 
-def test_a_slurm_step_without_a_home_goes_on_without_a_secret(place: Path) -> None:
+def test_a_slurm_step_without_a_home_continues_without_a_secret(place: Path) -> None:
     (place / "home").rmdir()
     (place / "home").write_text("no folder")
     found = nodes("", SLURM)
@@ -559,6 +559,6 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("s0.n7.local", "switch.node", "s0"),
     ],
 )
-def test_slurm_tells_the_leaf_switch(address: str, pattern: str, leaf: str) -> None:
-    told = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
-    assert leaf_switch(told) == leaf
+def test_slurm_reports_the_leaf_switch(address: str, pattern: str, leaf: str) -> None:
+    reported = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert leaf_switch(reported) == leaf

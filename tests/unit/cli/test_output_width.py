@@ -194,7 +194,7 @@ def test_origins_are_short_whatever_the_checkout(
     (here / "below").mkdir(parents=True)
     monkeypatch.chdir(here)
     for path in (here / "mine.yaml", here / "below" / "it.yaml", tmp_path / "out.yaml"):
-        path.write_text("smp:\n  orphan_s: 3\n")
+        path.write_text("smp:\n  orphan_timeout_s: 3\n")
 
     def origin(path: Path) -> str:
         (setting,) = read_profile(path).settings

@@ -20,6 +20,7 @@ from ftrun.cli.launch.profiles import (
 )
 from ftrun.config.checks import description_of
 from ftrun.config.profile import Profile
+from ftrun.config.renamed_keys import RENAMED_KEYS
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 
@@ -36,10 +37,25 @@ def problems(name: str, **variables: str) -> str:
     return "\n".join(caught.value.problems)
 
 
-def test_default_profile_says_what_holds_without_one() -> None:
+def test_default_profile_reports_what_holds_without_one() -> None:
     resolved = resolve("default", variables={})
     assert resolved.profile == Profile() == resolve(None, variables={}).profile
     assert set(resolved.origins) == {f"{section}.{key}" for section, key in known_keys()}
+
+
+def test_each_renamed_key_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    known = {f"{section}.{key}" for section, key in known_keys()}
+    assert set(RENAMED_KEYS.values()) <= known
+    assert not known & RENAMED_KEYS.keys()
+    for old, new in RENAMED_KEYS.items():
+        section, _, key = old.partition(".")
+        path = profile(tmp_path, f"{section}:\n  {key}: 1\n")
+        message = f"{old}: is now {new}"
+        assert problems(path).endswith(f"mine.yaml:2: {message}")
+        variable = variable_name(section, key)
+        assert problems("default", **{variable: "1"}) == f"environment {variable}: {message}"
+        with pytest.raises(ProfileInvalid, match=f"--set {old}=1: {message}"):
+            resolve(None, variables={}, flags=[setting_from_text(f"{old}=1")])
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -52,8 +68,8 @@ def test_packaged_profiles_are_three() -> None:
     assert profile_names() == ["default", "laptop", "single-node-gpu"]
 
 
-def test_later_layer_wins_and_says_so(tmp_path: Path) -> None:
-    name = profile(tmp_path, "restart:\n  budget: 1\n  window_s: 5\nsmp:\n  orphan_s: 9\n")
+def test_later_layer_wins_and_is_reported(tmp_path: Path) -> None:
+    name = profile(tmp_path, "restart:\n  budget: 1\n  window_s: 5\nsmp:\n  orphan_timeout_s: 9\n")
     resolved = resolve(
         name,
         variables={"FTRUN_RESTART_BUDGET": "2", "FTRUN_RESTART_WINDOW_S": "6"},
@@ -61,17 +77,17 @@ def test_later_layer_wins_and_says_so(tmp_path: Path) -> None:
     )
     assert resolved.profile.restart.budget == 3
     assert resolved.profile.restart.window_s == 6
-    assert resolved.profile.smp.orphan_s == 9
+    assert resolved.profile.smp.orphan_timeout_s == 9
     assert resolved.origins["restart.budget"] == "--set"
     assert resolved.origins["restart.window_s"] == "environment FTRUN_RESTART_WINDOW_S"
-    assert resolved.origins["smp.orphan_s"] == f"{name}:5"
+    assert resolved.origins["smp.orphan_timeout_s"] == f"{name}:5"
 
 
 def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
     name = profile(
         tmp_path,
         "snapshot:\n  evry: 3\n  every: often\n  enabled: 3\nrestrt:\n  budget: 3\nsmp: 5\n"
-        "stop:\n  grace_s: -1\n  forward: [USR9]\n  forward: [USR8]\nnonsense: 3\n",
+        "stop:\n  grace_s: -1\n  forward_signals: [USR9]\n  forward_signals: [USR8]\nnonsense: 3\n",
     )
     text = problems(name, FTRUN_RESTART_BUDGET="many", FTRUN_SNAPSHOT_EVERY="0")
     for said in (
@@ -81,8 +97,8 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         f"{name}:6: restrt: there is no such section; did you mean restart?",
         "line 7: smp: should hold keys with values",
         f"{name}:9: stop.grace_s: should be a number above 0, and is -1",
-        "line 11: forward occurs twice",
-        f"{name}:11: stop.forward: 'USR8' is no signal",
+        "line 11: forward_signals occurs twice",
+        f"{name}:11: stop.forward_signals: 'USR8' is no signal",
         "line 12: nonsense: there is no such section",
         "environment FTRUN_RESTART_BUDGET: restart.budget: should be a whole number of at least 0",
         "environment FTRUN_SNAPSHOT_EVERY: snapshot.every: should be auto or a whole number",
@@ -101,7 +117,7 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         ("snapshot:\n  xyzzy: 1\n", "snapshot.xyzzy: there is no such key; there are enabled,"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_what_cannot_be_read_is_reported(tmp_path: Path, text: str, said: str) -> None:
     assert said in problems(profile(tmp_path, text))
 
 
@@ -145,5 +161,5 @@ def test_the_limit_of_a_scheme_is_that_of_the_codec() -> None:
 
 
 def test_lines_are_kept(tmp_path: Path) -> None:
-    layer = read_profile(Path(profile(tmp_path, "# x\n\nsmp:\n\n  orphan_s: 3\n")))
+    layer = read_profile(Path(profile(tmp_path, "# x\n\nsmp:\n\n  orphan_timeout_s: 3\n")))
     assert [setting.origin.rpartition(":")[2] for setting in layer.settings] == ["5"]

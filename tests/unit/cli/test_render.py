@@ -65,7 +65,7 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
-def test_summary_comes_first_and_tells_that_nothing_protects(
+def test_summary_comes_first_and_reports_that_nothing_protects(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_status(DOCUMENT)
@@ -95,7 +95,7 @@ def test_little_is_shown_of_a_run_of_which_little_is_known(
     assert capsys.readouterr().out.splitlines() == ["STARTING", "run x"]
 
 
-def test_restart_without_a_snapshot_says_where_it_began(
+def test_restart_without_a_snapshot_reports_where_it_began(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_status({"restarts": [{"generation": 1, "cause": "x"}], "snapshots": {"note": "no attach"}})
@@ -128,9 +128,9 @@ def test_a_checkpoint_is_of_no_generation(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_profile_shows_origins_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    show_profile([("smp.orphan_s", "600.0", "default", "how long")])
+    show_profile([("smp.orphan_timeout_s", "600.0", "default", "how long")])
     assert "default" in capsys.readouterr().out
-    show_profile([("smp.orphan_s", "600.0", "", "how long")])
+    show_profile([("smp.orphan_timeout_s", "600.0", "", "how long")])
     assert "default" not in capsys.readouterr().out
 
 

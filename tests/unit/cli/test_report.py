@@ -34,9 +34,9 @@ def test_without_a_word_it_is_the_run_that_was_written_to_last(
 ) -> None:
     assert report(None) == 0
     folder = here / "ftrun-logs" / "node-without-power"
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"{folder / 'report.html'} and 1 of its incidents beside it"
-    assert told[1].startswith("FINISHED  step 160")
+    reported = capsys.readouterr().out.splitlines()
+    assert reported[0] == f"{folder / 'report.html'} and 1 of its incidents beside it"
+    assert reported[1].startswith("FINISHED  step 160")
     page = (folder / "report.html").read_text()
     assert 'href="incident-0001.html"' in page
     assert 'href="report.html"' in (folder / "incident-0001.html").read_text()
@@ -66,7 +66,7 @@ def test_a_folder_elsewhere_and_a_file_of_ones_own(
     assert capsys.readouterr().out.startswith(f"{out}\n")
 
 
-def test_a_page_on_stdout_has_nothing_beside_it(
+def test_a_page_on_stdout_has_nothing_next_to_it(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(None, out="-") == 0

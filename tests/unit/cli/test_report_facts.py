@@ -71,9 +71,9 @@ def test_a_checkpoint_restart_is_reckoned_from_this_run_alone() -> None:
     assert cost.total_s is not None
     assert cost.checkpoint_s is not None
     assert cost.checkpoint_s > 10 * cost.total_s
-    told = " ".join(cost.checkpoint_how)
-    assert "1.14 s to start again" in told
-    assert "339 steps since step 0" in told
+    reported = " ".join(cost.checkpoint_how)
+    assert "1.14 s to start again" in reported
+    assert "339 steps since step 0" in reported
 
 
 def test_a_node_without_power_and_the_spare_that_took_its_rank() -> None:
@@ -93,7 +93,7 @@ def test_a_node_without_power_and_the_spare_that_took_its_rank() -> None:
     assert it.drill == "ftrun inject-fault node-loss --node node1"
 
 
-def test_a_lost_node_that_the_lead_has_named() -> None:
+def test_a_lost_node_that_the_leader_has_named() -> None:
     facts = run_facts(recorded("node-lost-named"))
     (it,) = facts.incidents
     assert it.sentence == (
@@ -112,7 +112,7 @@ def test_a_lost_node_that_the_lead_has_named() -> None:
     assert accounted_s(facts) == pytest.approx(facts.wall_s)
 
 
-def test_a_killed_launcher_is_time_lost_and_what_the_lead_numbers_keeps_its_number() -> None:
+def test_a_killed_launcher_is_time_lost_and_what_the_leader_numbers_keeps_its_number() -> None:
     facts = run_facts(recorded("launcher-killed"))
     away, crash = facts.incidents
     assert (away.number, away.kind) == (1001, "agent lost")
@@ -162,24 +162,24 @@ def test_fields_may_be_of_any_kind(name: str) -> None:
         None, True, -1, 1e308, 10**30, "", "x\x00\x1b[31m", [], [[]], {}, [{}], [None], {"a": []},
     ]  # fmt: skip
 
-    def spoil(value: object, key: str = "") -> object:
+    def corrupt(value: object, key: str = "") -> object:
         if key not in ("time", "kind") and chance.random() < 0.05:
             return chance.choice(strange)
         if isinstance(value, dict):
-            return {name: spoil(one, name) for name, one in value.items()}
+            return {name: corrupt(one, name) for name, one in value.items()}
         if isinstance(value, list):
-            return [spoil(one) for one in value]
+            return [corrupt(one) for one in value]
         return value
 
     lines = [json.loads(line) for line in recorded(name)]
     for _ in range(60):
-        facts = run_facts([json.dumps(spoil(line, "kind")).encode() for line in lines])
+        facts = run_facts([json.dumps(corrupt(line, "kind")).encode() for line in lines])
         run_page(facts, source="journal.jsonl", made_t_s=1.8e9)
         for it in facts.incidents:
             incident_page(facts, it, source="journal.jsonl", made_t_s=1.8e9)
 
 
-def test_what_is_not_a_journal_is_told() -> None:
+def test_what_is_not_a_journal_is_reported() -> None:
     with pytest.raises(FtrunError, match="no line that can be read"):
         run_facts([b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"kind": "run_started"}\n', b"[" * 100_000])
 
@@ -295,7 +295,7 @@ def test_a_run_that_gave_up() -> None:
     made.begin()
     made.crash(60.0, 150, 1)
     made.entries = [one for one in made.entries if one["kind"] != "recovered"]
-    made.end(62.0, exit_code=93, why="the same failure three times")
+    made.end(62.0, exit_code=93, reason="the same failure three times")
     facts = run_facts(made.raw())
     assert (facts.state, facts.exit_code) == ("failed", 93)
     assert facts.incidents[0].outcome == "the run ended with exit code 93"
@@ -310,13 +310,13 @@ def test_a_run_that_was_stopped_has_not_failed() -> None:
              for rank in range(8)]  # fmt: skip
     progress = {"step": 150, "steps_here": 150, "attached": True}
     made.put(61.0, "workers_exited", exits=exits, progress=progress)
-    made.end(62.0, exit_code=143, why="stopped by SIGTERM")
+    made.end(62.0, exit_code=143, reason="stopped by SIGTERM")
     facts = run_facts(made.raw())
     assert facts.state == "stopped"
     assert facts.incidents == ()
 
 
-def test_an_incident_that_is_not_there_is_told() -> None:
+def test_an_incident_that_is_not_there_is_reported() -> None:
     facts = run_facts(recorded("one-node-two-kills"))
     assert incident_by(facts, "last").number == 2
     with pytest.raises(FtrunError, match="no incident 7; it has 1, 2, or `last`"):
@@ -354,7 +354,7 @@ def test_every_kind_of_verdict_but_a_few_has_a_drill() -> None:
     assert without == {"crash", "deadlock", "memory growth", "failing node"}
 
 
-def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_told() -> None:
+def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_reported() -> None:
     made = MadeJournal()
     made.begin()
     made.crash(60.0, 150, 1)
@@ -374,7 +374,7 @@ def repeated(journal: MadeJournal, t: float, text: str, *, node: str) -> None:
                 result={"outcome": "equal", "text": text})  # fmt: skip
 
 
-def test_an_incident_says_what_its_repeated_steps_were() -> None:
+def test_an_incident_reports_what_its_repeated_steps_were() -> None:
     made = MadeJournal()
     made.begin()
     made.hang(100.0, 400, 3)

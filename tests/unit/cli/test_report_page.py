@@ -85,15 +85,15 @@ def assert_needs_nothing(page: str) -> None:
     assert len(page.encode()) <= MAX_BYTES
 
 
-def spoilt(value: object, words: str) -> object:
+def corrupted(value: object, words: str) -> object:
     """Every text in it gets the words too; kinds of lines and names of fields stay."""
     if isinstance(value, str):
         return value + words
     if isinstance(value, list):
-        return [spoilt(one, words) for one in value]
+        return [corrupted(one, words) for one in value]
     if isinstance(value, dict):
         keep = ("kind", "action", "old", "new", "confidence", "sender", "receiver")
-        return {key: one if key in keep else spoilt(one, words) for key, one in value.items()}
+        return {key: one if key in keep else corrupted(one, words) for key, one in value.items()}
     return value
 
 
@@ -116,7 +116,7 @@ def test_every_picture_has_a_title_a_description_and_a_role() -> None:
 
 @pytest.mark.parametrize("words", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_words_stay_words(words: str) -> None:
-    raw = [json.dumps(spoilt(one, words)).encode() for one in long_run().entries]
+    raw = [json.dumps(corrupted(one, words)).encode() for one in long_run().entries]
     plain = pages_of(long_run().raw())
     for name, page in pages_of(raw).items():
         assert_needs_nothing(page)
@@ -133,7 +133,7 @@ def test_hostile_bytes_and_lines_of_any_length() -> None:
     long_text = "<" * 100_000
     for entry in made.entries[:]:
         if entry["kind"] in ("workers_exited", "verdict", "incident_closed", "workers_killed"):
-            raw.append(json.dumps(spoilt(entry, long_text)).encode())
+            raw.append(json.dumps(corrupted(entry, long_text)).encode())
     for page in pages_of(raw).values():
         assert_needs_nothing(page)
 
@@ -163,15 +163,17 @@ def test_hundreds_of_ranks_and_a_matrix_of_64_nodes_fit() -> None:
     )
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_what_is_not_known_is_reported() -> None:
     made = MadeJournal(ranks=1, nodes=1)
-    made.put(0.0, "suspicion_raised", incident=1, text="", ranks=[], silent_s=0.0, deadline_s=9.0)
+    made.put(
+        0.0, "suspicion_raised", incident=1, text="", ranks=[], unresponsive_s=0.0, deadline_s=9.0
+    )
     pages = pages_of(made.raw())
     assert "not known" in pages["run"]
     assert_needs_nothing(pages["incident 1"])
 
 
-def test_links_only_where_the_other_page_lies_beside_it() -> None:
+def test_links_only_where_the_other_page_is_next_to_it() -> None:
     facts = run_facts(long_run().raw())
     alone = run_page(facts, source="j", made_t_s=1.8e9, links=False)
     assert 'href="incident' not in alone

@@ -53,7 +53,7 @@ def test_small_words() -> None:
     assert when(1e18) == "not known"
 
 
-def test_what_is_less_than_all_is_never_told_as_all() -> None:
+def test_what_is_less_than_all_is_never_reported_as_all() -> None:
     assert percent(1.0) == "100.0 %"
     assert percent(0.99995) == "99.995 %"
     assert percent(0.972) == "97.2 %"

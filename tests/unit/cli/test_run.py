@@ -69,14 +69,14 @@ def test_each_own_flag_sets_its_key(place: Path) -> None:
     assert made.profile.snapshot.every == 3
     assert made.profile.snapshot.required
     assert not made.profile.snapshot.enabled
-    assert made.profile.smp.orphan_s == 5
+    assert made.profile.smp.orphan_timeout_s == 5
     assert made.profile.checkpoint.directory == str(place / "c")
     assert made.profile.checkpoint.every_s == 7
     assert made.profile.checkpoint.keep == 4
     assert made.profile.start.mode == "fresh"
     assert made.profile.start.preload == ["a", "b"]
     assert made.profile.stop.grace_s == 9
-    assert made.profile.stop.forward == ["SIGUSR1", "SIGUSR2"]
+    assert made.profile.stop.forward_signals == ["SIGUSR1", "SIGUSR2"]
     assert made.profile.restart.budget == 2
     assert made.quiet
     assert made.debug
@@ -125,7 +125,7 @@ def test_module_and_command_are_found(place: Path) -> None:
     assert os.path.isabs(spec("--no-python sh -c true").script)
 
 
-def test_flag_of_a_newer_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_of_a_newer_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.8.1+cpu")
     assert "needs torch 2.12" in refused("--shutdown-timeout 3 train.py")
     assert "--show-completion" in refused("--print-completion bash")
@@ -198,7 +198,7 @@ def test_stop_removes_the_folder_of_a_run_of_which_nothing_is_left(taken: RunFol
     assert taken.path.exists()
 
 
-def test_sweep_removes_what_nobody_holds(taken: RunFolder) -> None:
+def test_sweep_removes_what_no_node_holds(taken: RunFolder) -> None:
     dead, lock_fd = take_folder(RunId("dead"), script="/a.py")
     os.close(lock_fd)
     unlocked = run_folder(RunId("unlocked"))
@@ -225,7 +225,7 @@ def test_logs_go_elsewhere_where_the_working_directory_cannot_be_written(
     assert with_log_folder(made, is_given=False) == made
 
 
-def test_number_of_ranks_is_looked_at_before_anything_starts() -> None:
+def test_number_of_ranks_is_checked_before_anything_starts() -> None:
     for wrong in ("x", "0", "-1", "00", "1.5", ""):
         assert "--nproc-per-node is a whole number" in refused(f"--nproc-per-node={wrong} train.py")
     for right in ("1", "16", "auto", "cpu", "gpu", "xpu"):
@@ -239,11 +239,11 @@ def test_a_directory_for_checkpoints_is_tried_before_anything_starts(place: Path
     check_checkpoint_directory(spec("--checkpoint-dir new/folder train.py"))
     assert list((place / "new" / "folder").iterdir()) == []
     (place / "file").touch()
-    for words, told in (
+    for words, reported in (
         ("file/below", "cannot be written: Not a directory"),
         ("/proc/here", "cannot be written: No such file or directory"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             check_checkpoint_directory(spec(f"--checkpoint-dir {words} train.py"))
 
 
@@ -269,14 +269,14 @@ def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path)
         check_resume(spec(f"--resume {wish} train.py"))
     (place / "saved" / "step-00000007-g0").mkdir(parents=True)
     (place / "file").touch()
-    for words, told in (
+    for words, reported in (
         ("nowhere", "nowhere does not exist"),
         ("file", "file is a file"),
         ("saved", "there is no checkpoint of ftrun in"),
         ("saved/step-00000007-g0", "there is no checkpoint of ftrun in"),
         ("saved --no-snapshots", "--no-snapshots disables them"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             check_resume(spec(f"--resume {words} train.py"))
     (place / "saved" / "step-00000007-g0" / "index.json").touch()
     for right in ("saved", "saved/step-00000007-g0"):

@@ -129,7 +129,7 @@ def test_a_run_that_only_starts_is_a_page_too() -> None:
     assert texts({"run_id": "r", "summary": "STARTING", "state": "starting"})[0] == "STARTING"
 
 
-def test_words_of_strangers_do_no_harm() -> None:
+def test_messages_of_unknown_peers_do_no_harm() -> None:
     document = whole_run(2, 2, summary="\x1b[2Jgone\x07", run_id="a\x1b]0;title\x07b")
     document["cluster"]["nodes"][0]["node_id"] = "n\x1b[31m0"
     document["incidents"] = [{"number": 1, "text": "x\x1b[2J\ny", "age_s": 1}]

@@ -103,7 +103,7 @@ def test_a_value_is_read_before_it_is_checked_and_shown_as_given() -> None:
         (dict[str, int], "keys with values"),
     ],
 )  # fmt: skip
-def test_what_is_allowed_is_said_in_words(wanted: Any, words: str) -> None:
+def test_what_is_allowed_is_reported_in_words(wanted: Any, words: str) -> None:
     assert allowed(wanted) == words
 
 

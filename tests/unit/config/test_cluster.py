@@ -8,7 +8,7 @@ from ftrun.config.cluster import ClusterSize, MembershipSettings, NodesSpec
 from ftrun.config.profile import CheckpointConfig, NodesConfig, Profile, SlowConfig, StopConfig
 
 PROFILE = Profile(
-    nodes=NodesConfig(heartbeat_s=0.1),
+    nodes=NodesConfig(heartbeat_interval_s=0.1),
     slow=SlowConfig(action="evict"),
     stop=StopConfig(grace_s=12.0),
     checkpoint=CheckpointConfig(directory="/x"),
@@ -25,7 +25,7 @@ def test_several_nodes_take_the_sections_as_they_are() -> None:
     found = made(spec)
     assert found.profile is PROFILE
     assert found.times is PROFILE.nodes
-    assert (found.wishes, found.max_restarts, found.user_env) == (SIZE, 3, {"A": "1"})
+    assert (found.cluster_size, found.max_restarts, found.user_env) == (SIZE, 3, {"A": "1"})
     assert found.endpoints == [("a.local", 29400), ("b.local", 1)]
     assert (found.leave_s, found.let_go_s) == (6.0, 10.0)
     assert found.has_checkpoints
@@ -33,7 +33,7 @@ def test_several_nodes_take_the_sections_as_they_are() -> None:
     assert not found.has_witness
 
 
-def test_with_a_witness_nobody_is_looked_for_elsewhere() -> None:
+def test_with_a_witness_none_is_looked_for_elsewhere() -> None:
     found = made(msgspec.structs.replace(node(SIZE), etcd=["etcd:2379"]))
     assert found.has_witness
     assert found.endpoints == []
@@ -43,7 +43,7 @@ def test_sections_about_other_nodes_mean_nothing_to_one_node() -> None:
     found = made(None)
     assert (found.times, found.profile.slow) == (NodesConfig(), SlowConfig())
     assert found.profile.stop is PROFILE.stop
-    assert (found.wishes, found.endpoints) == (ClusterSize(1, 1, 0), [])
+    assert (found.cluster_size, found.endpoints) == (ClusterSize(1, 1, 0), [])
     assert found.has_checkpoints
     assert not found.orders_checkpoints, "the SMP decides by itself"
     assert found.blank_wait_s == 0.0
@@ -58,4 +58,4 @@ def test_without_a_directory_there_are_no_checkpoints(directory: str | None) -> 
 
 
 def test_the_wait_for_a_start_has_one_default() -> None:
-    assert MembershipSettings().times.join_wait_s == Profile().nodes.join_wait_s == 600.0
+    assert MembershipSettings().times.join_timeout_s == Profile().nodes.join_timeout_s == 600.0

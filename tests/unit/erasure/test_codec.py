@@ -131,7 +131,7 @@ def in_mmap(block: bytes) -> Buffer:
     return memory
 
 
-def in_words(block: bytes) -> Buffer:
+def as_text(block: bytes) -> Buffer:
     return array("Q", block)
 
 
@@ -140,7 +140,7 @@ def in_the_middle(block: bytes) -> Buffer:
 
 
 @each_codec
-@pytest.mark.parametrize("lay", [bytearray, in_mmap, in_words, in_the_middle])
+@pytest.mark.parametrize("lay", [bytearray, in_mmap, as_text, in_the_middle])
 def test_memory_of_every_kind_is_used_in_place(
     kind: type[Codec], lay: Callable[[bytes], Buffer]
 ) -> None:
@@ -247,7 +247,7 @@ def test_a_shape_out_of_range_is_refused(kind: type[Codec], k: int, m: int) -> N
 
 
 @each_codec
-def test_memory_is_let_go_after_success_and_refusal(kind: type[Codec]) -> None:
+def test_memory_is_released_after_success_and_refusal(kind: type[Codec]) -> None:
     codec = kind(1, 1)
     memory = bytearray(8)
     codec.encode([bytes(8)], [memory])

@@ -32,17 +32,17 @@ OF = StripeId(run_digest(RunId("run")), version(4, 100), 9, 2)
 class World:
     """A stripe of this generation, and the same stripe one snapshot earlier."""
 
-    def __init__(self, codec: Codec, *, tells_digests: bool) -> None:
+    def __init__(self, codec: Codec, *, reports_digests: bool) -> None:
         self.codec = codec
         self.n = codec.k + codec.m
         self.blocks = self._stripe(1)
-        self.old_blocks = self._stripe(2)
+        self.previous_blocks = self._stripe(2)
         known = {i: block_digest(block) for i, block in enumerate(self.blocks)}
         self.facts = StripeFacts(
             OF,
             tuple(f"n{i}" for i in range(self.n)),
             generation=Generation(4),
-            known=known if tells_digests else {},
+            known=known if reports_digests else {},
         )
 
     def _stripe(self, seed: int) -> list[bytes]:
@@ -80,7 +80,7 @@ def duplicate_index(world: World, index: int) -> Fragment:
 
 def other_generation(world: World, index: int) -> Fragment:
     """A valid fragment, made now, of another generation's snapshot of the same step."""
-    block = world.old_blocks[index]
+    block = world.previous_blocks[index]
     of = replace(OF, version=version(3, 100))
     header = FragmentHeader(of, Generation(4), index, block_digest(block))
     return Fragment(f"n{index}", index, pack(header), block)
@@ -88,7 +88,7 @@ def other_generation(world: World, index: int) -> Fragment:
 
 def protected_by_another_generation(world: World, index: int) -> Fragment:
     """A fragment of this version that an earlier generation made."""
-    block = world.old_blocks[index]
+    block = world.previous_blocks[index]
     header = FragmentHeader(OF, Generation(3), index, block_digest(block))
     return Fragment(f"n{index}", index, pack(header), block)
 
@@ -118,7 +118,7 @@ def cases(world: World) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     places = range(world.n)
     for num_lost in range(world.codec.m + 1):
         for lost in combinations(places, num_lost):
-            left = [place for place in places if place not in lost]
+            left = [position for position in places if position not in lost]
             for num_damaged in range(len(left) + 1):
                 for damaged in combinations(left, num_damaged):
                     yield lost, damaged
@@ -141,17 +141,17 @@ def test_exact_bytes_or_an_explicit_refusal(
     damage: Callable[[World, int], Fragment], k: int, m: int, kind: Callable[[int, int], Codec]
 ) -> None:
     counted = {"exact": 0, "refused": 0}
-    for tells_digests, is_backwards in product((False, True), (False, True)):
-        world = World(kind(k, m), tells_digests=tells_digests)
+    for reports_digests, is_backwards in product((False, True), (False, True)):
+        world = World(kind(k, m), reports_digests=reports_digests)
         for lost, damaged in cases(world):
             fragments = [
-                damage(world, place) if place in damaged else world.fragment(place)
-                for place in range(world.n)
-                if place not in lost
+                damage(world, position) if position in damaged else world.fragment(position)
+                for position in range(world.n)
+                if position not in lost
             ]
             if is_backwards:
                 fragments.reverse()
-            found = {place: bytearray(BLOCK_BYTES) for place in (*lost, *damaged)}
+            found = {position: bytearray(BLOCK_BYTES) for position in (*lost, *damaged)}
             num_good = world.n - len(lost) - len(damaged)
             refusal = refusal_of(world, fragments, found)
             if refusal is None:
@@ -161,7 +161,7 @@ def test_exact_bytes_or_an_explicit_refusal(
             else:
                 assert num_good < k, (lost, damaged)
                 assert len(refusal.have) == num_good
-                assert all(f"n{place}" in str(refusal) for place in (*lost, *damaged))
+                assert all(f"n{position}" in str(refusal) for position in (*lost, *damaged))
                 counted["refused"] += 1
     assert counted["exact"]
     assert counted["refused"]

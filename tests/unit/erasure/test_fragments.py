@@ -61,7 +61,7 @@ def test_what_is_no_header_is_refused(raw: bytes) -> None:
         unpack(raw)
 
 
-def test_a_refusal_says_what_it_is_of() -> None:
+def test_a_refusal_reports_what_it_is_of() -> None:
     with pytest.raises(SnapshotError) as caught:
         check(fragment(payload=b""), OF)
     message = str(caught.value)
@@ -76,7 +76,7 @@ def test_the_one_that_was_asked_for_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "why"),
+    ("of", "reason"),
     [
         (replace(OF, run=run_digest(RunId("other"))), "run"),
         (replace(OF, version=version(0, 20)), "generation 0"),
@@ -85,19 +85,19 @@ def test_the_one_that_was_asked_for_passes() -> None:
         (replace(OF, stripe=6), "stripe 6"),
     ],
 )
-def test_a_fragment_of_something_else_is_refused(of: StripeId, why: str) -> None:
+def test_a_fragment_of_something_else_is_refused(of: StripeId, reason: str) -> None:
     with pytest.raises(FragmentRefused) as caught:
         check(fragment(replace(HEADER, of=of)), OF)
-    assert why in caught.value.why
+    assert reason in caught.value.reason
 
 
 def test_a_fragment_of_another_generation_or_place_is_refused() -> None:
     with pytest.raises(FragmentRefused) as caught:
         check(fragment(replace(HEADER, generation=Generation(0))), OF, generation=Generation(1))
-    assert "generation 0" in caught.value.why
+    assert "generation 0" in caught.value.reason
     with pytest.raises(FragmentRefused) as caught:
         check(fragment(replace(HEADER, index=1)), OF)
-    assert "place 1" in caught.value.why
+    assert "place 1" in caught.value.reason
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,6 @@ def test_of_two_that_differ_neither_stays() -> None:
         assert found.of(OF) == {}
 
 
-def test_runs_are_told_apart() -> None:
+def test_runs_are_distinguished() -> None:
     assert run_digest(RunId("a")) != run_digest(RunId("b"))
     assert run_digest(RunId("a")) == run_digest(RunId("a"))

@@ -58,7 +58,7 @@ def test_as_few_groups_as_were_asked_for(count: int, data: int, parity: int) -> 
 
 
 @given(st.integers(4, 200), st.integers(1, 2))
-def test_without_a_wish_a_group_has_four_to_eight_nodes(count: int, parity: int) -> None:
+def test_without_a_request_a_group_has_four_to_eight_nodes(count: int, parity: int) -> None:
     groups = make_groups(names(count), data=None, parity=parity)
     assert all(4 <= len(group.nodes) <= 8 for group in groups)
 
@@ -103,7 +103,7 @@ def test_the_nodes_of_a_domain_are_spread_as_evenly_as_can_be(
 
 
 @given(st.permutations(names(9)))
-def test_nodes_stand_in_the_order_of_their_ranks(nodes: list[str]) -> None:
+def test_nodes_are_shown_in_the_order_of_their_ranks(nodes: list[str]) -> None:
     groups = make_groups(nodes, data=3, parity=1)
     assert groups == make_groups(list(nodes), data=3, parity=1)
     for group in groups:
@@ -132,7 +132,7 @@ def test_what_cannot_be_grouped_is_refused(nodes: list[str], data: int | None, p
 # --- what a group says of itself ----------------------------------------------------------------
 
 
-def test_a_group_as_small_as_its_parity_says_so() -> None:
+def test_a_group_as_small_as_its_parity_is_reported() -> None:
     for group in (
         ProtectionGroup(("a", "b"), 2),
         ProtectionGroup(("a",), 1),
@@ -153,7 +153,7 @@ def test_a_domain_that_takes_too_many_is_named() -> None:
     assert ProtectionGroup(group.nodes, 2).note(domains) == ""
 
 
-def test_groups_are_told_apart_by_nodes_order_and_parity() -> None:
+def test_groups_are_distinguished_by_nodes_order_and_parity() -> None:
     groups = [
         ProtectionGroup(("a", "b", "c"), 1),
         ProtectionGroup(("a", "c", "b"), 1),
@@ -171,7 +171,7 @@ def test_groups_are_told_apart_by_nodes_order_and_parity() -> None:
 
 
 @given(st.integers(2, 40), st.data())
-def test_who_stays_keeps_its_place_and_a_replacement_takes_the_lost_ones(
+def test_a_node_that_stays_keeps_its_place_and_a_replacement_takes_the_lost_ones(
     count: int, data: st.DataObject
 ) -> None:
     nodes = names(count)
@@ -187,7 +187,7 @@ def test_who_stays_keeps_its_place_and_a_replacement_takes_the_lost_ones(
     assert next_groups(after, now, replaced={}, data=3, parity=1) == after
 
 
-def test_the_order_of_ranks_does_not_move_who_stays() -> None:
+def test_the_order_of_ranks_does_not_move_a_node_that_stays() -> None:
     before = make_groups(names(8), data=3, parity=1)
     assert next_groups(before, names(8)[::-1], replaced={}, data=3, parity=1) == before
     moved = dict(zip(names(8), names(8)[::-1], strict=True))
@@ -204,7 +204,7 @@ def test_the_order_of_ranks_does_not_move_who_stays() -> None:
         ([*names(8)[1:7], "x", "y"], {"n7": "x", "n0": "x"}, 1),  # one for two
     ],
 )
-def test_what_does_not_fit_is_grouped_anew(
+def test_what_does_not_fit_is_grouped_again(
     nodes: list[str], replaced: dict[str, str], parity: int
 ) -> None:
     before = make_groups(names(8), data=3, parity=1)

@@ -30,20 +30,20 @@ KNOWN = {i: block_digest(block) for i, block in enumerate(STRIPE)}
 FACTS = StripeFacts(OF, NODES, generation=Generation(3))
 
 
-def fragment(index: int, payload: bytes | None = None, *, place: int | None = None) -> Fragment:
+def fragment(index: int, payload: bytes | None = None, *, position: int | None = None) -> Fragment:
     """The fragment at that place, or one with other bytes and a matching digest."""
     payload = STRIPE[index] if payload is None else payload
     header = FragmentHeader(OF, Generation(3), index, block_digest(payload))
-    at = index if place is None else place
+    at = index if position is None else position
     return Fragment(NODES[at], at, pack(header), payload)
 
 
 def wanted(*places: int) -> dict[int, bytearray]:
-    return {place: bytearray(b"?" * BLOCK_BYTES) for place in places}
+    return {position: bytearray(b"?" * BLOCK_BYTES) for position in places}
 
 
 def assert_right(found: dict[int, bytearray]) -> None:
-    assert all(block == STRIPE[place] for place, block in found.items())
+    assert all(block == STRIPE[position] for position, block in found.items())
 
 
 def test_data_and_parity_come_back() -> None:
@@ -65,9 +65,9 @@ def test_no_more_fragments_are_fetched_than_are_needed() -> None:
     fetched: list[int] = []
 
     def fetch() -> Iterator[Fragment]:
-        for place in (5, 4, 3, 2, 0):
-            fetched.append(place)
-            yield fragment(place)
+        for position in (5, 4, 3, 2, 0):
+            fetched.append(position)
+            yield fragment(position)
 
     found = wanted(1)
     rebuild_stripe(CODEC, FACTS, fetch(), found)
@@ -75,14 +75,14 @@ def test_no_more_fragments_are_fetched_than_are_needed() -> None:
     assert fetched == [5, 4, 3, 2]
 
 
-def test_a_bad_one_is_set_aside_and_the_next_one_is_used() -> None:
+def test_a_bad_one_is_excluded_and_the_next_one_is_used() -> None:
     bad = replace(fragment(0), payload=b"?" + STRIPE[0][1:])
     found = wanted(1)
     done = rebuild_stripe(CODEC, FACTS, [bad, *map(fragment, (2, 3, 4, 5))], found)
     assert_right(found)
     assert done.used == (2, 3, 4, 5)
-    assert len(done.set_aside) == 1
-    assert "n0" in done.set_aside[0]
+    assert len(done.excluded) == 1
+    assert "n0" in done.excluded[0]
 
 
 def test_a_good_copy_from_elsewhere_takes_the_place_of_a_bad_one() -> None:
@@ -112,8 +112,8 @@ def test_nothing_at_all_is_a_refusal() -> None:
         rebuild_stripe(CODEC, FACTS, [], wanted(0))
 
 
-def test_a_fragment_under_the_place_of_another_is_set_aside() -> None:
-    misplaced = fragment(0, place=2)
+def test_a_fragment_under_the_place_of_another_is_excluded() -> None:
+    misplaced = fragment(0, position=2)
     found = wanted(1)
     done = rebuild_stripe(CODEC, FACTS, [misplaced, *map(fragment, (0, 3, 4, 5))], found)
     assert done.used == (0, 3, 4, 5)
@@ -144,21 +144,21 @@ def test_the_same_one_twice_is_one() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 3, 4])
-def test_a_lying_fragment_is_found_by_what_is_rebuilt(wrong: int) -> None:
+def test_a_forged_fragment_is_found_by_what_is_rebuilt(wrong: int) -> None:
     facts = replace(FACTS, known={1: KNOWN[1]})
     fragments = [
-        fragment(place, STRIPE[place][::-1] if place == wrong else None)
-        for place in (0, 2, 3, 4, 5)
+        fragment(position, STRIPE[position][::-1] if position == wrong else None)
+        for position in (0, 2, 3, 4, 5)
     ]
     found = wanted(1)
     done = rebuild_stripe(CODEC, facts, fragments, found)
     assert_right(found)
     assert wrong not in done.used
     assert done.verified == {1}
-    assert done.set_aside
+    assert done.excluded
 
 
-def test_a_lying_fragment_whose_digest_is_known_is_not_even_decoded() -> None:
+def test_a_forged_fragment_whose_digest_is_known_is_not_even_decoded() -> None:
     facts = replace(FACTS, known=KNOWN)
     found = wanted(1)
     liar = fragment(0, STRIPE[0][::-1])
@@ -192,7 +192,7 @@ def short_stripe() -> tuple[list[bytes], StripeFacts]:
 def test_a_block_that_never_was_counts_as_zeros() -> None:
     blocks, facts = short_stripe()
     found = wanted(0, 1)
-    fragments = [fragment(place, blocks[place]) for place in (2, 4, 5)]
+    fragments = [fragment(position, blocks[position]) for position in (2, 4, 5)]
     done = rebuild_stripe(CODEC, facts, fragments, found)
     assert (found[0], found[1]) == (blocks[0], blocks[1])
     assert done.used == (2, 3, 4, 5)
@@ -215,13 +215,13 @@ def test_bytes_behind_the_end_of_a_short_block_are_wrong_bytes() -> None:
         rebuild_stripe(CODEC, replace(facts, known=known), fragments, wanted(2))
 
 
-def test_a_fragment_of_a_node_without_a_block_is_set_aside() -> None:
+def test_a_fragment_of_a_node_without_a_block_is_excluded() -> None:
     blocks, facts = short_stripe()
     fragments = [fragment(3, DATA[3]), *(fragment(i, blocks[i]) for i in (0, 2, 4))]
     found = wanted(1)
     done = rebuild_stripe(CODEC, facts, fragments, found)
     assert found[1] == blocks[1]
-    assert "no block in this stripe" in done.set_aside[0]
+    assert "no block in this stripe" in done.excluded[0]
 
 
 def test_only_empty_blocks_give_zeros_without_any_fragment() -> None:
@@ -231,11 +231,11 @@ def test_only_empty_blocks_give_zeros_without_any_fragment() -> None:
     assert found == {2: bytes(BLOCK_BYTES), 4: bytes(BLOCK_BYTES)}
 
 
-def test_a_fragment_longer_than_a_block_is_set_aside() -> None:
+def test_a_fragment_longer_than_a_block_is_excluded() -> None:
     long = fragment(0, DATA[0] + b"x")
     found = wanted(1)
     done = rebuild_stripe(CODEC, FACTS, [long, *map(fragment, (2, 3, 4, 5))], found)
-    assert f"{BLOCK_BYTES + 1} bytes" in done.set_aside[0]
+    assert f"{BLOCK_BYTES + 1} bytes" in done.excluded[0]
     assert_right(found)
 
 

@@ -28,7 +28,7 @@ def test_a_stripe_is_spread_over_all_nodes(n: int, m: int) -> None:
 
 
 @each_shape
-def test_every_block_of_a_node_lies_in_one_stripe_of_its_own(n: int, m: int) -> None:
+def test_every_block_of_a_node_is_in_one_stripe_of_its_own(n: int, m: int) -> None:
     layout = Stripes(n, m)
     for node in range(n):
         stripes = [layout.stripe_of(node, block) for block in range(4 * n)]
@@ -72,7 +72,7 @@ def test_the_stripes_reach_as_far_as_the_last_block(n: int, m: int) -> None:
 
 
 @given(layouts, st.data())
-def test_who_sends_what_for_a_stripe(layout: Stripes, data: st.DataObject) -> None:
+def test_senders_of_the_blocks_of_a_stripe(layout: Stripes, data: st.DataObject) -> None:
     sizes = data.draw(
         st.lists(st.integers(0, 200), min_size=layout.n, max_size=layout.n), label="sizes"
     )

@@ -212,7 +212,7 @@ def test_one_spare_more_or_less_trains_no_more(nodes: int, mean: float) -> None:
     assert best == 0 or used(best) >= used(best - 1) - 1e-9
 
 
-def test_where_no_node_is_lost_none_stands_by() -> None:
+def test_where_no_node_is_lost_none_is_standby() -> None:
     assert too_few(0.0, 0) == 0.0
     assert best_spares(16, 0.0) == 0
 

@@ -60,7 +60,7 @@ def test_versions_are_compared_as_numbers(
             libraries.require("thing", at_least="5.0")
 
 
-def test_outside_a_run_the_first_rank_says_that_nothing_is_done(
+def test_outside_a_run_the_first_rank_reports_that_nothing_is_done(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -42,17 +42,17 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def train(feed: PrefetchingPosition, passes: int, ahead: int, settled: Any, boundary: Any) -> Seen:
+def train(feed: PrefetchingPosition, passes: int, ahead: int, resolved: Any, boundary: Any) -> Seen:
     """Train as a framework does that holds `ahead` batches in its hands besides the current one."""
     seen: Seen = []
     for _ in range(passes):
-        feed.begin_pass(settled)
+        feed.begin_pass(resolved)
         iterator = iter(feed.loader)
         waiting: list[torch.Tensor] = []
         while True:
             while len(waiting) <= ahead and (batch := next(iterator, None)) is not None:
                 waiting.append(batch)
-            feed.settle()
+            feed.resolve()
             if not waiting:
                 break
             seen.append((waiting.pop(0).tolist(), torch.rand(1).item()))
@@ -66,7 +66,7 @@ def resumed(make: Any, *, after: int, ahead: int, passes: int = 2) -> tuple[Seen
     states: list[bytes] = []
     seed(1)
     feed = PrefetchingPosition("loader", make())
-    calm = train(
+    undisturbed = train(
         feed, passes, ahead, lambda: None, lambda: states.append(encode([feed.state(), taken()]))
     )
     state, randomness = decode(states[after - 1])
@@ -82,7 +82,7 @@ def resumed(make: Any, *, after: int, ahead: int, passes: int = 2) -> tuple[Seen
         lambda: None,
     )
     assert not waiting
-    return calm[after:], hit
+    return undisturbed[after:], hit
 
 
 def taken() -> dict[str, Any]:
@@ -94,10 +94,10 @@ def taken() -> dict[str, Any]:
 def test_what_was_read_ahead_is_read_again_from_the_same_random_states(
     after: int, ahead: int, shuffle: bool
 ) -> None:
-    calm, hit = resumed(
+    undisturbed, hit = resumed(
         lambda: DataLoader(Noisy(), batch_size=3, shuffle=shuffle), after=after, ahead=ahead
     )
-    assert hit == calm
+    assert hit == undisturbed
 
 
 @pytest.mark.slow
@@ -112,8 +112,8 @@ def test_worker_processes_read_further_ahead(persistent: bool) -> None:
             persistent_workers=persistent,
         )
 
-    calm, hit = resumed(make, after=9, ahead=1, passes=3)
-    assert hit == calm
+    undisturbed, hit = resumed(make, after=9, ahead=1, passes=3)
+    assert hit == undisturbed
 
 
 def test_a_generator_deep_in_the_samplers_is_taken_along() -> None:
@@ -123,8 +123,8 @@ def test_a_generator_deep_in_the_samplers_is_taken_along() -> None:
         batches = torch.utils.data.BatchSampler(sampler, 3, drop_last=False)
         return DataLoader(Noisy(), batch_sampler=batches)
 
-    calm, hit = resumed(make, after=6, ahead=1)
-    assert hit == calm
+    undisturbed, hit = resumed(make, after=6, ahead=1)
+    assert hit == undisturbed
 
 
 def test_a_pass_that_has_not_been_begun_is_none_of_its_business() -> None:
@@ -133,7 +133,7 @@ def test_a_pass_that_has_not_been_begun_is_none_of_its_business() -> None:
     assert feed.state()["asked"] == 0
 
 
-def test_another_number_of_ranks_goes_on_behind_what_was_used() -> None:
+def test_another_number_of_ranks_continues_behind_what_was_used() -> None:
     feed = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2))
     feed.begin_pass(lambda: None)
     first = iter(feed.loader)
@@ -141,13 +141,13 @@ def test_another_number_of_ranks_goes_on_behind_what_was_used() -> None:
     feed.trained()
     again = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2))
     again.load_state({**feed.state(), "handed_out": 2, "resized": True})
-    settled: list[int] = []
-    again.begin_pass(lambda: settled.append(1))
+    resolved: list[int] = []
+    again.begin_pass(lambda: resolved.append(1))
     assert [batch.tolist() for batch in again.loader] == [[4, 5], [6, 7]]
-    assert settled == [1]
+    assert resolved == [1]
 
 
-def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
+def test_batches_that_are_to_be_left_out_come_again_and_that_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     feed = PrefetchingPosition("loader", DataLoader(range(4)))
@@ -157,7 +157,7 @@ def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
     assert "2 batches are repeated" in caplog.text
 
 
-def test_what_cannot_be_exact_is_said() -> None:
+def test_what_cannot_be_exact_is_reported() -> None:
     assert PrefetchingPosition("loader", DataLoader(range(4))).warning() is None
     assert "worker processes" in (
         PrefetchingPosition("l", DataLoader(range(4), num_workers=1)).warning() or ""

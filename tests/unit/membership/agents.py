@@ -10,6 +10,7 @@ from made_settings import changed
 from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
+    ClockTick,
     ConnectFailed,
     ConnectionClosed,
     ConnectionOpened,
@@ -17,7 +18,6 @@ from ftrun.membership.events import (
     Happening,
     MessageReceived,
     NodeReported,
-    Passing,
     PlanPersisted,
     Quiesced,
     WitnessAnswered,
@@ -55,10 +55,10 @@ class Agent:
 
     member: Member
     settings: MembershipSettings
-    beat: Heartbeat = field(default_factory=lambda: Heartbeat(generation=-1))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(generation=-1))
     holdings: Inventory = field(default_factory=lambda: Inventory([]))
     kept: GenerationPlan | None = None
-    took_effect: bool = False
+    is_chosen: bool = False
     done: list[Command] = field(default_factory=list)
     """All that it was told, except what goes to the network."""
     sent: list[Send | Connect] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Agent:
     def card(self) -> NodeCard:
         return self.member.me
 
-    def told(self, kind: type[Found]) -> list[Found]:
+    def reported(self, kind: type[Found]) -> list[Found]:
         return [one for one in self.done if isinstance(one, kind)]
 
     @property
     def runs(self) -> int:
         """The generation whose ranks run here."""
-        return self.beat.generation
+        return self.heartbeat.generation
 
 
 class Outside:
@@ -86,7 +86,7 @@ class Outside:
 
     def __init__(self) -> None:
         self.register: WitnessRegister | None = None
-        self.lead: NodeCard | None = None
+        self.leader: NodeCard | None = None
         self.ends_s = 0.0
         self.away: set[str] = set()
         """Nodes that do not reach it."""
@@ -94,23 +94,23 @@ class Outside:
 
     def ask(self, me: NodeCard, asked: QueryWitness, now_s: float) -> WitnessAnswered:
         if me.node_id in self.away:
-            return WitnessAnswered(asked, is_reached=False, why="etcd is out of reach")
+            return WitnessAnswered(asked, is_reached=False, reason="etcd is out of reach")
         if now_s >= self.ends_s:
-            self.lead = None
+            self.leader = None
         self.lives += 1
-        ruling = rule(asked, me, self.register, self.lead, new_life=self.lives)
+        ruling = rule(asked, me, self.register, self.leader, new_life=self.lives)
         if ruling.granted:
-            self.register, self.lead = ruling.register, ruling.lead
-            self.ends_s = now_s + self.LEASE_S if ruling.lead == me else self.ends_s
-        return WitnessAnswered(asked, True, ruling.granted, self.register, self.lead)
+            self.register, self.leader = ruling.register, ruling.leader
+            self.ends_s = now_s + self.LEASE_S if ruling.leader == me else self.ends_s
+        return WitnessAnswered(asked, True, ruling.granted, self.register, self.leader)
 
 
 class Agents:
     """Agents by node id. `a` is at the endpoint; whoever is linked hears the other at once."""
 
-    def __init__(self, node_ids: str, wishes: MembershipSettings) -> None:
+    def __init__(self, node_ids: str, cluster_size: MembershipSettings) -> None:
         self.now_s = 1000.0
-        self.settings = wishes
+        self.settings = cluster_size
         self.all: dict[str, Agent] = {}
         self.links: set[frozenset[str]] = set()
         self.cuts: set[frozenset[str]] = set()
@@ -135,13 +135,13 @@ class Agents:
         self, node_id: str, incarnation: int = 1, *, port: int = 29400, **changes: object
     ) -> Agent:
         """An agent without any memory."""
-        wishes = changed(self.settings, **changes)
-        is_endpoint = node_id == "a" and not wishes.has_witness
+        cluster_size = changed(self.settings, **changes)
+        is_endpoint = node_id == "a" and not cluster_size.has_witness
         me = card(node_id, incarnation, endpoint=is_endpoint, port=port)
-        if (me.host, port) in wishes.endpoints[1:]:
-            number = wishes.endpoints.index((me.host, port))
+        if (me.host, port) in cluster_size.endpoints[1:]:
+            number = cluster_size.endpoints.index((me.host, port))
             me = msgspec.structs.replace(me, further_endpoint=number)
-        self.all[node_id] = Agent(_member(me, wishes, self.now_s), wishes)
+        self.all[node_id] = Agent(_member(me, cluster_size, self.now_s), cluster_size)
         return self.all[node_id]
 
     def start_again(self, node_id: str) -> Agent:
@@ -149,9 +149,9 @@ class Agents:
         old = self.all[node_id]
         self.kill(node_id)
         me = card(node_id, old.card.incarnation + 1, endpoint=old.card.endpoint)
-        member = _member(me, old.settings, self.now_s, kept=old.kept, took_effect=old.took_effect)
+        member = _member(me, old.settings, self.now_s, kept=old.kept, is_chosen=old.is_chosen)
         again = Agent(member, old.settings, holdings=old.holdings, kept=old.kept)
-        again.took_effect = old.took_effect
+        again.is_chosen = old.is_chosen
         self.all[node_id] = again
         return again
 
@@ -161,12 +161,12 @@ class Agents:
             self.all.pop(node_id, None)
         for pair in [pair for pair in self.links if pair & {*node_ids}]:
             self._unlink(pair)
-        self._settle()
+        self._resolve()
 
     def breaks(self, node_id: str, other: str) -> None:
         """Their connection is gone."""
         self._unlink(frozenset((node_id, other)))
-        self._settle()
+        self._resolve()
 
     def cut(self, node_id: str, *others: str) -> None:
         """No packet gets through to these, or to anybody."""
@@ -178,7 +178,7 @@ class Agents:
         self.resets.update(frozenset((node_id, other)) for other in self.all if other != node_id)
         for pair in self.resets & self.links:
             self._unlink(pair)
-        self._settle()
+        self._resolve()
 
     def heal(self) -> None:
         self.cuts.clear()
@@ -189,7 +189,7 @@ class Agents:
         agent = self.all[node_id]
         agent.is_frozen = False
         missed, agent.missed = agent.missed, []
-        for event in [Passing(), *missed]:
+        for event in [ClockTick(), *missed]:
             self.happens(node_id, event)
 
     # --- time ---------------------------------------------------------------------------------
@@ -200,26 +200,26 @@ class Agents:
         while self.now_s < end_s:
             self.now_s += step_s
             for node_id in list(self.all):
-                self.happens(node_id, Passing())
+                self.happens(node_id, ClockTick())
 
     def happens(self, node_id: str, event: Happening) -> None:
         """One thing, and all that follows at this moment."""
         self._queue.append((node_id, event))
-        self._settle()
+        self._resolve()
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         while self._queue:
             at, what = self._queue.popleft()
             agent = self.all.get(at)
             if agent is not None and agent.is_frozen:
-                agent.missed += [] if isinstance(what, Passing) else [what]
+                agent.missed += [] if isinstance(what, ClockTick) else [what]
             elif agent is not None:
                 for command in agent.member.handle(what, now_s=self.now_s):
                     self._carry_out(agent, command)
 
     def here_is(self, node_id: str, found: Heartbeat) -> None:
         """The node's ranks have something to say."""
-        self.all[node_id].beat = found
+        self.all[node_id].heartbeat = found
         self.happens(node_id, NodeReported(found))
 
     # --- commands -----------------------------------------------------------------------------
@@ -238,32 +238,32 @@ class Agents:
             case Disconnect():
                 self._unlink(frozenset((me, command.node_id)))
             case QueryWitness():
-                said = self.outside.ask(agent.card, command, self.now_s)
-                self._queue.append((me, said))
+                answered = self.outside.ask(agent.card, command, self.now_s)
+                self._queue.append((me, answered))
             case _:
                 agent.done.append(command)
-                self._queue.extend((me, event) for event in self._obey(agent, command))
+                self._queue.extend((me, event) for event in self._apply_heartbeat(agent, command))
 
-    def _obey(self, agent: Agent, command: Command) -> list[Happening]:
+    def _apply_heartbeat(self, agent: Agent, command: Command) -> list[Happening]:
         """What the node's hands do, and what they say to it."""
         match command:
             case Quiesce():
-                agent.beat = Heartbeat(generation=-1)
+                agent.heartbeat = Heartbeat(generation=-1)
                 held = Quiesced(command.generation, agent.holdings, 1000, 2000)
-                return [NodeReported(agent.beat), held]
+                return [NodeReported(agent.heartbeat), held]
             case InstallGeneration():
-                agent.kept, agent.took_effect = command.plan, False
+                agent.kept, agent.is_chosen = command.plan, False
                 if agent.card.node_id in self.disks and command.plan.restore is None:
                     return [self.read_disk(agent.card.node_id, command.plan)]
                 read = self.reads.get(agent.card.node_id, (command.plan.restore, ""))
                 return [] if read is None else [GenerationInstalled(command.plan.generation, *read)]
             case PersistPlan():
-                agent.kept, agent.took_effect = command.plan, command.took_effect
-                return [] if command.took_effect else [PlanPersisted(command.plan.edition)]
+                agent.kept, agent.is_chosen = command.plan, command.is_chosen
+                return [] if command.is_chosen else [PlanPersisted(command.plan.configuration_id)]
             case StartRanks():
-                agent.kept, agent.took_effect = command.plan, True
-                agent.beat = Heartbeat(generation=command.plan.generation, state="running")
-                return [NodeReported(agent.beat)]
+                agent.kept, agent.is_chosen = command.plan, True
+                agent.heartbeat = Heartbeat(generation=command.plan.generation, state="running")
+                return [NodeReported(agent.heartbeat)]
             case _:
                 return []
 
@@ -312,10 +312,10 @@ class Agents:
 
     # --- what has come of it ------------------------------------------------------------------
 
-    def lead(self) -> str:
+    def leader(self) -> str:
         """Whom all follow who have not ended; empty where they disagree."""
         leads = {
-            agent.member.lead_card.node_id if agent.member.lead_card is not None else ""
+            agent.member.leader_card.node_id if agent.member.leader_card is not None else ""
             for agent in self.all.values()
             if agent.member.role is not MemberRole.ENDED
         }
@@ -336,17 +336,17 @@ class Agents:
 
 def _member(
     me: NodeCard,
-    wishes: MembershipSettings,
+    cluster_size: MembershipSettings,
     now_s: float,
     *,
     kept: GenerationPlan | None = None,
-    took_effect: bool = False,
+    is_chosen: bool = False,
 ) -> Member:
     return Member(
         me,
-        wishes,
-        lambda: GenerationMonitor(wishes, pairs=PairCheck()),
+        cluster_size,
+        lambda: GenerationMonitor(cluster_size, pairs=PairCheck()),
         now_s=now_s,
         kept=kept,
-        took_effect=took_effect,
+        is_chosen=is_chosen,
     )

@@ -11,7 +11,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.membership.ballots import Ballot, VoterState, carries, electorate, electorate_of
-from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, VoterSet
+from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, Identity, VoterSet
 from ftrun.wire.cluster.membership import Accepted
 from tests.unit.recovery.made import card, cards, plan, promise
 
@@ -49,7 +49,7 @@ def test_two_sides_never_decide_at_the_same_time(fates: list[str]) -> None:
 
 @effort(max_examples=200, deadline=None)
 @given(some_fates)
-def test_who_decides_knows_of_whatever_a_majority_has_decided(fates: list[str]) -> None:
+def test_a_node_that_decides_knows_of_whatever_a_majority_has_decided(fates: list[str]) -> None:
     """Rules 2, 3 and 5: somebody of each earlier majority agrees now, or has left its memory."""
     found = sorted_by(fates)
     voters = frozenset().union(*found.values())
@@ -143,29 +143,37 @@ def test_only_what_was_promised_is_accepted() -> None:
 RUNS = plan(3, "abc")
 
 
-def with_spares(spares: str, roster: int) -> GenerationPlan:
-    return plan(3, "abc", spares, roster=roster, decided_by=[VoterSet(3, sorted(who("abc")))])
+def with_spares(spares: str, voter_revision: int) -> GenerationPlan:
+    return plan(
+        3,
+        "abc",
+        spares,
+        voter_revision=voter_revision,
+        decided_by=[VoterSet(3, sorted(who("abc")))],
+    )
 
 
-def test_the_lead_of_a_generation_may_change_its_voters_again_and_again() -> None:
+def test_the_leader_of_a_generation_may_change_its_voters_again_and_again() -> None:
     vote = VoterState(3, ("a", 1), RUNS)
-    for roster in (1, 2, 5):
-        assert vote.enrol(with_spares("d" * (roster % 2), roster), ("a", 1))
+    for voter_revision in (1, 2, 5):
+        assert vote.adopt_voters(with_spares("d" * (voter_revision % 2), voter_revision), ("a", 1))
         assert vote.accepted is not None
-        assert vote.accepted.roster == roster
+        assert vote.accepted.voter_revision == voter_revision
     assert vote.promised == 3
 
 
-def test_a_roster_that_came_twice_is_accepted_and_an_older_one_or_another_is_not() -> None:
+def test_a_voter_revision_that_came_twice_is_accepted_and_an_older_one_or_another_is_not() -> None:
     vote = VoterState(3, ("a", 1), RUNS)
-    vote.enrol(with_spares("d", 2), ("a", 1))
-    assert vote.enrol(with_spares("d", 2), ("a", 1))
-    assert not vote.enrol(with_spares("e", 2), ("a", 1))
-    assert not vote.enrol(with_spares("e", 1), ("a", 1))
+    vote.adopt_voters(with_spares("d", 2), ("a", 1))
+    assert vote.adopt_voters(with_spares("d", 2), ("a", 1))
+    assert not vote.adopt_voters(with_spares("e", 2), ("a", 1))
+    assert not vote.adopt_voters(with_spares("e", 1), ("a", 1))
     assert vote.accepted == with_spares("d", 2)
 
 
-def test_who_has_promised_a_later_generation_accepts_no_roster_of_this_one() -> None:
+def test_a_node_that_has_promised_a_later_generation_accepts_no_voter_revision_of_this_one() -> (
+    None
+):
     for vote in (
         VoterState(4, ("b", 1), RUNS),
         VoterState(3, ("b", 1)),
@@ -173,31 +181,31 @@ def test_who_has_promised_a_later_generation_accepts_no_roster_of_this_one() -> 
         VoterState(4),
     ):
         before = vote.accepted
-        assert not vote.enrol(with_spares("d", 1), ("a", 1))
+        assert not vote.adopt_voters(with_spares("d", 1), ("a", 1))
         assert vote.accepted == before
 
 
 def test_the_successor_of_one_that_has_promised_this_generation_may_vote_in_it() -> None:
     vote = VoterState(promised=3)
-    assert vote.enrol(with_spares("d", 1), ("a", 1))
+    assert vote.adopt_voters(with_spares("d", 1), ("a", 1))
     assert vote.proposer == ("a", 1)
 
 
-def test_who_votes_for_the_first_time_is_bound_by_it() -> None:
+def test_a_node_that_votes_for_the_first_time_is_bound_by_it() -> None:
     vote = VoterState()
-    assert vote.enrol(with_spares("d", 1), ("a", 1))
+    assert vote.adopt_voters(with_spares("d", 1), ("a", 1))
     assert (vote.promised, vote.proposer) == (3, ("a", 1))
     assert not vote.may_promise(3, ("b", 1))
 
 
-def test_a_roster_counts_like_a_generation() -> None:
+def test_a_voter_revision_counts_like_a_generation() -> None:
     made = ballot(9, RUNS)
     made.take_promise(promise(9, "a", accepted=with_spares("de", 1)))
     assert made.needs == {(3, 0): who("abc"), (3, 1): who("abcde")}
     assert made.newest_plan() == with_spares("de", 1)
     made.take_promise(promise(9, "b", effective=with_spares("d", 2)))
     assert (made.base, made.needs) == ((3, 2), {(3, 2): who("abcd")})
-    assert made.decided_by() == [VoterSet(3, sorted(who("abcd")), roster=2)]
+    assert made.decided_by() == [VoterSet(3, sorted(who("abcd")), voter_revision=2)]
     made.announce(plan(9, "ab", decided_by=made.decided_by()))
     assert made.needs == {(3, 2): who("abcd")}
 
@@ -208,7 +216,12 @@ def test_a_roster_counts_like_a_generation() -> None:
 def ballot(generation: int, base: GenerationPlan | None) -> Ballot:
     if base is None:
         return Ballot(generation, "a test", (-1, 0), {})
-    return Ballot(generation, "a test", base.edition, {base.edition: electorate(base.voters)})
+    return Ballot(
+        generation,
+        "a test",
+        base.configuration_id,
+        {base.configuration_id: electorate(base.voters)},
+    )
 
 
 def test_a_promise_that_brings_a_newer_generation_makes_its_voters_decide() -> None:
@@ -251,7 +264,7 @@ def test_the_newest_plan_that_anybody_brings_counts() -> None:
     assert made.newest_plan() == plan(4, "abd")
 
 
-def test_a_plan_says_who_has_decided_it() -> None:
+def test_a_plan_reports_its_deciders() -> None:
     made = ballot(9, plan(1, "ba"))
     made.mind(plan(3, "c"))
     assert made.decided_by() == [
@@ -260,7 +273,7 @@ def test_a_plan_says_who_has_decided_it() -> None:
     ]
 
 
-def test_of_the_first_generation_those_who_are_here_are_the_voters() -> None:
+def test_of_the_first_generation_nodes_that_are_here_are_the_voters() -> None:
     made = ballot(0, None)
     made.take_promise(promise(0, "b"))
     made.take_promise(promise(0, "a"))
@@ -306,7 +319,7 @@ def test_after_it_is_announced_those_decide_whom_the_plan_names() -> None:
 
 
 @pytest.mark.parametrize(("knows", "may"), [(4, True), (5, True), (3, False), (-1, False)])
-def test_a_successor_with_its_memory_stands_for_what_the_first_had_accepted(
+def test_a_successor_with_its_memory_counts_for_what_the_first_had_accepted(
     knows: int, may: bool
 ) -> None:
     """Where c has lost its memory, b's makes out half of what is known, or a is alone."""
@@ -319,7 +332,7 @@ def test_a_successor_with_its_memory_stands_for_what_the_first_had_accepted(
     assert made.is_promised() is may
 
 
-def test_a_run_whose_agents_were_all_started_again_goes_on_from_what_they_kept() -> None:
+def test_a_run_whose_agents_were_all_started_again_continues_from_their_memory() -> None:
     made = ballot(9, plan(4, "abc"))
     for one in "ab":
         made.take_promise(promise(9, card(one, 2), knows=4))
@@ -328,7 +341,7 @@ def test_a_run_whose_agents_were_all_started_again_goes_on_from_what_they_kept()
     assert made.is_promised()
 
 
-def test_whoever_has_no_memory_stands_for_nothing_of_the_first_generation() -> None:
+def test_a_node_that_has_no_memory_counts_for_nothing_of_the_first_generation() -> None:
     made = Ballot(1, "a test", (-1, 0), {(-1, 0): who("ab")})
     made.take_promise(promise(1, card("a", 2), knows=-1))
     made.take_promise(promise(1, card("b", 2), knows=-1))
@@ -338,7 +351,7 @@ def test_whoever_has_no_memory_stands_for_nothing_of_the_first_generation() -> N
     assert made.is_promised()
 
 
-def test_who_is_missing_is_said_or_that_their_memory_is() -> None:
+def test_missing_nodes_are_reported_or_that_their_memory_is() -> None:
     made = ballot(9, plan(4, "abc"))
     made.take_promise(promise(9, "b"))
     assert made.shortage() == "too few of the voters (3 nodes) are present; missing: a, c"
@@ -380,17 +393,17 @@ class World:
 
     voters: dict[str, Voter]
     ballots: dict[str, Ballot] = field(default_factory=dict)
-    took_effect: list[tuple[GenerationPlan, set[Edition]]] = field(default_factory=list)
+    is_chosen: list[tuple[GenerationPlan, set[ConfigurationId]]] = field(default_factory=list)
     """With the generations whose voters were asked."""
     highest: int = 0
-    rosters: int = 0
+    voter_revisions: int = 0
 
     def begin(self, node_id: str) -> None:
         voter = self.voters[node_id]
         self.highest += 1
         made = ballot(self.highest, voter.plan)
         accepted = voter.vote.accepted
-        if accepted is not None and accepted.edition > voter.plan.edition:
+        if accepted is not None and accepted.configuration_id > voter.plan.configuration_id:
             made.mind(accepted)
         self.ballots[node_id] = made
 
@@ -402,7 +415,7 @@ class World:
             return
         voter.vote.promise(made.generation, (proposer, 1))
         accepted, known = voter.vote.accepted, voter.plan
-        is_unsure = accepted is not None and accepted.edition > known.edition
+        is_unsure = accepted is not None and accepted.configuration_id > known.configuration_id
         brought = accepted if is_unsure else None
         made.take_promise(promise(made.generation, node_id, effective=known, accepted=brought))
 
@@ -415,7 +428,7 @@ class World:
         if chosen:
             decided_by = made.decided_by()
             made.announce(
-                plan(made.generation, chosen, spares, lead=proposer, decided_by=decided_by)
+                plan(made.generation, chosen, spares, leader=proposer, decided_by=decided_by)
             )
 
     def accept(self, proposer: str, node_id: str) -> None:
@@ -425,38 +438,40 @@ class World:
         if self.voters[node_id].vote.accept(made.plan, (proposer, 1)):
             made.accepted[node_id] = Accepted(made.generation, None)
         if made.is_accepted():
-            self.took_effect.append((made.plan, set(made.needs)))
+            self.is_chosen.append((made.plan, set(made.needs)))
             self.voters[proposer].plan = made.plan
             del self.ballots[proposer]
 
-    def enrol(self, lead: str, spares: set[str], heard: set[str]) -> None:
+    def adopt_voters(self, leader: str, spares: set[str], received: set[str]) -> None:
         """The lead wants these spares, and these nodes hear of it."""
-        before = self.voters[lead].plan
-        if before.lead != lead or lead in self.ballots:
+        before = self.voters[leader].plan
+        if before.leader != leader or leader in self.ballots:
             return
-        self.rosters += 1
+        self.voter_revisions += 1
         members = {node.node_id for node in before.members}
         voters = sorted(electorate(before.voters))
         wanted = msgspec.structs.replace(
             before,
             spares=cards(sorted(spares - members)),
-            roster=self.rosters,
-            decided_by=[VoterSet(before.generation, voters, before.roster)],
+            voter_revision=self.voter_revisions,
+            decided_by=[VoterSet(before.generation, voters, before.voter_revision)],
         )
         agreed = {
-            (one, 1) for one in sorted(heard) if self.voters[one].vote.enrol(wanted, (lead, 1))
+            (one, 1)
+            for one in sorted(received)
+            if self.voters[one].vote.adopt_voters(wanted, (leader, 1))
         }
         sides = (electorate(before.voters), electorate(wanted.voters))
         if all(carries(side, agreed) for side in sides):
-            self.took_effect.append((wanted, {before.edition}))
-            self.voters[lead].plan = wanted
+            self.is_chosen.append((wanted, {before.configuration_id}))
+            self.voters[leader].plan = wanted
 
     def learn(self, node_id: str) -> None:
         """It hears from the lead that what it has accepted is in effect."""
         voter = self.voters[node_id]
         accepted = voter.vote.accepted
-        if accepted is not None and accepted in [one for one, _ in self.took_effect]:
-            voter.plan = max(voter.plan, accepted, key=lambda one: one.edition)
+        if accepted is not None and accepted in [one for one, _ in self.is_chosen]:
+            voter.plan = max(voter.plan, accepted, key=lambda one: one.configuration_id)
 
 
 names = st.sampled_from(IDS)
@@ -466,7 +481,7 @@ acts = st.one_of(
     st.tuples(st.just("ask"), names, names),
     st.tuples(st.just("announce"), names, groups),
     st.tuples(st.just("accept"), names, names),
-    st.tuples(st.just("enrol"), names, groups, groups),
+    st.tuples(st.just("adopt_voters"), names, groups, groups),
     st.tuples(st.just("learn"), names),
     st.tuples(st.just("round"), names, groups, groups, groups),
 )
@@ -475,12 +490,12 @@ acts = st.one_of(
 def act(world: World, what: tuple[object, ...]) -> None:
     """Do one thing, or a ballot as far as it goes with these voters."""
     match what:
-        case ("round", str(proposer), set(asked), set(members), set(heard)):
+        case ("round", str(proposer), set(asked), set(members), set(received)):
             world.begin(proposer)
             for node_id in sorted(asked):
                 world.ask(proposer, node_id)
             world.announce(proposer, members)
-            for node_id in sorted(heard):
+            for node_id in sorted(received):
                 world.accept(proposer, node_id)
         case (str(name), *words):
             getattr(world, name)(*words)
@@ -497,21 +512,23 @@ def test_what_takes_effect_was_known_to_whatever_takes_effect_next(
     world = World({one: Voter(VoterState(0, ("a", 1)), first) for one in IDS})
     for what in found:
         act(world, what)
-    effective = sorted(world.took_effect, key=lambda one: one[0].edition)
+    effective = sorted(world.is_chosen, key=lambda one: one[0].configuration_id)
     for (earlier, _), (later, asked) in pairwise(effective):
-        assert earlier.edition in asked, f"{later.edition} does not know of {earlier.edition}"
+        assert earlier.configuration_id in asked, (
+            f"{later.configuration_id} does not know of {earlier.configuration_id}"
+        )
 
 
 def test_an_identity_is_a_node_and_its_process() -> None:
     assert card("a", 7).identity == ("a", 7)
 
 
-def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() -> None:
+def test_a_voter_revision_that_only_its_own_leader_could_bring_about_is_not_asked_by_it() -> None:
     base = plan(3, "ab", "c")
     made = ballot(4, base)
     made.void = frozenset({(3, 1)})
     before = [VoterSet(3, sorted(electorate(base.voters)))]
-    given_up = plan(3, "ab", "defgh", roster=1, decided_by=before)
+    given_up = plan(3, "ab", "defgh", voter_revision=1, decided_by=before)
     made.take_promise(promise(4, "d", accepted=given_up))
     assert set(made.needs) == {(3, 0)}
 
@@ -520,10 +537,12 @@ def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() 
 
 
 def witnessed(base: GenerationPlan, generation: int = 5) -> Ballot:
-    return Ballot(generation, "a test", base.edition, {base.edition: electorate_of(base)})
+    return Ballot(
+        generation, "a test", base.configuration_id, {base.configuration_id: electorate_of(base)}
+    )
 
 
-def test_the_witness_is_one_of_three_beside_two_nodes() -> None:
+def test_the_witness_is_one_of_three_next_to_two_nodes() -> None:
     ballot = witnessed(plan(4, "ab", witness=7))
     ballot.take_promise(promise(5, "a"))
     assert not ballot.is_promised()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.membership.ballots import place_of
+from ftrun.membership.ballots import position_of
 from ftrun.membership.discovery import ASKED_AT_ONCE, LeaderSuccession
 from tests.unit.recovery.made import card, plan
 
@@ -14,7 +14,7 @@ PLAN = plan(1, "abc", spares="de")
 
 @effort(deadline=None)
 @given(st.sets(st.sampled_from("abcde")))
-def test_all_who_know_the_same_losses_turn_to_the_same_agent(lost: set[str]) -> None:
+def test_all_nodes_that_know_the_same_losses_turn_to_the_same_agent(lost: set[str]) -> None:
     left = [one for one in "abcde" if one not in lost]
     for me in left:
         made = LeaderSuccession(card(me))
@@ -30,7 +30,7 @@ def test_a_new_process_of_a_node_leads_as_itself() -> None:
     assert LeaderSuccession(again).next(PLAN) is again
 
 
-def test_where_nobody_is_left_there_is_none() -> None:
+def test_where_none_is_left_there_is_none() -> None:
     made = LeaderSuccession(card("z"))
     assert made.next(None) is None
     for one in "abcde":
@@ -38,14 +38,14 @@ def test_where_nobody_is_left_there_is_none() -> None:
     assert made.next(PLAN) is None
 
 
-def test_nobody_loses_itself() -> None:
+def test_no_node_loses_itself() -> None:
     made = LeaderSuccession(card("a"))
     made.lose(card("a"), refused=True)
     made.lose(None, refused=True)
     assert (made.lost, made.refused) == (set(), set())
 
 
-def test_who_is_refused_is_lost_and_a_lead_that_is_found_ends_it() -> None:
+def test_a_node_that_is_refused_is_lost_and_a_leader_that_is_found_ends_it() -> None:
     made = LeaderSuccession(card("c"))
     made.lose(card("a"))
     made.lose(card("b"), refused=True)
@@ -54,20 +54,20 @@ def test_who_is_refused_is_lost_and_a_lead_that_is_found_ends_it() -> None:
     assert (made.lost, made.refused) == (set(), set())
 
 
-@pytest.mark.parametrize("lead", ["a", "d"])
-def test_the_last_lead_is_asked_first_and_then_the_others_in_order(lead: str) -> None:
+@pytest.mark.parametrize("leader", ["a", "d"])
+def test_the_last_leader_is_asked_first_and_then_the_others_in_order(leader: str) -> None:
     made = LeaderSuccession(card("b"))
-    found = [one.node_id for one in made.acquaintances(plan(1, "abc", spares="de", lead=lead))]
-    assert found == [lead, *(one for one in "acde" if one != lead)]
+    found = [one.node_id for one in made.acquaintances(plan(1, "abc", spares="de", leader=leader))]
+    assert found == [leader, *(one for one in "acde" if one != leader)]
 
 
 def test_of_many_some_are_asked() -> None:
-    big = plan(1, [f"n{at}" for at in range(100)], lead="n99")
+    big = plan(1, [f"n{at}" for at in range(100)], leader="n99")
     found = [one.node_id for one in LeaderSuccession(card("n0")).acquaintances(big)]
     assert found == ["n99", *(f"n{at}" for at in range(1, ASKED_AT_ONCE))]
     assert LeaderSuccession(card("n0")).acquaintances(None) == []
 
 
-def test_who_has_no_place_comes_after_all_others() -> None:
-    assert [place_of(one, PLAN) for one in "aex"] == [0, 4, 5]
-    assert place_of("a", None) == 0
+def test_a_node_that_has_no_place_comes_after_all_others() -> None:
+    assert [position_of(one, PLAN) for one in "aex"] == [0, 4, 5]
+    assert position_of("a", None) == 0

@@ -10,47 +10,47 @@ from ftrun.membership.fencing import SelfFencing
 from tests.unit.membership.agents import STEP_S, Agents
 from tests.unit.recovery.made import settings
 
-SETTINGS = settings(heartbeat_s=0.5, stop_cut_off_s=2.0)
+SETTINGS = settings(heartbeat_interval_s=0.5, self_fencing_timeout_s=2.0)
 
 
 def waiting() -> SelfFencing:
     return SelfFencing(SETTINGS, now_s=100.0)
 
 
-def test_ranks_wait_once_the_lead_was_not_heard_for_as_long_as_it_may_be_replaced() -> None:
+def test_ranks_wait_once_the_leader_was_unresponsive_for_as_long_as_it_may_be_replaced() -> None:
     made = waiting()
-    made.heard_s = 101.0
-    assert made.why(now_s=102.9) == ""
+    made.received_s = 101.0
+    assert made.reason(now_s=102.9) == ""
     assert not made.is_cut_off(now_s=102.9)
     assert made.is_cut_off(now_s=103.0)
-    assert made.why(now_s=103.0) == "no heartbeat from the leader"
+    assert made.reason(now_s=103.0) == "no heartbeat from the leader"
 
 
-def test_ranks_wait_where_the_lead_says_so() -> None:
+def test_ranks_wait_where_the_leader_requests_it() -> None:
     made = waiting()
-    made.lead_says_hold = True
-    assert made.why(now_s=100.0) == "the leader receives from too few nodes"
+    made.leader_suspends = True
+    assert made.reason(now_s=100.0) == "the leader receives from too few nodes"
 
 
-def test_a_process_that_stood_still_says_for_how_long() -> None:
+def test_a_process_that_was_paused_reports_for_how_long() -> None:
     made = waiting()
-    assert made.stood_still_s(now_s=100.9) == 0.0
-    assert made.stood_still_s(now_s=101.8) == 0.0
-    assert made.stood_still_s(now_s=102.8) == 1.0
+    assert made.paused_s(now_s=100.9) == 0.0
+    assert made.paused_s(now_s=101.8) == 0.0
+    assert made.paused_s(now_s=102.8) == 1.0
 
 
-def test_silence_counts_from_when_it_could_hear_again() -> None:
+def test_time_without_heartbeat_counts_from_when_it_could_receive_again() -> None:
     made = waiting()
-    assert made.silent_s(now_s=100.5) == 0.5
-    made.stood_still_s(now_s=150.0)
-    assert made.silent_s(now_s=151.0) == 1.0
-    made.heard_s = 150.5
-    assert made.silent_s(now_s=151.0) == 0.5
+    assert made.unresponsive_s(now_s=100.5) == 0.5
+    made.paused_s(now_s=150.0)
+    assert made.unresponsive_s(now_s=151.0) == 1.0
+    made.received_s = 150.5
+    assert made.unresponsive_s(now_s=151.0) == 0.5
 
 
 def test_what_it_missed_in_its_sleep_makes_its_ranks_wait_all_the_same() -> None:
     made = waiting()
-    made.stood_still_s(now_s=150.0)
+    made.paused_s(now_s=150.0)
     assert made.is_cut_off(now_s=150.0)
 
 
@@ -59,27 +59,27 @@ def test_a_question_is_answered_by_its_number_and_not_by_an_older_one() -> None:
     first = made.ask()
     second = made.ask()
     assert second > first > 0
-    made.heard_s = 100.0
+    made.received_s = 100.0
     made.answered(first)
-    assert "was paused" in made.why(now_s=100.0)
+    assert "was paused" in made.reason(now_s=100.0)
     made.answered(second)
-    assert made.why(now_s=100.0) == ""
+    assert made.reason(now_s=100.0) == ""
 
 
 def test_the_question_is_the_first_reason() -> None:
     made = waiting()
-    made.lead_says_hold = True
+    made.leader_suspends = True
     made.ask()
-    assert "was paused" in made.why(now_s=200.0)
+    assert "was paused" in made.reason(now_s=200.0)
 
 
-def test_another_lead_begins_anew() -> None:
+def test_another_leader_restarts() -> None:
     made = waiting()
-    made.lead_says_hold = True
+    made.leader_suspends = True
     made.ask()
     made.follow(now_s=200.0)
-    assert made.why(now_s=200.0) == ""
-    assert made.heard_s == 200.0
+    assert made.reason(now_s=200.0) == ""
+    assert made.received_s == 200.0
     # Numbers are not used again: an answer to the old question is none to the next.
     assert made.ask() == 2
 
@@ -87,11 +87,11 @@ def test_another_lead_begins_anew() -> None:
 TICK_S = STEP_S
 
 
-def begun(wishes: ClusterSize) -> Agents:
+def started(cluster_size: ClusterSize) -> Agents:
     """A run of three nodes, led by a, that has begun."""
-    made = Agents("abc", settings(wishes=wishes, settle_s=5.0))
+    made = Agents("abc", settings(cluster_size=cluster_size, last_call_timeout_s=5.0))
     made.passes(20.0)
-    assert made.lead() == "a"
+    assert made.leader() == "a"
     return made
 
 
@@ -109,44 +109,44 @@ def successors_start_s(made: Agents, lost: str) -> float:
 @pytest.mark.parametrize("phase", range(8))
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_lease_of_a_frozen_agent_ends_before_its_successors_start(lost: str, phase: int) -> None:
-    made = begun(ClusterSize(2, 2, 1))
+    made = started(ClusterSize(2, 2, 1))
     made.passes(phase * TICK_S)
     made[lost].is_frozen = True
-    lease_s = made[lost].member.holding.lease_s
+    lease_s = made[lost].member.suspension.lease_s
     assert lease_s is not None
     assert made.now_s < lease_s <= made.now_s + 1.0
     assert lease_s < successors_start_s(made, lost)
-    assert made[lost].member.holding.lease_s == lease_s
+    assert made[lost].member.suspension.lease_s == lease_s
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_lease_is_not_renewed_by_an_agent_that_is_cut_off(lost: str) -> None:
-    made = begun(ClusterSize(2, 2, 1))
+    made = started(ClusterSize(2, 2, 1))
     made.cut(lost)
     last_s = 0.0
     give_up_s = made.now_s + 60.0
     while not any(new > 0 for one, new in made.running().items() if one != lost):
         assert made.now_s < give_up_s
         made.passes(TICK_S)
-        last_s = max(last_s, made[lost].member.holding.lease_s or 0.0)
+        last_s = max(last_s, made[lost].member.suspension.lease_s or 0.0)
     assert 0.0 < last_s < made.now_s
 
 
-def test_lease_is_renewed_when_the_lead_is_heard_again() -> None:
-    made = begun(ClusterSize(2, 3, 0))
+def test_lease_is_renewed_when_the_leader_responds_again() -> None:
+    made = started(ClusterSize(2, 3, 0))
     made.cut("c")
     made.passes(2.5)
-    assert made["c"].member.is_held
-    assert made["c"].member.holding.lease_s == 0.0
+    assert made["c"].member.is_suspended
+    assert made["c"].member.suspension.lease_s == 0.0
     made.heal()
     made.passes(0.5)
-    lease_s = made["c"].member.holding.lease_s
+    lease_s = made["c"].member.suspension.lease_s
     assert lease_s is not None
     assert lease_s > made.now_s
 
 
 def test_a_node_that_nothing_can_replace_needs_no_lease() -> None:
-    made = Agents("a", settings(wishes=ClusterSize(1, 1, 0)))
+    made = Agents("a", settings(cluster_size=ClusterSize(1, 1, 0)))
     made.passes(20.0)
     assert made.running() == {"a": 0}
-    assert made["a"].member.holding.lease_s is None
+    assert made["a"].member.suspension.lease_s is None

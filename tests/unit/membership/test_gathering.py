@@ -8,14 +8,14 @@ import pytest
 
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
-from ftrun.membership.gathering import SAY_EVERY_S, InitialQuorum, JoinTimeout
+from ftrun.membership.gathering import REPORT_EVERY_S, InitialQuorum, JoinTimeout
 from ftrun.records.membership import WaitingForNodes
 from ftrun.recovery.commands import EndRun, JournalEntry, Send
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 from tests.unit.recovery.made import card, settings
 
-SETTINGS = settings(wishes=ClusterSize(2, 3, 1), settle_s=5.0, blank_wait_s=2.0)
+SETTINGS = settings(cluster_size=ClusterSize(2, 3, 1), last_call_timeout_s=5.0, blank_wait_s=2.0)
 
 
 def gatherer() -> InitialQuorum:
@@ -32,7 +32,7 @@ def join(
     return found.message
 
 
-def test_with_all_that_were_wished_for_it_begins_once_a_lead_would_have_come() -> None:
+def test_with_all_that_were_requested_it_begins_once_a_leader_would_have_come() -> None:
     made = gatherer()
     for one in "dc":
         join(made, card(one), now_s=110.0)
@@ -41,7 +41,7 @@ def test_with_all_that_were_wished_for_it_begins_once_a_lead_would_have_come() -
     assert made.is_complete(now_s=110.0)
 
 
-def test_it_waits_for_a_lead_that_may_look_for_it() -> None:
+def test_it_waits_for_a_leader_that_may_look_for_it() -> None:
     made = gatherer()
     for one in "bcd":
         join(made, card(one))
@@ -49,7 +49,7 @@ def test_it_waits_for_a_lead_that_may_look_for_it() -> None:
     assert made.is_complete(now_s=102.0)
 
 
-def test_with_enough_it_begins_once_nobody_has_come_for_a_while() -> None:
+def test_with_enough_it_begins_once_no_node_has_come_for_a_while() -> None:
     made = gatherer()
     join(made, card("b"), now_s=110.0)
     assert not made.is_complete(now_s=114.9)
@@ -83,17 +83,17 @@ def test_where_one_knows_of_a_run_none_is_begun() -> None:
     assert made.is_complete(now_s=1e6)
 
 
-def test_two_nodes_of_one_name_are_told_apart() -> None:
+def test_two_nodes_of_one_name_are_distinguished() -> None:
     made = gatherer()
     mine = msgspec.structs.replace(card("a", 2), host="x.local")
     answer = join(made, mine)
     assert isinstance(answer, JoinRejected)
-    assert "a.local and x.local are both named a" in answer.why
+    assert "a.local and x.local are both named a" in answer.reason
     join(made, card("b"))
     other = msgspec.structs.replace(card("b", 2), host="x.local")
     answer = join(made, other)
     assert isinstance(answer, JoinRejected)
-    assert "b.local and x.local are both named b" in answer.why
+    assert "b.local and x.local are both named b" in answer.reason
     assert made.cards["b"] == card("b")
 
 
@@ -108,7 +108,7 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_first() -> None:
     assert isinstance(join(made, moved), JoinPending)
 
 
-def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:
+def test_no_run_begins_while_one_may_continue_that_the_witness_remembers() -> None:
     made = gatherer()
     made.remembered = frozenset("abd")
     for one in "bc":
@@ -120,24 +120,26 @@ def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:
     assert made.is_complete(now_s=1e6)
 
 
-SETTINGS_OF_PATIENCE = settings(join_wait_s=100.0)
+TIMEOUT_SETTINGS = settings(join_timeout_s=100.0)
 
 
-def test_it_says_now_and_then_what_is_waited_for() -> None:
-    made = JoinTimeout(SETTINGS_OF_PATIENCE, now_s=50.0)
+def test_it_reports_now_and_then_what_is_waited_for() -> None:
+    made = JoinTimeout(TIMEOUT_SETTINGS, now_s=50.0)
     said_s = []
     for now_s in range(50, 100):
         found = made.wait(now_s - 50.0, "a is here", gathers=True, now_s=float(now_s))
         if found:
             assert found == [
-                JournalEntry(WaitingForNodes(f"waiting for {now_s - 50} s: a is here"), say=True)
+                JournalEntry(
+                    WaitingForNodes(f"waiting for {now_s - 50} s: a is here"), announce=True
+                )
             ]
             said_s.append(now_s - 50)
-    assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]
+    assert said_s == [REPORT_EVERY_S, 2 * REPORT_EVERY_S, 3 * REPORT_EVERY_S]
 
 
-def test_a_wait_that_has_just_begun_says_nothing() -> None:
-    made = JoinTimeout(SETTINGS_OF_PATIENCE, now_s=50.0)
+def test_a_wait_that_has_just_begun_reports_nothing() -> None:
+    made = JoinTimeout(TIMEOUT_SETTINGS, now_s=50.0)
     assert made.wait(0.0, "4 of 4 nodes are present", gathers=True, now_s=200.0) == []
 
 
@@ -151,7 +153,7 @@ def test_a_wait_that_has_just_begun_says_nothing() -> None:
 def test_it_gives_up_after_the_limit_with_what_to_check(
     gathers: bool, code: ExitCode, advice: str
 ) -> None:
-    made = JoinTimeout(SETTINGS_OF_PATIENCE, now_s=0.0)
+    made = JoinTimeout(TIMEOUT_SETTINGS, now_s=0.0)
     before = made.wait(99.9, "nobody", gathers=gathers, now_s=99.9)
     assert not any(isinstance(one, EndRun) for one in before)
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
@@ -163,7 +165,7 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> None:
-    made = JoinTimeout(settings(join_wait_s=100.0, etcd=["etcd:2379"]), now_s=0.0)
+    made = JoinTimeout(settings(join_timeout_s=100.0, etcd=["etcd:2379"]), now_s=0.0)
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (

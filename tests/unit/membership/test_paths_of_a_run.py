@@ -12,7 +12,7 @@ from ftrun.recovery.commands import Command, JournalEntry, ProbePath, StartRanks
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
 from ftrun.wire.cluster.membership import Heartbeat
-from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
+from ftrun.wire.cluster.messages import ProbePathResult, RailUnresponsive
 from tests.unit.membership.agents import Agent, Agents
 from tests.unit.recovery.made import card, settings
 
@@ -21,27 +21,27 @@ class Railed(Agents):
     """Nodes with two rails; a road that is tried is answered at once, or never."""
 
     def __init__(self, node_ids: str, mode: str) -> None:
-        self.mute: set[str] = set()
+        self.unresponsive: set[str] = set()
         """Nodes that try no road."""
         self.dead: set[tuple[str, str]] = set()
         self.tried: list[tuple[str, str, str]] = []
         count = len(node_ids)
         network = NetworkConfig(plan=mode)
-        super().__init__(node_ids, settings(wishes=ClusterSize(2, count, 0), network=network))
+        super().__init__(node_ids, settings(cluster_size=ClusterSize(2, count, 0), network=network))
 
     def start(self, node_id: str, incarnation: int = 1, **changes: object) -> Agent:
         assert not changes
         at = ord(node_id) - ord("a") + 1
         rails = [Rail(f"eth{i}", f"10.{i}.0.{at}", 24, 7000) for i in range(2)]
         me = card(node_id, incarnation, endpoint=node_id == "a", rails=rails)
-        wishes = self.settings
+        cluster_size = self.settings
         member = Member(
             me,
-            wishes,
-            lambda: GenerationMonitor(wishes, node_id, pairs=PairCheck()),
+            cluster_size,
+            lambda: GenerationMonitor(cluster_size, node_id, pairs=PairCheck()),
             now_s=self.now_s,
         )
-        self.all[node_id] = Agent(member, wishes)
+        self.all[node_id] = Agent(member, cluster_size)
         return self.all[node_id]
 
     def _carry_out(self, agent: Agent, command: Command) -> None:
@@ -50,7 +50,7 @@ class Railed(Agents):
             return
         me, order = agent.card.node_id, command.order
         self.tried.append((me, order.destination, order.rail))
-        if me in self.mute:
+        if me in self.unresponsive:
             return
         is_dead = bool({(me, order.rail), (order.destination, order.rail)} & self.dead)
         figures = (0.0, 0.0, "no answer") if is_dead else (1e-4, 1e9, "")
@@ -61,7 +61,7 @@ class Railed(Agents):
 
     def plan(self) -> GenerationPlan:
         """Of the newest generation that runs."""
-        return self["a"].told(StartRanks)[-1].plan
+        return self["a"].reported(StartRanks)[-1].plan
 
     def works(self, step: int) -> None:
         for one in self.all:
@@ -82,31 +82,33 @@ def test_a_run_begins_with_a_survey_and_what_it_found(mode: str) -> None:
     made = Railed("abcd", mode)
     made.passes(10.0)
     assert len(made.tried) == (0 if mode == "off" else 24)
-    roads = made.plan().roads
-    assert (roads is not None) == (mode == "on")
-    if roads is not None:
-        rail = made.plan().members[0].card.rails[int(roads.rails[0][-1])]
+    paths = made.plan().paths
+    assert (paths is not None) == (mode == "on")
+    if paths is not None:
+        rail = made.plan().members[0].card.rails[int(paths.rails[0][-1])]
         assert made.plan().store_host == rail.host
     else:
         assert made.plan().store_host == "a.local"
 
 
-@pytest.mark.parametrize("mute", ["a", "c", "abcd"])
-def test_nodes_that_try_nothing_delay_the_start_by_no_more_than_the_limit(mute: str) -> None:
+@pytest.mark.parametrize("unresponsive", ["a", "c", "abcd"])
+def test_nodes_that_try_nothing_delay_the_start_by_no_more_than_the_limit(
+    unresponsive: str,
+) -> None:
     made = Railed("abcd", "on")
-    made.mute = set(mute)
+    made.unresponsive = set(unresponsive)
     made.passes(3.0)
-    begun_s = made.now_s
-    while not made["a"].told(StartRanks) and made.now_s < begun_s + 20:
+    started_s = made.now_s
+    while not made["a"].reported(StartRanks) and made.now_s < started_s + 20:
         made.passes(0.25)
-    assert made["a"].told(StartRanks)
-    assert made.now_s - begun_s < 6.0
+    assert made["a"].reported(StartRanks)
+    assert made.now_s - started_s < 6.0
 
 
 def test_a_node_that_dies_in_the_survey_is_done_without() -> None:
     made = Railed("abcd", "on")
     made.settings = made.settings
-    made.mute = {"d"}
+    made.unresponsive = {"d"}
     made.passes(2.5)
     assert made.tried
     made.kill("d")
@@ -115,25 +117,27 @@ def test_a_node_that_dies_in_the_survey_is_done_without() -> None:
     assert "d" not in {one.node_id for one in made.plan().members}
 
 
-def test_a_rail_that_falls_silent_is_left_within_one_generation() -> None:
+def test_a_rail_that_stops_responding_is_left_within_one_generation() -> None:
     made = Railed("abcd", "on")
     made.passes(10.0)
     before = made.plan()
-    assert before.roads is not None
-    rail = before.roads.rails[0]
+    assert before.paths is not None
+    rail = before.paths.rails[0]
     made.works(7)
     made.dead.add(("c", rail))
-    made.happens("a", MessageReceived("b", RailSilent("c", rail, 1.0)))
+    made.happens("a", MessageReceived("b", RailUnresponsive("c", rail, 1.0)))
     made.passes(1.0)
     after = made.plan()
     assert after.generation == 1
-    assert after.roads is not None
-    assert rail not in after.roads.rails
+    assert after.paths is not None
+    assert rail not in after.paths.rails
     assert [one.node_id for one in after.members] == [one.node_id for one in before.members]
-    host = after.members[0].card.rails[int(after.roads.rails[0][-1])].host
+    host = after.members[0].card.rails[int(after.paths.rails[0][-1])].host
     assert after.store_host == host
-    findings = [one for one in made["a"].told(JournalEntry) if one.record.kind == "path_finding"]
-    assert any(one.say and rail in one.record.text for one in findings)
+    findings = [
+        one for one in made["a"].reported(JournalEntry) if one.record.kind == "path_finding"
+    ]
+    assert any(one.announce and rail in one.record.text for one in findings)
 
 
 def test_with_report_a_dead_rail_is_named_and_nothing_else_happens() -> None:
@@ -141,11 +145,13 @@ def test_with_report_a_dead_rail_is_named_and_nothing_else_happens() -> None:
     made.passes(10.0)
     made.works(7)
     made.dead.add(("c", "eth1"))
-    made.happens("a", MessageReceived("b", RailSilent("c", "eth1", 1.0)))
+    made.happens("a", MessageReceived("b", RailUnresponsive("c", "eth1", 1.0)))
     made.passes(2.0)
     assert made.plan().generation == 0
     findings = [
-        one.record.text for one in made["a"].told(JournalEntry) if one.record.kind == "path_finding"
+        one.record.text
+        for one in made["a"].reported(JournalEntry)
+        if one.record.kind == "path_finding"
     ]
     assert any("eth1" in text for text in findings)
 
@@ -154,5 +160,5 @@ def test_a_plan_whose_rail_the_first_node_lacks_meets_at_its_address() -> None:
     made = Railed("ab", "on")
     made.passes(10.0)
     plan = made.plan()
-    assert plan.roads is not None
+    assert plan.paths is not None
     assert msgspec.json.decode(msgspec.json.encode(plan), type=GenerationPlan) == plan

@@ -28,7 +28,7 @@ from ftrun.recovery.commands import (
     UpdatePeerPorts,
     WriteCheckpointPart,
 )
-from ftrun.wire.cluster.generation import Edition, GenerationPlan
+from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan
 from ftrun.wire.cluster.membership import (
     Accept,
     Accepted,
@@ -45,15 +45,15 @@ HOLDS = Inventory([offer(1, (4, 8), 3)])
 RUNS = plan(4, "abc")
 
 
-def prepare(generation: int, proposer: str = "a", knows: Edition = (-1, 0)) -> Prepare:
+def prepare(generation: int, proposer: str = "a", knows: ConfigurationId = (-1, 0)) -> Prepare:
     return Prepare(generation, card(proposer), "c was lost", knows)
 
 
 def asked(
-    made: Voter, generation: int, proposer: str = "a", *, hears_lead: bool = False
+    made: Voter, generation: int, proposer: str = "a", *, has_leader: bool = False
 ) -> list[Command]:
     body = prepare(generation, proposer)
-    return made.prepare(proposer, body, card("l"), hears_lead=hears_lead)
+    return made.prepare(proposer, body, card("l"), has_leader=has_leader)
 
 
 def quiesced(made: Voter, generation: int) -> list[Command]:
@@ -72,19 +72,19 @@ def promised(made: Voter, generation: int, proposer: str = "a") -> Promise:
 
 def follower(of: GenerationPlan | None = RUNS) -> Voter:
     """One that runs ranks of a generation which has taken effect."""
-    made = Voter(ME, None, took_effect=False)
+    made = Voter(ME, None, is_chosen=False)
     if of is None:
         return made
-    promised(made, of.generation, of.lead)
-    made.announce(of.lead, Accept(of), (of.lead, 1))
+    promised(made, of.generation, of.leader)
+    made.announce(of.leader, Accept(of), (of.leader, 1))
     made.adopted(GenerationInstalled(of.generation, of.restore))
-    assert made.obey(of.lead, LeaderHeartbeat(generation=of.generation, number=1)) == [
+    assert made.apply_heartbeat(of.leader, LeaderHeartbeat(generation=of.generation, number=1)) == [
         StartRanks(of)
     ]
     return made
 
 
-def beat(number: int, **changes: object) -> LeaderHeartbeat:
+def heartbeat(number: int, **changes: object) -> LeaderHeartbeat:
     return msgspec.structs.replace(LeaderHeartbeat(generation=4, number=number), **changes)
 
 
@@ -113,7 +113,7 @@ def test_a_promise_is_given_once_this_nodes_workers_are_dead() -> None:
     assert asked(made, 5) == [Send("a", answer)]
 
 
-def test_a_higher_number_needs_the_workers_dead_anew() -> None:
+def test_a_higher_number_needs_the_workers_dead_again() -> None:
     made = follower()
     promised(made, 5)
     assert asked(made, 6, "c") == [Quiesce(6, "c was lost")]
@@ -121,7 +121,7 @@ def test_a_higher_number_needs_the_workers_dead_anew() -> None:
 
 
 def test_that_workers_are_dead_is_no_promise_to_anybody() -> None:
-    made = Voter(ME, plan(3, "abc"), took_effect=False)
+    made = Voter(ME, plan(3, "abc"), is_chosen=False)
     assert quiesced(made, 3) == []
     assert made.adopted(GenerationInstalled(3, None)) == []
 
@@ -141,7 +141,7 @@ def test_no_number_is_promised_twice_nor_a_lower_one() -> None:
 
 
 def test_no_number_is_promised_that_has_taken_effect() -> None:
-    made = Voter(ME, None, took_effect=False)
+    made = Voter(ME, None, is_chosen=False)
     made.take_current(plan(7, "acd"))
     assert refusal(asked(made, 7)) == PrepareRejected(7, 7, None, 7)
     assert refusal(asked(made, 6)) == PrepareRejected(6, 7, None, 7)
@@ -150,9 +150,9 @@ def test_no_number_is_promised_that_has_taken_effect() -> None:
 # --- rule 2: whoever hears its lead promises nobody else --------------------------------------
 
 
-def test_who_hears_its_lead_says_so_and_goes_on() -> None:
+def test_a_node_that_receives_from_its_leader_is_reported_and_continues() -> None:
     made = follower()
-    assert refusal(asked(made, 5, "c", hears_lead=True)) == PrepareRejected(5, 4, card("l"), 4)
+    assert refusal(asked(made, 5, "c", has_leader=True)) == PrepareRejected(5, 4, card("l"), 4)
     assert not made.is_in_ballot
 
 
@@ -162,14 +162,14 @@ def test_who_hears_its_lead_says_so_and_goes_on() -> None:
 def test_a_plan_as_old_as_the_proposer_knows_is_not_sent() -> None:
     for knows, effective in (((4, 0), None), ((3, 9), RUNS)):
         made = follower()
-        made.prepare("a", prepare(5, knows=knows), None, hears_lead=False)
+        made.prepare("a", prepare(5, knows=knows), None, has_leader=False)
         (found,) = quiesced(made, 5)
         assert isinstance(found, Send)
         assert isinstance(found.message, Promise)
         assert found.message.effective == effective
 
 
-def test_what_was_accepted_and_may_have_taken_effect_is_told() -> None:
+def test_what_was_accepted_and_may_have_taken_effect_is_reported() -> None:
     made = follower()
     promised(made, 5)
     wanted = plan(5, "abd")
@@ -178,37 +178,37 @@ def test_what_was_accepted_and_may_have_taken_effect_is_told() -> None:
     assert (found.effective, found.accepted, found.knows) == (RUNS, wanted, 5)
 
 
-def test_what_was_only_told_proves_nothing_of_what_was_accepted() -> None:
-    made = Voter(ME, None, took_effect=False)
+def test_what_was_only_reported_proves_nothing_of_what_was_accepted() -> None:
+    made = Voter(ME, None, is_chosen=False)
     made.take_current(plan(7, "acd"))
     found = promised(made, 8)
     assert (found.effective, found.accepted, found.knows) == (plan(7, "acd"), None, -1)
 
 
-@pytest.mark.parametrize("took_effect", [False, True])
-def test_an_agent_that_was_started_again_has_its_predecessors_memory(took_effect: bool) -> None:
-    made = Voter(card("b", 2), RUNS, took_effect=took_effect)
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_an_agent_that_was_started_again_has_its_predecessors_memory(is_chosen: bool) -> None:
+    made = Voter(card("b", 2), RUNS, is_chosen=is_chosen)
     assert not made.is_member, "its ranks died with the first"
     assert made.newest_plan == RUNS
     # It does not know what the first one promised of that number, or of those below.
     assert refusal(asked(made, 4)).promised == 4
     found = promised(made, 5)
-    wanted = (RUNS, None) if took_effect else (None, RUNS)
+    wanted = (RUNS, None) if is_chosen else (None, RUNS)
     assert (found.effective, found.accepted, found.knows) == (*wanted, 4)
 
 
 def test_without_memory_it_knows_of_nothing() -> None:
-    made = Voter(ME, None, took_effect=False)
-    assert (made.newest_plan, made.edition, made.knows) == (None, (-1, 0), -1)
+    made = Voter(ME, None, is_chosen=False)
+    assert (made.newest_plan, made.configuration_id, made.knows) == (None, (-1, 0), -1)
     assert not made.is_in_ballot
     found = promised(made, 0)
     assert (found.effective, found.accepted, found.knows) == (None, None, -1)
 
 
-def test_the_newest_commit_is_told() -> None:
+def test_the_newest_commit_is_reported() -> None:
     made = follower()
-    made.obey("a", beat(2, committed=(4, 8)))
-    made.obey("a", beat(3))
+    made.apply_heartbeat("a", heartbeat(2, committed=(4, 8)))
+    made.apply_heartbeat("a", heartbeat(3))
     assert made.committed == (4, 8)
     assert promised(made, 5).committed == (4, 8)
 
@@ -246,45 +246,45 @@ def test_what_is_over_is_not_accepted() -> None:
 # --- effect -----------------------------------------------------------------------------------
 
 
-def test_a_generation_runs_once_its_lead_says_that_it_has_taken_effect() -> None:
+def test_a_generation_runs_once_its_leader_reports_that_it_has_taken_effect() -> None:
     made = follower()
     promised(made, 5)
     wanted = plan(5, "abd")
     made.announce("a", Accept(wanted), ("a", 1))
     made.adopted(GenerationInstalled(5, None))
-    assert made.obey("a", beat(2)) == []
-    made.begin_to_follow()
-    assert made.obey("c", beat(1, generation=5)) == [], "c wants another one"
-    made.begin_to_follow()
-    assert made.obey("a", beat(1, generation=5)) == [StartRanks(wanted)]
+    assert made.apply_heartbeat("a", heartbeat(2)) == []
+    made.start_following()
+    assert made.apply_heartbeat("c", heartbeat(1, generation=5)) == [], "c wants another one"
+    made.start_following()
+    assert made.apply_heartbeat("a", heartbeat(1, generation=5)) == [StartRanks(wanted)]
     assert (made.generation, made.is_member) == (5, True)
     assert not made.is_in_ballot
 
 
 def test_a_spare_runs_nothing() -> None:
-    made = Voter(ME, None, took_effect=False)
+    made = Voter(ME, None, is_chosen=False)
     promised(made, 4)
     made.announce("a", Accept(plan(4, "ac", spares="b")), ("a", 1))
     made.adopted(GenerationInstalled(4, None))
-    assert made.obey("a", beat(1)) == []
+    assert made.apply_heartbeat("a", heartbeat(1)) == []
     assert (made.generation, made.is_member) == (4, False)
     # Nor does it obey what is for members.
-    assert made.obey("a", beat(2, committed=(4, 8), killed=True)) == []
+    assert made.apply_heartbeat("a", heartbeat(2, committed=(4, 8), killed=True)) == []
     assert made.committed == (4, 8)
 
 
-def test_who_has_promised_a_later_one_starts_no_ranks_of_the_earlier() -> None:
+def test_a_node_that_has_promised_a_later_one_starts_no_ranks_of_the_earlier() -> None:
     made = follower(None)
     promised(made, 4)
     made.announce("a", Accept(RUNS), ("a", 1))
     made.adopted(GenerationInstalled(4, None))
     asked(made, 5, "c")
-    assert made.obey("a", beat(1)) == []
+    assert made.apply_heartbeat("a", heartbeat(1)) == []
     assert made.generation == 4
     assert made.is_in_ballot
 
 
-def test_a_generation_that_goes_on_without_this_node_ends_its_ranks() -> None:
+def test_a_generation_that_continues_without_this_node_ends_its_ranks() -> None:
     made = follower()
     gone_on = plan(6, "acd")
     assert made.take_current(gone_on) == [KillWorkers("generation 6 has started without this node")]
@@ -294,7 +294,7 @@ def test_a_generation_that_goes_on_without_this_node_ends_its_ranks() -> None:
     assert made.take_current(plan(7, "acd")) == [], "nothing runs here"
 
 
-def test_a_generation_that_was_accepted_here_runs_when_a_lead_tells_of_it() -> None:
+def test_a_generation_that_was_accepted_here_runs_when_a_leader_reports_it() -> None:
     made = follower()
     promised(made, 5)
     wanted = plan(5, "abd")
@@ -303,7 +303,7 @@ def test_a_generation_that_was_accepted_here_runs_when_a_lead_tells_of_it() -> N
 
 
 def test_another_process_of_a_member_is_no_member() -> None:
-    made = Voter(card("b", 2), None, took_effect=False)
+    made = Voter(card("b", 2), None, is_chosen=False)
     made.take_current(RUNS)
     assert not made.is_member
 
@@ -311,91 +311,100 @@ def test_another_process_of_a_member_is_no_member() -> None:
 # --- a roster ---------------------------------------------------------------------------------
 
 
-def with_spares(spares: str, roster: int, **changes: object) -> GenerationPlan:
-    return plan(4, "abc", spares, roster=roster, **changes)
+def with_spares(spares: str, voter_revision: int, **changes: object) -> GenerationPlan:
+    return plan(4, "abc", spares, voter_revision=voter_revision, **changes)
 
 
-def test_a_roster_is_accepted_once_it_is_kept() -> None:
+def test_a_voter_revision_is_accepted_once_it_is_kept() -> None:
     made = follower()
     wanted = with_spares("d", 1)
-    assert made.enrol("a", wanted, ("a", 1)) == [PersistPlan(wanted, took_effect=False)]
-    answer = Send("a", Accepted(4, None, roster=1))
-    assert made.plan_kept(PlanPersisted((4, 0))) == []
-    assert made.plan_kept(PlanPersisted((4, 1))) == [answer]
-    assert made.enrol("a", wanted, ("a", 1)) == [answer], "it was not heard"
-    assert made.edition == (4, 0), "it is not in effect"
+    assert made.adopt_voters("a", wanted, ("a", 1)) == [PersistPlan(wanted, is_chosen=False)]
+    answer = Send("a", Accepted(4, None, voter_revision=1))
+    assert made.plan_persisted(PlanPersisted((4, 0))) == []
+    assert made.plan_persisted(PlanPersisted((4, 1))) == [answer]
+    assert made.adopt_voters("a", wanted, ("a", 1)) == [answer], "it was not heard"
+    assert made.configuration_id == (4, 0), "it is not in effect"
     assert not made.is_in_ballot
 
 
-def test_that_the_first_plan_is_kept_is_no_roster() -> None:
+def test_that_the_first_plan_is_kept_is_no_voter_revision() -> None:
     made = follower()
-    assert made.plan_kept(PlanPersisted((4, 0))) == []
-    assert Voter(ME, None, took_effect=False).plan_kept(PlanPersisted((-1, 0))) == []
+    assert made.plan_persisted(PlanPersisted((4, 0))) == []
+    assert Voter(ME, None, is_chosen=False).plan_persisted(PlanPersisted((-1, 0))) == []
 
 
 @pytest.mark.parametrize(
     "wanted",
     [
-        plan(4, "abc", "d", roster=0),
-        plan(5, "abc", "d", roster=1),
-        plan(4, "abd", "c", roster=1),
-        plan(4, "abc", "d", roster=1, lead="c"),
+        plan(4, "abc", "d", voter_revision=0),
+        plan(5, "abc", "d", voter_revision=1),
+        plan(4, "abd", "c", voter_revision=1),
+        plan(4, "abc", "d", voter_revision=1, leader="c"),
     ],
     ids=["no newer", "of another generation", "with other members", "of another lead"],
 )
-def test_a_roster_of_something_else_is_not_accepted(wanted: GenerationPlan) -> None:
+def test_a_voter_revision_of_something_else_is_not_accepted(wanted: GenerationPlan) -> None:
     made = follower()
-    assert made.enrol("a", wanted, ("a", 1)) == []
+    assert made.adopt_voters("a", wanted, ("a", 1)) == []
     assert made.newest_plan == RUNS
 
 
-def test_who_is_in_no_generation_or_in_a_ballot_accepts_no_roster() -> None:
-    beside = Voter(ME, None, took_effect=False)
-    assert beside.enrol("a", with_spares("d", 1), ("a", 1)) == []
+def test_a_node_that_is_in_no_generation_or_in_a_ballot_accepts_no_voter_revision() -> None:
+    beside = Voter(ME, None, is_chosen=False)
+    assert beside.adopt_voters("a", with_spares("d", 1), ("a", 1)) == []
     made = follower()
     promised(made, 5, "c")
-    assert made.enrol("a", with_spares("d", 1), ("a", 1)) == []
+    assert made.adopt_voters("a", with_spares("d", 1), ("a", 1)) == []
 
 
-def test_a_roster_takes_effect_without_a_word_to_the_ranks() -> None:
+def test_a_voter_revision_takes_effect_without_a_message_to_the_ranks() -> None:
     made = follower()
     wanted = with_spares("d", 1)
-    made.enrol("a", wanted, ("a", 1))
-    made.plan_kept(PlanPersisted((4, 1)))
-    assert made.obey("a", beat(2)) == []
-    assert made.obey("a", beat(3, roster=1)) == [PersistPlan(wanted, took_effect=True)]
+    made.adopt_voters("a", wanted, ("a", 1))
+    made.plan_persisted(PlanPersisted((4, 1)))
+    assert made.apply_heartbeat("a", heartbeat(2)) == []
+    assert made.apply_heartbeat("a", heartbeat(3, voter_revision=1)) == [
+        PersistPlan(wanted, is_chosen=True)
+    ]
     assert (made.plan, made.is_member) == (wanted, True)
-    assert made.obey("a", beat(4, roster=1, committed=(4, 8))) == [CommitSnapshot(version(4, 8))]
+    assert made.apply_heartbeat("a", heartbeat(4, voter_revision=1, committed=(4, 8))) == [
+        CommitSnapshot(version(4, 8))
+    ]
 
 
-def test_another_roster_than_the_accepted_one_is_not_taken_for_it() -> None:
+def test_another_voter_revision_than_the_accepted_one_is_not_taken_for_it() -> None:
     made = follower()
-    made.enrol("a", with_spares("d", 1), ("a", 1))
-    assert made.obey("a", beat(2, roster=2)) == []
-    assert made.edition == (4, 0)
-    told = with_spares("e", 2)
-    assert made.take_current(told) == [PersistPlan(told, took_effect=True)]
-    assert made.edition == (4, 2)
+    made.adopt_voters("a", with_spares("d", 1), ("a", 1))
+    assert made.apply_heartbeat("a", heartbeat(2, voter_revision=2)) == []
+    assert made.configuration_id == (4, 0)
+    reported = with_spares("e", 2)
+    assert made.take_current(reported) == [PersistPlan(reported, is_chosen=True)]
+    assert made.configuration_id == (4, 2)
 
 
-def test_a_roster_that_was_accepted_is_told_to_the_next_proposer() -> None:
+def test_a_voter_revision_that_was_accepted_is_reported_to_the_next_proposer() -> None:
     made = follower()
     wanted = with_spares("d", 1)
-    made.enrol("a", wanted, ("a", 1))
+    made.adopt_voters("a", wanted, ("a", 1))
     found = promised(made, 5, "c")
     assert (found.effective, found.accepted) == (RUNS, wanted)
 
 
 @pytest.mark.parametrize(
-    ("told", "is_known"),
+    ("reported", "is_known"),
     [((3, 9), True), ((4, 0), True), ((4, 1), True), ((4, 2), False), ((5, 0), False)],
 )
-def test_it_knows_of_what_is_in_effect_or_was_accepted(told: Edition, is_known: bool) -> None:
+def test_it_knows_of_what_is_in_effect_or_was_accepted(
+    reported: ConfigurationId, is_known: bool
+) -> None:
     made = follower()
-    made.enrol("a", with_spares("d", 1), ("a", 1))
-    assert made.knows_of(LeaderHeartbeat(generation=told[0], roster=told[1])) is is_known
-    beside = Voter(ME, None, took_effect=False)
-    assert not beside.knows_of(LeaderHeartbeat(generation=told[0], roster=told[1]))
+    made.adopt_voters("a", with_spares("d", 1), ("a", 1))
+    assert (
+        made.knows_of(LeaderHeartbeat(generation=reported[0], voter_revision=reported[1]))
+        is is_known
+    )
+    beside = Voter(ME, None, is_chosen=False)
+    assert not beside.knows_of(LeaderHeartbeat(generation=reported[0], voter_revision=reported[1]))
 
 
 # --- rule 3: orders ---------------------------------------------------------------------------
@@ -407,20 +416,20 @@ ORDERS: list[tuple[dict[str, object], Command]] = [
     ({"abandoned_step": 3}, AbandonStep(3)),
     ({"take_from": 12}, SetFirstSnapshotStep(12)),
     ({"every": 5, "every_from_step": 70}, SetSnapshotInterval(5, 70)),
-    ({"stop_after_step": 0, "why": "grows"}, RequestFinalSnapshot("grows", 0)),
-    ({"signal": 15, "signal_count": 1, "why": "now"}, SignalWorkers(15, "now")),
+    ({"stop_after_step": 0, "reason": "grows"}, RequestFinalSnapshot("grows", 0)),
+    ({"signal": 15, "signal_count": 1, "reason": "now"}, SignalWorkers(15, "now")),
     ({"moved": {"c": 7}}, UpdatePeerPorts({"c": 7})),
     ({"examine": True}, InspectRanks()),
-    ({"killed": True, "why": "failed"}, KillWorkers("failed")),
+    ({"killed": True, "reason": "failed"}, KillWorkers("failed")),
 ]
 
 
 @pytest.mark.parametrize(("orders", "wanted"), ORDERS, ids=lambda one: type(one).__name__)
 def test_an_order_is_obeyed_once(orders: dict[str, object], wanted: Command) -> None:
     made = follower()
-    assert made.obey("a", beat(2)) == []
-    assert made.obey("a", beat(3, **orders)) == [wanted]
-    assert made.obey("a", beat(4, **orders)) == []
+    assert made.apply_heartbeat("a", heartbeat(2)) == []
+    assert made.apply_heartbeat("a", heartbeat(3, **orders)) == [wanted]
+    assert made.apply_heartbeat("a", heartbeat(4, **orders)) == []
 
 
 @pytest.mark.parametrize(("orders", "wanted"), ORDERS, ids=lambda one: type(one).__name__)
@@ -429,48 +438,54 @@ def test_orders_for_another_generation_are_not_obeyed(
 ) -> None:
     made = follower()
     for number, generation in ((2, 3), (3, 5)):
-        assert made.obey("a", beat(number, generation=generation, **orders)) == []
+        assert made.apply_heartbeat("a", heartbeat(number, generation=generation, **orders)) == []
     assert made.committed is None
-    assert made.obey("a", beat(4, **orders)) == [wanted]
+    assert made.apply_heartbeat("a", heartbeat(4, **orders)) == [wanted]
 
 
 @pytest.mark.parametrize(("orders", "wanted"), ORDERS, ids=lambda one: type(one).__name__)
-def test_who_has_promised_a_later_generation_obeys_no_orders(
+def test_a_node_that_has_promised_a_later_generation_obeys_no_orders(
     orders: dict[str, object], wanted: Command
 ) -> None:
     made = follower()
     promised(made, 5, "c")
-    assert made.obey("a", beat(2, **orders)) == []
+    assert made.apply_heartbeat("a", heartbeat(2, **orders)) == []
     assert made.committed == orders.get("committed"), "but it remembers a commit"
     assert wanted not in made.take_current(plan(6, "abc"))
 
 
-def test_what_was_obeyed_in_one_generation_is_obeyed_anew_in_the_next() -> None:
+def test_what_was_obeyed_in_one_generation_is_obeyed_again_in_the_next() -> None:
     made = follower()
-    made.obey("a", beat(2, killed=True, signal=15, signal_count=1))
+    made.apply_heartbeat("a", heartbeat(2, killed=True, signal=15, signal_count=1))
     promised(made, 5)
     made.announce("a", Accept(plan(5, "abd")), ("a", 1))
-    made.obey("a", beat(3, generation=5))
-    found = made.obey("a", beat(4, generation=5, killed=True, signal=2, signal_count=1))
+    made.apply_heartbeat("a", heartbeat(3, generation=5))
+    found = made.apply_heartbeat(
+        "a", heartbeat(4, generation=5, killed=True, signal=2, signal_count=1)
+    )
     assert found == [SignalWorkers(2, ""), KillWorkers("")]
 
 
 def test_an_interval_is_new_where_only_its_beginning_is() -> None:
     made = follower()
-    made.obey("a", beat(2, every=5, every_from_step=70))
-    assert made.obey("a", beat(3, every=5, every_from_step=90)) == [SetSnapshotInterval(5, 90)]
-    assert made.obey("a", beat(4)) == [], "no interval is no order"
+    made.apply_heartbeat("a", heartbeat(2, every=5, every_from_step=70))
+    assert made.apply_heartbeat("a", heartbeat(3, every=5, every_from_step=90)) == [
+        SetSnapshotInterval(5, 90)
+    ]
+    assert made.apply_heartbeat("a", heartbeat(4)) == [], "no interval is no order"
 
 
 def test_each_signal_and_each_later_abandoned_step_is_passed_on() -> None:
     made = follower()
-    made.obey("a", beat(2, signal=15, signal_count=1, abandoned_step=5))
-    found = made.obey("a", beat(3, signal=15, signal_count=2, abandoned_step=7))
+    made.apply_heartbeat("a", heartbeat(2, signal=15, signal_count=1, abandoned_step=5))
+    found = made.apply_heartbeat("a", heartbeat(3, signal=15, signal_count=2, abandoned_step=7))
     assert found == [AbandonStep(7), SignalWorkers(15, "")]
 
 
 some_orders = st.builds(
-    lambda parts, roster: {"roster": roster} | {key: one[key] for one in parts for key in one},
+    lambda parts, voter_revision: (
+        {"voter_revision": voter_revision} | {key: one[key] for one in parts for key in one}
+    ),
     st.lists(st.sampled_from([orders for orders, _ in ORDERS]), max_size=3),
     st.just(0),
 )
@@ -479,24 +494,26 @@ some_orders = st.builds(
 @effort(deadline=None)
 @given(st.lists(some_orders, max_size=6), st.randoms(use_true_random=False))
 def test_a_heartbeat_that_is_late_or_comes_twice_changes_nothing(
-    said: list[dict[str, object]], order: object
+    answered: list[dict[str, object]], order: object
 ) -> None:
-    beats = [beat(number, **orders) for number, orders in enumerate(said, 2)]
+    heartbeats = [heartbeat(number, **orders) for number, orders in enumerate(answered, 2)]
     plain, disturbed = follower(), follower()
-    for at, one in enumerate(beats):
-        wanted = plain.obey("a", one)
-        assert disturbed.obey("a", one) == wanted
-        late = beats[order.randrange(at + 1)]  # type: ignore[attr-defined]
-        assert disturbed.obey("a", late) == []
+    for at, one in enumerate(heartbeats):
+        wanted = plain.apply_heartbeat("a", one)
+        assert disturbed.apply_heartbeat("a", one) == wanted
+        late = heartbeats[order.randrange(at + 1)]  # type: ignore[attr-defined]
+        assert disturbed.apply_heartbeat("a", late) == []
         assert disturbed.committed == plain.committed
 
 
-def test_another_lead_counts_anew() -> None:
+def test_another_leader_counts_from_zero() -> None:
     made = follower()
-    made.obey("a", beat(9))
-    assert made.obey("c", beat(1, committed=(4, 8))) == []
-    made.begin_to_follow()
-    assert made.obey("c", beat(1, committed=(4, 8))) == [CommitSnapshot(version(4, 8))]
+    made.apply_heartbeat("a", heartbeat(9))
+    assert made.apply_heartbeat("c", heartbeat(1, committed=(4, 8))) == []
+    made.start_following()
+    assert made.apply_heartbeat("c", heartbeat(1, committed=(4, 8))) == [
+        CommitSnapshot(version(4, 8))
+    ]
 
 
 # --- the end ----------------------------------------------------------------------------------
@@ -504,40 +521,44 @@ def test_another_lead_counts_anew() -> None:
 
 def test_the_end_is_obeyed_once_whatever_generation_it_names() -> None:
     made = follower()
-    over = beat(2, generation=9, ended=True, exit_code=3, why="over", committed=(9, 1), advice="x")
-    assert made.obey("a", over) == [EndRun(3, "over", None, "x")]
+    over = heartbeat(
+        2, generation=9, ended=True, exit_code=3, reason="over", committed=(9, 1), advice="x"
+    )
+    assert made.apply_heartbeat("a", over) == [EndRun(3, "over", None, "x")]
     assert made.is_ended
-    assert made.obey("a", msgspec.structs.replace(over, number=3)) == []
+    assert made.apply_heartbeat("a", msgspec.structs.replace(over, number=3)) == []
 
 
 def test_the_last_commit_comes_before_the_end() -> None:
     made = follower()
-    over = beat(2, ended=True, committed=(4, 9), why="done")
-    assert made.obey("a", over) == [CommitSnapshot(version(4, 9)), EndRun(0, "done")]
+    over = heartbeat(2, ended=True, committed=(4, 9), reason="done")
+    assert made.apply_heartbeat("a", over) == [CommitSnapshot(version(4, 9)), EndRun(0, "done")]
 
 
 @pytest.mark.parametrize("committed", [None, (4, 9)])
-def test_who_runs_nothing_has_nothing_to_commit_at_the_end(
+def test_a_node_that_runs_nothing_has_nothing_to_commit_at_the_end(
     committed: tuple[int, int] | None,
 ) -> None:
-    beside = Voter(ME, None, took_effect=False)
+    beside = Voter(ME, None, is_chosen=False)
     beside.take_current(plan(4, "ac"))
-    assert beside.obey("a", beat(1, ended=True, committed=committed)) == [EndRun(0, "")]
+    assert beside.apply_heartbeat("a", heartbeat(1, ended=True, committed=committed)) == [
+        EndRun(0, "")
+    ]
     member = follower()
-    found = member.obey("a", beat(2, ended=True, committed=committed))
+    found = member.apply_heartbeat("a", heartbeat(2, ended=True, committed=committed))
     assert len(found) == (1 if committed is None else 2)
 
 
 # --- rule 4 and rosters ------------------------------------------------------------------------
 
 
-def test_what_was_accepted_later_stays_kept_when_an_older_roster_is_told() -> None:
+def test_what_was_accepted_later_stays_kept_when_an_older_voter_revision_is_reported() -> None:
     """Its successor on this node proves by it what was accepted here."""
-    made = Voter(ME, RUNS, took_effect=True)
-    newer = msgspec.structs.replace(RUNS, roster=2)
-    assert made.enrol("a", newer, ("a", 1)) == [PersistPlan(newer, took_effect=False)]
-    older = msgspec.structs.replace(RUNS, roster=1)
+    made = Voter(ME, RUNS, is_chosen=True)
+    newer = msgspec.structs.replace(RUNS, voter_revision=2)
+    assert made.adopt_voters("a", newer, ("a", 1)) == [PersistPlan(newer, is_chosen=False)]
+    older = msgspec.structs.replace(RUNS, voter_revision=1)
     assert made.take_current(older) == []
-    assert made.edition == (4, 1)
+    assert made.configuration_id == (4, 1)
     assert made.newest_plan == newer
-    assert made.take_current(newer) == [PersistPlan(newer, took_effect=True)]
+    assert made.take_current(newer) == [PersistPlan(newer, is_chosen=True)]

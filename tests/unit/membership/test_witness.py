@@ -22,22 +22,22 @@ HELD = WitnessRegister(7, 4, A.identity, plan(4, "ab"))
 
 def says(
     made: WitnessView,
-    wish: WitnessOperation = WitnessOperation.KEEP,
+    operation: WitnessOperation = WitnessOperation.RENEW,
     *,
     asked_s: float,
     now_s: float,
     granted: bool = True,
     register: WitnessRegister | None = HELD,
 ) -> list[Command]:
-    said = WitnessAnswered(QueryWitness(wish, asked_s), True, granted, register, A)
-    return made.said(said, now_s=now_s)
+    answered = WitnessAnswered(QueryWitness(operation, asked_s), True, granted, register, A)
+    return made.answered(answered, now_s=now_s)
 
 
 def is_away(made: WitnessView, *, asked_s: float, now_s: float) -> list[Command]:
-    said = WitnessAnswered(
-        QueryWitness(WitnessOperation.KEEP, asked_s), is_reached=False, why="etcd is away"
+    answered = WitnessAnswered(
+        QueryWitness(WitnessOperation.RENEW, asked_s), is_reached=False, reason="etcd is away"
     )
-    return made.said(said, now_s=now_s)
+    return made.answered(answered, now_s=now_s)
 
 
 def test_run_without_one_asks_nothing() -> None:
@@ -47,21 +47,21 @@ def test_run_without_one_asks_nothing() -> None:
     assert not made.has_been_away(0.0, now_s=1e6)
 
 
-def test_who_leads_tells_its_plan_once_and_then_keeps_its_lease() -> None:
+def test_the_leader_reports_its_plan_once_and_then_keeps_its_lease() -> None:
     made = WitnessView(is_used=True)
     mine = plan(4, "ab")
-    assert made.say_who_leads(mine, now_s=1.0) == [
-        QueryWitness(WitnessOperation.TELL, 1.0, 4, mine)
+    assert made.record_leader(mine, now_s=1.0) == [
+        QueryWitness(WitnessOperation.RECORD, 1.0, 4, mine)
     ]
     says(made, asked_s=1.0, now_s=1.1, register=WitnessRegister(7, 4, A.identity))
-    assert made.say_who_leads(mine, now_s=1.5) == [
-        QueryWitness(WitnessOperation.TELL, 1.5, 4, mine)
+    assert made.record_leader(mine, now_s=1.5) == [
+        QueryWitness(WitnessOperation.RECORD, 1.5, 4, mine)
     ]
     says(made, asked_s=1.5, now_s=1.6)
-    assert made.say_who_leads(mine, now_s=2.0) == [QueryWitness(WitnessOperation.KEEP, 2.0, 4)]
-    roster = plan(4, "ab", roster=1)
-    assert made.say_who_leads(roster, now_s=2.5) == [
-        QueryWitness(WitnessOperation.TELL, 2.5, 4, roster)
+    assert made.record_leader(mine, now_s=2.0) == [QueryWitness(WitnessOperation.RENEW, 2.0, 4)]
+    voter_revision = plan(4, "ab", voter_revision=1)
+    assert made.record_leader(voter_revision, now_s=2.5) == [
+        QueryWitness(WitnessOperation.RECORD, 2.5, 4, voter_revision)
     ]
 
 
@@ -73,21 +73,21 @@ def test_what_it_confirms_counts_from_when_it_was_asked() -> None:
     assert not made.holds(7, 2.0, now_s=12.0)
     assert not made.holds(8, 2.0, now_s=11.9)
     says(made, asked_s=11.0, now_s=11.5, granted=False)
-    says(made, WitnessOperation.LOOK, asked_s=11.2, now_s=11.6)
+    says(made, WitnessOperation.READ, asked_s=11.2, now_s=11.6)
     assert not made.holds(7, 2.0, now_s=12.0)
 
 
-def test_going_and_coming_are_told_once_and_timed() -> None:
+def test_going_and_coming_are_reported_once_and_timed() -> None:
     made = WitnessView(is_used=True)
     assert says(made, asked_s=1.0, now_s=1.1) == []
     assert made.has_been_there(5.0, now_s=6.1)
     assert not made.has_been_there(5.1, now_s=6.1)
     (lost,) = is_away(made, asked_s=10.0, now_s=11.0)
     assert isinstance(lost, JournalEntry)
-    assert (lost.record.kind, lost.say) == ("witness_unreachable", True)
+    assert (lost.record.kind, lost.announce) == ("witness_unreachable", True)
     assert lost.record.text.startswith("etcd is away; training continues")
     assert is_away(made, asked_s=12.0, now_s=13.0) == []
-    assert (made.is_reached, made.why) == (False, "etcd is away")
+    assert (made.is_reached, made.reason) == (False, "etcd is away")
     assert made.has_been_away(2.0, now_s=13.0)
     assert not made.has_been_away(2.1, now_s=13.0)
     assert not made.has_been_there(0.0, now_s=13.0)
@@ -97,11 +97,11 @@ def test_going_and_coming_are_told_once_and_timed() -> None:
     assert not made.has_been_away(0.0, now_s=14.5)
 
 
-def test_one_that_is_away_from_the_start_is_told() -> None:
+def test_one_that_is_away_from_the_start_is_reported() -> None:
     assert is_away(WitnessView(is_used=True), asked_s=1.0, now_s=2.0) != []
 
 
-def test_older_answer_than_the_newest_says_nothing_of_now() -> None:
+def test_older_answer_than_the_newest_reports_nothing_of_now() -> None:
     made = WitnessView(is_used=True)
     says(made, asked_s=5.0, now_s=5.1)
     assert is_away(made, asked_s=4.0, now_s=5.5) == []
@@ -109,21 +109,21 @@ def test_older_answer_than_the_newest_says_nothing_of_now() -> None:
 
 
 A_OF_RULES, B = card("a"), card("b")
-TOLD = plan(4, "ab", witness=7)
+REPORTED = plan(4, "ab", witness=7)
 
 
 def ask(
     me: NodeCard,
-    wish: WitnessOperation,
+    operation: WitnessOperation,
     generation: int = -1,
     *,
     register: WitnessRegister | None = None,
-    lead: NodeCard | None = None,
+    leader: NodeCard | None = None,
     plan: GenerationPlan | None = None,
     begins: bool = False,
 ) -> WitnessDecision:
-    asked = QueryWitness(wish, 0.0, generation, plan, begins)
-    return rule(asked, me, register, lead, new_life=99)
+    asked = QueryWitness(operation, 0.0, generation, plan, begins)
+    return rule(asked, me, register, leader, new_life=99)
 
 
 def held(
@@ -133,38 +133,38 @@ def held(
 
 
 def test_look_changes_nothing() -> None:
-    for lead in (None, A_OF_RULES, B):
+    for leader in (None, A_OF_RULES, B):
         assert ask(
-            A_OF_RULES, WitnessOperation.LOOK, register=held(), lead=lead
-        ) == WitnessDecision(False, held(), lead)
+            A_OF_RULES, WitnessOperation.READ, register=held(), leader=leader
+        ) == WitnessDecision(False, held(), leader)
 
 
 def test_first_to_claim_has_it_for_as_long_as_it_renews_its_claim() -> None:
     assert ask(A_OF_RULES, WitnessOperation.CLAIM) == WitnessDecision(True, None, A_OF_RULES)
-    assert ask(A_OF_RULES, WitnessOperation.CLAIM, lead=A_OF_RULES) == WitnessDecision(
+    assert ask(A_OF_RULES, WitnessOperation.CLAIM, leader=A_OF_RULES) == WitnessDecision(
         True, None, A_OF_RULES
     )
-    assert ask(B, WitnessOperation.CLAIM, lead=A_OF_RULES) == WitnessDecision(
+    assert ask(B, WitnessOperation.CLAIM, leader=A_OF_RULES) == WitnessDecision(
         False, None, A_OF_RULES
     )
-    assert ask(card("a", 2), WitnessOperation.CLAIM, lead=A_OF_RULES) == WitnessDecision(
+    assert ask(card("a", 2), WitnessOperation.CLAIM, leader=A_OF_RULES) == WitnessDecision(
         False, None, A_OF_RULES
     )
 
 
 @pytest.mark.parametrize(
-    "wish", [one for one in WitnessOperation if one is not WitnessOperation.ACCEPT]
+    "operation", [one for one in WitnessOperation if one is not WitnessOperation.ACCEPT]
 )
-def test_nobody_else_gets_anything_while_a_lease_lives(wish: WitnessOperation) -> None:
-    found = ask(B, wish, 9, register=held(), lead=A_OF_RULES, plan=plan(9, "b"))
+def test_no_other_gets_anything_while_a_lease_lives(operation: WitnessOperation) -> None:
+    found = ask(B, operation, 9, register=held(), leader=A_OF_RULES, plan=plan(9, "b"))
     assert found == WitnessDecision(False, held(), A_OF_RULES)
 
 
-def test_lead_may_go_on_until_a_later_number_is_anothers() -> None:
-    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4) == WitnessDecision(True, None, A_OF_RULES)
-    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4, register=held(4, B)).granted
-    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4, register=held(5, A_OF_RULES)).granted
-    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4, register=held(5, B)) == WitnessDecision(
+def test_lead_may_continue_until_a_later_number_is_anothers() -> None:
+    assert ask(A_OF_RULES, WitnessOperation.RENEW, 4) == WitnessDecision(True, None, A_OF_RULES)
+    assert ask(A_OF_RULES, WitnessOperation.RENEW, 4, register=held(4, B)).granted
+    assert ask(A_OF_RULES, WitnessOperation.RENEW, 4, register=held(5, A_OF_RULES)).granted
+    assert ask(A_OF_RULES, WitnessOperation.RENEW, 4, register=held(5, B)) == WitnessDecision(
         False, held(5, B), None
     )
 
@@ -175,8 +175,8 @@ def test_promise_of_a_register_that_there_is_not_begins_one() -> None:
     )
 
 
-def test_run_that_begins_anew_is_not_bound_by_the_last_one_and_has_another_life() -> None:
-    old = held(4, B, TOLD)
+def test_run_that_restarts_is_not_bound_by_the_last_one_and_has_another_life() -> None:
+    old = held(4, B, REPORTED)
     found = ask(A_OF_RULES, WitnessOperation.PROMISE, 0, register=old, begins=True)
     assert found == WitnessDecision(True, WitnessRegister(99, 0, A_OF_RULES.identity), A_OF_RULES)
     again = ask(
@@ -184,7 +184,7 @@ def test_run_that_begins_anew_is_not_bound_by_the_last_one_and_has_another_life(
         WitnessOperation.PROMISE,
         1,
         register=found.register,
-        lead=A_OF_RULES,
+        leader=A_OF_RULES,
         begins=True,
     )
     assert again == WitnessDecision(True, WitnessRegister(99, 1, A_OF_RULES.identity), A_OF_RULES)
@@ -204,66 +204,77 @@ def test_run_that_begins_anew_is_not_bound_by_the_last_one_and_has_another_life(
 def test_number_is_promised_to_one_and_never_a_lower_one(
     generation: int, proposer: NodeCard, granted: bool
 ) -> None:
-    found = ask(proposer, WitnessOperation.PROMISE, generation, register=held(4, A_OF_RULES, TOLD))
+    found = ask(
+        proposer, WitnessOperation.PROMISE, generation, register=held(4, A_OF_RULES, REPORTED)
+    )
     promised = WitnessRegister(
-        7, max(4, generation), (proposer if granted else A_OF_RULES).identity, TOLD
+        7, max(4, generation), (proposer if granted else A_OF_RULES).identity, REPORTED
     )
     assert found == WitnessDecision(granted, promised, proposer if granted else None)
 
 
-def test_plan_is_accepted_by_the_promise_it_was_given_whoever_has_the_lease() -> None:
+def test_plan_is_accepted_by_the_promise_it_was_given_whichever_node_has_the_lease() -> None:
     wanted = plan(4, "ab")
-    for lead in (None, A_OF_RULES, B):
-        found = ask(A_OF_RULES, WitnessOperation.ACCEPT, 4, register=held(), lead=lead, plan=wanted)
-        assert found == WitnessDecision(True, held(plan=wanted), lead or A_OF_RULES)
+    for leader in (None, A_OF_RULES, B):
+        found = ask(
+            A_OF_RULES, WitnessOperation.ACCEPT, 4, register=held(), leader=leader, plan=wanted
+        )
+        assert found == WitnessDecision(True, held(plan=wanted), leader or A_OF_RULES)
     for register in (None, held(5, B), held(4, B), held(3, A_OF_RULES)):
-        for lead in (None, B):
+        for leader in (None, B):
             found = ask(
-                A_OF_RULES, WitnessOperation.ACCEPT, 4, register=register, lead=lead, plan=wanted
+                A_OF_RULES,
+                WitnessOperation.ACCEPT,
+                4,
+                register=register,
+                leader=leader,
+                plan=wanted,
             )
-            assert found == WitnessDecision(False, register, lead)
+            assert found == WitnessDecision(False, register, leader)
     assert not ask(A_OF_RULES, WitnessOperation.ACCEPT, 4, register=held()).granted
 
 
 def test_what_is_in_effect_is_remembered_unless_a_later_number_is_anothers() -> None:
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, plan=TOLD).register == WitnessRegister(
-        99, 4, A_OF_RULES.identity, TOLD
+    assert ask(A_OF_RULES, WitnessOperation.RECORD, 4, plan=REPORTED).register == WitnessRegister(
+        99, 4, A_OF_RULES.identity, REPORTED
     )
     older = held(3, B, plan(3, "ab"))
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=older, plan=TOLD).register == held(
-        4, A_OF_RULES, TOLD
-    )
-    later = held(5, B)
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=later, plan=TOLD) == WitnessDecision(
-        False, later, None
-    )
-    own = held(5, A_OF_RULES)
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=own, plan=TOLD) == WitnessDecision(
-        True, own, A_OF_RULES
-    )
-    roster = plan(4, "ab", roster=1)
-    known = held(4, A_OF_RULES, TOLD)
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=known, plan=roster).register == held(
-        4, A_OF_RULES, roster
-    )
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=known, plan=TOLD).register == known
-    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=held(4, A_OF_RULES)).register == held(
-        4, A_OF_RULES
-    )
-
-
-def test_run_that_is_over_is_forgotten_by_its_lead_only() -> None:
     assert ask(
-        A_OF_RULES, WitnessOperation.FORGET, register=held(), lead=A_OF_RULES
+        A_OF_RULES, WitnessOperation.RECORD, 4, register=older, plan=REPORTED
+    ).register == held(4, A_OF_RULES, REPORTED)
+    later = held(5, B)
+    assert ask(
+        A_OF_RULES, WitnessOperation.RECORD, 4, register=later, plan=REPORTED
+    ) == WitnessDecision(False, later, None)
+    own = held(5, A_OF_RULES)
+    assert ask(
+        A_OF_RULES, WitnessOperation.RECORD, 4, register=own, plan=REPORTED
+    ) == WitnessDecision(True, own, A_OF_RULES)
+    voter_revision = plan(4, "ab", voter_revision=1)
+    known = held(4, A_OF_RULES, REPORTED)
+    assert ask(
+        A_OF_RULES, WitnessOperation.RECORD, 4, register=known, plan=voter_revision
+    ).register == held(4, A_OF_RULES, voter_revision)
+    assert (
+        ask(A_OF_RULES, WitnessOperation.RECORD, 4, register=known, plan=REPORTED).register == known
+    )
+    assert ask(
+        A_OF_RULES, WitnessOperation.RECORD, 4, register=held(4, A_OF_RULES)
+    ).register == held(4, A_OF_RULES)
+
+
+def test_run_that_is_over_is_forgotten_by_its_leader_only() -> None:
+    assert ask(
+        A_OF_RULES, WitnessOperation.CLEAR, register=held(), leader=A_OF_RULES
     ) == WitnessDecision(True, None, None)
-    assert ask(A_OF_RULES, WitnessOperation.FORGET, register=held()) == WitnessDecision(
+    assert ask(A_OF_RULES, WitnessOperation.CLEAR, register=held()) == WitnessDecision(
         False, held(), None
     )
 
 
 questions = st.tuples(
     st.sampled_from("abc"),
-    st.sampled_from([one for one in WitnessOperation if one is not WitnessOperation.FORGET]),
+    st.sampled_from([one for one in WitnessOperation if one is not WitnessOperation.CLEAR]),
     st.integers(0, 6),
     st.booleans(),
 )
@@ -275,20 +286,22 @@ def test_counter_only_goes_up_and_each_number_is_taken_once(
     asked: list[tuple[str, WitnessOperation, int, bool]],
 ) -> None:
     register: WitnessRegister | None = None
-    lead: NodeCard | None = None
+    leader: NodeCard | None = None
     took: Counter[tuple[int, int]] = Counter()
-    for node_id, wish, generation, lease_ends in asked:
-        lead = None if lease_ends else lead
+    for node_id, operation, generation, lease_ends in asked:
+        leader = None if lease_ends else leader
         before = register.promised if register is not None else -1
         wanted = plan(generation, node_id)
-        found = ask(card(node_id), wish, generation, register=register, lead=lead, plan=wanted)
+        found = ask(
+            card(node_id), operation, generation, register=register, leader=leader, plan=wanted
+        )
         if not found.granted:
-            assert (found.register, found.lead) == (register, lead)
+            assert (found.register, found.leader) == (register, leader)
             continue
-        register, lead = found.register, found.lead
+        register, leader = found.register, found.leader
         if register is None:
             continue
         assert register.promised >= before
-        if wish is WitnessOperation.PROMISE and register.promised > before:
+        if operation is WitnessOperation.PROMISE and register.promised > before:
             took[register.life, register.promised] += 1
     assert all(count == 1 for count in took.values())

@@ -17,21 +17,21 @@ from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.membership.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 
-WISHES = {
+CLUSTER_SIZE = {
     "etcd": ["etcd:2379"],
-    "wishes": ClusterSize(1, 2, 0),
-    "settle_s": 2.0,
+    "cluster_size": ClusterSize(1, 2, 0),
+    "last_call_timeout_s": 2.0,
     "blank_wait_s": 1.0,
-    "pause_limit_s": 100.0,
+    "pause_timeout_s": 100.0,
 }
 
 
 def meet(node_ids: str = "ab", **changes: object) -> Agents:
     """These are there, and look for one another at the witness."""
-    return Agents(node_ids, settings(**{**WISHES, **changes}))
+    return Agents(node_ids, settings(**{**CLUSTER_SIZE, **changes}))
 
 
-def begun(node_ids: str = "ab", **changes: object) -> Agents:
+def started(node_ids: str = "ab", **changes: object) -> Agents:
     made = meet(node_ids, **changes)
     made.passes(6.0)
     assert set(made.running()) <= set(node_ids)
@@ -40,7 +40,9 @@ def begun(node_ids: str = "ab", **changes: object) -> Agents:
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.record.text for one in made[node_id].told(JournalEntry) if one.record.kind == kind]
+    return [
+        one.record.text for one in made[node_id].reported(JournalEntry) if one.record.kind == kind
+    ]
 
 
 # --- finding the run --------------------------------------------------------------------------
@@ -54,12 +56,12 @@ def test_first_to_claim_gathers_and_the_others_come_to_it() -> None:
     assert made.running() == {"a": 0, "b": 0}
     assert made.outside.register is not None
     assert made.plan("a").witness == made.outside.register.life
-    assert made.outside.lead == made["a"].card
+    assert made.outside.leader == made["a"].card
     assert notes(made, "a", "two_voters_warning") == []
 
 
 def test_another_one_gathers_where_the_first_is_gone() -> None:
-    made = meet("abc", wishes=ClusterSize(2, 2, 0))
+    made = meet("abc", cluster_size=ClusterSize(2, 2, 0))
     made.cut("a")
     made.passes(0.5)
     assert made.role("a") is MemberRole.GATHERING
@@ -68,8 +70,8 @@ def test_another_one_gathers_where_the_first_is_gone() -> None:
     assert made.running() == {"b": 0, "c": 0}
 
 
-def test_who_finds_that_another_gathers_goes_to_it() -> None:
-    made = meet(wishes=ClusterSize(2, 2, 0))
+def test_a_node_that_finds_that_another_gathers_goes_to_it() -> None:
+    made = meet(cluster_size=ClusterSize(2, 2, 0))
     made.cut("a")
     made.outside.away.add("a")
     made.passes(0.5)
@@ -97,8 +99,8 @@ def test_no_run_begins_without_its_promise() -> None:
     assert made.running() == {"a": 0, "b": 0}
 
 
-def test_run_that_is_remembered_is_not_begun_anew_by_a_part_of_it() -> None:
-    made = begun()
+def test_run_that_is_remembered_is_not_restarted_by_a_part_of_it() -> None:
+    made = started()
     made.kill("a", "b")
     made.start("b", 2)
     made.passes(20.0)
@@ -111,33 +113,33 @@ def test_run_that_is_remembered_is_not_begun_anew_by_a_part_of_it() -> None:
     assert made.plan("a").witness not in (0, 71)
 
 
-def test_agent_that_was_started_again_is_told_who_leads() -> None:
-    made = begun("abc", wishes=ClusterSize(2, 2, 1))
+def test_agent_that_was_started_again_gets_the_leader() -> None:
+    made = started("abc", cluster_size=ClusterSize(2, 2, 1))
     made.cut("c", "b")
     made.start_again("c")
     made.passes(4.0)
     assert made.role("c") is MemberRole.FOLLOWING
-    assert made.lead() == "a"
+    assert made.leader() == "a"
 
 
-def test_agent_that_was_started_again_where_nobody_leads_goes_on_looking() -> None:
-    made = begun("abc", wishes=ClusterSize(2, 2, 1))
+def test_agent_that_was_started_again_where_no_node_leads_continues_looking() -> None:
+    made = started("abc", cluster_size=ClusterSize(2, 2, 1))
     made.cut("c")
     made.outside.away = {"a", "b"}
     made.outside.ends_s = 0.0
     made.start_again("c")
     made.passes(1.0)
     assert made.role("c") is MemberRole.SEEKING
-    assert made.outside.lead is None
+    assert made.outside.leader is None
     made.heal()
     made.passes(6.0)
     assert made.role("c") is MemberRole.FOLLOWING
 
 
 @pytest.mark.parametrize("away_s", [0.5, 20.0])
-def test_who_waits_for_a_node_is_found_by_it_when_it_is_back(away_s: float) -> None:
+def test_a_node_that_waits_for_a_node_is_found_by_it_when_it_is_back(away_s: float) -> None:
     """It comes back as somebody who knows nothing, and its place at the witness may be free."""
-    made = begun(wishes=ClusterSize(2, 2, 0))
+    made = started(cluster_size=ClusterSize(2, 2, 0))
     made.cut("a")
     made.kill("a")
     made.passes(away_s)
@@ -148,17 +150,17 @@ def test_who_waits_for_a_node_is_found_by_it_when_it_is_back(away_s: float) -> N
     assert made.plan("a").generation > 0
 
 
-def test_who_is_told_to_go_ends() -> None:
+def test_a_node_that_is_asked_to_leave_ends() -> None:
     made = meet()
     final = WitnessAnswered(
-        QueryWitness(WitnessOperation.CLAIM, 1.0), True, why="taken", is_final=True
+        QueryWitness(WitnessOperation.CLAIM, 1.0), True, reason="taken", is_final=True
     )
     made.happens("a", final)
-    assert made["a"].told(EndRun) == [EndRun(ExitCode.USAGE, "taken")]
+    assert made["a"].reported(EndRun) == [EndRun(ExitCode.USAGE, "taken")]
 
 
 def test_run_that_is_over_is_forgotten() -> None:
-    made = begun()
+    made = started()
     for one in "ab":
         made.happens(
             one, NodeReported(Heartbeat(generation=0, state="running", stops=1, stop_signal=15))
@@ -170,20 +172,20 @@ def test_run_that_is_over_is_forgotten() -> None:
         )
     made.passes(60.0)
     if made.role("a") is MemberRole.ENDED:
-        assert (made.outside.register, made.outside.lead) == (None, None)
+        assert (made.outside.register, made.outside.leader) == (None, None)
 
 
 # --- ties -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_survivor_of_two_goes_on_when_the_other_is_silent(lost: str) -> None:
-    made = begun()
+def test_survivor_of_two_continues_when_the_other_is_unresponsive(lost: str) -> None:
+    made = started()
     left = "b" if lost == "a" else "a"
     made.cut(lost)
     made.outside.away.add(lost)
     made.passes(8.0)
-    assert made[lost].told(SuspendRanks), "it waits before it may have been replaced"
+    assert made[lost].reported(SuspendRanks), "it waits before it may have been replaced"
     assert made[left].runs == 1
     assert [one.node_id for one in made.plan(left).members] == [left]
     made.heal()
@@ -193,8 +195,8 @@ def test_survivor_of_two_goes_on_when_the_other_is_silent(lost: str) -> None:
     assert len(set(made.running().values())) == 1
 
 
-def test_of_two_who_both_reach_it_the_lead_goes_on() -> None:
-    made = begun()
+def test_of_two_ranks_that_both_reach_it_the_leader_continues() -> None:
+    made = started()
     made.cut("a")
     made.passes(10.0)
     assert made.running() == {"a": 1}
@@ -205,7 +207,7 @@ def test_of_two_who_both_reach_it_the_lead_goes_on() -> None:
 
 
 def test_without_it_the_survivor_of_two_pauses_until_it_is_back() -> None:
-    made = begun()
+    made = started()
     made.outside.away = {"a", "b"}
     made.kill("b")
     made.cuts.add(frozenset("ab"))
@@ -218,8 +220,8 @@ def test_without_it_the_survivor_of_two_pauses_until_it_is_back() -> None:
     assert "PAUSED" in notes(made, "a", "run_paused")[-1]
 
 
-def test_half_of_four_goes_on_with_it() -> None:
-    made = begun("abcd", wishes=ClusterSize(2, 2, 2))
+def test_half_of_four_continues_with_it() -> None:
+    made = started("abcd", cluster_size=ClusterSize(2, 2, 2))
     assert made.plan("a").witness
     for one in "ac":
         made.cut(one)
@@ -229,7 +231,7 @@ def test_half_of_four_goes_on_with_it() -> None:
 
 
 def test_odd_number_of_nodes_decides_without_it() -> None:
-    made = begun("abc", wishes=ClusterSize(2, 2, 1))
+    made = started("abc", cluster_size=ClusterSize(2, 2, 1))
     assert made.plan("a").witness == 0
     made.outside.away = set("abc")
     made.cut("a")
@@ -241,15 +243,15 @@ def test_odd_number_of_nodes_decides_without_it() -> None:
 
 
 def test_its_vote_is_taken_out_while_it_is_away_and_given_back() -> None:
-    made = begun()
+    made = started()
     made.outside.away = {"a", "b"}
     made.passes(8.0)
     assert made.running() == {"a": 0, "b": 0}
-    assert made.plan("b").edition == (0, 1)
+    assert made.plan("b").configuration_id == (0, 1)
     assert made.plan("b").witness == 0
     made.outside.away.clear()
     made.passes(8.0)
-    assert made.plan("b").edition == (0, 2)
+    assert made.plan("b").configuration_id == (0, 2)
     assert made.plan("b").witness
     assert made.outside.register is not None
     assert made.outside.register.plan == made.plan("a")
@@ -257,18 +259,18 @@ def test_its_vote_is_taken_out_while_it_is_away_and_given_back() -> None:
 
 
 def test_one_that_has_lost_its_memory_votes_as_another_one() -> None:
-    made = begun()
+    made = started()
     before = made.plan("a").witness
-    made.outside.register, made.outside.lead = None, None
+    made.outside.register, made.outside.leader = None, None
     made.passes(8.0)
     assert made.plan("b").witness not in (0, before)
     assert made.running() == {"a": 0, "b": 0}
 
 
 def test_number_that_another_one_took_there_is_not_taken_again() -> None:
-    made = begun()
+    made = started()
     asked = QueryWitness(WitnessOperation.PROMISE, made.now_s, 7)
-    made.outside.lead = None
+    made.outside.leader = None
     made.outside.ask(card("x"), asked, made.now_s)
     made.outside.ends_s = made.now_s
     made.kill("b")
@@ -278,8 +280,8 @@ def test_number_that_another_one_took_there_is_not_taken_again() -> None:
     assert made.outside.register.promised == 8
 
 
-def test_newcomer_that_has_the_claim_is_called_by_the_lead() -> None:
-    made = begun("ab", wishes=ClusterSize(1, 3, 0), settle_s=2.0)
+def test_joining_node_that_has_the_claim_is_called_by_the_leader() -> None:
+    made = started("ab", cluster_size=ClusterSize(1, 3, 0), last_call_timeout_s=2.0)
     made.outside.away = {"a", "b"}
     made.passes(4.0)
     made.start("c")

@@ -88,14 +88,14 @@ def _go_on(player: Player, players: dict[int, Player], world: World, stops: dict
 
 
 def views_of(
-    world: World, players: dict[int, Player], *, silent_s: float = 12.0, still_s: float = 6.0
+    world: World, players: dict[int, Player], *, unresponsive_s: float = 12.0, still_s: float = 6.0
 ) -> dict[int, RankView]:
     """What is seen of them."""
     return {
         rank: view(
             rank,
             step=player.done // len(world.own(rank)),
-            silent_s=silent_s,
+            unresponsive_s=unresponsive_s,
             still_s=still_s,
             groups=tuple(_group(world, player, name) for name in player.entered),
         )
@@ -118,7 +118,7 @@ def view(rank: int, **changes: object) -> RankView:
         "pid": 1000 + rank,
         "process": "S",
         "step": 7,
-        "silent_s": 12.0,
+        "unresponsive_s": 12.0,
         "still_s": 6.0,
         "stack": ("/home/me/train.py:42 in step", "/home/me/train.py:9 in <module>"),
     }

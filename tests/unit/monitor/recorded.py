@@ -31,48 +31,52 @@ class Recording:
     fault: str
     groups: dict[str, tuple[int, ...]]
     hosts: dict[str, str]
-    rank_looks: list[RankObservation]
-    link_looks: list[tuple[float, NodeTraffic]]
+    rank_samples: list[RankObservation]
+    link_samples: list[tuple[float, NodeTraffic]]
 
     def seconds_of_ranks(
         self, every_s: float = 0.5
     ) -> Iterator[tuple[float, list[RankObservation]]]:
         """The looks of all ranks, in bundles of so many seconds."""
         waiting: list[RankObservation] = []
-        due_s = self.rank_looks[0].at_s + every_s
-        for look in self.rank_looks:
-            if look.at_s >= due_s:
+        due_s = self.rank_samples[0].at_s + every_s
+        for poll in self.rank_samples:
+            if poll.at_s >= due_s:
                 yield due_s, waiting
                 waiting = []
                 due_s += every_s
-            waiting.append(look)
+            waiting.append(poll)
         yield due_s, waiting
 
     def seconds_of_links(self) -> Iterator[tuple[float, list[NodeTraffic]]]:
         """The looks of all nodes, second by second."""
         waiting: dict[str, NodeTraffic] = {}
-        for second, look in self.link_looks:
-            if look.node in waiting:
+        for second, poll in self.link_samples:
+            if poll.node in waiting:
                 yield second, list(waiting.values())
                 waiting = {}
-            waiting[look.node] = look
+            waiting[poll.node] = poll
 
 
 def recording(name: str) -> Recording:
-    told = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
+    reported = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
     last_s: dict[int, float] = {}
-    looks = [_rank_look(one, told["ranks_per_node"], last_s) for one in told["ranks"]]
+    observations = [
+        _rank_sample(one, reported["ranks_per_node"], last_s) for one in reported["ranks"]
+    ]
     links = []
-    for node, second, addresses in told["links"]:
+    for node, second, addresses in reported["links"]:
         samples = [LinkSample(host, *figures) for host, figures in addresses.items()]
         links.append((second, NodeTraffic(f"node{node}", 1.0, samples)))
-    groups = {name: tuple(ranks) for name, ranks in told["groups"].items()}
+    groups = {name: tuple(ranks) for name, ranks in reported["groups"].items()}
     hosts = {f"10.77.0.{index + 1}": f"node{index}" for index in range(8)}
-    return Recording(told["fault"], groups, hosts, looks, links)
+    return Recording(reported["fault"], groups, hosts, observations, links)
 
 
-def _rank_look(told: list[Any], ranks_per_node: int, last_s: dict[int, float]) -> RankObservation:
-    rank, second, step, entries = told
+def _rank_sample(
+    reported: list[Any], ranks_per_node: int, last_s: dict[int, float]
+) -> RankObservation:
+    rank, second, step, entries = reported
     entered = []
     for at in range(0, len(entries), 3):
         group, seq, since = entries[at : at + 3]

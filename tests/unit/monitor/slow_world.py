@@ -86,7 +86,7 @@ class SlowWorld:
     spike: float = 0.02
     """Chance that a step of a rank takes twice as long, for no reason."""
     ranks_per_node: int = 2
-    look_s: float = 0.5
+    sample_s: float = 0.5
     clock_error_s: float = 0.0
     """Of the clocks of all nodes but the first; they are wrong by up to that."""
     kept: int = 64
@@ -116,16 +116,16 @@ class SlowWorld:
 
     def run(self, steps: int) -> Iterator[list[RankObservation]]:
         """So many steps more; gives all ranks' looks whenever it is time for one."""
-        due_s = max(self._time) + self.look_s
+        due_s = max(self._time) + self.sample_s
         for _ in range(steps):
             for one in self.program:
                 self._do(one)
             self.step += 1
             while max(self._time) >= due_s:
-                yield [self.look(rank, max(self._time)) for rank in range(self.ranks)]
-                due_s += self.look_s
+                yield [self.poll(rank, max(self._time)) for rank in range(self.ranks)]
+                due_s += self.sample_s
 
-    def look(self, rank: int, at_s: float) -> RankObservation:
+    def poll(self, rank: int, at_s: float) -> RankObservation:
         node = rank // self.ranks_per_node
         wrong_s = self._wrong_s[node]
         entered = [(group, seq, t + wrong_s) for group, seq, t in self._entries[rank]]

@@ -52,16 +52,19 @@ def behind(rank: int, **changes: object) -> RankView:
     return view(rank, groups=(group(rank, entered=4, waits=False),), **changes)
 
 
-def test_nobody_is_named_while_all_make_steps() -> None:
-    assert judge({rank: view(rank, silent_s=3.0) for rank in range(4)}) is None
+def test_none_is_named_while_all_make_steps() -> None:
+    assert judge({rank: view(rank, unresponsive_s=3.0) for rank in range(4)}) is None
 
 
-def test_nobody_is_named_before_the_first_step() -> None:
-    assert judge({rank: view(rank, has_stepped=False, silent_s=900.0) for rank in range(4)}) is None
+def test_none_is_named_before_the_first_step() -> None:
+    assert (
+        judge({rank: view(rank, has_stepped=False, unresponsive_s=900.0) for rank in range(4)})
+        is None
+    )
 
 
 @pytest.mark.parametrize("culprit", range(4))
-def test_who_has_not_entered_is_the_culprit(culprit: int) -> None:
+def test_a_node_that_has_not_entered_is_the_culprit(culprit: int) -> None:
     views = {r: behind(r) if r == culprit else waiting(r) for r in range(4)}
     found = judged(views)
     assert found.kind is VerdictKind.HANG_IN_COMPUTATION
@@ -139,12 +142,12 @@ def test_a_sleeper_of_which_the_lock_is_not_known_may_hold_it() -> None:
 
 def test_a_rank_that_makes_steps_will_come() -> None:
     """Uneven work: one rank is done with its epoch and waits, the others go on."""
-    going = behind(1, silent_s=0.2, still_s=0.0)
+    going = behind(1, unresponsive_s=0.2, still_s=0.0)
     assert judge({0: waiting(0), 1: going, 2: waiting(2), 3: waiting(3)}) is None
 
 
-def test_a_rank_that_nobody_waits_for_may_be_at_something_of_its_own() -> None:
-    found = judged({0: view(0, silent_s=1.0), 1: view(1)})
+def test_a_rank_that_no_process_waits_for_may_be_at_something_of_its_own() -> None:
+    found = judged({0: view(0, unresponsive_s=1.0), 1: view(1)})
     assert (found.culprits, found.act_immediately, found.confidence) == (
         (1,),
         False,
@@ -161,7 +164,7 @@ def test_a_rank_that_waits_for_the_outside_has_leave(frame: str) -> None:
     assert (found.may_take_long, found.act_immediately) == (True, False)
 
 
-def test_who_computes_with_a_collective_under_way_does_not_wait_for_it() -> None:
+def test_a_node_that_computes_with_a_collective_under_way_does_not_wait_for_it() -> None:
     """An asynchronous operation is out while rank 1 computes; the others have come for the next."""
     busy = view(1, groups=(group(1, entered=4, waits=True),), cpu=1.0, still_s=0.0)
     found = judged({0: waiting(0), 1: busy, 2: waiting(2), 3: waiting(3)})
@@ -174,14 +177,14 @@ def test_who_computes_with_a_collective_under_way_does_not_wait_for_it() -> None
 AUTOGRAD = "/v/site-packages/torch/autograd/graph.py"
 
 
-def test_several_who_have_not_come() -> None:
+def test_several_nodes_that_have_not_come() -> None:
     found = judged({r: behind(r) if r in (1, 2) else waiting(r) for r in range(4)})
     assert found.culprits == (1, 2)
     assert found.text.startswith("ranks 1 and 2 have stopped making progress, and ranks 0 and 3")
 
 
-def test_without_collectives_the_silent_one_is_named() -> None:
-    views = {0: view(0, silent_s=1.0), 1: view(1, holds_gil=True)}
+def test_without_collectives_the_unresponsive_one_is_named() -> None:
+    views = {0: view(0, unresponsive_s=1.0), 1: view(1, holds_gil=True)}
     found = judged(views)
     assert (found.kind, found.culprits) == (VerdictKind.GIL_STUCK, (1,))
     assert found.text.endswith("no other rank waits")
@@ -215,13 +218,13 @@ def test_a_rank_that_calls_something_else_has_skipped_one() -> None:
     assert "broadcast on rank 2" in found.text
 
 
-def test_of_two_who_differ_the_one_that_is_ahead_has_skipped() -> None:
+def test_of_two_ranks_that_differ_the_one_that_is_ahead_has_skipped() -> None:
     odd = group(1, entered=5, waits=True, sizes="[10]")
     views = {0: waiting(0, step=7), 1: view(1, groups=(odd,), step=8)}
     assert judged(views).culprits == (1,)
 
 
-def test_of_two_who_differ_in_nothing_else_nobody_can_tell() -> None:
+def test_of_two_ranks_that_differ_in_nothing_else_neither_is_named() -> None:
     odd = group(1, entered=5, waits=True, sizes="[10]")
     found = judged({0: waiting(0), 1: view(1, groups=(odd,))})
     assert found.culprits == (0, 1)
@@ -238,7 +241,7 @@ def test_sizes_of_a_gather_may_differ() -> None:
     assert judged(views).culprits == (3,)
 
 
-def test_ranks_of_a_node_that_has_not_told_yet_are_not_judged() -> None:
+def test_ranks_of_a_node_that_has_not_reported_yet_are_not_judged() -> None:
     assert judge({0: waiting(0), 1: waiting(1)}, {0: "a", 1: "a", 2: "b", 3: "b"}) is None
 
 
@@ -253,7 +256,7 @@ def test_groups_whose_ranks_are_not_known() -> None:
     assert found.text.startswith("rank 1 has")
 
 
-def test_two_who_wait_for_one_another_in_two_groups() -> None:
+def test_two_ranks_that_wait_for_one_another_in_two_groups() -> None:
     def of(name: str, *, waits: bool) -> ProcessGroupView:
         calls = (CollectiveCall(1, "all_reduce", "[8]"),) if waits else ()
         return ProcessGroupView(name, name, (0, 1), calls, int(waits), 4.0)
@@ -275,7 +278,7 @@ def test_two_who_wait_for_one_another_in_two_groups() -> None:
 RECEIVES = ("/x/site-packages/torch/distributed/distributed_c10d.py:99 in recv", "/me/t.py:5 in f")
 
 
-def test_who_waits_for_a_message_is_a_victim() -> None:
+def test_a_node_that_waits_for_a_message_is_a_victim() -> None:
     """Messages from rank to rank are not recorded for gloo; the stack shows them."""
     found = judged({0: view(0), 1: view(1, stack=RECEIVES)})
     assert (found.culprits, found.victims) == ((0,), (1,))
@@ -320,9 +323,9 @@ def test_over_many_groups_one_culprit_is_named_and_all_others_are_victims(
 
 @settings(max_examples=100, deadline=None)
 @given(grids)
-def test_whoever_has_done_all_there_is_to_do_is_no_culprit(world: World) -> None:
+def test_a_node_that_has_done_all_there_is_to_do_is_no_culprit(world: World) -> None:
     players = play(world, 3, {})
-    views = views_of(world, players, silent_s=1.0)
+    views = views_of(world, players, unresponsive_s=1.0)
     assert judge(views) is None
 
 
@@ -332,8 +335,8 @@ def test_evidence_names_a_child_that_hangs_and_a_group_without_a_name() -> None:
         return ProcessGroupView("7", "undefined", (0, 1), calls, entered if waits else 0, 4.0)
 
     child = "its child process 9 is stopped (state T)"
-    silent = view(1, groups=(of(2, waits=False),), stack=(), child=child)
-    found = judged({0: view(0, groups=(of(3, waits=True),)), 1: silent})
+    unresponsive = view(1, groups=(of(2, waits=False),), stack=(), child=child)
+    found = judged({0: view(0, groups=(of(3, waits=True),)), 1: unresponsive})
     assert f"rank 1: {child}" in found.evidence
     assert "all_reduce #3 of group 7" in found.text
     assert not [line for line in found.evidence if " is at " in line]

@@ -10,8 +10,8 @@ from ftrun.monitor.node_fitness import (
     NodeMeasurements,
     far_below,
     judge,
-    rate_in_words,
-    size_in_words,
+    rate_per_s_text,
+    size_text,
 )
 
 FLOORS = PreflightConfig(
@@ -108,7 +108,7 @@ def test_what_only_costs_something_is_a_warning(changes: dict[str, object], warn
     assert found.warnings == (warning,)
 
 
-def test_what_was_not_measured_says_nothing() -> None:
+def test_what_was_not_measured_reports_nothing() -> None:
     assert judge(NodeMeasurements(), FLOORS).outcome is CheckOutcome.PASS
 
 
@@ -117,7 +117,7 @@ def test_a_floor_of_nothing_is_none() -> None:
     assert judge(poor, NO_FLOORS).outcome is CheckOutcome.PASS
 
 
-def test_a_node_far_below_the_others_is_told() -> None:
+def test_a_node_far_below_the_others_is_reported() -> None:
     all_of_them = {
         "a": figures(memory_bytes_per_s=8e9),
         "b": figures(memory_bytes_per_s=3e9, link_bytes_per_s=1e7),
@@ -143,9 +143,9 @@ def test_of_two_nodes_none_is_the_slow_one() -> None:
 
 
 def test_sizes_are_read_easily() -> None:
-    assert rate_in_words(15_210_000_000) == "15.2 GB/s"
-    assert size_in_words(128_000_000) == "128 MB"
-    assert size_in_words(400_000) == "0.4 MB"
+    assert rate_per_s_text(15_210_000_000) == "15.2 GB/s"
+    assert size_text(128_000_000) == "128 MB"
+    assert size_text(400_000) == "0.4 MB"
 
 
 def test_it_survives_the_wire() -> None:

@@ -9,64 +9,66 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 NODES = {0: "a", 1: "b"}
 
 
-def look(
+def poll(
     made: NumericsDetector, step: int, losses: list[float | None], bad: dict[int, int]
 ) -> Verdict | None:
     ranks = [RankNumerics(r, step, loss, bad.get(r, 0)) for r, loss in enumerate(losses)]
-    return made.look(ranks, NODES, now_s=float(step))
+    return made.poll(ranks, NODES, now_s=float(step))
 
 
 def test_numbers_are_numbers() -> None:
     made = NumericsDetector()
-    assert look(made, 1, [None, None], {}) is None
-    assert look(made, 2, [0.5, 0.6], {}) is None
+    assert poll(made, 1, [None, None], {}) is None
+    assert poll(made, 2, [0.5, 0.6], {}) is None
 
 
 def test_only_numbers_are_shown() -> None:
     assert [finite(one) for one in (1.5, None, math.nan, math.inf)] == [1.5, None, None, None]
 
 
-def test_whoever_had_it_first_is_named() -> None:
+def test_a_node_that_had_it_first_is_named() -> None:
     made = NumericsDetector()
-    found = look(made, 9, [math.nan, math.nan], {0: 8, 1: 7})
+    found = poll(made, 9, [math.nan, math.nan], {0: 8, 1: 7})
     assert found is not None
     assert (found.culprits, found.nodes, found.victims) == ((1,), ("b",), (0,))
     assert found.confidence is Confidence.CERTAIN
     assert found.text == "rank 1 has computed NaN or infinity at step 7"
     assert made.bad_since == 7
-    assert look(made, 10, [math.nan, math.nan], {0: 8, 1: 7}) is None, "said once"
+    assert poll(made, 10, [math.nan, math.nan], {0: 8, 1: 7}) is None, "said once"
     made.begin()
-    assert look(made, 11, [math.inf, 1.0], {}) is None
-    assert look(made, 12, [math.inf, 1.0], {}) is not None
+    assert poll(made, 11, [math.inf, 1.0], {}) is None
+    assert poll(made, 12, [math.inf, 1.0], {}) is not None
 
 
 def test_a_parameter_may_be_bad_before_the_loss_is() -> None:
-    found = look(NumericsDetector(), 10, [0.5, 0.5], {1: 9})
+    found = poll(NumericsDetector(), 10, [0.5, 0.5], {1: 9})
     assert found is not None
     assert found.evidence == ("a parameter of rank 1 is NaN or infinite since step 9",)
 
 
 def test_a_single_bad_loss_is_an_overflow_that_a_scaler_skips() -> None:
     made = NumericsDetector()
-    assert look(made, 9, [math.inf, 0.5], {}) is None
-    assert look(made, 10, [0.5, 0.5], {}) is None
-    assert look(made, 11, [math.inf, 0.5], {}) is None
+    assert poll(made, 9, [math.inf, 0.5], {}) is None
+    assert poll(made, 10, [0.5, 0.5], {}) is None
+    assert poll(made, 11, [math.inf, 0.5], {}) is None
 
 
-def test_who_has_not_told_yet_is_waited_for_and_nobody_named_where_it_does_not() -> None:
+def test_a_node_that_has_not_reported_yet_is_waited_for_and_no_node_named_where_it_does_not() -> (
+    None
+):
     made = NumericsDetector()
     behind = [RankNumerics(0, 9, None, 8), RankNumerics(1, 7, None, 0)]
-    assert made.look(behind, NODES, now_s=1.0) is None
-    assert made.look(behind, NODES, now_s=2.0) is None
-    found = made.look(behind, NODES, now_s=3.0)
+    assert made.poll(behind, NODES, now_s=1.0) is None
+    assert made.poll(behind, NODES, now_s=2.0) is None
+    found = made.poll(behind, NODES, now_s=3.0)
     assert found is not None
     assert (found.culprits, found.confidence) == ((), Confidence.LIKELY)
 
 
 def test_all_had_it_at_once() -> None:
     made = NumericsDetector()
-    assert look(made, 9, [math.nan, math.nan], {}) is None
-    found = look(made, 10, [math.nan, math.nan], {})
+    assert poll(made, 9, [math.nan, math.nan], {}) is None
+    found = poll(made, 10, [math.nan, math.nan], {})
     assert found is not None
     assert (found.kind, found.culprits, found.victims) == (
         VerdictKind.NUMERICAL_ANOMALY,
@@ -81,19 +83,19 @@ def test_a_loss_that_jumps_and_stays_there() -> None:
     made = NumericsDetector()
     noise = random.Random(0)
     for step in range(1, 40):
-        assert look(made, step, [2.0 + 0.1 * noise.random()], {}) is None
-        assert look(made, step, [50.0], {}) is None, "a step counts once"
-    assert look(made, 40, [30.0], {}) is None, "one batch may be odd"
-    found = look(made, 41, [40.0], {})
+        assert poll(made, step, [2.0 + 0.1 * noise.random()], {}) is None
+        assert poll(made, step, [50.0], {}) is None, "a step counts once"
+    assert poll(made, 40, [30.0], {}) is None, "one batch may be odd"
+    found = poll(made, 41, [40.0], {})
     assert found is not None
     assert (found.confidence, found.act_immediately) == (Confidence.POSSIBLE, False)
     assert "to 40 by step 41" in found.text
-    assert look(made, 42, [41.0], {}) is None, "said once"
-    assert look(made, 43, [2.05], {}) is None
+    assert poll(made, 42, [41.0], {}) is None, "said once"
+    assert poll(made, 43, [2.05], {}) is None
 
 
 def test_a_noisy_loss_is_no_spike() -> None:
     made = NumericsDetector()
     noise = random.Random(1)
     for step in range(1, 500):
-        assert look(made, step, [math.exp(noise.gauss(0, 0.5))], {}) is None
+        assert poll(made, step, [math.exp(noise.gauss(0, 0.5))], {}) is None

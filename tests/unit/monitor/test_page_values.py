@@ -18,7 +18,7 @@ from ftrun.monitor.page_values import (
     quantile_s,
     upper_edge_s,
 )
-from ftrun.monitor.verdicts import RankView, ranks_in_words
+from ftrun.monitor.verdicts import RankView, ranks_text
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.wire.shared_memory.pages import SharedPage, create_page
 
@@ -61,7 +61,7 @@ def test_deadlines_follow_the_steps() -> None:
     assert (quick.act_s, quick.kill_s) == (10.0, 120.0)
     slow = HangDeadlines.of(20.0, HangConfig())
     assert (slow.act_s, slow.kill_s) == (60.0, 200.0)
-    assert quick.look_s < quick.suspect_s < quick.act_s
+    assert quick.sample_s < quick.suspect_after_s < quick.act_s
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, unique=True))
@@ -95,7 +95,7 @@ def test_groups_come_back_as_many_as_fit() -> None:
     ],
 )
 def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words
+    assert ranks_text(ranks) == words
 
 
 def test_the_users_own_line_is_found() -> None:

@@ -9,10 +9,10 @@ from ftrun.monitor.repeat_check import (
     LATE_STEPS,
     BoundaryRecord,
     Execution,
-    Outcome,
     RankRecords,
     Repeat,
     RepeatCheck,
+    RepeatOutcome,
 )
 
 NAMES = ("model.first", "model.last")
@@ -92,10 +92,10 @@ def test_equal_steps(node: Node) -> None:
     node.steps(12, 12)
     assert node.check.is_over()
     assert node.result == Repeat(
-        Outcome.EQUAL, "repeated 2 steps: losses and parameter samples bitwise equal", 2, 2
+        RepeatOutcome.EQUAL, "repeated 2 steps: losses and parameter samples bitwise equal", 2, 2
     )
     assert not node.result.is_warning
-    assert node.result.outcome is Outcome.EQUAL
+    assert node.result.outcome is RepeatOutcome.EQUAL
 
 
 def test_the_first_different_loss_is_named(node: Node) -> None:
@@ -104,7 +104,7 @@ def test_the_first_different_loss_is_named(node: Node) -> None:
     assert node.check.is_over()
     result = node.result
     assert (result.outcome, result.step, result.rank, result.what) == (
-        Outcome.DIFFERS,
+        RepeatOutcome.DIFFERS,
         12,
         0,
         "loss",
@@ -115,7 +115,7 @@ def test_the_first_different_loss_is_named(node: Node) -> None:
     assert result.is_warning
 
 
-def test_a_loss_that_differs_alone_is_said(node: Node) -> None:
+def test_a_loss_that_differs_alone_is_reported(node: Node) -> None:
     node.start(version(0, 10))
     node.put({11: BoundaryRecord(7)})
     assert not node.result.text.endswith("parameters are equal")
@@ -146,7 +146,7 @@ def test_two_equal_repeats_point_to_lost_state(node: Node) -> None:
     for _ in range(2):
         node.start(version(0, 10))
         node.steps(11, 12, extra=1)
-    assert node.result.outcome is Outcome.STATE_LOST
+    assert node.result.outcome is RepeatOutcome.STATE_LOST
     assert "first at step 11 in loss on rank 0; two repeats are equal" in node.result.text
 
 
@@ -155,7 +155,7 @@ def test_a_repeat_that_did_not_come_so_far_proves_nothing(node: Node) -> None:
     node.steps(11, 11)
     node.start(version(0, 10))
     node.steps(11, 12, extra=1, since=12)
-    assert node.result.outcome is Outcome.DIFFERS
+    assert node.result.outcome is RepeatOutcome.DIFFERS
 
 
 def test_repeats_that_differ_show_that_the_script_is_not_deterministic(node: Node) -> None:
@@ -163,7 +163,7 @@ def test_repeats_that_differ_show_that_the_script_is_not_deterministic(node: Nod
     node.steps(11, 12, extra=1)
     node.start(version(0, 10))
     node.steps(11, 12, extra=2)
-    assert node.result.outcome is Outcome.NOT_DETERMINISTIC
+    assert node.result.outcome is RepeatOutcome.NOT_DETERMINISTIC
     assert node.result.text == (
         "repeated steps differ in each repeat: first at step 11 in loss on rank 0; the script is "
         "not deterministic"
@@ -175,7 +175,7 @@ def test_one_repeat_that_is_equal_does_not_make_the_script_deterministic(node: N
     node.steps(11, 12, extra=1)
     node.start(version(0, 10))
     node.steps(11, 12)
-    assert node.result.outcome is Outcome.NOT_DETERMINISTIC
+    assert node.result.outcome is RepeatOutcome.NOT_DETERMINISTIC
 
 
 def test_first_executions_after_the_same_restored_version_are_repeats(node: Node) -> None:
@@ -183,14 +183,14 @@ def test_first_executions_after_the_same_restored_version_are_repeats(node: Node
     node.steps(11, 20)
     node.start(version(0, 10))
     node.steps(11, 20, extra=1, since=15)
-    assert node.result.outcome is Outcome.NOT_DETERMINISTIC
+    assert node.result.outcome is RepeatOutcome.NOT_DETERMINISTIC
     assert node.result.step == 15
 
 
 def test_from_the_beginning_a_difference_is_the_scripts_own(node: Node) -> None:
     node.start(None)
     node.steps(1, 12, extra=1)
-    assert node.result.outcome is Outcome.NOT_DETERMINISTIC
+    assert node.result.outcome is RepeatOutcome.NOT_DETERMINISTIC
     assert node.result.text.endswith("no snapshot was restored")
 
 
@@ -228,7 +228,7 @@ def test_a_resize_ends_what_can_be_compared(node: Node, generation: int, text: s
 
 
 @pytest.mark.parametrize(("world_size", "words"), [(1, "1 rank"), (4, "4 ranks")])
-def test_another_world_size_is_said(node: Node, world_size: int, words: str) -> None:
+def test_another_world_size_is_reported(node: Node, world_size: int, words: str) -> None:
     node.start(version(0, 10), world_size=world_size, is_resized=True)
     assert node.check.is_over()
     node.steps(11, 12)
@@ -239,7 +239,7 @@ def test_another_world_size_is_said(node: Node, world_size: int, words: str) -> 
 @pytest.mark.parametrize(
     ("count", "text"), [(1, "1 batch was left out"), (3, "3 batches were left out")]
 )
-def test_batches_that_were_left_out_are_said(node: Node, count: int, text: str) -> None:
+def test_batches_that_were_left_out_are_reported(node: Node, count: int, text: str) -> None:
     node.start(version(0, 10), skipped=count)
     node.steps(11, 12, extra=1)
     assert node.result.text == f"not compared: {text}"
@@ -249,7 +249,7 @@ def test_repeats_that_leave_out_the_same_batches_are_compared(node: Node) -> Non
     for _ in range(2):
         node.start(version(0, 10), skipped=3)
         node.steps(11, 12, extra=1)
-    assert node.result.outcome is Outcome.EQUAL
+    assert node.result.outcome is RepeatOutcome.EQUAL
     node.start(version(0, 10), skipped=3)
     assert node.result.text == "not compared: no step was repeated"
     node.start(version(0, 10), skipped=4)
@@ -278,7 +278,7 @@ def test_no_step_was_repeated(node: Node) -> None:
     assert node.result.text == "not compared: no step was repeated"
 
 
-def test_an_agent_without_a_record_says_so() -> None:
+def test_an_agent_without_a_record_is_reported() -> None:
     node = Node()
     node.start(version(0, 10), generation=1)
     node.steps(11, 12)

@@ -14,7 +14,7 @@ from ftrun.ids import Rank
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.monitor.worker_exits import (
     ExitFacts,
-    end_in_words,
+    exit_text,
     explain,
     first_cause,
     hidden_cause,
@@ -83,8 +83,8 @@ def test_unknown_signal_keeps_its_number() -> None:
 
 
 def test_own_process_ends_in_words() -> None:
-    assert end_in_words(-9) == "was killed by SIGKILL"
-    assert end_in_words(3) == "exited with code 3"
+    assert exit_text(-9) == "was killed by SIGKILL"
+    assert exit_text(3) == "exited with code 3"
 
 
 def test_a_crash_in_c_code_names_the_users_line() -> None:
@@ -152,7 +152,7 @@ def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
     assert first_cause([broken(1), cause, broken(3)]) == cause
 
 
-def test_the_traceback_of_a_victim_stands_under_its_own_name() -> None:
+def test_the_traceback_of_a_victim_is_under_its_own_name() -> None:
     victim = replace(broken(1), detail="  File train.py, line 3\nRuntimeError: reset")
     found = hidden_cause([finished(2), victim], {}, NODES)
     assert found is not None

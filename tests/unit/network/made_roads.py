@@ -15,7 +15,7 @@ TIMEOUT_S = 0.1
 
 
 @dataclass
-class MadeRoads:
+class SimulatedPaths:
     """A network whose faults are known.
 
     Args:
@@ -32,13 +32,13 @@ class MadeRoads:
     seed: int = 0
     sides: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """Share of its rate that a side (node, `out` or `in`, rail) has; 0: it is dead."""
-    roads: dict[NetworkPath, float] = field(default_factory=dict)
+    paths: dict[NetworkPath, float] = field(default_factory=dict)
     """Likewise of single roads."""
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
 
-    def again(self) -> "MadeRoads":
+    def again(self) -> "SimulatedPaths":
         """The same, with its noise from the beginning."""
         return replace(self)
 
@@ -65,32 +65,32 @@ class MadeRoads:
         plan = plan or schedule(self.nodes, dict.fromkeys(self.rails, self.nodes))
         return [found for one in plan.rounds for found in self.round(one)]
 
-    def round(self, roads: Sequence[NetworkPath]) -> list[PathMeasurement]:
+    def round(self, paths: Sequence[NetworkPath]) -> list[PathMeasurement]:
         """What one round finds."""
         crossing: dict[tuple[str, str], int] = {}
-        for road in roads:
-            for link in self._uplinks(road):
+        for path in paths:
+            for link in self._uplinks(path):
                 crossing[link] = crossing.get(link, 0) + 1
-        return [self._probe(road, crossing) for road in roads]
+        return [self._probe(path, crossing) for path in paths]
 
-    def _uplinks(self, road: NetworkPath) -> list[tuple[str, str]]:
-        one, other = self.leaves[road.source], self.leaves[road.destination]
+    def _uplinks(self, path: NetworkPath) -> list[tuple[str, str]]:
+        one, other = self.leaves[path.source], self.leaves[path.destination]
         return [] if one == other else [(one, "out"), (other, "in")]
 
-    def _probe(self, road: NetworkPath, crossing: Mapping[tuple[str, str], int]) -> PathMeasurement:
+    def _probe(self, path: NetworkPath, crossing: Mapping[tuple[str, str], int]) -> PathMeasurement:
         share = min(
-            self.sides.get((road.source, "out", road.rail), 1.0),
-            self.sides.get((road.destination, "in", road.rail), 1.0),
-            self.roads.get(road, 1.0),
-            *(self.uplink / crossing[link] for link in self._uplinks(road)),
+            self.sides.get((path.source, "out", path.rail), 1.0),
+            self.sides.get((path.destination, "in", path.rail), 1.0),
+            self.paths.get(path, 1.0),
+            *(self.uplink / crossing[link] for link in self._uplinks(path)),
         )
         if share <= 0:
             return PathMeasurement(
-                road.source, road.destination, road.rail, problem="no answer in 0.1 s"
+                path.source, path.destination, path.rail, problem="no answer in 0.1 s"
             )
         rtt_s = 0.0001 * (1 + 2 * self._draw.random())
         return PathMeasurement(
-            road.source, road.destination, road.rail, rtt_s, RATE * share * self._noise()
+            path.source, path.destination, path.rail, rtt_s, RATE * share * self._noise()
         )
 
     def _noise(self) -> float:

@@ -13,9 +13,9 @@ import pytest
 from ftrun.network.detect.findings import judge
 from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import ProbeSchedule, schedule
-from ftrun.network.plan.planner import PlanningInputs, plan_roads
+from ftrun.network.plan.planner import PlanningInputs, plan_network
 from ftrun.wire.cluster.generation import PathMeasurement
-from tests.unit.network.made_roads import PROBE_BYTES, TIMEOUT_S, MadeRoads, leaf_map
+from tests.unit.network.made_roads import PROBE_BYTES, TIMEOUT_S, SimulatedPaths, leaf_map
 
 WORD_S = 0.02
 """The lead's word to all nodes, and theirs that a round has ended."""
@@ -29,7 +29,7 @@ def probe_s(found: PathMeasurement) -> float:
     return ROUND_TRIPS * found.rtt_s + PROBE_BYTES / found.bytes_per_s
 
 
-def surveyed(made: MadeRoads, plan: ProbeSchedule) -> tuple[float, list[PathMeasurement]]:
+def surveyed(made: SimulatedPaths, plan: ProbeSchedule) -> tuple[float, list[PathMeasurement]]:
     """How long all rounds take, and what they find."""
     taken_s, found = 0.0, []
     for one in plan.rounds:
@@ -39,12 +39,12 @@ def surveyed(made: MadeRoads, plan: ProbeSchedule) -> tuple[float, list[PathMeas
     return taken_s, found
 
 
-def planned(made: MadeRoads, **more: int) -> ProbeSchedule:
+def planned(made: SimulatedPaths, **more: int) -> ProbeSchedule:
     return schedule(made.nodes, {rail: set(made.nodes) for rail in made.rails}, **more)
 
 
-def test_eight_nodes_with_two_rails_are_surveyed_in_three_seconds_even_with_dead_roads() -> None:
-    made = MadeRoads(leaf_map(4, 4), uplink=1.0, noise=0.3)
+def test_eight_nodes_with_two_rails_are_surveyed_in_three_seconds_even_with_dead_paths() -> None:
+    made = SimulatedPaths(leaf_map(4, 4), uplink=1.0, noise=0.3)
     made.slow_node("n3", "eth1", 0.1)
     made.slow_node("n6", "eth0", 0.0)
     plan = planned(made)
@@ -55,7 +55,7 @@ def test_eight_nodes_with_two_rails_are_surveyed_in_three_seconds_even_with_dead
 
 @pytest.mark.parametrize("count", [64, 256, 1024])
 def test_rounds_grow_as_the_logarithm_at_the_most(count: int) -> None:
-    made = MadeRoads(leaf_map(*[32] * (count // 32)))
+    made = SimulatedPaths(leaf_map(*[32] * (count // 32)))
     wanted = 4 * 2 * math.ceil(math.log2(count)) + 24
     assert len(planned(made, most_rounds=wanted).rounds) <= wanted
     assert len(planned(made, most_rounds=28).rounds) <= 28
@@ -71,7 +71,7 @@ many = pytest.mark.parametrize(
 def test_many_nodes_are_surveyed_in_half_a_minute_and_faults_of_interfaces_are_found(
     count: int,
 ) -> None:
-    made = MadeRoads(leaf_map(*[32] * (count // 32)), uplink=8.0, noise=0.3)
+    made = SimulatedPaths(leaf_map(*[32] * (count // 32)), uplink=8.0, noise=0.3)
     slow = {("n7", "eth0"), ("n100", "eth1"), (f"n{count - 1}", "eth0")}
     dead = {("n8", "eth0"), ("n222", "eth1")}
     for node, rail in slow:
@@ -85,7 +85,7 @@ def test_many_nodes_are_surveyed_in_half_a_minute_and_faults_of_interfaces_are_f
     assert taken_s < 30.0
     assert len(plan.rounds) <= 120
     assert plan.coverage == pytest.approx(29 / count, rel=0.05)
-    sent = Counter((road.source, road.rail) for one in plan.rounds for road in one)
+    sent = Counter((path.source, path.rail) for one in plan.rounds for path in one)
     assert len(sent) == 2 * count
     assert min(sent.values()) >= 20
 
@@ -108,10 +108,10 @@ def test_many_nodes_are_planned_in_a_ring_that_leaves_each_switch_once(count: in
     switches = count // 32
     leaves = leaf_map(*[32] * switches, shuffled=1)
     above = {f"sw{number}": f"spine{number // 8}" for number in range(switches)}
-    made = MadeRoads(leaves, uplink=8.0, noise=0.3)
+    made = SimulatedPaths(leaves, uplink=8.0, noise=0.3)
     made.slow_node("n9", "eth0", 0.1)
     found = made.survey(planned(made, most_rounds=28))
-    plan = plan_roads(
+    plan = plan_network(
         PlanningInputs(made.nodes, made.cards(), found, LeafSwitches(leaves, "slurm", above))
     )
     ring = [leaves[node] for node in plan.order]

@@ -13,7 +13,7 @@ from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, 
 from ftrun.wire.cluster.membership import Promise
 from ftrun.wire.messages.smp import GroupMember, Inventory, ProtectionPart, ShardOffer
 
-SETTINGS = made_settings(ClusterSize(2, 4, 1), budget=5, backoff_limit_s=4.0)
+SETTINGS = made_settings(ClusterSize(2, 4, 1), budget=5, backoff_max_s=4.0)
 
 
 def settings(**changes: object) -> MembershipSettings:
@@ -44,12 +44,12 @@ def plan(
         first_rank += one.num_ranks
     found = GenerationPlan(
         generation=generation,
-        lead=placed[0].node_id,
-        why="a test",
+        leader=placed[0].node_id,
+        reason="a test",
         members=placed,
         spares=cards(spares),
         restore=None,
-        restore_why="",
+        restore_reason="",
         store_host=placed[0].card.host,
         store_port=1,
     )

@@ -29,14 +29,14 @@ KILLED = WorkerExit(
 
 def lines(made: IncidentLog, kind: str) -> list[dict[str, Any]]:
     """Of this kind, since the last look; all others are dropped."""
-    return [fields(note) for note in made.take_notes() if note.record.kind == kind]
+    return [fields(note) for note in made.drain_journal_entries() if note.record.kind == kind]
 
 
 def progress(step: int, *, attached: bool = True) -> Progress:
     return Progress(Step(step), step, attached)
 
 
-def beats(step: int, loss: float | None = None, age_s: float = 0.1) -> list[Heartbeat]:
+def heartbeats(step: int, loss: float | None = None, age_s: float = 0.1) -> list[Heartbeat]:
     return [Heartbeat(generation=1, ranks=(RankReport(0, 1, "running", step, age_s, "", loss),))]
 
 
@@ -46,7 +46,7 @@ TIMES = RestartTimes(stepped_age_s=0.1, total_s=0.4, restore_s=0.05, first_step_
 def running(step: int = 10) -> IncidentLog:
     made = IncidentLog()
     made.generation_begins(plan(0, "ab"))
-    made.progress(beats(step), progress(step), now_s=1.0)
+    made.progress(heartbeats(step), progress(step), now_s=1.0)
     assert made.life.state is LifecycleState.RUN
     return made
 
@@ -63,19 +63,19 @@ def test_a_rank_that_is_killed() -> None:
     made.acted("kill", "rank 0 was killed")
     made.acted("respawn", "rank 0 was killed")
     made.generation_begins(plan(1, "ab", restore=(0, 18)))
-    made.progress(beats(0, age_s=-1.0), progress(18), now_s=5.2)  # no step yet
+    made.progress(heartbeats(0, age_s=-1.0), progress(18), now_s=5.2)  # no step yet
     for node_id in "ab":
         made.stepped(node_id, TIMES, now_s=5.6)
-    made.progress(beats(19), progress(19), now_s=5.7)
+    made.progress(heartbeats(19), progress(19), now_s=5.7)
     assert made.life.state is LifecycleState.VERIFY
-    made.progress(beats(21, loss=0.5), progress(22), now_s=5.9)
+    made.progress(heartbeats(21, loss=0.5), progress(22), now_s=5.9)
     assert made.open is None
     ((closed_s, shown),) = made.closed
     assert (closed_s, shown.generations, shown.text) == (5.9, (1,), KILLED.text)
-    notes = made.take_notes()
+    notes = made.drain_journal_entries()
     verdicts = [note for note in notes if note.record.kind == "verdict"]
     closed = next(fields(note) for note in notes if note.record.kind == "incident_closed")
-    assert [note.say for note in verdicts] == [True]
+    assert [note.announce for note in verdicts] == [True]
     assert closed["verdict_kind"] == "crash"
     assert closed["culprits"] == [0]
     assert (closed["steps_lost"], closed["restored"]) == (2, 18)
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed() -> None:
 def test_a_hang_from_suspicion_to_the_end() -> None:
     made = running()
     for step, loss in enumerate([2.0, 1.9, 1.8, 1.7, 1.6], start=10):
-        made.progress(beats(step, loss), progress(step), now_s=step)
+        made.progress(heartbeats(step, loss), progress(step), now_s=step)
     views = tuple(hang(12.0).values())
     made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=109.0)
     made.named(verdict(), views, now_s=110.0)
@@ -101,8 +101,8 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
     made.generation_begins(plan(1, "ab", restore=(0, 20)))
     for node_id in "ab":
         made.stepped(node_id, TIMES, now_s=112.6)
-    made.progress(beats(21, loss=1.65), progress(21), now_s=113.0)
-    notes = made.take_notes()
+    made.progress(heartbeats(21, loss=1.65), progress(21), now_s=113.0)
+    notes = made.drain_journal_entries()
     kinds = [note.record.kind for note in notes if note.record.kind != "lifecycle_changed"]
     assert kinds == ["suspicion_raised", "verdict", "action_taken", "downtime", "incident_closed"]
     named = next(fields(note) for note in notes if note.record.kind == "verdict")
@@ -114,14 +114,14 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
     assert closed["steps_lost"] == 0
 
 
-def test_a_verdict_that_changes_is_told_again() -> None:
+def test_a_verdict_that_changes_is_reported_again() -> None:
     made = running()
     views = tuple(hang(9.0).values())
     made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=109.0)
     for one in (replace(verdict(), act_immediately=False), verdict(), replace(verdict(), text="x")):
         made.named(one, views, now_s=110.0)
-    notes = [note for note in made.take_notes() if note.record.kind == "verdict"]
-    assert [note.say for note in notes] == [True, False], "the words were said already"
+    notes = [note for note in made.drain_journal_entries() if note.record.kind == "verdict"]
+    assert [note.announce for note in notes] == [True, False], "the words were said already"
 
 
 def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
@@ -135,7 +135,7 @@ def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
     assert made.count == 1
 
 
-def test_a_silence_that_ends_by_itself_is_closed_as_reported() -> None:
+def test_a_missing_heartbeat_that_ends_by_itself_is_closed_as_reported() -> None:
     made = running()
     views = tuple(hang(9.0).values())
     made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=100.0)
@@ -150,10 +150,10 @@ def test_a_silence_that_ends_by_itself_is_closed_as_reported() -> None:
 
 def test_nothing_is_named_without_an_incident() -> None:
     made = running()
-    made.take_notes()
+    made.drain_journal_entries()
     made.named(verdict(), (), now_s=1.0)
     made.acted("kill", "stopped")
-    assert made.take_notes() == []
+    assert made.drain_journal_entries() == []
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_the_end_of_the_run_closes_what_is_open(is_done: bool, actions: list[str
 
 def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
     made = running()
-    made.progress(beats(3), progress(3, attached=False), now_s=1.0)
+    made.progress(heartbeats(3), progress(3, attached=False), now_s=1.0)
     alone = IncidentLog()
     alone.generation_begins(plan(0, "a"))
-    alone.progress(beats(30), progress(30, attached=False), now_s=1.0)
+    alone.progress(heartbeats(30), progress(30, attached=False), now_s=1.0)
     alone.failed(KILLED, ["a"], progress(30, attached=False), now_s=2.0)
     alone.acted("respawn", "x")
     alone.generation_begins(plan(1, "a"))
     alone.stepped("a", TIMES, now_s=3.0)
-    alone.progress(beats(1), progress(1, attached=False), now_s=3.0)
+    alone.progress(heartbeats(1), progress(1, attached=False), now_s=3.0)
     assert alone.open is None
 
 
@@ -193,12 +193,12 @@ def test_nodes_taken_in_are_no_incident() -> None:
 
 def test_a_restart_that_takes_nodes_in_has_a_downtime_and_no_incident() -> None:
     made = running()
-    told = restarted(made, 1, at_s=6.0)
-    assert told["total_s"] == TIMES.total_s
+    reported = restarted(made, 1, at_s=6.0)
+    assert reported["total_s"] == TIMES.total_s
     assert made.count == 0
 
 
-def test_a_successor_goes_on_counting() -> None:
+def test_a_successor_continues_counting() -> None:
     made = IncidentLog()
     made.succeed(4)
     made.failed(KILLED, ["a"], progress(20), now_s=5.0)
@@ -221,10 +221,10 @@ def test_an_end_is_a_verdict(kind: ExitKind, name: str, culprits: tuple[int, ...
 
 
 @given(st.lists(st.sampled_from(LifecycleState), max_size=20))
-def test_only_what_the_table_has_is_ever_done(wishes: list[LifecycleState]) -> None:
+def test_only_what_the_table_has_is_ever_done(cluster_size: list[LifecycleState]) -> None:
     made = Lifecycle()
     seen = [made.state]
-    for wish in wishes:
+    for wish in cluster_size:
         change = made.go(wish, "x")
         if change is not None and change.is_refused:
             assert made.state is seen[-1]
@@ -271,15 +271,15 @@ def restarted(
     made.stepped("a", TIMES, now_s=at_s - 0.3)
     assert lines(made, "downtime") == []
     made.stepped("b", replace(TIMES, **changes), now_s=at_s + TIMES.stepped_age_s)
-    (told,) = lines(made, "downtime")
+    (reported,) = lines(made, "downtime")
     made.stepped("a", TIMES, now_s=at_s + 9.0)
     assert lines(made, "downtime") == []
-    return told
+    return reported
 
 
-def parts_of(told: dict[str, Any]) -> tuple[float, ...]:
+def parts_of(reported: dict[str, Any]) -> tuple[float, ...]:
     names = ("total_s", "detection_s", "restart_s", "restore_s", "first_step_s")
-    return tuple(told[name] for name in names)
+    return tuple(reported[name] for name in names)
 
 
 def test_the_downtime_is_from_the_fault_to_the_next_step_of_the_last_node() -> None:
@@ -287,14 +287,14 @@ def test_the_downtime_is_from_the_fault_to_the_next_step_of_the_last_node() -> N
     made.sign(4.8)
     made.sign(4.9)  # a second rank that ended because of the first
     made.failed(KILLED, ["a"], progress(20), now_s=5.0)
-    told = restarted(made, 1, at_s=6.0, restore_s=0.3, first_step_s=0.1)
-    assert parts_of(told) == pytest.approx((1.2, 0.2, 0.6, 0.3, 0.1))
-    assert (told["fault_s"], told["stepped_s"]) == (4.8, pytest.approx(6.0))
+    reported = restarted(made, 1, at_s=6.0, restore_s=0.3, first_step_s=0.1)
+    assert parts_of(reported) == pytest.approx((1.2, 0.2, 0.6, 0.3, 0.1))
+    assert (reported["fault_s"], reported["stepped_s"]) == (4.8, pytest.approx(6.0))
     assert made.open is not None
-    made.progress(beats(21), progress(21), now_s=7.0)
+    made.progress(heartbeats(21), progress(21), now_s=7.0)
     (closed,) = lines(made, "incident_closed")
-    assert closed["recovered_s"] == told["total_s"]
-    assert closed["downtime"] == {name: told[name] for name in closed["downtime"]}
+    assert closed["recovered_s"] == reported["total_s"]
+    assert closed["downtime"] == {name: reported[name] for name in closed["downtime"]}
 
 
 def test_a_second_fault_in_an_incident_adds_its_own_downtime() -> None:
@@ -303,18 +303,18 @@ def test_a_second_fault_in_an_incident_adds_its_own_downtime() -> None:
     assert parts_of(restarted(made, 1, at_s=6.0))[0] == pytest.approx(1.0)
     made.sign(7.9)
     made.failed(KILLED, ["a"], progress(20), now_s=8.0)  # two seconds were trained in between
-    told = restarted(made, 2, at_s=8.5)
-    assert parts_of(told) == pytest.approx((1.6, 0.1, 1.36, 0.1, 0.04))
-    assert told["incident"] == 1
+    reported = restarted(made, 2, at_s=8.5)
+    assert parts_of(reported) == pytest.approx((1.6, 0.1, 1.36, 0.1, 0.04))
+    assert reported["incident"] == 1
 
 
 def test_an_agent_that_took_over_after_a_killed_one_counts_from_its_end() -> None:
     made = IncidentLog()
     made.succeed(2)
     made.agent_lost("a", 10.0, now_s=10.8)
-    told = restarted(made, 1, at_s=12.0)
-    assert parts_of(told)[:2] == pytest.approx((2.0, 0.8))
-    made.progress(beats(19), progress(19), now_s=13.0)
+    reported = restarted(made, 1, at_s=12.0)
+    assert parts_of(reported)[:2] == pytest.approx((2.0, 0.8))
+    made.progress(heartbeats(19), progress(19), now_s=13.0)
     (closed,) = lines(made, "incident_closed")
     assert (closed["incident"], closed["verdict_kind"], closed["steps_lost"]) == (
         3, "agent lost", None)  # fmt: skip

@@ -77,7 +77,7 @@ def test_no_more_is_moved_than_is_there_and_no_time_has_no_goodput() -> None:
     assert book.goodput(0.0) is None
 
 
-def test_counters_never_go_back_and_count_what_goes_on() -> None:
+def test_counters_never_go_back_and_count_what_continues() -> None:
     book = TimeAccounting(0.0)
     book.turn("run", is_paused=False, has_stepped=False, blocked_s=0.0, now_s=0.0)
     assert book.counters(50.0)[PRODUCTIVE] == pytest.approx(50.0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 from unit.monitor.test_hang_detector import behind, waiting
-from unit.recovery.test_health import beat
+from unit.recovery.test_health import heartbeat
 
 from ftrun.config.cluster import ClusterSize
 from ftrun.config.profile import HangConfig
@@ -19,10 +19,10 @@ from tests.unit.recovery.made import card, fields, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]
 PLAN = plan(1, MEMBERS, spares="s")
-SETTINGS = settings(wishes=ClusterSize(4, 4, 1), heartbeat_s=0.5)
+SETTINGS = settings(cluster_size=ClusterSize(4, 4, 1), heartbeat_interval_s=0.5)
 
 
-def beats(unreachable: Mapping[str, str], generation: int = 1) -> dict[str, Heartbeat]:
+def heartbeats(unreachable: Mapping[str, str], generation: int = 1) -> dict[str, Heartbeat]:
     return {
         one: Heartbeat(generation=generation, unreachable=tuple(unreachable.get(one, "")))
         for one in "abcd"
@@ -41,26 +41,26 @@ def beats(unreachable: Mapping[str, str], generation: int = 1) -> dict[str, Hear
     ],
     ids=["pair", "of the leader", "several of one node", "one side", "no member", "none"],
 )
-def test_a_link_is_lost_where_both_ends_say_so(
+def test_a_link_is_lost_where_both_ends_report_it(
     unreachable: dict[str, str], pairs: list[tuple[str, str]] | None, out: str
 ) -> None:
-    found = lost_links(beats(unreachable), PLAN)
+    found = lost_links(heartbeats(unreachable), PLAN)
     assert (None if found is None else list(found.pairs)) == pairs
     assert found is None or found.node_out == out
 
 
 def test_each_lost_link_is_named() -> None:
-    found = lost_links(beats({"b": "ac", "a": "b", "c": "b"}), PLAN)
+    found = lost_links(heartbeats({"b": "ac", "a": "b", "c": "b"}), PLAN)
     assert found is not None
     assert found.words == "the links between nodes a and b, b and c carry no data"
 
 
 def test_reports_of_another_generation_do_not_count() -> None:
-    assert lost_links(beats({"b": "c", "c": "b"}, generation=0), PLAN) is None
+    assert lost_links(heartbeats({"b": "c", "c": "b"}, generation=0), PLAN) is None
 
 
 def test_a_rank_with_a_cause_of_its_own_stays_the_culprit() -> None:
-    lost = lost_links(beats({"b": "c", "c": "b"}), PLAN)
+    lost = lost_links(heartbeats({"b": "c", "c": "b"}), PLAN)
     assert lost is not None
     made = with_lost_links(None, lost, [0, 1])
     assert "the link between nodes b and c carries no data" in made.text
@@ -80,48 +80,54 @@ class Run:
     """Four nodes of one rank; the link between b and c is cut after step 40."""
 
     def __init__(self, *, spares: int = 1, action: str = "restart") -> None:
-        self.oversight = GenerationMonitor(
-            settings(wishes=ClusterSize(4, 4, 1), hang=HangConfig(action=action)),
+        self.monitor = GenerationMonitor(
+            settings(cluster_size=ClusterSize(4, 4, 1), hang=HangConfig(action=action)),
             "a",
             pairs=PairCheck(),
         )
-        self.oversight.begin(PLAN, now_s=0.0)
-        self.oversight.num_spares = spares
+        self.monitor.begin(PLAN, now_s=0.0)
+        self.monitor.num_spares = spares
         self.number, self.generation = 0, 1
-        self.whys: list[str] = []
+        self.reasons: list[str] = []
 
     def at(
-        self, now_s: float, step: int, silent_s: float, *, is_cut: bool = True, knows: str = ""
+        self,
+        now_s: float,
+        step: int,
+        unresponsive_s: float,
+        *,
+        is_cut: bool = True,
+        knows: str = "",
     ) -> None:
         """All nodes report; `knows` are ranks that have not entered the collective."""
         for rank, one in enumerate("abcd"):
-            made = beat("a", step)
-            look = self._view(rank, silent_s, str(rank) in knows)
+            made = heartbeat("a", step)
+            poll = self._view(rank, unresponsive_s, str(rank) in knows)
             body = msgspec.structs.replace(
                 made,
                 generation=self.generation,
                 p99_s=0.1,
                 ranks=(msgspec.structs.replace(made.ranks[0], rank=rank),),
-                views=(look,) if silent_s else (),
+                views=(poll,) if unresponsive_s else (),
                 unreachable=({"b": ("c",), "c": ("b",)}.get(one, ())) if is_cut else (),
             )
-            self.oversight.beat(one, body, now_s=now_s)
-        found = self.oversight.passing(now_s=now_s)
-        found += self.oversight.passing(now_s=now_s + 0.7)
-        self.whys += [one.reason for one in found if isinstance(one, StartGeneration)]
+            self.monitor.heartbeat_received(one, body, now_s=now_s)
+        found = self.monitor.tick(now_s=now_s)
+        found += self.monitor.tick(now_s=now_s + 0.7)
+        self.reasons += [one.reason for one in found if isinstance(one, StartGeneration)]
 
     @staticmethod
-    def _view(rank: int, silent_s: float, has_not_entered: bool) -> RankView:
+    def _view(rank: int, unresponsive_s: float, has_not_entered: bool) -> RankView:
         made = behind(rank) if has_not_entered else waiting(rank)
-        return msgspec.structs.replace(made, silent_s=silent_s, step=40)
+        return msgspec.structs.replace(made, unresponsive_s=unresponsive_s, step=40)
 
     def begin(self) -> None:
         self.generation += 1
-        members = [one for one in MEMBERS if one.node_id not in self.aside()] + [card("s")]
-        self.oversight.begin(plan(self.generation, members[:4]), now_s=100.0)
+        members = [one for one in MEMBERS if one.node_id not in self.excluded()] + [card("s")]
+        self.monitor.begin(plan(self.generation, members[:4]), now_s=100.0)
 
-    def aside(self) -> set[str]:
-        return self.oversight.set_aside(now_s=101.0)
+    def excluded(self) -> set[str]:
+        return self.monitor.excluded(now_s=101.0)
 
 
 def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
@@ -129,66 +135,66 @@ def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
     run.at(50.0, 40, 9.0)
     verdict = next(
         fields(note)["verdict"]
-        for note in run.oversight.incidents.take_notes()
+        for note in run.monitor.incidents.drain_journal_entries()
         if note.record.kind == "verdict"
     )
     assert list(verdict["nodes"]) == ["b", "c"]
-    assert not run.whys
+    assert not run.reasons
     run.at(52.0, 40, 11.0)
-    assert run.aside() == {"c"}
-    assert len(run.whys) == 1
-    assert "the link between nodes b and c carries no data" in run.whys[0]
+    assert run.excluded() == {"c"}
+    assert len(run.reasons) == 1
+    assert "the link between nodes b and c carries no data" in run.reasons[0]
 
 
 def test_ranks_that_wait_on_the_way_to_a_collective_do_not_hide_the_link() -> None:
     run = Run()
     for at_s in (50.0, 52.0):
         run.at(at_s, 40, at_s - 41.0, knows="12")
-    assert run.aside() == {"c"}
+    assert run.excluded() == {"c"}
 
 
 def test_without_a_node_to_replace_it_the_link_is_given_time() -> None:
     run = Run(spares=0)
     for at_s in (50.0, 52.0, 80.0):
         run.at(at_s, 40, at_s - 41.0)
-    assert not run.whys
+    assert not run.reasons
     run.at(165.0, 40, 124.0)
-    assert len(run.whys) == 1
-    assert run.aside() == set()
+    assert len(run.reasons) == 1
+    assert run.excluded() == set()
 
 
 def test_with_report_nothing_is_done() -> None:
     run = Run(action="report")
     for at_s in (50.0, 52.0, 200.0):
         run.at(at_s, 40, at_s - 41.0)
-    assert not run.whys
-    assert run.aside() == set()
+    assert not run.reasons
+    assert run.excluded() == set()
 
 
 def test_with_report_a_generation_without_a_first_step_stays() -> None:
     run = Run(action="report")
     for at_s in (1.0, 12.0, 500.0):
         run.at(at_s, 0, 0.0)
-    assert not run.whys
-    assert run.aside() == set()
+    assert not run.reasons
+    assert run.excluded() == set()
 
 
 def test_a_generation_without_a_first_step_over_a_lost_link_is_given_up() -> None:
     run = Run()
     run.at(1.0, 0, 0.0)
     run.at(9.0, 0, 0.0)
-    assert not run.whys
+    assert not run.reasons
     run.at(12.0, 0, 0.0)
-    assert len(run.whys) == 1
-    assert "no rank has made a step" in run.whys[0]
-    assert run.aside() == {"c"}
+    assert len(run.reasons) == 1
+    assert "no rank has made a step" in run.reasons[0]
+    assert run.excluded() == {"c"}
 
 
 def test_before_a_first_step_there_is_no_deadline_without_a_lost_link() -> None:
     run = Run()
     for at_s in (1.0, 500.0, 5000.0):
         run.at(at_s, 0, 0.0, is_cut=False)
-    assert not run.whys
+    assert not run.reasons
 
 
 def test_a_restart_that_changes_nothing_is_not_repeated_with_the_same_nodes() -> None:
@@ -198,12 +204,12 @@ def test_a_restart_that_changes_nothing_is_not_repeated_with_the_same_nodes() ->
     run.at(5.0, 40, 0.0, is_cut=False)
     for at_s in (130.0, 180.0):
         run.at(at_s, 40, at_s - 41.0, is_cut=False)
-    assert len(run.whys) == 1
-    assert run.aside() == set()
+    assert len(run.reasons) == 1
+    assert run.excluded() == set()
     run.begin()
     run.at(201.0, 0, 0.0, is_cut=False)
     run.at(250.0, 0, 0.0, is_cut=False)
-    assert len(run.whys) == 1
+    assert len(run.reasons) == 1
     run.at(330.0, 0, 0.0, is_cut=False)
     run.at(332.0, 0, 0.0, is_cut=False)
-    assert len(run.oversight.set_aside(now_s=333.0)) == 1
+    assert len(run.monitor.excluded(now_s=333.0)) == 1

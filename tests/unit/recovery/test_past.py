@@ -12,7 +12,7 @@ from ftrun.recovery.past import MAX_GONE, MAX_RESTARTS, NodeFailures, Past
 from tests.unit.agent.test_cluster_verdict import status, verdict
 from tests.unit.membership.agents import Agents
 from tests.unit.membership.leader.test_draining import ask, at_boundary, protected_again
-from tests.unit.membership.leader.test_leader import begun, hold, notes, with_spares, works
+from tests.unit.membership.leader.test_leader import hold, notes, started, with_spares, works
 from tests.unit.recovery.made import SETTINGS, card, meet, plan
 
 
@@ -39,8 +39,8 @@ def test_a_node_that_was_drained_has_left_and_is_not_lost() -> None:
     assert notes(made, "a", "node_left") == ["node b has drained"]
     assert places(made, "a")["b"] == "left"
     assert "lost:" not in verdict(made)
-    assert made["a"].member.lead is not None
-    assert made["a"].member.lead.oversight.history(now_s=made.now_s).node_failures == {}
+    assert made["a"].member.leader is not None
+    assert made["a"].member.leader.monitor.history(now_s=made.now_s).node_failures == {}
 
 
 def test_a_node_that_was_asked_to_leave_and_dies_with_its_ranks_is_lost_but_has_not_failed() -> (
@@ -55,8 +55,8 @@ def test_a_node_that_was_asked_to_leave_and_dies_with_its_ranks_is_lost_but_has_
     assert made.running() == {"a": 1, "c": 1, "d": 1}
     assert len(notes(made, "a", "node_lost")) == 1
     assert places(made, "a")["b"] == "lost"
-    assert made["a"].member.lead is not None
-    assert made["a"].member.lead.oversight.history(now_s=made.now_s).node_failures == {}
+    assert made["a"].member.leader is not None
+    assert made["a"].member.leader.monitor.history(now_s=made.now_s).node_failures == {}
 
 
 def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> None:
@@ -72,11 +72,11 @@ def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> No
     assert [one.generation for one in before] == [1, 2]
     made.kill("a")
     made.passes(6.0)
-    lead = made.lead()
-    assert lead not in ("", "a")
+    leader = made.leader()
+    assert leader not in ("", "a")
     assert set(made.running().values()) == {3}
-    found = status(made, lead)
-    assert {one: place for one, place in places(made, lead).items() if one in "abd"} == {
+    found = status(made, leader)
+    assert {one: place for one, place in places(made, leader).items() if one in "abd"} == {
         "a": "lost", "b": "left", "d": "lost",
     }  # fmt: skip
     assert found.summary.endswith("lost: a, d")
@@ -86,42 +86,42 @@ def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> No
     assert second.cause == "node d is lost: the connection is refused"
     # Its age is that of the event, not of the new leader. (Status uses the real clock.)
     assert second.age_s == pytest.approx(before[1].age_s, abs=1.5)
-    failures = made[lead].member.lead
+    failures = made[leader].member.leader
     assert failures is not None
-    assert set(failures.oversight.history(now_s=made.now_s).node_failures) == {"a", "d"}
+    assert set(failures.monitor.history(now_s=made.now_s).node_failures) == {"a", "d"}
 
 
 def test_a_leader_that_was_drained_has_not_failed() -> None:
     made = with_spares()
     drained(made, "a", after="dbc")
     made.passes(5.0)
-    assert made.lead() == "d"
+    assert made.leader() == "d"
     assert places(made, "d")["a"] == "left"
     assert "lost:" not in verdict(made, "d")
-    lead = made["d"].member.lead
-    assert lead is not None
-    assert lead.oversight.history(now_s=made.now_s).node_failures == {}
+    leader = made["d"].member.leader
+    assert leader is not None
+    assert leader.monitor.history(now_s=made.now_s).node_failures == {}
 
 
 def test_a_node_that_is_back_is_gone_no_more() -> None:
-    made = begun("abc")
+    made = started("abc")
     made.kill("c")
     made.passes(1.0)
-    lead = made["a"].member.lead
-    assert lead is not None
-    assert [one.card.node_id for one in lead.oversight.past.gone] == ["c"]
+    leader = made["a"].member.leader
+    assert leader is not None
+    assert [one.card.node_id for one in leader.monitor.past.gone] == ["c"]
     made.start("c", incarnation=2)
     made.passes(10.0)
-    assert lead.oversight.past.gone == []
+    assert leader.monitor.past.gone == []
     assert places(made, "a")["c"] != "lost"
 
 
 def test_what_is_kept_has_a_bound() -> None:
     made, peers = Past(), FailureDetector(card("me"), SETTINGS)
     for number in range(50):
-        made.begins(plan(number, "ab", why="x" * 1000), now_s=float(number))
+        made.begins(plan(number, "ab", reason="x" * 1000), now_s=float(number))
         peer = meet(peers, f"n{number}")
-        made.goes(peer, "y" * 1000, was_member=True, now_s=float(number))
+        made.record_loss(peer, "y" * 1000, was_member=True, now_s=float(number))
     restarts, gone = made.past_restarts(now_s=60.0), made.gone_nodes(now_s=60.0)
     assert [one.generation for one in restarts] == list(range(50 - MAX_RESTARTS, 50))
     assert len(gone) == MAX_GONE
@@ -133,11 +133,11 @@ def test_what_is_kept_has_a_bound() -> None:
 def test_what_a_leader_has_seen_itself_stays() -> None:
     first, second, peers = Past(), Past(), FailureDetector(card("me"), SETTINGS)
     for made, reason, at_s in ((first, "old", 10.0), (second, "new", 30.0)):
-        made.begins(plan(1, "ab", why=reason), now_s=at_s)
-        made.goes(meet(peers, "c"), reason, was_member=True, now_s=at_s)
+        made.begins(plan(1, "ab", reason=reason), now_s=at_s)
+        made.record_loss(meet(peers, "c"), reason, was_member=True, now_s=at_s)
     first.measured(1, 0.5)
     first.measured(7, 0.5)
-    first.begins(plan(2, "ab", why="later"), now_s=12.0)
+    first.begins(plan(2, "ab", reason="later"), now_s=12.0)
     second.succeed(first.past_restarts(now_s=20.0), first.gone_nodes(now_s=20.0), known_s=20.0)
     assert [(one.cause, one.at_s, one.downtime_s) for one in second.restarts] == [
         ("new", 30.0, None), ("later", 12.0, None),
@@ -157,10 +157,10 @@ def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:
     made.leaves(peer.card, now_s=1.0)
     made.leaves(peer.card, now_s=2.0)
     assert made.gone[0].at_s == 1.0
-    made.goes(peer, "refused", was_member=False, now_s=3.0)
+    made.record_loss(peer, "refused", was_member=False, now_s=3.0)
     assert peer.has_left
     again = meet(peers, card("c", 2))
-    made.goes(again, "refused", was_member=False, now_s=4.0)
+    made.record_loss(again, "refused", was_member=False, now_s=4.0)
     assert not again.has_left
     assert made.gone[0].reason == "refused"
     made.returns("c")
@@ -168,32 +168,32 @@ def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:
     assert made.gone == []
 
 
-def test_losses_of_an_hour_are_counted_beside_those_of_the_last_leader() -> None:
+def test_losses_of_an_hour_are_counted_next_to_those_of_the_last_leader() -> None:
     made = NodeFailures(3)
     made.succeed({"a": [1000.0], "b": [10.0]}, {}, now_s=2000.0)
     made.note("a", now_s=2100.0)
     made.note("a", now_s=2200.0)
     assert made.ages_s(now_s=2200.0) == {"a": [1200.0, 100.0, 0.0], "b": [210.0]}
-    assert made.set_aside(now_s=2200.0) == {"a"}
-    assert made.set_aside(now_s=4600.0) == set()
+    assert made.excluded(now_s=2200.0) == {"a"}
+    assert made.excluded(now_s=4600.0) == set()
     assert made.ages_s(now_s=6000.0) == {}
 
 
-def test_a_barred_node_stays_aside_for_an_hour_also_under_the_next_leader() -> None:
-    made, heir = NodeFailures(3), NodeFailures(3)
+def test_a_barred_node_stays_excluded_for_an_hour_also_under_the_next_leader() -> None:
+    made, successor = NodeFailures(3), NodeFailures(3)
     made.bar("a", now_s=100.0)
-    assert made.set_aside(now_s=200.0) == {"a"}
-    heir.succeed(made.ages_s(now_s=200.0), made.barred_ages_s(now_s=200.0), now_s=50.0)
-    assert heir.set_aside(now_s=3549.0) == {"a"}
-    assert heir.set_aside(now_s=3550.0) == set()
-    heir.succeed({}, {}, now_s=60.0)
-    assert heir.set_aside(now_s=61.0) == set()
+    assert made.excluded(now_s=200.0) == {"a"}
+    successor.succeed(made.ages_s(now_s=200.0), made.barred_ages_s(now_s=200.0), now_s=50.0)
+    assert successor.excluded(now_s=3549.0) == {"a"}
+    assert successor.excluded(now_s=3550.0) == set()
+    successor.succeed({}, {}, now_s=60.0)
+    assert successor.excluded(now_s=61.0) == set()
 
 
 def test_what_is_kept_of_a_barred_node_does_not_grow_with_the_limit() -> None:
     """A limit of 100,000 made each plan 0.9 MB larger, and agents too slow for their heartbeats."""
     made = NodeFailures(100_000)
     made.bar("a", now_s=1.0)
-    assert made.set_aside(now_s=2.0) == {"a"}
+    assert made.excluded(now_s=2.0) == {"a"}
     kept = (made.ages_s(now_s=2.0), made.barred_ages_s(now_s=2.0))
     assert len(msgspec.msgpack.encode(kept)) < 100

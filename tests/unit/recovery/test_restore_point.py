@@ -82,8 +82,8 @@ def test_a_version_survives_the_loss_of_any_m_nodes_and_no_more(
         assert not found.sources
         if here:
             assert found.holders == lost
-            assert f"at most {parity} may be missing" in found.why
-            assert all(one in found.why for one in lost)
+            assert f"at most {parity} may be missing" in found.reason
+            assert all(one in found.reason for one in lost)
 
 
 @effort(deadline=None)
@@ -110,14 +110,14 @@ def test_without_protection_the_slots_themselves_must_be_here() -> None:
     assert found.sources == (RestoreSource(["a"], [[0]], 0, -1), RestoreSource(["b"], [[1]], 0, -1))
     lost = choose(bare((0, 8), "a", "ab"), None)
     assert lost.version is None
-    assert "no present node holds rank 1, which is not protected" in lost.why
+    assert "no present node holds rank 1, which is not protected" in lost.reason
 
 
 def test_several_ranks_that_are_missing_are_named_in_the_plural() -> None:
     lost = choose(bare((0, 8), "a", "abc"), None)
-    assert "no present node holds ranks 1, 2, which are not protected" in lost.why
+    assert "no present node holds ranks 1, 2, which are not protected" in lost.reason
     gone = choose(held((0, 8), "ab", "abcd"), None)
-    assert "ranks 2, 3 cannot be rebuilt: missing of the group a, b, c, d: c, d" in gone.why
+    assert "ranks 2, 3 cannot be rebuilt: missing of the group a, b, c, d: c, d" in gone.reason
 
 
 def test_slots_that_lie_on_two_nodes_are_taken_from_one() -> None:
@@ -125,17 +125,17 @@ def test_slots_that_lie_on_two_nodes_are_taken_from_one() -> None:
     assert [one.node_ids for one in choose(holdings, None).sources] == [["a"], ["b"]]
 
 
-def test_where_nothing_is_here_that_is_said() -> None:
+def test_where_nothing_is_here_is_reported() -> None:
     found = choose({}, None)
-    assert (found.version, found.why) == (None, "no node holds a snapshot")
+    assert (found.version, found.reason) == (None, "no node holds a snapshot")
 
 
 def test_without_its_mirror_a_lost_rank_cannot_be_rebuilt() -> None:
     holdings = held((0, 8), "abd", "abcd")
-    spoilt = with_part(holdings, "d", mirrors=["x"])
-    found = choose(spoilt, None)
+    corrupted = with_part(holdings, "d", mirrors=["x"])
+    found = choose(corrupted, None)
     assert found.version is None
-    assert "rank 2 cannot be rebuilt: not all nodes have protected this version" in found.why
+    assert "rank 2 cannot be rebuilt: not all nodes have protected this version" in found.reason
     # The same without a loss needs no mirror.
     assert choose(with_part(held((0, 8), "abcd", "abcd"), "d", mirrors=[]), None).version
 
@@ -144,7 +144,7 @@ def test_a_part_that_is_not_complete_counts_as_missing() -> None:
     holdings = with_part(held((0, 8), "abd", "abcd"), "a", is_complete=False)
     found = choose(holdings, None)
     assert found.version is None
-    assert "missing of the group a, b, c, d: a, c; at most 1 may be missing" in found.why
+    assert "missing of the group a, b, c, d: a, c; at most 1 may be missing" in found.reason
 
 
 @pytest.mark.parametrize("is_filled_first", [False, True])
@@ -173,7 +173,7 @@ def test_a_version_of_which_not_all_ranks_are_protected_is_not_rebuilt() -> None
     del holdings["a"]
     found = choose(holdings, None)
     assert found.version is None
-    assert "rank 0 cannot be rebuilt: not all nodes have protected this version" in found.why
+    assert "rank 0 cannot be rebuilt: not all nodes have protected this version" in found.reason
 
 
 # --- of several versions ----------------------------------------------------------------------
@@ -368,8 +368,8 @@ def test_where_the_commit_is_lost_the_older_version_is_named_as_such() -> None:
     found = choose(holdings, None, committed=[(0, 9), (0, 7)])
     assert found.version == found.committed == version(0, 8)
     assert found.wanted == version(0, 9)
-    assert "step 9 (generation 0) was committed and is lost: " in found.why
-    assert "no present node holds rank 0" in found.why
+    assert "step 9 (generation 0) was committed and is lost: " in found.reason
+    assert "no present node holds rank 0" in found.reason
 
 
 def test_where_nothing_can_be_had_the_commit_is_named() -> None:
@@ -379,7 +379,7 @@ def test_where_nothing_can_be_had_the_commit_is_named() -> None:
 
 
 @pytest.mark.parametrize("how", ["heard", "planned", "kept"])
-def test_a_commit_is_known_by_whoever_tells_of_it(how: str) -> None:
+def test_a_commit_is_known_from_any_node_that_reports_it(how: str) -> None:
     newest = plan(0, "abc", committed=(0, 8) if how == "planned" else None)
     holdings = held((0, 8), "abc", "abc", is_committed=how == "kept")
     found = choose(holdings, newest, committed=[(0, 8)] if how == "heard" else [])
@@ -398,22 +398,24 @@ def test_a_version_that_may_have_been_committed_is_missed_like_a_commit() -> Non
     found = choose(here, None, committed=[(0, 8)])
     assert (found.version, found.committed) == (version(0, 8), version(0, 8))
     assert (found.wanted, found.holders) == (version(0, 9), {"a"})
-    assert "step 9 (generation 0) may have been committed and is lost: " in found.why
+    assert "step 9 (generation 0) may have been committed and is lost: " in found.reason
     # With nothing older, and with a commit that is older than both.
     nothing = choose(newer, None, committed=[(0, 7)])
     assert (nothing.version, nothing.wanted) == (None, version(0, 9))
     assert nothing.committed == version(0, 7)
 
 
-@pytest.mark.parametrize("why_not", ["a part is not complete", "all nodes are present", "no part"])
-def test_a_version_that_cannot_have_been_committed_is_not_missed(why_not: str) -> None:
+@pytest.mark.parametrize(
+    "refusal_reason", ["a part is not complete", "all nodes are present", "no part"]
+)
+def test_a_version_that_cannot_have_been_committed_is_not_missed(refusal_reason: str) -> None:
     newer = held((0, 9), "bc", "abcd")
-    if why_not == "a part is not complete":
+    if refusal_reason == "a part is not complete":
         newer = with_part(newer, "b", is_complete=False)
-    elif why_not == "no part":
+    elif refusal_reason == "no part":
         newer = bare((0, 9), "bc", "abcd")
     here = both(held((0, 8), "abc", "abcd"), newer)
-    if why_not == "all nodes are present":
+    if refusal_reason == "all nodes are present":
         here["d"] = Inventory([])
     found = choose(here, None, committed=[(0, 8)])
     assert (found.version, found.wanted) == (version(0, 8), None)
@@ -442,4 +444,4 @@ def test_parts_without_any_slot_are_something_that_is_held() -> None:
     found = choose({"a": Inventory([], parts)}, None)
     assert found.version is None
     assert found.holders == {"b", "c"}
-    assert "missing of the group a, b, c: a, b, c" in found.why
+    assert "missing of the group a, b, c: a, b, c" in found.reason

@@ -13,7 +13,7 @@ from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignmen
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import plan
 
-beats = st.builds(
+heartbeats = st.builds(
     Heartbeat,
     generation=st.integers(1, 2),
     step=st.integers(0, 9),
@@ -22,7 +22,7 @@ beats = st.builds(
     ready=st.sampled_from([None, (1, 4), (2, 5)]),
     abandoned_step=st.integers(-1, 3),
     at_boundary=st.booleans(),
-    wished_every=st.integers(0, 3),
+    requested_every=st.integers(0, 3),
     problem=st.sampled_from(["", "", "a slot is damaged"]),
     survives=st.integers(0, 1),
     sealed=st.sampled_from([None, (3, 3), (4, 6), (5, 5)]),
@@ -30,7 +30,7 @@ beats = st.builds(
 )
 node_ids = st.sampled_from("abz")
 acts = st.one_of(
-    st.tuples(st.just("take"), node_ids, beats),
+    st.tuples(st.just("take"), node_ids, heartbeats),
     st.tuples(st.just("forget"), node_ids),
     st.tuples(st.just("begin"), st.integers(1, 2)),
 )
@@ -40,27 +40,37 @@ def agrees(
     reports: MemberReports, newest: dict[str, Heartbeat], seen: list[Heartbeat], generation: int
 ) -> None:
     """Everything as it comes out when it is looked up among all."""
-    now = [beat for one, beat in newest.items() if one in "ab" and beat.generation == generation]
-    assert reports.step == max((beat.step for beat in seen), default=0)
-    assert reports.steps_here == max((beat.steps_here for beat in seen), default=0)
-    assert reports.attached == any(beat.attached for beat in seen)
-    assert reports.abandoned_step == max((beat.abandoned_step for beat in seen), default=-1)
+    now = [
+        heartbeat
+        for one, heartbeat in newest.items()
+        if one in "ab" and heartbeat.generation == generation
+    ]
+    assert reports.step == max((heartbeat.step for heartbeat in seen), default=0)
+    assert reports.steps_here == max((heartbeat.steps_here for heartbeat in seen), default=0)
+    assert reports.attached == any(heartbeat.attached for heartbeat in seen)
+    assert reports.abandoned_step == max(
+        (heartbeat.abandoned_step for heartbeat in seen), default=-1
+    )
     assert reports.all_run == (len(now) == 2)
-    assert reports.all_at_boundary == (sum(beat.at_boundary for beat in now) == 2)
-    assert reports.wished_every() == max((beat.wished_every for beat in now), default=0)
-    assert reports.are_protected() == (len(now) == sum(beat.survives for beat in now) == 2)
-    known = [beat.committed for beat in seen if beat.committed is not None]
+    assert reports.all_at_boundary == (sum(heartbeat.at_boundary for heartbeat in now) == 2)
+    assert reports.requested_every() == max(
+        (heartbeat.requested_every for heartbeat in now), default=0
+    )
+    assert reports.are_protected() == (
+        len(now) == sum(heartbeat.survives for heartbeat in now) == 2
+    )
+    known = [heartbeat.committed for heartbeat in seen if heartbeat.committed is not None]
     assert reports.committed == max(known, default=None)
     committed = max(known, default=(-1, -1))
-    newest_sealed = max((beat.sealed[1] for beat in seen if beat.sealed), default=-1)
-    for beat in now:
-        is_missed = beat.sealed is not None and (
-            committed < (generation, beat.sealed[0]) and beat.sealed[0] < newest_sealed
+    newest_sealed = max((heartbeat.sealed[1] for heartbeat in seen if heartbeat.sealed), default=-1)
+    for heartbeat in now:
+        is_missed = heartbeat.sealed is not None and (
+            committed < (generation, heartbeat.sealed[0]) and heartbeat.sealed[0] < newest_sealed
         )
-        assert reports.missed_step(beat) == (newest_sealed - 1 if is_missed else -1)
-        is_whole = not any(one.problem for one in now) and beat.ready is not None
-        is_ready = is_whole and [one.ready for one in now] == [beat.ready] * 2
-        assert reports.ready_with(beat) == (beat.ready if is_ready else None)
+        assert reports.missed_step(heartbeat) == (newest_sealed - 1 if is_missed else -1)
+        is_whole = not any(one.problem for one in now) and heartbeat.ready is not None
+        is_ready = is_whole and [one.ready for one in now] == [heartbeat.ready] * 2
+        assert reports.ready_with(heartbeat) == (heartbeat.ready if is_ready else None)
 
 
 @effort(max_examples=120, deadline=None)
@@ -74,24 +84,24 @@ def test_the_sums_are_those_of_the_members_of_the_running_generation(
     seen: list[Heartbeat] = []
     for what in found:
         match what:
-            case ("take", str(node_id), Heartbeat() as beat):
-                counts = node_id in "ab" and beat.generation == generation
-                assert reports.take(node_id, beat) is counts
-                newest[node_id] = beat
-                seen += [beat] if counts else []
+            case ("take", str(node_id), Heartbeat() as heartbeat):
+                counts = node_id in "ab" and heartbeat.generation == generation
+                assert reports.take(node_id, heartbeat) is counts
+                newest[node_id] = heartbeat
+                seen += [heartbeat] if counts else []
             case ("forget", str(node_id)):
                 reports.forget(node_id)
                 newest.pop(node_id, None)
             case ("begin", int(generation)):
                 reports.begin(plan(generation, "ab", spares="z"))
                 seen = [
-                    beat
-                    for one, beat in newest.items()
-                    if one in "ab" and beat.generation == generation
+                    heartbeat
+                    for one, heartbeat in newest.items()
+                    if one in "ab" and heartbeat.generation == generation
                 ]
             case _:
                 raise AssertionError(what)
-        assert reports.beats == newest
+        assert reports.heartbeats == newest
         agrees(reports, newest, seen, generation)
 
 

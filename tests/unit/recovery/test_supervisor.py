@@ -48,7 +48,7 @@ from ftrun.recovery.supervisor import (
     first_cause,
 )
 
-RESTART = RestartConfig(budget=5, backoff_limit_s=4.0)
+RESTART = RestartConfig(budget=5, backoff_max_s=4.0)
 
 
 def started(generation: int = 0) -> GenerationStarted:
@@ -93,7 +93,7 @@ def test_killed_worker_restarts_all_at_once() -> None:
     assert commands == [KillWorkers("rank 1 was killed"), StartGeneration("rank 1 was killed")]
 
 
-def test_restart_of_a_script_without_attach_says_where_it_begins() -> None:
+def test_restart_of_a_script_without_attach_reports_where_it_begins() -> None:
     commands = supervisor().handle(ends(killed(), at=progress(5, attached=False)), now_s=1.0)
     assert isinstance(commands[1], StartGeneration)
     assert "restarts from its beginning" in commands[1].reason
@@ -116,7 +116,7 @@ def test_run_ends_when_every_rank_has_finished() -> None:
     assert made.state is SupervisorState.ENDED
 
 
-def test_ranks_that_finished_before_a_restart_are_counted_anew() -> None:
+def test_ranks_that_finished_before_a_restart_are_counted_again() -> None:
     made = supervisor()
     made.handle(ends(finished(0), at=progress(5)), now_s=1.0)
     made.handle(ends(killed(1), at=progress(5)), now_s=1.0)
@@ -190,7 +190,7 @@ def test_same_cause_with_progress_each_time_uses_the_budget_only() -> None:
 
 
 def test_without_attach_the_same_step_count_is_no_progress() -> None:
-    made = supervisor(backoff_first_s=0.0)
+    made = supervisor(backoff_initial_s=0.0)
     at = progress(5, attached=False)
     for generation in (1, 2):
         made.handle(ends(killed(), at=at), now_s=0.0)
@@ -201,7 +201,7 @@ def test_without_attach_the_same_step_count_is_no_progress() -> None:
 
 
 def test_without_attach_another_step_count_counts_as_progress() -> None:
-    made = supervisor(backoff_first_s=0.0)
+    made = supervisor(backoff_initial_s=0.0)
     for generation in range(1, 5):
         at = progress(generation, attached=False)
         commands = made.handle(ends(killed(), at=at), now_s=0.0)
@@ -217,11 +217,11 @@ def test_pause_doubles_up_to_its_limit_while_there_is_no_progress() -> None:
     now_s = 0.0
     for generation in range(1, 7):
         commands = made.handle(ends(killed(), at=progress(7)), now_s=now_s)
-        begun_s = now_s
+        started_s = now_s
         while not any(isinstance(found, StartGeneration) for found in commands):
             now_s += 0.5
             commands = made.handle(Tick(), now_s=now_s)
-        pauses.append(now_s - begun_s)
+        pauses.append(now_s - started_s)
         made.handle(started(generation), now_s=now_s)
     assert pauses == [0.0, 1.0, 2.0, 4.0, 4.0, 4.0]
 
@@ -246,10 +246,10 @@ def test_nothing_follows_the_end() -> None:
 def test_a_successor_is_as_strict() -> None:
     made = supervisor()
     made.handle(ends(killed(), at=progress(3)), now_s=10.0)
-    heir = new()
-    heir.succeed(made.history(now_s=30.0), now_s=100.0)
-    assert heir.state is SupervisorState.RUNNING
-    assert heir.history(now_s=100.0) == made.history(now_s=30.0)
+    successor = new()
+    successor.succeed(made.history(now_s=30.0), now_s=100.0)
+    assert successor.state is SupervisorState.RUNNING
+    assert successor.history(now_s=100.0) == made.history(now_s=30.0)
 
 
 def test_stop_takes_a_last_snapshot_then_signals_then_ends() -> None:
@@ -273,7 +273,7 @@ def test_stop_without_attach_signals_at_once() -> None:
     assert commands == [SignalWorkers(SIGINT, "SIGINT")]
 
 
-def test_stop_goes_on_when_no_boundary_comes_and_kills_after_the_grace() -> None:
+def test_stop_continues_when_no_boundary_comes_and_kills_after_the_grace() -> None:
     made = supervisor()
     made.handle(StopRequested(SIGTERM, "SIGTERM", attached=True), now_s=0.0)
     assert isinstance(made.handle(Tick(), now_s=10.0)[0], SignalWorkers)
@@ -378,7 +378,7 @@ def test_a_lost_connection_is_not_the_same_cause_and_the_budget_bounds_it(blip: 
 
 
 def test_a_lost_connection_between_two_equal_failures_does_not_hide_the_second() -> None:
-    made = supervisor(backoff_first_s=0.0)
+    made = supervisor(backoff_initial_s=0.0)
     blip = WorkerExit(Rank(0), ExitKind.LINK_LOST, 75, "a fetch failed", "", "restore a")
     for cause in (killed(), blip, killed(), blip):
         made.handle(ends(cause, at=progress(7)), now_s=0.0)

@@ -21,7 +21,7 @@ def watch(**changes: object) -> HangSuspicions:
     return made
 
 
-def beats(
+def heartbeats(
     views: Mapping[int, RankView], *, p99_s: float = 0.1, generation: int = 1
 ) -> dict[str, Heartbeat]:
     return {
@@ -34,47 +34,50 @@ def beats(
     }
 
 
-def hang(silent_s: float, **changes: object) -> dict[int, RankView]:
+def hang(unresponsive_s: float, **changes: object) -> dict[int, RankView]:
     """Rank 1 stands still, and the others wait for it."""
     views = {r: behind(r, **changes) if r == 1 else waiting(r) for r in range(4)}
-    return {rank: msgspec.structs.replace(one, silent_s=silent_s) for rank, one in views.items()}
+    return {
+        rank: msgspec.structs.replace(one, unresponsive_s=unresponsive_s)
+        for rank, one in views.items()
+    }
 
 
-def look(
+def poll(
     made: HangSuspicions, views: Mapping[int, RankView], **changes: object
 ) -> HangFinding | None:
-    return made.look(beats(views, **changes), PLAN)  # type: ignore[arg-type]
+    return made.poll(heartbeats(views, **changes), PLAN)  # type: ignore[arg-type]
 
 
 def test_steps_are_made() -> None:
     made = watch()
-    assert look(made, {}) is None
+    assert poll(made, {}) is None
     assert not made.is_suspicious
 
 
 def test_named_before_the_deadline_and_acted_on_at_it() -> None:
     made = watch()
-    assert look(made, hang(8.0)) is None
-    found = look(made, hang(8.6))
+    assert poll(made, hang(8.0)) is None
+    found = poll(made, hang(8.6))
     assert found is not None
     assert found.verdict is not None
     assert (found.verdict.culprits, found.acts) == ((1,), False)
     assert len(found.views) == 4
     assert made.is_suspicious
-    assert look(made, hang(9.0)) is None  # nothing new
-    acts = look(made, hang(10.1))
+    assert poll(made, hang(9.0)) is None  # nothing new
+    acts = poll(made, hang(10.1))
     assert acts is not None
     assert acts.acts
-    assert look(made, hang(11.0)) is None  # it is done
+    assert poll(made, hang(11.0)) is None  # it is done
 
 
 def test_one_look_is_not_enough_to_act() -> None:
     made = watch()
-    first = look(made, hang(12.0))
+    first = poll(made, hang(12.0))
     assert first is not None
     assert not first.acts
-    assert look(made, hang(12.0)) is None  # the same look again
-    second = look(made, hang(12.5))
+    assert poll(made, hang(12.0)) is None  # the same look again
+    second = poll(made, hang(12.5))
     assert second is not None
     assert second.acts
 
@@ -82,18 +85,18 @@ def test_one_look_is_not_enough_to_act() -> None:
 def test_a_rank_that_computes_gets_more_time() -> None:
     made = watch()
     busy = {"still_s": 0.0, "cpu": 1.0}
-    for silent_s in (9.0, 20.0, 60.0, 119.0):
-        found = look(made, hang(silent_s, **busy))
+    for unresponsive_s in (9.0, 20.0, 60.0, 119.0):
+        found = poll(made, hang(unresponsive_s, **busy))
         assert found is None or not found.acts
-    last = look(made, hang(120.5, **busy))
+    last = poll(made, hang(120.5, **busy))
     assert last is not None
     assert last.acts
 
 
-def test_a_verdict_that_changes_is_told() -> None:
+def test_a_verdict_that_changes_is_reported() -> None:
     made = watch()
-    busy = look(made, hang(9.0, still_s=0.0))
-    still = look(made, hang(9.5))
+    busy = poll(made, hang(9.0, still_s=0.0))
+    still = poll(made, hang(9.5))
     assert busy is not None
     assert still is not None
     assert still.verdict is not None
@@ -102,34 +105,34 @@ def test_a_verdict_that_changes_is_told() -> None:
 
 def test_deadlines_follow_the_slowest_node() -> None:
     made = watch()
-    assert look(made, hang(40.0), p99_s=20.0) is None
-    found = look(made, hang(52.0), p99_s=20.0)
+    assert poll(made, hang(40.0), p99_s=20.0) is None
+    found = poll(made, hang(52.0), p99_s=20.0)
     assert found is not None
     assert found.deadline_s == 60.0
 
 
-def test_only_reported_where_that_is_wished() -> None:
+def test_only_reported_where_that_is_requested() -> None:
     made = watch(action="report")
-    for silent_s in (9.0, 11.0, 11.5, 200.0):
-        found = look(made, hang(silent_s))
+    for unresponsive_s in (9.0, 11.0, 11.5, 200.0):
+        found = poll(made, hang(unresponsive_s))
         assert found is None or not found.acts
 
 
 def test_it_goes_away_by_itself() -> None:
     made = watch()
-    assert look(made, hang(9.0)) is not None
-    assert look(made, hang(0.5)) is None
+    assert poll(made, hang(9.0)) is not None
+    assert poll(made, hang(0.5)) is None
     assert not made.is_suspicious
 
 
-def test_a_node_that_has_not_told_is_waited_for_but_not_for_ever() -> None:
+def test_a_node_that_has_not_reported_is_waited_for_but_not_for_ever() -> None:
     made = watch()
-    seen = {rank: waiting(rank, silent_s=20.0) for rank in (0, 1)}
-    first = look(made, seen)
+    seen = {rank: waiting(rank, unresponsive_s=20.0) for rank in (0, 1)}
+    first = poll(made, seen)
     assert first is not None
     assert first.verdict is None
-    late = {rank: waiting(rank, silent_s=121.0) for rank in (0, 1)}
-    last = look(made, late)
+    late = {rank: waiting(rank, unresponsive_s=121.0) for rank in (0, 1)}
+    last = poll(made, late)
     assert last is not None
     assert last.verdict is not None
     assert (last.verdict.confidence, last.acts) == (Confidence.POSSIBLE, True)
@@ -139,13 +142,13 @@ def test_a_node_that_has_not_told_is_waited_for_but_not_for_ever() -> None:
 
 def test_views_of_another_generation_do_not_count() -> None:
     made = watch()
-    assert look(made, hang(60.0), generation=0) is None
+    assert poll(made, hang(60.0), generation=0) is None
 
 
-def test_before_a_generation_runs_nothing_is_looked_at() -> None:
-    assert HangSuspicions(HangConfig()).look(beats(hang(60.0)), PLAN) is None
+def test_before_a_generation_runs_nothing_is_checked() -> None:
+    assert HangSuspicions(HangConfig()).poll(heartbeats(hang(60.0)), PLAN) is None
 
 
 def test_ranks_that_have_not_stepped_are_not_late() -> None:
-    views = {rank: view(rank, has_stepped=False, silent_s=500.0) for rank in range(4)}
-    assert look(watch(), views) is None
+    views = {rank: view(rank, has_stepped=False, unresponsive_s=500.0) for rank in range(4)}
+    assert poll(watch(), views) is None

@@ -66,7 +66,7 @@ def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "size", "told"),
+    ("cut", "size", "reported"),
     [
         (DimensionSplit("tp", 0, size=9), 8, "rule has size 9"),
         (DimensionSplit("tp", 0, (FusedPart(2), FusedPart(1))), 8, "parts of 2 : 1"),
@@ -80,8 +80,8 @@ def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
         ),
     ],
 )
-def test_what_cannot_be_cut_is_told(cut: DimensionSplit, size: int, told: str) -> None:
-    with pytest.raises(SplitImpossible, match=told):
+def test_what_cannot_be_cut_is_reported(cut: DimensionSplit, size: int, reported: str) -> None:
+    with pytest.raises(SplitImpossible, match=reported):
         hold(cut, size, count=3, index=0)
 
 

@@ -169,14 +169,14 @@ ANEW = 'mesh: {{pp: 2}}\nunique: [{{name: "l.{{n}}.*", axis: pp, of: {}, numbere
 UNIQUE = "unique l.{n}.* (line 2)"
 
 
-def test_a_stage_with_more_layers_than_said() -> None:
+def test_a_stage_with_more_layers_than_declared() -> None:
     found = problems(ANEW.format(3, ""), ["l.0.w", "l.1.w"], ["l.0.w", "l.1.w"])
     assert found == [f"l.1.w: its number is 1, and pp 1 has numbers 0 to 0 by {UNIQUE}"]
     found = problems(ANEW.format(2, ", sizes: [2, 0]"), ["l.0.w", "l.1.w"], ["l.0.w"])
     assert found == [f"l.0.w: its number is 0, and pp 1 has none by {UNIQUE}"]
 
 
-def test_what_all_ranks_of_a_stage_have_too_many_is_told_once_and_without_its_state() -> None:
+def test_what_all_ranks_of_a_stage_have_too_many_is_reported_once_and_without_its_state() -> None:
     text = ANEW.format(2, "").replace("pp: 2", "pp: 2, tp: 2")
     names = ["l.0.w", "l.1.w"]
     with pytest.raises(RulesMismatch) as caught:
@@ -186,7 +186,7 @@ def test_what_all_ranks_of_a_stage_have_too_many_is_told_once_and_without_its_st
     ]
 
 
-def test_layers_that_nobody_has() -> None:
+def test_layers_that_no_process_has() -> None:
     found = problems(ANEW.format(10, ""), ["l.0.w", "l.1.w"], ["l.0.w", "l.1.w"])
     assert found[0].startswith(f"{UNIQUE} has 10 layers, and 2, 3, 4, 7, 8 and 1 more are on no")
     text = ANEW.format(4, ", empty: [1]")
@@ -248,7 +248,7 @@ def test_sizes_for_other_stages() -> None:
     )
 
 
-def test_a_name_that_two_rules_move_is_left_to_be_told() -> None:
+def test_a_name_that_two_rules_move_is_left_to_be_reported() -> None:
     text = ANEW.format(2, "").replace("]", ', {name: "*.{n}.w", axis: pp, of: 2, numbered: anew}]')
     (problem, *_) = problems(text, ["l.0.w"], ["l.0.w"])
     assert problem.startswith("l.0.w is matched by unique l.{n}.* (line 2) and by unique *.{n}.w")

@@ -168,7 +168,7 @@ def test_no_sample_is_seen_twice_and_less_than_a_batch_of_each_rank_is_left_out(
         assert (state["pass"], state["own"], state["resized"]) == (2, None, True)
 
 
-def test_what_happens_to_a_loader_is_said() -> None:
+def test_what_happens_to_a_loader_is_reported() -> None:
     resize = WorldResize(0, 3, 4)
     assert loader_note("loader", [feed_of(0)] * 3, resize) is None
     note = loader_note("loader", [feed_of(6)] * 3, resize)
@@ -192,13 +192,13 @@ def draw(states: dict[str, object]) -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_a_rank_that_was_there_goes_on_with_its_own_random_numbers() -> None:
+def test_a_rank_that_was_there_continues_with_its_own_random_numbers() -> None:
     old = [taken(seed) for seed in range(3)]
     for rank in range(2):
         assert draw(streams(old, WorldResize(rank, 3, 2))) == draw(old[rank])
 
 
-def test_a_rank_that_was_not_there_draws_as_nobody_else_does_and_the_same_each_time() -> None:
+def test_a_rank_that_was_not_there_draws_as_no_other_does_and_the_same_each_time() -> None:
     old = [taken(seed) for seed in range(2)]
     drawn = [draw(streams(old, WorldResize(rank, 2, 6))) for rank in range(6)]
     for stream in zip(*drawn, strict=True):
@@ -215,7 +215,7 @@ def test_a_stream_that_several_ranks_have_in_common_stays_in_common(size: int) -
     assert python not in {draw(state)[0] for state in old}
 
 
-def test_generators_go_on_or_get_a_seed() -> None:
+def test_generators_continue_or_get_a_seed() -> None:
     made = [{"dice": bytes([seed]), "shared": b"same"} for seed in range(2)]
     assert generators(made, WorldResize(1, 2, 3)) == made[1]
     derived = generators(made, WorldResize(2, 2, 3))

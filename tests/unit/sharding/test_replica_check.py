@@ -54,7 +54,9 @@ def test_equal_trees_do_not_differ(tree: object) -> None:
         ({"a": [1]}, {"a": {"b": 1}}, "it.a"),
     ],
 )
-def test_the_first_difference_is_told_with_its_path(one: object, other: object, path: str) -> None:
+def test_the_first_difference_is_reported_with_its_path(
+    one: object, other: object, path: str
+) -> None:
     for pair in ((one, other), (other, one)):
         found = difference(*pair, "it")
         assert found is not None
@@ -76,11 +78,11 @@ LARGE = np.zeros(SMALL_BYTES, np.float32)
 def problems(*ranks: Mapping[str, Array]) -> list[str]:
     whole = {"small": array(1), "large": LARGE, "beside": array(2), "own": array(3)}
     made = MadeShards([{**whole, "padded": array(1, 2, 9), **held} for held in ranks])
-    stored = stored_entries(made.heads, made.parts(), source="x")
+    stored = stored_entries(made.headers, made.parts(), source="x")
     return differing(made, read_world(RULES, stored))
 
 
-def test_what_is_alike_is_alike_whatever_lies_beside_it() -> None:
+def test_what_is_alike_is_alike_whatever_is_next_to_it() -> None:
     assert problems({}, {}) == []
     assert problems({}, {"own": array(7)}) == []
     assert problems({}, {"padded": array(1, 2, 8)}) == []
@@ -99,7 +101,7 @@ def test_what_differs_is_named_with_both_ranks(name: str, other: Array) -> None:
 def test_what_not_every_rank_has_is_compared_where_it_is() -> None:
     rules = read_rules("mesh: {pp: 2, dp: 2}\nunique: [{name: w, axis: pp, at: last}]", source="x")
     made = MadeShards([{"w": array(rank)} if rank > 1 else {} for rank in range(4)])
-    stored = stored_entries(made.heads, made.parts(), source="x")
+    stored = stored_entries(made.headers, made.parts(), source="x")
     (problem,) = differing(made, read_world(rules, stored))
     assert "ranks 2 and 3" in problem
 
@@ -112,8 +114,8 @@ class ReadShards:
 
     def __init__(self, *ranks: Mapping[str, Array], part: TensorPart | None = None) -> None:
         self._made = MadeShards(ranks, part=part)
-        self.heads = {Rank(at): head for at, head in enumerate(self._made.heads)}
-        self.index = SourceIndex(self.heads, prefer=Rank(0))
+        self.headers = {Rank(at): head for at, head in enumerate(self._made.headers)}
+        self.index = SourceIndex(self.headers, prefer=Rank(0))
         self.expected: list[ByteRange] = []
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
@@ -162,4 +164,4 @@ def test_a_chunk_with_one_holder_has_no_replica() -> None:
     shards = ReadShards({"w": array(1)}, {})
     tensor = shards.index.tensor("w")
     assert tensor is not None
-    assert unequal_holder(tensor.chunks[0], shards.heads) is None
+    assert unequal_holder(tensor.chunks[0], shards.headers) is None

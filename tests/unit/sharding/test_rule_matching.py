@@ -26,9 +26,9 @@ RULES = read_rules(TEXT, source="x.yaml")
 
 def test_names_with_two_rules_and_with_none_are_all_listed() -> None:
     names = ["model.norm", "a.1.w", "b", "c", "model.up"]
-    kin = OwningParameter("model.up", None)
+    owner = OwningParameter("model.up", None)
     with pytest.raises(RulesMismatch) as caught:
-        match(RULES, [*((name, None) for name in names), ("factor", kin)])
+        match(RULES, [*((name, None) for name in names), ("factor", owner)])
     assert caught.value.problems == (
         "model.norm is matched by replicate *.norm (line 4) and by shard model.* (line 7)",
         "a.1.w is matched by unique *.{n}.w (line 10) and by unique *.w (line 11)",
@@ -62,8 +62,8 @@ def test_state_has_the_rule_of_its_parameter_unless_it_has_its_own() -> None:
     )
     assert found["s.like"] == found["model.last"]
     assert found["s.number"].rule.kind is SharingKind.REPLICATE
-    assert found["s.number"].homes(2) == {1}
-    assert found["lonely"].home is None
+    assert found["s.number"].placements(2) == {1}
+    assert found["lonely"].placement is None
     assert found["s.mine"].rule.kind is SharingKind.OWN
     with pytest.raises(RulesMismatch):
         match(RULES, [("s", OwningParameter("nobody", StateOwnership.LIKE))])
@@ -73,10 +73,10 @@ def test_where_a_number_lives() -> None:
     text = "mesh: {{pp: 2}}\nunique: [{{name: 'l.{{n}}', axis: pp, of: 5{}}}]"
     even = read_rules(text.format(""), source="x")
     found = match(even, [(f"l.{n}", None) for n in range(6)])
-    assert [found[f"l.{n}"].homes(2) for n in range(5)] == [{0}, {0}, {0}, {1}, {1}]
+    assert [found[f"l.{n}"].placements(2) for n in range(5)] == [{0}, {0}, {0}, {1}, {1}]
     with pytest.raises(SplitImpossible, match="number 5 is not below of: 5"):
-        found["l.5"].homes(2)
+        found["l.5"].placements(2)
     sized = match(read_rules(text.format(", sizes: [1, 4]"), source="x"), [("l.1", None)])
-    assert sized["l.1"].homes(2) == {1}
+    assert sized["l.1"].placements(2) == {1}
     with pytest.raises(SplitImpossible, match="2 runs of layers, and there are 5 for 3"):
-        sized["l.1"].homes(3)
+        sized["l.1"].placements(3)

@@ -55,7 +55,7 @@ unique:
 """
 
 
-def test_everything_that_can_be_said() -> None:
+def test_everything_that_can_be_reported() -> None:
     rules = read_rules(WHOLE, source="x.yaml")
     assert rules.mesh == Mesh((("pp", 2), ("dp", 2), ("tp", 4)), ("dp", "pp"))
     by_name = {rule.pattern.text: rule for rule in rules.rules}
@@ -73,7 +73,7 @@ def test_everything_that_can_be_said() -> None:
     )
     shapes = (("model.w", (4, 8)), ("model.b", (8,)), ("model.n", ()))
     assert by_name["row"].flat == FlatBuffer("dp", 2, shapes)
-    layers, embed, tied, chunks, through = rules.homes
+    layers, embed, tied, chunks, through = rules.placements
     assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
     assert embed.at == tied.at == (0, -1, 1)
     assert (layers.turns, layers.is_anew, layers.empty) == (1, False, ())
@@ -93,14 +93,14 @@ def test_a_snapshot_carries_its_rules_and_its_own_mesh() -> None:
     assert back.source == "x.yaml of the snapshot"
 
 
-def test_batches_differ_along_dp_unless_said_otherwise() -> None:
+def test_batches_differ_along_dp_by_default() -> None:
     assert read_rules("mesh: {tp: 2, dp: 3}", source="x").mesh.batch_axes == ("dp",)
     assert read_rules("mesh: {tp: 2}\nreplicate:\n", source="x").mesh.batch_axes == ()
     assert read_rules("mesh: {tp: 2}\nbatches: tp", source="x").mesh.batch_axes == ("tp",)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "line 1, column 1: expected mesh and rules, and the file is empty"),
         ("- a", "line 1, column 1: expected rules, as keys with values, and there is a list of 1"),
@@ -149,14 +149,14 @@ def test_batches_differ_along_dp_unless_said_otherwise() -> None:
         (f"mesh: {{tp: {'x' * 50}}}", f"there is '{'x' * 40}...'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_with_its_place(text: str, told: str) -> None:
+def test_what_is_wrong_is_reported_with_its_place(text: str, reported: str) -> None:
     with pytest.raises(RulesInvalid) as caught:
         read_rules(text, source="x.yaml")
-    assert told in caught.value.problems[0]
+    assert reported in caught.value.problems[0]
     assert str(caught.value).startswith("1 problem in x.yaml:")
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_everything_that_is_wrong_is_reported_at_once() -> None:
     text = "mesh: {tp: 2}\nshard:\n  - {axis: tp}\n  - {name: a, axis: dp, dim: 0}\nunique: [a]\n"
     with pytest.raises(RulesInvalid) as caught:
         read_rules(text, source="x")

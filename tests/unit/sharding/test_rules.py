@@ -60,7 +60,7 @@ def test_sizes_go_by_name(axis: str, size: int) -> None:
     assert mesh(2, 3).having({axis: 5}).size_of(axis) == 5
 
 
-def test_ranks_beside_one_see_other_data_and_have_the_same_part() -> None:
+def test_ranks_next_to_one_see_other_data_and_have_the_same_part() -> None:
     mesh = Mesh((("dp", 3), ("tp", 2)), ("dp",))
     assert mesh.beside(3) == [1, 3, 5]
     assert ranks_alone(3).beside(1) == [0, 1, 2]
@@ -89,7 +89,7 @@ def test_what_matches(pattern: str, name: str, found: dict[str, int] | None) -> 
     assert NamePattern(pattern).match(name) == found
 
 
-def test_a_pattern_says_its_words_and_itself() -> None:
+def test_a_pattern_reports_its_words_and_itself() -> None:
     assert NamePattern("a.{n}.*.{m}").words == ("n", "m")
     assert str(NamePattern("a.*")) == "a.*"
 

@@ -26,7 +26,7 @@ from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout, parse_he
 from ftrun.snapshot.shard_header import ShardHeader
 
 
-def head_of(*entries: LayoutEntry, knows_parts: bool = True) -> ShardHeader:
+def header_of(*entries: LayoutEntry, knows_parts: bool = True) -> ShardHeader:
     """As it is read from a shard's own header."""
     made = make_layout(entries, plain_bytes=1)
     header = bytearray(made.header)
@@ -36,8 +36,8 @@ def head_of(*entries: LayoutEntry, knows_parts: bool = True) -> ShardHeader:
     return ShardHeader(layout, start, memoryview(array("Q", range(len(layout.pieces)))))
 
 
-def heads_of(*ranks: list[LayoutEntry]) -> dict[Rank, ShardHeader]:
-    return {Rank(at): head_of(*entries) for at, entries in enumerate(ranks)}
+def headers_of(*ranks: list[LayoutEntry]) -> dict[Rank, ShardHeader]:
+    return {Rank(at): header_of(*entries) for at, entries in enumerate(ranks)}
 
 
 def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -88,7 +88,7 @@ def test_any_box_is_put_together_from_any_cut(
         np.ascontiguousarray(everything[tuple(map(slice, box.offsets, box.end))]) for box in held
     ]
     prefer = data.draw(st.integers(0, len(held) - 1))
-    index = SourceIndex(heads_of(*([entry_of(shape, box)] for box in held)), prefer=Rank(prefer))
+    index = SourceIndex(headers_of(*([entry_of(shape, box)] for box in held)), prefer=Rank(prefer))
     tensor = index.tensor("w")
     assert tensor is not None
     tensor.check_is_whole()
@@ -104,7 +104,7 @@ def test_any_box_is_put_together_from_any_cut(
 
 @settings(deadline=None, max_examples=80)
 @given(worlds(), st.data())
-def test_a_box_that_nobody_holds_is_named(
+def test_a_box_that_no_process_holds_is_named(
     world: tuple[tuple[int, ...], list[Box]], data: st.DataObject
 ) -> None:
     shape, held = world
@@ -113,7 +113,7 @@ def test_a_box_that_nobody_holds_is_named(
     entries = [[entry_of(shape, box)] for box in left] or [
         [LayoutEntry("v", "U8", (1,), CopyTiming.LAZY)]
     ]
-    index = SourceIndex(heads_of(*entries), prefer=Rank(0))
+    index = SourceIndex(headers_of(*entries), prefer=Rank(0))
     tensor = index.tensor("w")
     if tensor is None:
         assert not left
@@ -132,7 +132,7 @@ def lazy(shape: tuple[int, ...], part: TensorPart | None = None, dtype: str = "F
     [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), TensorPart((6,), (0,)))],
 )
 def test_ranks_that_hold_parts_of_different_tensors_are_named(other: LayoutEntry) -> None:
-    index = SourceIndex(heads_of([lazy((4,))], [lazy((4,))], [other]), prefer=Rank(0))
+    index = SourceIndex(headers_of([lazy((4,))], [lazy((4,))], [other]), prefer=Rank(0))
     with pytest.raises(RanksDiffer) as caught:
         index.tensor("w")
     assert (caught.value.key, caught.value.ranks) == ("w", (0, 2))
@@ -141,22 +141,22 @@ def test_ranks_that_hold_parts_of_different_tensors_are_named(other: LayoutEntry
 def test_what_no_optimizer_owns_is_each_ranks_own_and_may_differ_in_shape() -> None:
     ranks = [[LayoutEntry("mean", "F32", (size,), CopyTiming.BOUNDARY)] for size in (3, 4)]
     for prefer in (0, 1):
-        tensor = SourceIndex(heads_of(*ranks), prefer=Rank(prefer)).tensor("mean")
+        tensor = SourceIndex(headers_of(*ranks), prefer=Rank(prefer)).tensor("mean")
         assert tensor is not None
         assert not tensor.is_shared
         assert tensor.shape == (3 + prefer,)
         assert [holder.rank for holder in tensor.chunks[0].holders] == [prefer]
 
 
-def test_a_part_that_is_no_box_counts_for_nothing_and_is_told() -> None:
+def test_a_part_that_is_no_box_counts_for_nothing_and_is_reported() -> None:
     strided = lazy((2,), TensorPart((4,), None))
-    index = SourceIndex(heads_of([strided], [lazy((2,), TensorPart((4,), (2,)))]), prefer=Rank(0))
+    index = SourceIndex(headers_of([strided], [lazy((2,), TensorPart((4,), (2,)))]), prefer=Rank(0))
     tensor = index.tensor("w")
     assert tensor is not None
     with pytest.raises(TensorIncomplete) as caught:
         tensor.check_is_whole()
     assert (caught.value.hole, caught.value.unplaced) == ("[0:2]", (0,))
-    also_whole = SourceIndex(heads_of([strided], [lazy((4,))]), prefer=Rank(0)).tensor("w")
+    also_whole = SourceIndex(headers_of([strided], [lazy((4,))]), prefer=Rank(0)).tensor("w")
     assert also_whole is not None
     also_whole.check_is_whole()
 
@@ -166,19 +166,19 @@ def test_padding_and_plain_values_are_no_tensors_and_unknown_names_are_none() ->
         LayoutEntry("a", "U8", (3,), CopyTiming.BOUNDARY),
         LayoutEntry("b", "F32", (5,), CopyTiming.LAZY),
     ]
-    index = SourceIndex(heads_of(odd, odd[1:]), prefer=Rank(1))
+    index = SourceIndex(headers_of(odd, odd[1:]), prefer=Rank(1))
     assert index.common_names == ["b"]
     assert index.tensor("nobody") is None
 
 
 def test_shards_without_parts_are_refused() -> None:
-    heads = {Rank(0): head_of(lazy((2,))), Rank(1): head_of(lazy((2,)), knows_parts=False)}
+    headers = {Rank(0): header_of(lazy((2,))), Rank(1): header_of(lazy((2,)), knows_parts=False)}
     with pytest.raises(LayoutUnknown):
-        SourceIndex(heads, prefer=Rank(0))
+        SourceIndex(headers, prefer=Rank(0))
 
 
 def test_a_tensor_is_put_together_once_and_reads_as_dtype_and_shape() -> None:
-    index = SourceIndex(heads_of([lazy((4, 2))]), prefer=Rank(0))
+    index = SourceIndex(headers_of([lazy((4, 2))]), prefer=Rank(0))
     found = index.tensor("w")
     assert found is index.tensor("w")
     assert str(found) == "F32[4, 2]"
@@ -186,7 +186,7 @@ def test_a_tensor_is_put_together_once_and_reads_as_dtype_and_shape() -> None:
 
 def test_names_are_those_that_any_rank_has() -> None:
     w, v = (LayoutEntry(name, "F32", (2,), CopyTiming.LAZY) for name in "wv")
-    assert SourceIndex(heads_of([w], [w, v]), prefer=Rank(0)).names == ["w", "v"]
+    assert SourceIndex(headers_of([w], [w, v]), prefer=Rank(0)).names == ["w", "v"]
 
 
 def index_of(*entries: list[StoredRegion]) -> RegionIndex:
@@ -197,7 +197,7 @@ def index_of(*entries: list[StoredRegion]) -> RegionIndex:
     return index
 
 
-def test_what_nobody_stores_is_named() -> None:
+def test_what_no_node_stores_is_named() -> None:
     index = index_of([StoredRegion("w", Box((0, 0), (2, 3)), 0, (3, 1))])
     with pytest.raises(RegionMissing, match=r"no rank stores w\[2:4, 0:3\]"):
         index.copies([StoredRegion("w", Box((0, 0), (4, 3)), 0, (3, 1))])
@@ -227,7 +227,7 @@ def test_replicas_are_read_from_any_holder_and_own_tensors_from_one() -> None:
     region = StoredRegion("w", Box((1,), (2,)), 0, (1,))
     for when, ranks in ((CopyTiming.LAZY, [1, 0]), (CopyTiming.BOUNDARY, [1])):
         entry = LayoutEntry("w", "F32", (4,), when)
-        tensor = SourceIndex(heads_of([entry], [entry]), prefer=Rank(1)).tensor("w")
+        tensor = SourceIndex(headers_of([entry], [entry]), prefer=Rank(1)).tensor("w")
         assert tensor is not None
         (copy,) = tensor.copies_into(region)
         assert [holder.rank for holder in copy.holders] == ranks

@@ -133,12 +133,12 @@ fragment:
 def test_heads_of_keys_that_are_fewer_than_the_ranks_are_shared() -> None:
     whole = numbers((24, 3))
     query, key, value = np.split(whole, [16, 20])
-    heads = [np.split(one, len(one) // 2) for one in (query, key, value)]
+    headers = [np.split(one, len(one) // 2) for one in (query, key, value)]
 
     def part(rank: int, size: int) -> Array:
         each = 8 // size
-        own = heads[0][rank * each : (rank + 1) * each]
-        pairs = [[one[rank * 2 // size]] if size > 2 else one for one in heads[1:]]
+        own = headers[0][rank * each : (rank + 1) * each]
+        pairs = [[one[rank * 2 // size]] if size > 2 else one for one in headers[1:]]
         return np.concatenate([*own, *pairs[0], *pairs[1]])
 
     source, old = world_of(GROUPED.format(tp=4), *({"qkv": part(rank, 4)} for rank in range(4)))
@@ -147,7 +147,7 @@ def test_heads_of_keys_that_are_fewer_than_the_ranks_are_shared() -> None:
     assert shapes(lay_out(rules(GROUPED.format(tp=8)), source), "qkv") == [(6, 3)] * 8
 
 
-def test_copies_that_went_their_own_ways_are_told_apart_until_they_are_one() -> None:
+def test_copies_that_went_their_own_ways_are_distinguished_until_they_are_one() -> None:
     text = "mesh: {{dp: {dp}}}\naverage:\n  - {{name: e, axis: dp}}\n"
     stored = [[StoredEntry("e", "F32", (3,))] for _ in range(3)]
     source = read_world(rules(text.format(dp=3)), stored)
@@ -276,13 +276,13 @@ def problems_of(text: str, *ranks: list[StoredEntry]) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_a_mesh_of_another_size_is_told() -> None:
+def test_a_mesh_of_another_size_is_reported() -> None:
     (problem,) = problems_of("mesh: {dp: 2, tp: 2}", [], [], [])
     assert "4 ranks (dp 2, tp 2), but 3 ranks" in problem
 
 
 @pytest.mark.parametrize(
-    ("text", "shapes_there", "told"),
+    ("text", "shapes_there", "reported"),
     [
         ("shard: [{name: w, axis: tp, dim: 2}]", [(2, 2), (2, 2)], "2 dimensions, but dimension 2"),
         ("shard: [{name: w, axis: tp, dim: 0}]", [(2, 2), (2,)], "different numbers of dimensions"),
@@ -300,22 +300,22 @@ def test_a_mesh_of_another_size_is_told() -> None:
         ("unique: [{name: w, axis: tp, at: 5}]", [(2,), (2,)], "is placed at 5 of tp 2"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told(
-    text: str, shapes_there: list[tuple[int, ...]], told: str
+def test_what_does_not_fit_is_reported(
+    text: str, shapes_there: list[tuple[int, ...]], reported: str
 ) -> None:
     ranks = [[StoredEntry("w", "F32", shape)] for shape in shapes_there]
     (problem, *_) = problems_of(f"mesh: {{dp: 1, tp: 2}}\n{text}", *ranks)
     assert problem.startswith("w")
-    assert told in problem
+    assert reported in problem
 
 
-def test_a_tensor_that_is_not_everywhere_or_of_two_dtypes_is_told() -> None:
+def test_a_tensor_that_is_not_everywhere_or_of_two_dtypes_is_reported() -> None:
     w, half = StoredEntry("w", "F32", (2,)), StoredEntry("w", "F16", (2,))
     assert "not on ranks [1]" in problems_of("mesh: {tp: 2}\nreplicate: [w]", [w], [])[0]
     assert "F16 and as F32" in problems_of("mesh: {tp: 2}\nreplicate: [w]", [w], [half])[0]
 
 
-def test_a_target_that_cannot_be_is_told() -> None:
+def test_a_target_that_cannot_be_is_reported() -> None:
     def problems(target: str) -> str:
         source = read_world(
             rules("mesh: {tp: 1}\nshard: [{name: w, axis: tp, dim: 0}]"),
@@ -348,7 +348,7 @@ def test_the_same_world_needs_nothing(old: int, new: int) -> None:
 # --- entries of shards ---
 
 
-def test_state_is_told_with_its_parameter() -> None:
+def test_state_is_reported_with_its_parameter() -> None:
     state = {
         "w": {
             "n": 7,
@@ -359,7 +359,7 @@ def test_state_is_told_with_its_parameter() -> None:
     }
     names = ("w", "s.mean", "s.one", "s.two", "s.global")
     made = MadeShards([dict.fromkeys(names, array(1, 2))], state)
-    (found,) = stored_entries(made.heads, made.parts(), source="x")
+    (found,) = stored_entries(made.headers, made.parts(), source="x")
     owners = {one.name: one.of for one in found}
     assert owners == {"w": None, "s.mean": "w", "s.one": "w", "s.two": "w", "s.global": None}
     assert found[0] == StoredEntry("w", "F32", (2,))
@@ -368,10 +368,10 @@ def test_state_is_told_with_its_parameter() -> None:
 def test_dtensors_need_no_rules() -> None:
     made = MadeShards([{"w": array(1, 2)}], part=TensorPart((4,), (2,)))
     with pytest.raises(RulesMismatch, match="w is a DTensor"):
-        stored_entries(made.heads, made.parts(), source="x")
+        stored_entries(made.headers, made.parts(), source="x")
 
 
 def test_what_no_session_has_saved_is_refused_in_words() -> None:
     made = MadeShards([{"w": array(1, 2)}])
     with pytest.raises(RulesMismatch, match=r"saved by ftrun\.dcp"):
-        stored_entries(made.heads, [{"objects": b""}], source="x")
+        stored_entries(made.headers, [{"objects": b""}], source="x")

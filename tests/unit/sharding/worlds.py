@@ -43,7 +43,7 @@ class Made:
     rule: ShardingRule
     cut: Callable[[Mapping[str, int], Mesh], Array]
     others: tuple[ShardingRule, ...] = ()
-    home: StagePlacement | None = None
+    placement: StagePlacement | None = None
     places: Callable[[Mesh], set[int]] = field(default=lambda mesh: set(range(99)))
 
     def array(self, rank: int, mesh: Mesh) -> Array | None:
@@ -200,7 +200,7 @@ def flat_row(draw: st.DrawFn, name: str) -> Made:
 def at_one_stage(draw: st.DrawFn, name: str) -> Made:
     whole = numbers(draw(shapes))
     at = draw(st.sampled_from([(0,), (-1,), (0, -1)]))
-    home = StagePlacement(NamePattern(name), 2, "pp", at)
+    placement = StagePlacement(NamePattern(name), 2, "pp", at)
     rule = named(SharingKind.SHARD, name, cuts=(DimensionSplit("tp", 0),))
 
     def cut(where: Mapping[str, int], mesh: Mesh) -> Array:
@@ -210,7 +210,7 @@ def at_one_stage(draw: st.DrawFn, name: str) -> Made:
     def places(mesh: Mesh) -> set[int]:
         return {one % mesh.size_of("pp") for one in at}
 
-    return Made(name, {name: whole}, rule, cut, home=home, places=places)
+    return Made(name, {name: whole}, rule, cut, placement=placement, places=places)
 
 
 @st.composite
@@ -228,7 +228,7 @@ meshes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 4)).map(
 def rules_of(model: Sequence[Made], mesh: Mesh) -> ShardingRules:
     rules = tuple(rule for one in model for rule in (one.rule, *one.others))
     return ShardingRules(
-        "made", mesh, rules, tuple(one.home for one in model if one.home is not None)
+        "made", mesh, rules, tuple(one.placement for one in model if one.placement is not None)
     )
 
 
@@ -313,7 +313,7 @@ class MadeShards:
         saved = {"opt": {"state": state or {}}}
         self.plain = plain.encode({"optimizer_state": plain.encode(saved)})
         made = [self._shard(held, part) for held in ranks]
-        self.heads = [head for head, _ in made]
+        self.headers = [head for head, _ in made]
         self.data = [data for _, data in made]
         self.num_reads = 0
 
@@ -338,13 +338,13 @@ class MadeShards:
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
         self.num_reads += 1
-        at = self.heads[rank].entries[name].offset + first_byte
+        at = self.headers[rank].entries[name].offset + first_byte
         return memoryview(self.data[rank])[at : at + num_bytes]
 
     def parts(self) -> list[dict[str, bytes]]:
         return [
             plain_bytes(head, lambda at, size, data=data: memoryview(data)[at : at + size])
-            for head, data in zip(self.heads, self.data, strict=True)
+            for head, data in zip(self.headers, self.data, strict=True)
         ]
 
 

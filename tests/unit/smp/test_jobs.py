@@ -5,16 +5,16 @@ import threading
 
 import pytest
 
-from ftrun.smp.jobs import calm_thread, calmly
+from ftrun.smp.jobs import at_low_priority, lower_thread_priority
 
 
 def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_work_gives_way_and_whoever_waits_for_it_does_not() -> None:
+def test_work_gives_way_and_one_that_waits_for_it_does_not() -> None:
     before = niceness()
-    assert calmly(niceness) > before
+    assert at_low_priority(niceness) > before
     assert niceness() == before
 
 
@@ -26,8 +26,8 @@ def test_threads_that_it_starts_give_way_too() -> None:
         inner.start()
         inner.join()
 
-    calmly(work)
-    assert found == [calmly(niceness)]
+    at_low_priority(work)
+    assert found == [at_low_priority(niceness)]
 
 
 def test_an_error_is_the_callers() -> None:
@@ -35,17 +35,17 @@ def test_an_error_is_the_callers() -> None:
         raise ValueError("no room")
 
     with pytest.raises(ValueError, match="no room"):
-        calmly(fails)
+        at_low_priority(fails)
 
 
 def test_a_thread_may_be_calm_for_good() -> None:
     found: list[tuple[int, int]] = []
 
     def work() -> None:
-        calm_thread()
+        lower_thread_priority()
         found.append((niceness(), os.sched_getscheduler(0)))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [(calmly(niceness), os.SCHED_BATCH)]
+    assert found == [(at_low_priority(niceness), os.SCHED_BATCH)]

@@ -22,7 +22,7 @@ from ftrun.wire.cluster.transfer import LinkHello
 from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 def failed(rules: LinkRules, now_s: float, *, refused: bool = False, away: bool = False) -> str:
@@ -30,7 +30,7 @@ def failed(rules: LinkRules, now_s: float, *, refused: bool = False, away: bool 
 
 
 def test_a_node_that_does_not_answer_is_reported_once_when_the_patience_is_over() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(5.0)
     assert failed(rules, 14.0, refused=True) == ""
     assert failed(rules, 15.1) == "why"
@@ -41,7 +41,7 @@ def test_a_node_that_does_not_answer_is_reported_once_when_the_patience_is_over(
 
 
 def test_a_link_to_fetch_reports_a_lost_node_only_if_it_refuses_a_new_connection() -> None:
-    rules = LinkRules(dials_again_first=True, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=True, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert failed(rules, 0.1, refused=True) == "", "it may not listen yet"
     assert not rules.connected(0.2)
@@ -52,7 +52,7 @@ def test_a_link_to_fetch_reports_a_lost_node_only_if_it_refuses_a_new_connection
 
 
 def test_a_link_to_protect_reports_every_lost_connection() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert not rules.connected(0.0)
     assert rules.disconnected("reset") == "reset"
@@ -60,13 +60,13 @@ def test_a_link_to_protect_reports_every_lost_connection() -> None:
 
 
 def test_another_process_at_the_address_is_reported_at_once() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert failed(rules, 0.1, away=True) == "why"
 
 
 def test_pauses_grow_while_connections_are_brief() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert [rules.pause_s() for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
     rules.begin_dialing(0.0)
@@ -126,7 +126,7 @@ def test_an_smp_that_still_names_the_old_agent_of_its_node_is_dialled_again(purp
         assert [found.get(timeout=30) for _ in range(3)] == ["refused", "refused", "linked to b 2"]
         link.close()
     # The listener ends the last connection, which may be reported.
-    assert not [why for why in lost.queue if "incarnation" in why]
+    assert not [reason for reason in lost.queue if "incarnation" in reason]
 
 
 def test_an_smp_of_another_node_is_reported_at_once() -> None:
@@ -140,5 +140,5 @@ def test_an_smp_of_another_node_is_reported_at_once() -> None:
 
 def ends(port: int, purpose: str) -> LinkEndpoints:
     own = PeerIdentity("run", "smp", "a", 1)
-    place = NodeAddress("b", 2, "127.0.0.1", port, [0])
-    return LinkEndpoints(own, place, LinkHello(3, purpose, 0), None, PATIENCE_S)
+    position = NodeAddress("b", 2, "127.0.0.1", port, [0])
+    return LinkEndpoints(own, position, LinkHello(3, purpose, 0), None, TIMEOUT_S)

@@ -59,8 +59,8 @@ class Run:
         self.committed_at: list[tuple[float, int]] = []
         self.num_ranks = num_nodes * ranks_each
         self.nodes = [
-            Node(self, place, [Rank(place * ranks_each + i) for i in range(ranks_each)])
-            for place in range(num_nodes)
+            Node(self, position, [Rank(position * ranks_each + i) for i in range(ranks_each)])
+            for position in range(num_nodes)
         ]
 
     def later(self, at_most: float, act: Callable[[], None], *, line: object) -> None:
@@ -87,11 +87,11 @@ class Run:
             act()
         self.now = end
 
-    def tell_lead(self, place: int, body: messages.AnyMessage) -> None:
+    def send_to_leader(self, position: int, body: messages.AnyMessage) -> None:
         committed, abandoned, take_from = self.ordered
         match body:
             case smp_messages.VersionReady():
-                self.ready[place] = (body.generation, body.step)
+                self.ready[position] = (body.generation, body.step)
                 found = set(self.ready.values())
                 if len(found) == 1 and body.step > committed:
                     committed = body.step
@@ -105,8 +105,8 @@ class Run:
         if (committed, abandoned, take_from) != self.ordered:
             self.ordered = committed, abandoned, take_from
             for node in self.nodes:
-                order = partial(node.obey, *self.ordered)
-                self.later(self.delays.network, order, line=("order", node.place))
+                order = partial(node.apply_heartbeat, *self.ordered)
+                self.later(self.delays.network, order, line=("order", node.position))
 
 
 @dataclass
@@ -119,19 +119,19 @@ class Slots:
 class Node:
     """The real commits of an SMP and the real settling of its ranks."""
 
-    def __init__(self, run: Run, place: int, ranks: Sequence[Rank]) -> None:
-        self.run, self.place, self.ranks = run, place, ranks
+    def __init__(self, run: Run, position: int, ranks: Sequence[Rank]) -> None:
+        self.run, self.position, self.ranks = run, position, ranks
         fd = create_command_page()
         self.page = SharedPage(fd)
         os.close(fd)
-        self.commits = CommitCoordinator(ArenaStore(), self.tell_agent)
+        self.commits = CommitCoordinator(ArenaStore(), self.send_to_agent)
         self.commits.protector = self  # type: ignore[assignment]
         self.ready: Version | None = None
         group: Any = SimpleNamespace()  # there is one: that is all that commits ask of it
         self.commits.begin(
             self.page, Generation(GENERATION), ranks, run.num_ranks, GenerationStart(group=group)
         )
-        self.settling = {rank: CommitWait(self.page, GENERATION, None) for rank in ranks}
+        self.commit_wait = {rank: CommitWait(self.page, GENERATION, None) for rank in ranks}
         self.slots = {rank: Slots() for rank in ranks}
         self.done = (-1, -1)
 
@@ -139,35 +139,35 @@ class Node:
         """As `Capture` at a boundary, without waiting for slower ranks."""
         if step < self.page.get(CommandField.TAKE_FROM):
             return
-        settling = self.settling[rank]
-        if not settling.is_free:
-            last = settling.newest_sealed
-            if last is not None and not settling.is_under_way:
-                settling.skipped(last.step)
+        commit_wait = self.commit_wait[rank]
+        if not commit_wait.is_free:
+            last = commit_wait.newest_sealed
+            if last is not None and not commit_wait.is_under_way:
+                commit_wait.skipped(last.step)
                 self.commits.withdraw(rank, last)
-            settling.skipped(step)
-            self.hear(rank, lambda: self.commits.skipped(version(GENERATION, step)))
+            commit_wait.skipped(step)
+            self.receive(rank, lambda: self.commits.skipped(version(GENERATION, step)))
             return
         if self.run.random.random() < self.run.delays.discards / 1000:
-            settling.skipped(step)
+            commit_wait.skipped(step)
             self.commits.withdraw(rank, version(GENERATION, step))
             return
-        committed = settling.committed
+        committed = commit_wait.committed
         slots = self.slots[rank].steps
         kept = slots.index(committed.step) if committed and committed.step in slots else 1
         assert committed is None or committed.step in slots, "it has overwritten what counts"
         slots[1 - kept] = step
-        settling.sealed(step)
-        self.hear(rank, lambda: self.commits.sealed(rank, version(GENERATION, step)))
+        commit_wait.sealed(step)
+        self.receive(rank, lambda: self.commits.sealed(rank, version(GENERATION, step)))
 
-    def hear(self, rank: Rank, act: Callable[[], None]) -> None:
+    def receive(self, rank: Rank, act: Callable[[], None]) -> None:
         self.run.later(self.run.delays.socket, act, line=("socket", rank))
 
-    def tell_agent(self, body: messages.AnyMessage, *_: object) -> None:
-        tell = partial(self.run.tell_lead, self.place, body)
-        self.run.later(self.run.delays.network, tell, line=("report", self.place))
+    def send_to_agent(self, body: messages.AnyMessage, *_: object) -> None:
+        send = partial(self.run.send_to_leader, self.position, body)
+        self.run.later(self.run.delays.network, send, line=("report", self.position))
 
-    def obey(self, committed: int, abandoned: int, take_from: int) -> None:
+    def apply_heartbeat(self, committed: int, abandoned: int, take_from: int) -> None:
         self.page.set(CommandField.TAKE_FROM, max(take_from, self.page.get(CommandField.TAKE_FROM)))
         done, self.done = self.done, (committed, abandoned)
         if committed > done[0]:
@@ -180,13 +180,15 @@ class Node:
     # --- in the place of the protector: other nodes have it after a while ----------------------
 
     def protect(self, wanted: Version, _fds: Mapping[Rank, Sequence[int]]) -> None:
-        ready = partial(self.say_ready, wanted)
-        self.run.later(self.run.delays.protecting, ready, line=("protect", self.place))
+        ready = partial(self.report_ready, wanted)
+        self.run.later(self.run.delays.protecting, ready, line=("protect", self.position))
 
-    def say_ready(self, wanted: Version) -> None:
+    def report_ready(self, wanted: Version) -> None:
         if self.commits.tracker.complete == wanted:
             self.ready = wanted
-            self.tell_agent(smp_messages.VersionReady(wanted.generation, wanted.step, survives=1))
+            self.send_to_agent(
+                smp_messages.VersionReady(wanted.generation, wanted.step, survives=1)
+            )
 
     def is_ready(self, wanted: Version) -> bool:
         return self.ready == wanted
@@ -202,7 +204,7 @@ class Node:
 @pytest.mark.parametrize("lateness", [0.05, 0.9])
 @pytest.mark.parametrize("network", [0.02, 0.5, 1.5, 6.0])
 @pytest.mark.parametrize(("num_nodes", "ranks_each"), [(2, 1), (2, 2), (4, 1), (3, 2)])
-def test_commits_go_on_however_late_words_arrive(
+def test_commits_continue_however_late_words_arrive(
     num_nodes: int, ranks_each: int, network: float, lateness: float, discards: float
 ) -> None:
     for seed in range(6):
@@ -219,13 +221,13 @@ def test_what_was_committed_before_is_kept_while_ranks_start_from_another_versio
     fd = create_command_page()
     page, restored, before = SharedPage(fd), version(1, 6), version(0, 3)
     os.close(fd)
-    page.set(CommandField.KEPT_GENERATION, before.generation)
-    page.set(CommandField.KEPT_STEP, before.step)
-    settling = CommitWait(page, 2, restored)
-    assert settling.slot_to_fill({before: 0}.get) == 1
-    assert settling.slot_to_fill({before: 1}.get) == 0
-    assert settling.slot_to_fill({restored: 0, before: 1}.get) == 1
-    assert settling.slot_to_fill({}.get) == 0
+    page.set(CommandField.RETAINED_GENERATION, before.generation)
+    page.set(CommandField.RETAINED_STEP, before.step)
+    commit_wait = CommitWait(page, 2, restored)
+    assert commit_wait.slot_to_fill({before: 0}.get) == 1
+    assert commit_wait.slot_to_fill({before: 1}.get) == 0
+    assert commit_wait.slot_to_fill({restored: 0, before: 1}.get) == 1
+    assert commit_wait.slot_to_fill({}.get) == 0
     page.set(CommandField.COMMITTED_STEP, 9)
     page.set(CommandField.COMMITTED_GENERATION, 2)
-    assert settling.slot_to_fill({before: 0, version(2, 9): 1}.get) == 0
+    assert commit_wait.slot_to_fill({before: 0, version(2, 9): 1}.get) == 0

@@ -25,7 +25,7 @@ def test_the_last_rank_commits() -> None:
     assert found.pending(R0) is None
 
 
-def test_a_seal_that_is_told_twice_commits_once() -> None:
+def test_a_seal_that_is_reported_twice_commits_once() -> None:
     found = tracker()
     found.sealed(R0, version(0, 1))
     found.sealed(R1, version(0, 1))
@@ -83,7 +83,7 @@ def test_a_generation_begins_with_the_restore_point_committed() -> None:
     assert found.sealed(R1, version(1, 9)) == version(1, 9)
 
 
-def test_a_new_smp_learns_a_seal_that_nobody_heard() -> None:
+def test_a_new_smp_learns_a_seal_that_no_process_received() -> None:
     held = {R0: {version(0, 7), version(0, 8)}, R1: {version(0, 7)}}
     found = tracker(held=held)
     assert found.committed == version(0, 7)
@@ -111,14 +111,14 @@ seals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 
 
 @given(seals, st.integers(1, 4))
 def test_every_commit_is_newer_and_is_what_each_rank_sealed_last(
-    told: list[tuple[int, int, int]], world_size: int
+    reported: list[tuple[int, int, int]], world_size: int
 ) -> None:
     found = CommitTracker()
     ranks = [Rank(rank) for rank in range(world_size)]
     found.begin_generation(Generation(1), ranks, world_size, {})
     newest: dict[Rank, Version] = {}
     before: Version | None = None
-    for rank, generation, step in told:
+    for rank, generation, step in reported:
         sealed = version(generation, step)
         committed = found.sealed(Rank(rank), sealed)
         if generation == 1:
@@ -132,24 +132,24 @@ def test_every_commit_is_newer_and_is_what_each_rank_sealed_last(
 
 
 @given(seals, st.integers(1, 4))
-def test_a_fresh_tracker_filled_from_the_slots_agrees_with_the_one_that_heard_all(
-    told: list[tuple[int, int, int]], world_size: int
+def test_a_fresh_tracker_filled_from_the_slots_agrees_with_the_one_that_received_all(
+    reported: list[tuple[int, int, int]], world_size: int
 ) -> None:
     """The protocol: no rank takes a version before the previous one is committed."""
     ranks = [Rank(rank) for rank in range(world_size)]
-    heard = CommitTracker()
-    heard.begin_generation(Generation(0), ranks, world_size, {})
+    received = CommitTracker()
+    received.begin_generation(Generation(0), ranks, world_size, {})
     slots: dict[Rank, set[Version]] = {rank: set() for rank in ranks}
-    for number, _, _ in told:
+    for number, _, _ in reported:
         rank = Rank(number % world_size)
-        committed = heard.committed
+        committed = received.committed
         mine = version(0, committed.step + 1 if committed else 1)
         slots[rank] = {one for one in slots[rank] if one == committed} | {mine}
-        heard.sealed(rank, mine)
+        received.sealed(rank, mine)
         fresh = CommitTracker()
         fresh.begin_generation(Generation(0), ranks, world_size, slots)
-        assert fresh.committed == heard.committed
-        assert [fresh.pending(one) for one in ranks] == [heard.pending(one) for one in ranks]
+        assert fresh.committed == received.committed
+        assert [fresh.pending(one) for one in ranks] == [received.pending(one) for one in ranks]
 
 
 def test_what_is_abandoned_counts_no_more_and_what_is_newer_does() -> None:

@@ -71,7 +71,7 @@ def test_large_tensors_leave_more_room_for_plain_values() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(entries)
-def test_every_item_lies_at_a_multiple_of_its_size(given_entries: list[LayoutEntry]) -> None:
+def test_every_item_is_at_a_multiple_of_its_size(given_entries: list[LayoutEntry]) -> None:
     for entry in make_layout(given_entries, plain_bytes=10).entries:
         assert entry.offset % ITEM_BYTES[entry.dtype] == 0 or entry.num_bytes == 0
 
@@ -196,7 +196,7 @@ def test_a_part_that_is_none_makes_the_header_unreadable(text: str) -> None:
         parse_header(memoryview(header_of(header) + bytes(20)))
 
 
-def test_a_layout_of_unknown_parts_says_nothing_of_them() -> None:
+def test_a_layout_of_unknown_parts_reports_nothing_of_them() -> None:
     made = make_layout([LayoutEntry("w", "F32", (4,), CopyTiming.LAZY)], plain_bytes=1)
     unknown = Layout(made.entries, made.plain_capacity, knows_parts=False)
     assert b"ftrun.parts" in made.header

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.snapshot.load_shares import MOST_NODES, LoadShare, company_of, ranks_at, share_of
+from ftrun.snapshot.load_shares import MOST_NODES, LoadShare, load_group_of, ranks_at, share_of
 
 SIZE = {digest: 1 + digest * 7 % 13 for digest in range(40)}
 """Equal digests are equal bytes, so of one size."""
@@ -34,7 +34,7 @@ def shares(ranks: dict[int, list[int]], tables: dict[int, list[int]]) -> dict[in
 
 
 @given(worlds())
-def test_every_piece_is_read_once_and_comes_to_all_who_need_it(
+def test_every_piece_is_read_once_and_comes_to_all_that_need_it(
     world: tuple[dict[int, list[int]], dict[int, list[int]]],
 ) -> None:
     ranks, tables = world
@@ -54,7 +54,7 @@ def test_every_piece_is_read_once_and_comes_to_all_who_need_it(
         needed = [(rank, index) for rank in ranks[node] for index in range(len(tables[rank]))]
         assert sorted(places) == needed
         sources = {*share.own, *(at for at, _ in share.others)}
-        assert all(place in sources for _, place in share.twins)
+        assert all(position in sources for _, position in share.twins)
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 100), min_size=1, max_size=60))
@@ -85,7 +85,7 @@ def test_each_old_rank_is_loaded_by_one_node(num_nodes: int, world_size: int) ->
 def test_a_company_is_bounded() -> None:
     num_nodes = 2 * MOST_NODES + 3
     for node in range(num_nodes):
-        others = company_of(node, num_nodes)
+        others = load_group_of(node, num_nodes)
         assert node in others
         assert len(others) <= MOST_NODES
-        assert all(company_of(other, num_nodes) == others for other in others)
+        assert all(load_group_of(other, num_nodes) == others for other in others)

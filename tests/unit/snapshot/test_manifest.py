@@ -30,7 +30,7 @@ def layout_of(*found: LayoutEntry, **metadata: str) -> Layout:
 
 
 def keys(layout: Layout) -> list[int]:
-    return [place.section.key for place in sections_of(layout)]
+    return [position.section.key for position in sections_of(layout)]
 
 
 def lazy(name: str, num_items: int, *, dtype: str = "F32") -> LayoutEntry:
@@ -42,12 +42,12 @@ def lazy(name: str, num_items: int, *, dtype: str = "F32") -> LayoutEntry:
 def test_sections_are_all_pieces_in_order(given_: list[LayoutEntry]) -> None:
     layout = layout_of(*given_)
     at = 0
-    for place in sections_of(layout):
-        section = place.section
+    for position in sections_of(layout):
+        section = position.section
         pieces = layout.pieces[section.first : section.first + section.count]
         assert section.first == at
         assert section.num_bytes == sum(piece.num_bytes for piece in pieces)
-        assert place.offset == pieces[0].offset
+        assert position.offset == pieces[0].offset
         at += section.count
     assert at == len(layout.pieces)
 
@@ -56,7 +56,7 @@ def test_sections_are_all_pieces_in_order(given_: list[LayoutEntry]) -> None:
 @given(entries())
 def test_a_large_entry_is_a_section_of_its_own(given_: list[LayoutEntry]) -> None:
     layout = layout_of(*given_)
-    sections = [(place.offset, place.section) for place in sections_of(layout)]
+    sections = [(position.offset, position.section) for position in sections_of(layout)]
     found = {offset: section for offset, section in sections if section.num_bytes}
     for entry in layout.entries:
         if not entry.is_small:
@@ -73,7 +73,9 @@ def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
         LayoutEntry("count", "F32", (1,), CopyTiming.BOUNDARY),
     )
     names = {entry.offset: entry.name for entry in layout.entries}
-    found = {names[place.offset]: place.section.may_repeat for place in sections_of(layout)}
+    found = {
+        names[position.offset]: position.section.may_repeat for position in sections_of(layout)
+    }
     assert found == {
         "count": False,
         "mean": False,
@@ -83,7 +85,7 @@ def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
     }
 
 
-def test_a_key_does_not_depend_on_the_rank_or_on_what_lies_before() -> None:
+def test_a_key_does_not_depend_on_the_rank_or_on_what_precedes() -> None:
     alone = layout_of(lazy("a", LARGE), rank="0")
     behind = layout_of(
         LayoutEntry("b", "F32", (7,), CopyTiming.BOUNDARY), lazy("a", LARGE), rank="1"
@@ -102,7 +104,7 @@ def test_a_key_does_not_depend_on_the_rank_or_on_what_lies_before() -> None:
     ],
     ids=lambda one: next(iter(one)),
 )
-def test_a_key_says_names_dtypes_shapes_and_parts(
+def test_a_key_reports_names_dtypes_shapes_and_parts(
     num_items: int, change: dict[str, object]
 ) -> None:
     entry = lazy("a", num_items)
@@ -135,8 +137,8 @@ def test_a_digest_changes_with_each_of_its_pieces_and_with_no_other(
     changed = data.draw(st.integers(0, len(table) - 1))
     table[changed] = 1 << 63
     after = content_digests(places, table)
-    for at, place in enumerate(places):
-        is_in = place.section.first <= changed < place.section.first + place.section.count
+    for at, position in enumerate(places):
+        is_in = position.section.first <= changed < position.section.first + position.section.count
         mine = slice(8 * at, 8 * at + 8)
         assert (before[mine] != after[mine]) is is_in
 

@@ -209,7 +209,7 @@ def test_a_key_that_cannot_be_stored_is_named_too() -> None:
     assert "a key" in caught.value.key
 
 
-def test_the_root_stands_before_every_path() -> None:
+def test_the_root_precedes_every_path() -> None:
     with pytest.raises(ValueNotStorable) as caught:
         encode({"x": object()}, root="scaler")
     assert caught.value.key == "scaler.x"

@@ -6,7 +6,7 @@ Ranks of one node whose replicas have diverged are found.
 from collections.abc import Mapping
 
 from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
-from ftrun.snapshot.plan_agreement import GroupPlan, NodeReplicas, Told
+from ftrun.snapshot.plan_agreement import GroupPlan, NodeReplicas, ReplicaReport
 
 KEYS = (11, 22, 33)
 
@@ -19,54 +19,54 @@ def node(rank: int, *contents: int, header: int = 5) -> NodeManifest:
 
 def group() -> list[GroupPlan]:
     return [
-        GroupPlan(place=place, num_nodes=3, parity=1, small_state_bytes=1 << 10)
-        for place in range(3)
+        GroupPlan(position=position, num_nodes=3, parity=1, small_state_bytes=1 << 10)
+        for position in range(3)
     ]
 
 
-def said(plans: list[GroupPlan], nodes: list[NodeManifest]) -> dict[int, Told]:
-    return {at: plan.say(one) for at, (plan, one) in enumerate(zip(plans, nodes, strict=True))}
+def said(plans: list[GroupPlan], nodes: list[NodeManifest]) -> dict[int, ReplicaReport]:
+    return {at: plan.report(one) for at, (plan, one) in enumerate(zip(plans, nodes, strict=True))}
 
 
 def test_the_first_version_needs_manifests_and_the_next_does_not() -> None:
     plans = group()
     nodes = [node(rank, 1, 2, rank) for rank in range(3)]
-    told = said(plans, nodes)
-    assert {plan_id for plan_id, _ in told.values()} == {0}
+    reported = said(plans, nodes)
+    assert {plan_id for plan_id, _ in reported.values()} == {0}
     for plan in plans:
-        assert plan.settle({0: told[0]}, {}).plan is None
-        asked = plan.settle(told, {0: nodes[0]})
+        assert plan.resolve({0: reported[0]}, {}).plan is None
+        asked = plan.resolve(reported, {0: nodes[0]})
         assert asked.needs_manifests
         assert asked.plan is None
-        assert plan.settle(told, dict(enumerate(nodes))).plan is not None
+        assert plan.resolve(reported, dict(enumerate(nodes))).plan is not None
     ids = {plan.plan.id for plan in plans if plan.plan is not None}
     assert len(ids) == 1
     later = said(plans, [node(rank, 7, 8, 70 + rank) for rank in range(3)])
     for plan in plans:
-        settled = plan.settle(later, {})
-        assert settled.plan is plan.plan
-        assert not settled.needs_manifests
-        assert settled.plan is not None
-        assert settled.plan.coded_bytes == [1 << 20] * 3
+        resolved = plan.resolve(later, {})
+        assert resolved.plan is plan.plan
+        assert not resolved.needs_manifests
+        assert resolved.plan is not None
+        assert resolved.plan.coded_bytes == [1 << 20] * 3
 
 
 def test_replicas_that_differ_are_encoded_for_good() -> None:
     plans = group()
     nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
     for plan in plans:
-        plan.settle(said(plans, list(nodes.values())), nodes)
+        plan.resolve(said(plans, list(nodes.values())), nodes)
     drifted = dict(enumerate(node(rank, 3, 4 if rank != 1 else 5, rank) for rank in range(3)))
-    told = said(plans, list(drifted.values()))
+    reported = said(plans, list(drifted.values()))
     for plan in plans:
-        assert plan.settle(told, {}).needs_manifests
-    settled = [plan.settle(told, drifted) for plan in plans]
-    assert {one.differ for one in settled} == {frozenset({(1, 1)})}
-    assert len({one.plan.id for one in settled if one.plan is not None}) == 1
+        assert plan.resolve(reported, {}).needs_manifests
+    resolved = [plan.resolve(reported, drifted) for plan in plans]
+    assert {one.differ for one in resolved} == {frozenset({(1, 1)})}
+    assert len({one.plan.id for one in resolved if one.plan is not None}) == 1
     # Equal again, but no longer believed.
     again = dict(enumerate(node(rank, 6, 6, rank, header=8) for rank in range(3)))
-    told = said(plans, list(again.values()))
+    reported = said(plans, list(again.values()))
     for plan in plans:
-        made = plan.settle(told, again).plan
+        made = plan.resolve(reported, again).plan
         assert made is not None
         assert made.coded_bytes == [2 << 20] * 3
 
@@ -75,16 +75,16 @@ def test_a_change_of_one_layout_makes_all_send_their_manifests() -> None:
     plans = group()
     nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
     for plan in plans:
-        plan.settle(said(plans, list(nodes.values())), nodes)
+        plan.resolve(said(plans, list(nodes.values())), nodes)
     changed = [node(0, 1, 2, 0), node(1, 1, 2, 1, header=6), node(2, 1, 2, 2)]
-    told = said(plans, changed)
-    assert [plan_id == 0 for plan_id, _ in told.values()] == [False, True, False]
+    reported = said(plans, changed)
+    assert [plan_id == 0 for plan_id, _ in reported.values()] == [False, True, False]
     for plan in plans:
-        settled = plan.settle(told, dict(enumerate(changed)))
+        resolved = plan.resolve(reported, dict(enumerate(changed)))
         # Whoever had a plan must still send its manifest: the others wait for it.
-        assert settled.needs_manifests
-        assert settled.plan is not None
-        assert not settled.differ
+        assert resolved.needs_manifests
+        assert resolved.plan is not None
+        assert not resolved.differ
 
 
 def node_of_node(content: Mapping[int, Mapping[int, int]], *, header: int = 7) -> NodeManifest:
@@ -117,33 +117,33 @@ def equal(step: int, **others: int) -> NodeManifest:
 
 def test_the_one_that_differs_from_most_is_found_once() -> None:
     made = NodeReplicas()
-    assert made.look(equal(1)) == set()
-    assert made.look(equal(2)) == set()
-    assert made.look(equal(3, r1=99)) == {1}
-    assert made.look(equal(4, r1=98)) == set(), "it was told"
+    assert made.poll(equal(1)) == set()
+    assert made.poll(equal(2)) == set()
+    assert made.poll(equal(3, r1=99)) == {1}
+    assert made.poll(equal(4, r1=98)) == set(), "it was told"
 
 
-def test_where_nobody_has_most_all_are_told() -> None:
+def test_where_no_node_has_most_all_are_reported() -> None:
     made = NodeReplicas()
-    made.look(equal(1))
-    assert made.look(equal(2, r0=97, r1=98, r2=99)) == {0, 1, 2}
+    made.poll(equal(1))
+    assert made.poll(equal(2, r0=97, r1=98, r2=99)) == {0, 1, 2}
 
 
-def test_what_never_was_equal_is_nobodys_fault() -> None:
+def test_what_never_was_equal_is_no_other_rank_s_fault() -> None:
     made = NodeReplicas()
-    made.look(equal(1, r1=99))
-    assert made.look(equal(2, r1=98)) == set()
+    made.poll(equal(1, r1=99))
+    assert made.poll(equal(2, r1=98)) == set()
 
 
 def test_sections_of_which_each_rank_has_its_own_part_are_not_compared() -> None:
     made = NodeReplicas()
     for step in (1, 2):
-        assert made.look(node_of_node({0: {10: step}, 1: {11: step + 1}})) == set()
+        assert made.poll(node_of_node({0: {10: step}, 1: {11: step + 1}})) == set()
 
 
-def test_another_layout_begins_anew() -> None:
+def test_another_layout_restarts() -> None:
     made = NodeReplicas()
-    made.look(equal(1))
+    made.poll(equal(1))
     changed = node_of_node({r: {1: r, 2: r} for r in range(3)}, header=8)
-    assert made.look(changed) == set()
-    assert made.look(changed) == set()
+    assert made.poll(changed) == set()
+    assert made.poll(changed) == set()

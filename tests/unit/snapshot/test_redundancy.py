@@ -37,10 +37,10 @@ def manifest(rank: int, contents: dict[str, str], *, fixed: int = 8) -> RankMani
     table = memoryview(bytearray(8 * len(layout.pieces))).cast("Q")
     places = sections_of(layout)
     names = {entry.offset: entry.name for entry in layout.entries}
-    for place in places:
-        name = names[place.offset]
+    for position in places:
+        name = names[position.offset]
         content = contents.get(name, f"{name} of {rank}")
-        for index in range(place.section.first, place.section.first + place.section.count):
+        for index in range(position.section.first, position.section.first + position.section.count):
             table[index] = xxhash.xxh3_64_intdigest(f"{content} {index}".encode())
     return RankManifest(
         rank=rank,
@@ -51,7 +51,7 @@ def manifest(rank: int, contents: dict[str, str], *, fixed: int = 8) -> RankMani
         header_bytes=len(layout.header),
         header_digest=xxhash.xxh3_64_intdigest(layout.header),
         table_digest=1,
-        sections=[place.section for place in places],
+        sections=[position.section for position in places],
         digests=content_digests(places, table),
     )
 
@@ -72,13 +72,13 @@ def pieces(plan: RankRedundancy, kind: str) -> set[int]:
 
 def check_covers(plan: RedundancyPlan, manifests: Sequence[NodeManifest], parity: int) -> None:
     """Every piece is protected in exactly one way, and replicas are where the plan says."""
-    for place, (node, manifest_) in enumerate(zip(plan.nodes, manifests, strict=True)):
+    for position, (node, manifest_) in enumerate(zip(plan.nodes, manifests, strict=True)):
         for rank_plan, rank in zip(node.ranks, manifest_.ranks, strict=True):
             kinds = [pieces(rank_plan, kind) for kind in ("mirrored", "coded", "replicated")]
             assert set.union(*kinds) == set(range(rank.num_pieces))
             assert sum(map(len, kinds)) == rank.num_pieces
             for one in rank_plan.replicated:
-                assert place in plan.holders[one.holders]
+                assert position in plan.holders[one.holders]
                 assert len(plan.holders[one.holders]) > parity
 
 
@@ -97,10 +97,10 @@ def test_every_byte_survives_any_m_losses(
     check_covers(plan, manifests, parity)
     for lost in combinations(range(len(given_)), parity):
         for group in groups:
-            left = {place for place, _ in group.holders} - set(lost)
+            left = {position for position, _ in group.holders} - set(lost)
             assert left, "a replica is gone with m nodes"
-        for place in lost:
-            mirrors = {(place + ahead) % len(given_) for ahead in range(1, parity + 1)}
+        for position in lost:
+            mirrors = {(position + ahead) % len(given_) for ahead in range(1, parity + 1)}
             assert mirrors - set(lost), "a mirror is gone with m nodes"
     again, _ = make_plan(manifests, parity=parity, small_state_bytes=limit)
     assert again.id == plan.id
@@ -146,7 +146,7 @@ def test_ranks_of_a_node_may_be_in_different_sets() -> None:
 def test_what_no_optimizer_owns_never_counts_as_a_replica() -> None:
     entries = [LayoutEntry("running_mean", "F32", (BIG,), CopyTiming.BOUNDARY)]
     layout = make_layout(entries, plain_bytes=10)
-    assert not any(place.section.may_repeat for place in sections_of(layout))
+    assert not any(position.section.may_repeat for position in sections_of(layout))
 
 
 @pytest.mark.parametrize(
@@ -179,24 +179,24 @@ def test_replicas_are_compared_by_one_digest_a_set() -> None:
     manifests = nodes_of([{"a": "x", "b": "y"}] * 3)
     _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
     later = nodes_of([{"a": "x2", "b": "y2"}] * 3)
-    told = [replica_digests(groups, place, node) for place, node in enumerate(later)]
-    assert [len(one) for one in told] == [1, 1, 1]
-    assert differing(groups, told) == set()
+    reported = [replica_digests(groups, position, node) for position, node in enumerate(later)]
+    assert [len(one) for one in reported] == [1, 1, 1]
+    assert differing(groups, reported) == set()
     later[2] = nodes_of([{}, {}, {"a": "x2", "b": "other"}])[2]
-    told[2] = replica_digests(groups, 2, later[2])
-    assert differing(groups, told) == {(2, 2)}
+    reported[2] = replica_digests(groups, 2, later[2])
+    assert differing(groups, reported) == {(2, 2)}
     changed = changed_keys(groups, later)
     assert len(changed) == 1
     plan, _ = make_plan(later, parity=1, small_state_bytes=1 << 16, distrusted=changed)
     assert plan.coded_bytes == [4 * BIG] * 3
 
 
-def test_of_two_that_differ_nobody_is_right() -> None:
+def test_of_two_that_differ_none_is_right() -> None:
     manifests = nodes_of([{"a": "x"}, {"a": "x"}])
     _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
     later = nodes_of([{"a": "x"}, {"a": "y"}])
-    told = [replica_digests(groups, place, node) for place, node in enumerate(later)]
-    assert differing(groups, told) == {(0, 0), (1, 1)}
+    reported = [replica_digests(groups, position, node) for position, node in enumerate(later)]
+    assert differing(groups, reported) == {(0, 0), (1, 1)}
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 30))

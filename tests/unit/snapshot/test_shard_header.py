@@ -6,7 +6,7 @@ import pytest
 
 from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
-from ftrun.snapshot.shard_header import PackedShardHeader, ShardHeader, pack_head, unpack_head
+from ftrun.snapshot.shard_header import PackedShardHeader, ShardHeader, pack_header, unpack_header
 
 ENTRIES = [
     LayoutEntry("mean", "F32", (10,), CopyTiming.BOUNDARY),
@@ -63,11 +63,11 @@ def test_a_fingerprint_changes_with_the_digests_under_an_entry_and_with_no_other
 def packed() -> bytes:
     table = memoryview(bytes(range(16))).cast("Q")
     head = PackedShardHeader(memoryview(b"header"), table, 4096, layout_id=7, table_digest=9)
-    return b"".join(bytes(part) for part in pack_head(head))
+    return b"".join(bytes(part) for part in pack_header(head))
 
 
 def test_a_packed_header_is_unpacked_to_the_same_values() -> None:
-    found = unpack_head(memoryview(packed()))
+    found = unpack_header(memoryview(packed()))
     assert bytes(found.header) == b"header"
     assert found.table.tobytes() == bytes(range(16))
     assert (found.image_bytes, found.layout_id, found.table_digest) == (4096, 7, 9)
@@ -76,4 +76,4 @@ def test_a_packed_header_is_unpacked_to_the_same_values() -> None:
 @pytest.mark.parametrize("raw", [b"", packed()[:39], packed()[:-1], packed() + b"x"])
 def test_bytes_of_another_length_are_not_a_packed_header(raw: bytes) -> None:
     with pytest.raises(LayoutUnknown, match="the header of a shard"):
-        unpack_head(memoryview(raw))
+        unpack_header(memoryview(raw))

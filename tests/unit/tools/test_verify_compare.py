@@ -11,12 +11,12 @@ from ftrun.tools.verify.runs import kills_at, plan_kills
 from ftrun.wire.verify_records import (
     ATTACHED,
     BATCH,
-    BEGUN,
     BOUNDARY,
     FORWARD,
     KILLED,
     LOSS,
     OPTIMIZER,
+    STARTED,
     VerifyRecord,
 )
 
@@ -52,7 +52,7 @@ def life(generation: int, first: int, last: int, **differs: str) -> Life:
     local = {f"{_LOCAL}x": differs.pop("x", f"x {start}"), f"{_LOCAL}t": differs.pop("t0", "0")}
     records = [
         VerifyRecord(ATTACHED, start, state, what=f"{generation}:{start}" if generation else ""),
-        VerifyRecord(BEGUN, start, state | local, {f"{_LOCAL}x": "tensor [2]"}),
+        VerifyRecord(STARTED, start, state | local, {f"{_LOCAL}x": "tensor [2]"}),
         *turn(first, **differs),
         *(record for step in range(first + 1, last + 1) for record in turn(step)),
     ]
@@ -113,7 +113,7 @@ def test_variable_that_becomes_the_input_is_a_prefetched_batch() -> None:
     assert kinds(trace) == ["prefetched batch"]
 
 
-def test_other_variables_beside_a_batch_are_named_apart() -> None:
+def test_other_variables_next_to_a_batch_are_named_apart() -> None:
     trace = disturbed(life(1, 5, 9, x="other", t0="1", input="other"))
     assert kinds(trace) == ["prefetched batch", "variable"]
 
@@ -135,8 +135,8 @@ def test_restored_state_that_differs_is_the_snapshot() -> None:
 
 def test_state_that_is_changed_after_attach() -> None:
     second = life(1, 5, 9)
-    assert second.begun is not None
-    second.begun.digests["tensor w"] = "loaded"
+    assert second.started is not None
+    second.started.digests["tensor w"] = "loaded"
     assert kinds(disturbed(second)) == ["overwritten"]
 
 
@@ -173,7 +173,7 @@ def test_weights_that_a_forward_finds_changed_and_the_optimizer_does_not() -> No
     )
 
 
-def test_difference_without_a_reason_is_said_to_have_none() -> None:
+def test_difference_without_a_reason_is_reported_as_having_none() -> None:
     assert kinds(disturbed(life(1, 5, 9, loss="other"))) == ["unexplained"]
 
 

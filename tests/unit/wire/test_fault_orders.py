@@ -24,7 +24,7 @@ def test_the_catalogue_has_every_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS.values(), ids=lambda kind: kind.name)
-def test_a_kind_says_what_it_does_and_what_is_seen(kind: object) -> None:
+def test_a_kind_reports_what_it_does_and_what_is_seen(kind: object) -> None:
     for name in ("does", "seen", "lost"):
         assert getattr(kind, name)
     assert kind.target in TARGETS  # type: ignore[attr-defined]

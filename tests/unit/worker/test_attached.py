@@ -35,17 +35,17 @@ def test_what_a_snapshot_carries_is_the_same_layout_and_no_other(path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("mesh", "size", "told"),
+    ("mesh", "size", "reported"),
     [({"pp": 2}, 4, "mesh has pp"), (None, 3, "a mesh of 4 ranks")],
 )
-def test_a_mesh_that_cannot_be_is_told(
-    path: Path, mesh: dict[str, int] | None, size: int, told: str
+def test_a_mesh_that_cannot_be_is_reported(
+    path: Path, mesh: dict[str, int] | None, size: int, reported: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=reported):
         declared(path, mesh, size)
 
 
-def test_a_file_that_cannot_be_read_is_told(path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         declared(path.with_name("none"), None, 4)
     path.write_text("mesh: {tp: 2")
@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_read_is_told(path: Path) -> None:
         declared(path, None, 4)
 
 
-def test_a_mesh_alone_says_who_sees_the_same_data() -> None:
+def test_a_mesh_alone_reports_ranks_with_the_same_data() -> None:
     found = declared(None, {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 2}, 24)
     assert not found.has_rules
     assert found.rules.mesh.batch_axes == ("dp_replicate", "dp_shard")

@@ -41,23 +41,23 @@ def test_the_copy_alone_costs_its_share(pages: tuple[SharedPage, SharedPage]) ->
     made = SnapshotSchedule(SnapshotConfig(overhead_budget=0.02), *pages)
     for _ in range(5):
         snapshot(made, STEP_S * 1.05)
-    assert pages[0].get(HeartbeatField.WISHED_EVERY) == 3
+    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) == 3
 
 
 def test_turns_that_wait_for_other_nodes_count(pages: tuple[SharedPage, SharedPage]) -> None:
     made = SnapshotSchedule(SnapshotConfig(overhead_budget=0.02), *pages)
     for _ in range(5):
         snapshot(made, STEP_S * 1.1, *[STEP_S * 1.05] * 10)
-    assert pages[0].get(HeartbeatField.WISHED_EVERY) == 30
+    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) == 30
 
 
-def test_time_that_the_training_stood_still_is_the_least(
+def test_time_that_the_training_was_paused_is_the_least(
     pages: tuple[SharedPage, SharedPage],
 ) -> None:
     made = SnapshotSchedule(SnapshotConfig(overhead_budget=0.02), *pages)
     snapshot(made, STEP_S)
     made.learn(StepActivity.QUIET, step_s=STEP_S, copy_s=0.0, blocked_s=0.02)
-    assert pages[0].get(HeartbeatField.WISHED_EVERY) == 10
+    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) == 10
 
 
 def test_without_a_quiet_turn_the_interval_grows_until_there_is_one(
@@ -65,12 +65,12 @@ def test_without_a_quiet_turn_the_interval_grows_until_there_is_one(
 ) -> None:
     made = SnapshotSchedule(SnapshotConfig(overhead_budget=1.0), *pages)
     snapshot(made, *[STEP_S] * 8, quiet=0)
-    assert pages[0].get(HeartbeatField.WISHED_EVERY) == 16
+    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) == 16
     snapshot(made, *[STEP_S] * 8, quiet=1)
-    assert pages[0].get(HeartbeatField.WISHED_EVERY) == 1
+    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) == 1
 
 
-def test_an_interval_holds_from_the_step_that_all_have_heard_of(
+def test_an_interval_holds_from_the_step_that_all_have_received(
     pages: tuple[SharedPage, SharedPage],
 ) -> None:
     made = SnapshotSchedule(SnapshotConfig(every="auto"), *pages)
@@ -162,7 +162,7 @@ def test_a_step_that_no_hook_sees_is_seen_by_the_parameters(pair: Pair) -> None:
     assert not accumulation.boundary()
 
 
-class Told:
+class Reported:
     """An object that says by itself where it is."""
 
     def __init__(self, *answers: bool) -> None:
@@ -174,7 +174,7 @@ class Told:
 
 def test_an_object_that_keeps_gradients_for_itself_is_asked_at_each_boundary(pair: Pair) -> None:
     model, optimizer, _ = pair
-    both = AccumulationTracker([optimizer], [object(), Told(True, False, False)])
+    both = AccumulationTracker([optimizer], [object(), Reported(True, False, False)])
     assert both.boundary()
     assert not both.boundary()
     backward(model)

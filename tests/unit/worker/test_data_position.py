@@ -91,7 +91,7 @@ def test_batches_that_led_to_numerical_anomalies_are_left_out_into_the_next_pass
 
 
 @pytest.mark.parametrize("after", [1, 3, 4, 6])
-def test_shuffled_batches_go_on_and_nothing_is_loaded_twice(after: int) -> None:
+def test_shuffled_batches_continue_and_nothing_is_loaded_twice(after: int) -> None:
     loader = resumed_like_undisturbed(
         lambda: DataLoader(Counted(), batch_size=3, shuffle=True), after=after
     )
@@ -126,14 +126,14 @@ def test_a_generator_of_the_loader_is_taken_along() -> None:
     resumed_like_undisturbed(make, after=6)
 
 
-def test_samplers_that_draw_with_replacement_go_on() -> None:
+def test_samplers_that_draw_with_replacement_continue() -> None:
     def make() -> DataLoader[int]:
         return DataLoader(Counted(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 12, 12))
 
     resumed_like_undisturbed(make, after=4)
 
 
-def test_single_samples_go_on_without_a_batch_sampler() -> None:
+def test_single_samples_continue_without_a_batch_sampler() -> None:
     resumed_like_undisturbed(lambda: DataLoader(Counted(), batch_size=None, shuffle=True), after=5)
 
 
@@ -149,7 +149,7 @@ def test_worker_processes_get_the_right_indices(persistent: bool) -> None:
     )
 
 
-def test_an_iterable_data_set_is_read_again_and_said_so() -> None:
+def test_an_iterable_data_set_is_read_again_and_reported_so() -> None:
     loader = resumed_like_undisturbed(lambda: DataLoader(Stream(), batch_size=3), after=2)
     assert "iterable" in (DataPosition("loader", loader).warning() or "")
 
@@ -160,7 +160,7 @@ def test_worker_processes_are_warned_of() -> None:
     assert DataPosition("loader", [1, 2]).warning() is None
 
 
-def test_the_sampler_is_told_the_epoch() -> None:
+def test_the_sampler_gets_the_epoch() -> None:
     sampler = torch.utils.data.DistributedSampler(Counted(), 2, 0)
     feed = DataPosition("loader", DataLoader(Counted(), sampler=sampler))
     list(feed.batches(7, lambda: None))
@@ -172,8 +172,8 @@ def test_the_sampler_is_told_the_epoch() -> None:
 def resized(make: Any, used: list[int], rank: int, size: int) -> list[int]:
     """What one rank of a new world goes on with, after old ranks have used so many batches."""
     states = []
-    for old_rank, count in enumerate(used):
-        feed = DataPosition("loader", make(old_rank, len(used)))
+    for previous_rank, count in enumerate(used):
+        feed = DataPosition("loader", make(previous_rank, len(used)))
         batches = feed.batches(None, lambda: None)
         for _ in range(count):
             next(batches)
@@ -197,7 +197,7 @@ def dealt(kind: type[DataLoader[int]]) -> Any:
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize(("used", "size"), [([2, 2, 2], 2), ([3, 3], 4), ([1, 1, 1, 1], 3)])
-def test_another_number_of_ranks_goes_on_behind_what_was_used(
+def test_another_number_of_ranks_continues_behind_what_was_used(
     kind: type[DataLoader[int]], used: list[int], size: int
 ) -> None:
     order = list(torch.utils.data.DistributedSampler(Counted(), 1, 0, seed=4))
@@ -225,7 +225,7 @@ class Own:
         self.at = state["at"]
 
 
-def test_a_loader_with_a_state_dict_of_its_own_goes_on_where_it_was() -> None:
+def test_a_loader_with_a_state_dict_of_its_own_continues_where_it_was() -> None:
     resumed_like_undisturbed(Own, after=5)
 
 

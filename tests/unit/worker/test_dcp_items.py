@@ -67,7 +67,7 @@ def test_what_was_packed_comes_back(items: dict[str, object], label: str | None)
         assert place_of(found.storage_data, index) == (Rank(rank), entry)
 
 
-def test_the_room_set_aside_is_enough_for_names_of_any_usual_length() -> None:
+def test_the_reserved_space_is_enough_for_names_of_any_usual_length() -> None:
     chunks = [
         ChunkStorageMetadata(torch.Size((512 * rank, 0)), torch.Size((512, 4096)))
         for rank in range(8)

@@ -62,7 +62,7 @@ def test_tensors_have_pages_of_their_own(ready: PrefaultedMemory) -> None:
     assert all(b - a == 3 * LEAST_BYTES for a, b in itertools.pairwise(starts))
 
 
-def test_what_does_not_fit_or_is_small_is_allocated_as_ever(ready: PrefaultedMemory) -> None:
+def test_what_does_not_fit_or_is_small_is_allocated_as_usual(ready: PrefaultedMemory) -> None:
     large = early_restore.empty((32 * MIB,), torch.uint8, "cpu")
     small = early_restore.empty((7,), torch.bfloat16, "cpu")
     assert large.shape == (32 * MIB,)

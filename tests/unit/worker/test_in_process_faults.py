@@ -38,11 +38,11 @@ class Job:
     def __init__(self, context: WorkerContext, page: FaultPage) -> None:
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
-        self._beats = context.page
+        self._heartbeats = context.page
         self.watch = InProcessFaults(context, page)
 
     def step(self) -> None:
-        self._beats.add(HeartbeatField.OPTIMIZER_STEPS, 1)
+        self._heartbeats.add(HeartbeatField.OPTIMIZER_STEPS, 1)
         self.watch.after_step(self.optimizer)
 
 
@@ -126,7 +126,7 @@ def test_nan_and_spike(context: WorkerContext, page: FaultPage) -> None:
 
 
 @pytest.mark.parametrize("weight", [torch.empty(0), torch.ones(2).to(torch.float8_e5m2)])
-def test_what_cannot_be_made_harms_nobody_and_is_not_tried_again(
+def test_what_cannot_be_made_is_harmless_and_is_not_tried_again(
     context: WorkerContext, page: FaultPage, weight: torch.Tensor
 ) -> None:
     ordered(page, "weight-bitflip")
@@ -134,7 +134,7 @@ def test_what_cannot_be_made_harms_nobody_and_is_not_tried_again(
     job.weight.data = weight
     job.step()
     assert (page.fired, page.failed) == (0, 1)
-    assert "weight-bitflip needs a parameter" in page.why
+    assert "weight-bitflip needs a parameter" in page.reason
     context.page.set(HeartbeatField.OPTIMIZER_STEPS, 0)
     other = Job(context, FaultPage(os.dup(page.fd)))
     other.step()
@@ -177,13 +177,15 @@ def test_a_step_of_another_optimizer_is_not_a_step(context: WorkerContext, page:
 
 
 def test_batches_come_late_for_a_while() -> None:
-    told: list[str] = []
-    tell = FaultProgress(lambda: told.append("fired"), lambda: told.append("ended"), clock.now_s)
-    slow_input(0.01, 0.2, tell)
+    reported: list[str] = []
+    send = FaultProgress(
+        lambda: reported.append("fired"), lambda: reported.append("ended"), clock.now_s
+    )
+    slow_input(0.01, 0.2, send)
     batches = 0
-    while "ended" not in told:
+    while "ended" not in reported:
         batches += sum(1 for _ in torch.utils.data.DataLoader(list(range(8))))
-    assert told == ["fired", "ended"]
+    assert reported == ["fired", "ended"]
     assert batches % 8 == 0
 
 
@@ -218,7 +220,7 @@ def test_an_order_that_is_taken_back_in_time_never_fires(
 
 
 @pytest.mark.parametrize("kind", ["hang", "busy-loop"])
-def test_a_rank_that_stands_still_goes_on_once_that_is_taken_back(
+def test_a_rank_that_is_paused_continues_once_that_is_taken_back(
     context: WorkerContext, page: FaultPage, kind: str
 ) -> None:
     job = Job(context, page)
@@ -231,9 +233,9 @@ def test_a_rank_that_stands_still_goes_on_once_that_is_taken_back(
         page.cancel(1)
 
     other = threading.Thread(target=take_back, daemon=True)
-    began_s = clock.now_s()
+    started_s = clock.now_s()
     other.start()
     job.step()
     other.join()
-    assert 0.2 < clock.now_s() - began_s < 50.0
+    assert 0.2 < clock.now_s() - started_s < 50.0
     assert (page.fired, page.ended) == (1, 1)

@@ -97,7 +97,7 @@ def test_state_has_a_key_for_each_tensor_and_value() -> None:
     assert "tensor model.1.running_mean" in found
     assert any("momentum_buffer" in key for key in found)
     assert "position session.step" in found
-    gradients = digests.gradient_digests(tree.lasting().names, optimizer)
+    gradients = digests.gradient_digests(tree.persistent().names, optimizer)
     assert gradients["gradient model.0.weight"] == "none"
     assert gradients["gradient model.0.bias"] != "none"
 

@@ -149,7 +149,7 @@ found.boundary(3)
     assert len([r for r in turns[2] if r.event == LOSS]) == 3
 
 
-def test_what_cannot_be_recorded_is_said_and_does_not_reach_the_script(tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_reported_and_does_not_reach_the_script(tmp_path: Path) -> None:
     run(
         tmp_path,
         _TRAINED

@@ -121,7 +121,7 @@ def test_an_object_without_state_is_refused_by_name() -> None:
         ftrun.attach(model=nn.Linear(2, 2), ema=3)
 
 
-def test_a_loader_that_is_not_attached_is_refused_beside_one_that_is() -> None:
+def test_a_loader_that_is_not_attached_is_refused_next_to_one_that_is() -> None:
     one, other = DataLoader(range(2)), DataLoader(range(2))
     session = ftrun.attach(model=nn.Linear(2, 2), loader=one)
     with pytest.raises(UsageError):
@@ -419,7 +419,7 @@ def test_until_ends_the_batches_and_the_epochs_around_them(session: Session) -> 
     ]
 
 
-def test_passes_until_a_number_of_steps_go_on_where_they_stopped(session: Session) -> None:
+def test_passes_until_a_number_of_steps_continue_where_they_stopped(session: Session) -> None:
     loader = DataLoader(range(4))
     seen: list[int] = []
     for until in (3, 6):
@@ -492,7 +492,7 @@ def use_another_optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
         (use_another_optimizer, "optimizer SGD, which updates model.0.weight and 1 more, is not"),
     ],
 )
-def test_what_would_be_unprotected_is_said_under_plain_python(
+def test_what_would_be_unprotected_is_reported_under_plain_python(
     caplog: pytest.LogCaptureFixture,
     change: Callable[[nn.Module], torch.optim.Optimizer | None],
     found: str,

@@ -112,7 +112,7 @@ def wanted() -> dict[str, torch.Tensor]:
 def restored(images: LocalShards, prefer: int = 0) -> dict[str, torch.Tensor]:
     """All tensors, as a world of one rank gets them."""
     checked = CheckedShards(images, "test")
-    index = SourceIndex(checked.heads, prefer=Rank(prefer))
+    index = SourceIndex(checked.headers, prefer=Rank(prefer))
     targets = wanted()
     saved = {name: found for name in targets if (found := index.tensor(name)) is not None}
     check_replicas(saved, {name: whole(tuple(t.shape)) for name, t in targets.items()}, checked)
@@ -194,7 +194,7 @@ def test_a_part_of_a_large_tensor_is_read_by_the_pieces_under_it(give: Give) -> 
         return read(rank, offset, num_bytes)
 
     images.read = noting  # type: ignore[method-assign]
-    wide = checked.heads[Rank(0)].entries["wide"]
+    wide = checked.headers[Rank(0)].entries["wide"]
     found = checked.read(Rank(0), wide.offset + PIECE_BYTES + 8, 40)
     assert asked == [ByteRange(Rank(0), wide.offset + PIECE_BYTES, PIECE_BYTES)]
     expected = tensors_of(0)["wide"].view(-1)[PIECE_BYTES // 4 + 2 :][:10]

@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 
 def names(tree: StateTree) -> list[str]:
-    return [source.name for source in tree.lasting().sources]
+    return [source.name for source in tree.persistent().sources]
 
 
 def test_a_compiled_model_has_the_names_of_the_bare_one() -> None:
@@ -48,7 +48,7 @@ def test_only_what_an_optimizer_owns_is_lazy() -> None:
     optimizer = torch.optim.AdamW(net[0].parameters())
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    found = {s.name: s.when for s in tree_of(model=net, optimizer=optimizer).lasting().sources}
+    found = {s.name: s.when for s in tree_of(model=net, optimizer=optimizer).persistent().sources}
     assert found["model.0.weight"] is CopyTiming.LAZY
     assert found["optimizer.state.model.0.weight.exp_avg"] is CopyTiming.LAZY
     assert found["model.1.weight"] is CopyTiming.BOUNDARY
@@ -62,7 +62,7 @@ def test_tied_parameters_are_taken_once() -> None:
 
 
 def modules_of(tree: StateTree) -> dict[str, object]:
-    return decode(tree.lasting().modules)
+    return decode(tree.persistent().modules)
 
 
 def test_all_names_of_tied_tensors_are_noted() -> None:
@@ -132,10 +132,10 @@ def test_the_walk_is_repeated_when_something_changed(change: object) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net[0].parameters())
     tree = tree_of(model=net, optimizer=optimizer)
-    before = tree.lasting()
+    before = tree.persistent()
     assert callable(change)
     change(net, optimizer)
-    assert (tree.lasting() is before) == (change is change_nothing)
+    assert (tree.persistent() is before) == (change is change_nothing)
 
 
 def replace_child(net: nn.Module) -> None:
@@ -168,20 +168,20 @@ def test_the_walk_is_repeated_when_nested_state_has_changed(change: object) -> N
     if change is change_array:
         state["array"] = np.zeros((2, 2))[:, 0]
     tree = tree_of(model=net, optimizer=optimizer)
-    before = tree.lasting()
+    before = tree.persistent()
     assert callable(change)
-    assert (tree.lasting() is before) == (change is not change_array)
+    assert (tree.persistent() is before) == (change is not change_array)
     change(state)
-    assert tree.lasting() is not before
+    assert tree.persistent() is not before
 
 
 def test_a_child_that_was_replaced_by_one_like_it_is_seen() -> None:
     net = model()
     tree = tree_of(model=net)
-    before = tree.lasting()
+    before = tree.persistent()
     replace_child(net)
-    assert any(one is net[1].weight for one in tree.lasting().originals)
-    assert tree.lasting() is not before
+    assert any(one is net[1].weight for one in tree.persistent().originals)
+    assert tree.persistent() is not before
 
 
 def test_training_flags_are_noted_where_they_differ_from_the_parent() -> None:
@@ -197,7 +197,7 @@ def test_a_tensor_without_bytes_of_its_own_is_named(value: torch.Tensor) -> None
     net = nn.Module()
     net.register_buffer("odd", value)
     with pytest.raises(ValueNotStorable) as caught:
-        tree_of(model=net).lasting()
+        tree_of(model=net).persistent()
     assert caught.value.key == "model.odd"
 
 
@@ -266,31 +266,31 @@ class Script:
 
 
 def set_in(holder: str, key: Any, value: Any) -> Callable[[Script, AttachedState], None]:
-    def spoil(script: Script, attached: AttachedState) -> None:
+    def corrupt(script: Script, attached: AttachedState) -> None:
         getattr(attached if holder == "state" else script, holder)[key] = value
 
-    return spoil
+    return corrupt
 
 
 def in_state(key: Any, value: object) -> Callable[[Script, AttachedState], None]:
-    def spoil(script: Script, _: AttachedState) -> None:
+    def corrupt(script: Script, _: AttachedState) -> None:
         script.optimizer.state[script.model.weight if key is None else key] = value
 
-    return spoil
+    return corrupt
 
 
 def set_attribute(owner: str, name: str, value: object) -> Callable[[Script, AttachedState], None]:
-    def spoil(script: Script, _: AttachedState) -> None:
+    def corrupt(script: Script, _: AttachedState) -> None:
         setattr(getattr(script, owner), name, value)
 
-    return spoil
+    return corrupt
 
 
 def add_sparse_buffer(script: Script, _: AttachedState) -> None:
     script.model.register_buffer("odd", torch.zeros(2).to_sparse())
 
 
-SPOILT: dict[str, Callable[[Script, AttachedState], None]] = {
+CORRUPTED: dict[str, Callable[[Script, AttachedState], None]] = {
     "optimizer[0].cache": set_in("group", "cache", Lock()),
     "optimizer[0].cache.lock": set_in("group", "cache", {"lock": Lock()}),
     "optimizer[0].fns[1]": set_in("group", "fns", [1, Lock()]),
@@ -316,13 +316,13 @@ SPOILT: dict[str, Callable[[Script, AttachedState], None]] = {
 }
 
 
-@pytest.mark.parametrize("key", SPOILT)
+@pytest.mark.parametrize("key", CORRUPTED)
 def test_every_key_that_cannot_be_stored_can_be_skipped(key: str) -> None:
     script = Script()
     attached = script.attached()
     tree = StateTree(attached)
     tree.collect({})
-    SPOILT[key](script, attached)
+    CORRUPTED[key](script, attached)
     with pytest.raises(ValueNotStorable) as caught:
         tree.collect({})
     assert caught.value.key == key
@@ -333,7 +333,7 @@ def test_every_key_that_cannot_be_stored_can_be_skipped(key: str) -> None:
     tree = StateTree(attached)
     tree.collect({})
     tree.check_skip()  # not there yet
-    SPOILT[key](script, attached)
+    CORRUPTED[key](script, attached)
     tree.collect({})
     assert attached.skip.unmatched == []
 
@@ -364,7 +364,7 @@ def test_a_parameter_that_is_trained_and_cannot_be_stored_gets_no_advice_to_skip
     net = nn.Module()
     net.register_parameter("odd", parameter)
     with pytest.raises(ValueNotStorable) as caught:
-        tree_of(model=net, optimizer=torch.optim.SGD([parameter], 0.1)).lasting()
+        tree_of(model=net, optimizer=torch.optim.SGD([parameter], 0.1)).persistent()
     assert "model.odd holds" in str(caught.value)
     assert "skip" not in str(caught.value)
 

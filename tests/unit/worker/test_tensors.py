@@ -94,7 +94,7 @@ def test_the_items_of_the_box_are_those_held(
     assert (part is None) == (box == whole((rows, 3)))
 
 
-def test_what_is_no_box_is_told_as_none(rank: int) -> None:
+def test_what_is_no_box_is_reported_as_none(rank: int) -> None:
     _, strided = cut(8, (_StridedShard(0, split_factor=2),))
     assert part_of(strided, tuple(strided.to_local().shape)) == TensorPart((8, 3), None)
     mesh = init_device_mesh("cpu", (4,))

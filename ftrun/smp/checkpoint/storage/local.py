@@ -49,7 +49,7 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 LOCK_NAME = ".lock"
-LOCK_PATIENCE_S = 30.0
+LOCK_TIMEOUT_S = 30.0
 
 _LOCK_RETRY_S = 0.02
 _READ_BYTES = 1 << 22
@@ -284,7 +284,7 @@ def _lock_now(folder_fd: int, directory: Path, how: int) -> None:
 
 
 def _wait_for(lock: int, directory: Path, stop: threading.Event) -> None:
-    give_up_s = clock.now_s() + LOCK_PATIENCE_S
+    give_up_s = clock.now_s() + LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,7 +292,7 @@ def _wait_for(lock: int, directory: Path, stop: threading.Event) -> None:
             if clock.now_s() > give_up_s or stop.wait(_LOCK_RETRY_S):
                 raise CheckpointError(
                     f"{directory / LOCK_NAME} is held by another node for more than "
-                    f"{LOCK_PATIENCE_S:.0f} s, or the run is being stopped"
+                    f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
                 ) from error
         except OSError as error:
             _log.debug("%s cannot be locked: %s", directory, error)

@@ -174,12 +174,12 @@ class CheckpointOwnership:
         """
         if self._taken:
             raise CheckpointError(self._taken)
-        place = _place(where, self._stop)
-        record = self._found(place)
+        position = _place(where, self._stop)
+        record = self._found(position)
         if record is None:
             return frozenset((str(self._run_id),))
         if record.life != life and not record.ended_s:
-            raise CheckpointError(_in_words(record, place.shown))
+            raise CheckpointError(_as_text(record, position.shown))
         own = record.runs if record.run_id == self._run_id else ()
         return frozenset((str(self._run_id), *own))
 
@@ -189,8 +189,8 @@ class CheckpointOwnership:
             self._claim = self._record = None
             if record is None or claim is None:
                 return
-            place = _place(claim.directory, self._stop)
-            found = self._found(place)
+            position = _place(claim.directory, self._stop)
+            found = self._found(position)
             if found is None or found.life == record.life:
                 ended = encode_owner(
                     record,
@@ -199,7 +199,7 @@ class CheckpointOwnership:
                     reason=reason,
                     command=command,
                 )
-                place.write(ended)
+                position.write(ended)
 
     # --- the renewal thread --- --------------------------------------------------------------
 
@@ -234,28 +234,28 @@ class CheckpointOwnership:
         if record is None or record.life != claim.life:
             self._own(claim)
             return
-        place = _place(claim.directory, self._stop)
-        with place.claiming():
-            found = self._found(place)
+        position = _place(claim.directory, self._stop)
+        with position.claiming():
+            found = self._found(position)
             if found is not None and found.life != record.life:
-                raise CheckpointsTaken(_in_words(found, place.shown))
-            self._write(place, record, beat=record.beat + 1)
+                raise CheckpointsTaken(_as_text(found, position.shown))
+            self._write(position, record, heartbeat=record.heartbeat + 1)
 
     # --- claiming -----------------------------------------------------------------------------
 
     def _own(self, claim: CheckpointClaim) -> None:
-        place = _place(claim.directory, self._stop)
+        position = _place(claim.directory, self._stop)
         self._claim = claim
         while True:
-            with place.claiming():
-                before = self._found(place)
+            with position.claiming():
+                before = self._found(position)
                 if self._is_free(before, claim):
-                    self._write(place, self._made(claim, before), beat=0)
+                    self._write(position, self._made(claim, before), heartbeat=0)
                     before = None
             if before is not None:
-                self._await_death(place, before)
+                self._await_death(position, before)
                 continue
-            found = self._found(place)
+            found = self._found(position)
             if found is None or found.life == claim.life:
                 return
 
@@ -266,32 +266,35 @@ class CheckpointOwnership:
             return True
         return _is_gone(record, self._run_id)
 
-    def _await_death(self, place: _Place, before: CheckpointOwner) -> None:
+    def _await_death(self, position: _Place, before: CheckpointOwner) -> None:
         """Wait until the record counts as that of a dead owner.
 
         Raises CheckpointsTaken if renewed.
         """
-        limit_s = STALE_RENEWALS * place.renew_s
+        limit_s = STALE_RENEWALS * position.renew_s
         _log.warning(
             "%s belongs to run %s; checking for up to %.0f s whether that run is alive",
-            place.shown,
+            position.shown,
             before.run_id,
             limit_s,
         )
         give_up_s = clock.now_s() + limit_s
         while clock.now_s() < give_up_s:
-            if self._stop.wait(place.renew_s / 10):
+            if self._stop.wait(position.renew_s / 10):
                 raise CheckpointError("the run is being stopped")
-            found = self._found(place)
+            found = self._found(position)
             if found is None or found.ended_s or _is_gone(found, self._run_id):
                 return
-            if (found.life, found.beat) != (before.life, before.beat):
-                raise CheckpointsTaken(_in_words(found, place.shown))
-        with place.claiming():
-            found = self._found(place)
-            if found is not None and (found.life, found.beat) == (before.life, before.beat):
+            if (found.life, found.heartbeat) != (before.life, before.heartbeat):
+                raise CheckpointsTaken(_as_text(found, position.shown))
+        with position.claiming():
+            found = self._found(position)
+            if found is not None and (found.life, found.heartbeat) == (
+                before.life,
+                before.heartbeat,
+            ):
                 ended_s = clock.wall_s()
-                place.write(encode_owner(found, ended_s=ended_s, reason="it is not renewed"))
+                position.write(encode_owner(found, ended_s=ended_s, reason="it is not renewed"))
 
     def _made(self, claim: CheckpointClaim, before: CheckpointOwner | None) -> CheckpointOwner:
         same = before is not None and before.run_id == self._run_id
@@ -307,22 +310,22 @@ class CheckpointOwnership:
             num_nodes=claim.num_nodes,
             since_s=now_s,
             renewed_s=now_s,
-            beat=0,
+            heartbeat=0,
             runs=[*others[-_MOST_RUNS:], str(self._run_id)],
         )
 
-    def _found(self, place: _Place) -> CheckpointOwner | None:
+    def _found(self, position: _Place) -> CheckpointOwner | None:
         """Read the record; None if there is none, or if it stays damaged after retries."""
         for _ in range(_READ_TRIES):
-            data = place.read()
+            data = position.read()
             found = decode_owner(data)
             if data is None or found is not None or self._stop.wait(_SETTLE_S / _READ_TRIES):
                 return found
         return None
 
-    def _write(self, place: _Place, record: CheckpointOwner, *, beat: int) -> None:
-        data = encode_owner(record, beat=beat, renewed_s=clock.wall_s())
-        place.write(data)
+    def _write(self, position: _Place, record: CheckpointOwner, *, heartbeat: int) -> None:
+        data = encode_owner(record, heartbeat=heartbeat, renewed_s=clock.wall_s())
+        position.write(data)
         self._record = decode_owner(data)
 
 
@@ -350,7 +353,7 @@ def _is_gone(record: CheckpointOwner, run_id: RunId) -> bool:
     return is_last and not Path(f"/proc/{record.pid}").exists()
 
 
-def _in_words(record: CheckpointOwner, where: str) -> str:
+def _as_text(record: CheckpointOwner, where: str) -> str:
     since = f"{datetime.fromtimestamp(record.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"{where} belongs to run {record.run_id} since {since} (node {record.node}, pid "

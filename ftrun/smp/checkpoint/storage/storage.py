@@ -278,15 +278,15 @@ def earlier_of_run(
     found: Iterable[StoredCheckpoint], run_id: str, before: Version
 ) -> list[StoredCheckpoint]:
     """Return the incomplete checkpoints of a run before this version, the newest first."""
-    own = [one for one in found if _is_begun_by(one, run_id) and one.version < before]
+    own = [one for one in found if _is_started_by(one, run_id) and one.version < before]
     return sorted(own, key=lambda one: one.version, reverse=True)
 
 
-def sweep_begun(
+def sweep_started(
     storage: Storage,
     found: Sequence[StoredCheckpoint],
     run_id: str,
-    begun: Version,
+    started: Version,
     name: str,
     *,
     is_alone: bool,
@@ -294,9 +294,9 @@ def sweep_begun(
     """Remove abandoned checkpoints at the start of a version (rules 1 and 2); return the others."""
     others = [one for one in found if one.is_incomplete and one.name != name]
     if is_alone:
-        doomed = [one for one in others if _is_begun_by(one, run_id)]
+        doomed = [one for one in others if _is_started_by(one, run_id)]
     else:
-        doomed = earlier_of_run(others, run_id, begun)[1:]
+        doomed = earlier_of_run(others, run_id, started)[1:]
     doomed += [one for one in others if one not in doomed and is_stale(storage.changed_s(one.name))]
     remove_all(storage, [one.name for one in doomed])
     storage.sweep_rest(is_alone=is_alone)
@@ -312,7 +312,7 @@ def sweep_finished(
 
 def sweep_run(storage: Storage, run_id: str) -> None:
     """Remove all incomplete checkpoints of a run (rule 3)."""
-    remove_all(storage, [one.name for one in storage.checkpoints() if _is_begun_by(one, run_id)])
+    remove_all(storage, [one.name for one in storage.checkpoints() if _is_started_by(one, run_id)])
 
 
 def remove_all(storage: Storage, names: Iterable[str]) -> None:
@@ -327,7 +327,7 @@ def is_stale(changed_s: float | None) -> bool:
     return changed_s is not None and clock.wall_s() - changed_s > STALE_S
 
 
-def _is_begun_by(one: StoredCheckpoint, run_id: str) -> bool:
+def _is_started_by(one: StoredCheckpoint, run_id: str) -> bool:
     return one.is_incomplete and one.run_tag == _tag(run_id)
 
 

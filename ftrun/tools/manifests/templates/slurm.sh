@@ -1,6 +1,6 @@
 % set several, machine = job.nodes > 1, job.machine
 #!/bin/bash
-# Written by ftrun manifest slurm: {{ job.in_words }}.
+# Written by ftrun manifest slurm: {{ job.as_text }}.
 # Submit it with sbatch. The comment above each line says what happens without it.
 
 # Shown by squeue, and used in file names and in the run id. Without it: the name of this file.
@@ -25,7 +25,7 @@
 
 % endif
 % if job.memory_bytes() is not none
-# {{ job.memory_in_words() }}: snapshots are part of the memory of the job. Without it the default of the site applies, and Slurm kills a job that exceeds it.
+# {{ job.memory_text() }}: snapshots are part of the memory of the job. Without it the default of the site applies, and Slurm kills a job that exceeds it.
 #SBATCH --mem={{ memory_mib }}M
 
 % elif machine.cpus is none

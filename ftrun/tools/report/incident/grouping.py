@@ -114,7 +114,7 @@ class _Sorting:
             self.fired = JournalLine(line.t_s, line.node, line.monotonic_s, record)
         elif isinstance(record, MemoryAdopted):
             self.adopted = line
-        elif begins_trouble(record):
+        elif starts_incident(record):
             self._trouble(line)
         elif isinstance(record, Recovered) and self.restart is not None:
             self.restart.lines.append(line)
@@ -196,7 +196,7 @@ def words_of(record: Record) -> str:
     return getattr(record, "reason", "") or getattr(record, "text", "")
 
 
-def begins_trouble(record: Record) -> bool:
+def starts_incident(record: Record) -> bool:
     """Whether ranks end, or are about to be ended and restarted."""
     match record:
         case WorkersExited(exits=exits):

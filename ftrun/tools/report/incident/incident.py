@@ -34,7 +34,7 @@ from ftrun.records.recovery import (
     RepeatedStepsRecord,
 )
 from ftrun.records.snapshots import MemoryAdopted
-from ftrun.tools.report.background import RunBackground, homes_of
+from ftrun.tools.report.background import RunBackground, placements_of
 from ftrun.tools.report.costs import cost_of
 from ftrun.tools.report.facts import REPORTED, IncidentFacts, TimelineEvent
 from ftrun.tools.report.incident.grouping import IncidentLines, words_of
@@ -67,7 +67,7 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
     step, restored = _step(case), _restored(case)
     kind = _kind(case, verdict, closed, ended)
     world, start = background.world or culprits, case.first(GenerationStartedRecord)
-    homes = homes_of(start.t_s if start is not None else math.inf, background, nodes)
+    homes = placements_of(start.t_s if start is not None else math.inf, background, nodes)
     on = dict.fromkeys(homes[one][0] for one in culprits if one in homes)
     nodes = nodes or tuple(node for node in on if node)
     if not culprits and kind == "node lost":
@@ -79,8 +79,8 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
         number=case.number or 0,
         kind="planned restart" if case.is_planned else kind,
         sentence="",
-        began_t_s=moments.began,
-        noticed_s=moments.noticed - moments.began,
+        began_t_s=moments.start,
+        noticed_s=moments.noticed - moments.start,
         recovered_s=_downtime_s(case, moments),
         outcome=_outcome(case, moments, kind),
         is_planned=case.is_planned,
@@ -120,7 +120,7 @@ def _downtime_s(case: IncidentLines, moments: IncidentTimes) -> float | None:
     line = case.last(DowntimeRecord)
     if line is not None:
         return line.record.total_s
-    return None if moments.recovered is None else moments.recovered - moments.began
+    return None if moments.recovered is None else moments.recovered - moments.start
 
 
 def _first_ended(case: IncidentLines, moments: IncidentTimes) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def _protected(
     generation = line.record.generation
     at = (t_s for t_s, of in background.commits if of >= generation and t_s > line.t_s)
     first = next(at, None)
-    return None if first is None else first - moments.began
+    return None if first is None else first - moments.start
 
 
 def _injected(line: JournalLine[FaultInjected] | None) -> str:
@@ -234,7 +234,7 @@ def _outcome(case: IncidentLines, moments: IncidentTimes, kind: str) -> str:
         again = case.last(GenerationStartedRecord)
         if again is None or again.t_s < moments.noticed:
             return "the run ended"
-        return f"started again after {duration(again.t_s - moments.began)}, and then all ended well"
+        return f"started again after {duration(again.t_s - moments.start)}, and then all ended well"
     if moments.recovered is not None:
         return f"training again after {duration(_downtime_s(case, moments) or 0.0)}"
     if case.last(IncidentClosed) is not None or slow_kind(kind):
@@ -319,17 +319,21 @@ def sentence_of(facts: IncidentFacts, case: IncidentLines, verdict_text: str) ->
 def _what(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> str:
     if facts.is_planned:
         return f"the run {clean(words_of(case.lines[0].record), 300) or 'was started again'}"
-    told = verdict_text or _cause(case)
-    told = _ASIDE.sub("", told).strip().rstrip(".") or f"{facts.kind}, cause not known"
-    if facts.nodes and not any(node in told for node in facts.nodes) and len(facts.culprits) == 1:
-        told = _RANK_KIND.sub(lambda seen: f"{seen[0]} on {facts.nodes[0]}", told, count=1)
-    if facts.step is not None and not _HAS_STEP.search(told):
-        head, colon, tail = told.partition(": ")
+    reported = verdict_text or _cause(case)
+    reported = _ASIDE.sub("", reported).strip().rstrip(".") or f"{facts.kind}, cause not known"
+    if (
+        facts.nodes
+        and not any(node in reported for node in facts.nodes)
+        and len(facts.culprits) == 1
+    ):
+        reported = _RANK_KIND.sub(lambda seen: f"{seen[0]} on {facts.nodes[0]}", reported, count=1)
+    if facts.step is not None and not _HAS_STEP.search(reported):
+        head, colon, tail = reported.partition(": ")
         if len(head) > _LONG:
-            told += f" (step {facts.step:,})"
+            reported += f" (step {facts.step:,})"
         else:
-            told = f"{head} at step {facts.step:,}{colon}{tail}"
-    return told
+            reported = f"{head} at step {facts.step:,}{colon}{tail}"
+    return reported
 
 
 def _cause(case: IncidentLines) -> str:
@@ -344,8 +348,8 @@ def _cause(case: IncidentLines) -> str:
         SuspicionRaised,
         BallotStarted,
     ):
-        if (line := case.first(kind)) is not None and (told := words_of(line.record)):
-            return clean(told, 500).partition("\n")[0]
+        if (line := case.first(kind)) is not None and (reported := words_of(line.record)):
+            return clean(reported, 500).partition("\n")[0]
     exits = [one for line in case.of(WorkersExited) for one in line.record.exits]
     return exits[0].text if exits else ""
 
@@ -354,9 +358,9 @@ def _done(facts: IncidentFacts, what: str) -> str:
     if facts.recovered_s is None:
         return facts.outcome
     whom = f"all {facts.world_size} ranks" if (facts.world_size or 0) > 1 else "it"
-    is_told = "silent for" in what or "no step for" in what
+    is_reported = "silent for" in what or "no step for" in what
     noticed = (
-        "" if facts.noticed_s < 0.01 or is_told else f"seen after {duration(facts.noticed_s)}, "
+        "" if facts.noticed_s < 0.01 or is_reported else f"seen after {duration(facts.noticed_s)}, "
     )
     took = duration(facts.recovered_s)
     return f"{noticed}{whom} started again and training {took} after the fault"

@@ -42,21 +42,21 @@ def rows_of(
     views = _views(case)
     deaths = {rank: t_s for t_s, rank in reversed(ended_by_themselves(case, moments.acted))}
     # Ranks do not outlive their agent.
-    all_died = moments.began if case.first(MemoryAdopted) is not None else None
+    all_died = moments.start if case.first(MemoryAdopted) is not None else None
     by_node = {line.node: line for line in case.of(Recovered)}
-    length = max(moments.ended - moments.began, 1e-3)
+    length = max(moments.ended - moments.start, 1e-3)
     folded: dict[tuple[object, ...], list[int]] = {}
     shown: dict[tuple[object, ...], tuple[TimelineBar, ...]] = {}
     for rank in world:
         role = "culprit" if rank in culprits else "victim" if rank in victims else ""
-        home, next_home = homes.get(rank, ("", ""))
-        line = by_node.get(next_home, moments.slowest)
+        home, next_placement = homes.get(rank, ("", ""))
+        line = by_node.get(next_placement, moments.slowest)
         both = [*_before(rank, role, moments, views.get(rank), deaths.get(rank, all_died)),
                 *_after(line, moments)]  # fmt: skip
         bars = tuple(bar for bar in both if bar.took_s > 1e-6)
-        is_alone = role == "culprit" or home != next_home
+        is_alone = role == "culprit" or home != next_placement
         alike = tuple((bar.name, _about(bar.begin_s, length)) for bar in bars)
-        key = (role, (home, next_home) if is_alone else "", alike)
+        key = (role, (home, next_placement) if is_alone else "", alike)
         folded.setdefault(key, []).append(rank)
         shown.setdefault(key, bars)
     has_nodes = len(set(homes.values())) > 1
@@ -101,16 +101,16 @@ def _before(
     died: float | None,
 ) -> list[TimelineBar]:
     """Until the ranks are ended."""
-    end = _stop_begins(moments) - moments.began
+    end = _stop_begins(moments) - moments.start
     if died is not None:
-        at = max(died - moments.began, 0.0)
+        at = max(died - moments.start, 0.0)
         return [
             TimelineBar("training", -1e9, at, "training"),
             TimelineBar("dead", at, max(at, end), "dead"),
         ]
     if seen is not None:
         at_s, view = seen
-        last_step = min(max(at_s - view.silent_s - moments.began, 0.0), end)
+        last_step = min(max(at_s - view.unresponsive_s - moments.start, 0.0), end)
         style, name = _style(view, role)
         return [
             TimelineBar("training", -1e9, last_step, "training"),
@@ -137,12 +137,12 @@ def _stop_begins(moments: IncidentTimes) -> float:
     slowest = moments.slowest
     noticed = slowest.at(slowest.record.noticed_s) if slowest is not None else None
     found = [one for one in (moments.acted, noticed) if one is not None]
-    return max(min(found, default=moments.ended), moments.began)
+    return max(min(found, default=moments.ended), moments.start)
 
 
 def _after(line: JournalLine[Recovered] | None, moments: IncidentTimes) -> list[TimelineBar]:
     """From the stop to the first steps."""
-    zero = moments.began
+    zero = moments.start
     begin = _stop_begins(moments) - zero
     decided = line.at(line.record.decided_s) if line is not None else None
     if line is None or decided is None:
@@ -225,7 +225,7 @@ def stacks_of(
 def _doing(view: RankView) -> str:
     words = [
         f"at step {view.step:,}",
-        f"silent for {duration(view.silent_s)}",
+        f"silent for {duration(view.unresponsive_s)}",
         f"uses {view.cpu:.2f} cores",
         f"process state {view.process}" if view.process else "",
         "holds the GIL" if view.holds_gil else "",

@@ -28,7 +28,7 @@ from ftrun.tools.report.facts import RESTARTS, TimelineBar
 from ftrun.tools.report.incident.grouping import IncidentLines
 from ftrun.tools.report.journal import first_step_at
 
-_SILENT = re.compile(r"silent for ([\d.]+) s")
+_UNRESPONSIVE = re.compile(r"silent for ([\d.]+) s")
 _FETCHED = re.compile(r"fetched (\d+) bytes in ([\d.]+) s")
 _MAX_DETECT_S = 86_400.0
 
@@ -45,7 +45,7 @@ PHASES = (
 class IncidentTimes:
     """Points of time of one incident, as wall times; None: not known, or it did not happen."""
 
-    began: float
+    start: float
     """The fault's first sign."""
     suspected: float | None
     judged: float | None
@@ -71,24 +71,24 @@ def moments_of(case: IncidentLines) -> IncidentTimes:
     suspected = case.first(SuspicionRaised)
     judged = _judged(case, acted)
     exits = case.first(WorkersExited, NodeLost, LeaderLost)
-    told = [one.t_s for one in (suspected, judged) if one is not None]
+    reported = [one.t_s for one in (suspected, judged) if one is not None]
     seen = exits.t_s if exits is not None and (acted is None or exits.t_s <= acted) else None
     noticed = min((one for one in (seen, judged.t_s if judged else None) if one is not None),
-                  default=min(told, default=first))  # fmt: skip
-    began = min([first, noticed, *_first_signs(case, suspected, judged)])
+                  default=min(reported, default=first))  # fmt: skip
+    start = min([first, noticed, *_first_signs(case, suspected, judged)])
     slowest, recovered = _slowest(case.of(Recovered))
     read = slowest.at(slowest.record.noticed_s) if slowest is not None else None
     if read is not None and read < noticed < read + 1.0:
         # The clock was read a moment before the line was written.
-        noticed, began = read, min(began, read)
+        noticed, start = read, min(start, read)
     if down and down[-1].at(down[-1].record.fault_s) is not None:
-        began = first_fault = down[0].at(down[0].record.fault_s) or began
+        start = first_fault = down[0].at(down[0].record.fault_s) or start
         noticed = first_fault + (down[-1].record.detection_s or 0.0)
         recovered = down[-1].at(down[-1].record.stepped_s) or recovered
     else:
         recovered = recovered or _by_closing(case)
     return IncidentTimes(
-        began=max(began, noticed - _MAX_DETECT_S),
+        start=max(start, noticed - _MAX_DETECT_S),
         suspected=None if suspected is None else suspected.t_s,
         judged=None if judged is None else judged.t_s,
         noticed=noticed,
@@ -122,13 +122,13 @@ def _first_signs(
     if closed is not None and verdict is not None and closed.record.detected_s is not None:
         yield verdict.t_s - closed.record.detected_s
     if suspected is not None:
-        yield suspected.t_s - suspected.record.silent_s
+        yield suspected.t_s - suspected.record.unresponsive_s
     for line in case.of(NodeLost):
-        if found := _SILENT.search(line.record.text):
+        if found := _UNRESPONSIVE.search(line.record.text):
             yield line.t_s - float(found[1])
     if judged is not None and suspected is None:
         culprits = judged.record.verdict.culprits
-        yield from (judged.t_s - one.silent_s for one in judged.record.ranks
+        yield from (judged.t_s - one.unresponsive_s for one in judged.record.ranks
                     if one.rank in culprits)  # fmt: skip
 
 
@@ -145,8 +145,8 @@ def _slowest(
 
 
 def bars_of(case: IncidentLines, moments: IncidentTimes) -> list[TimelineBar]:
-    """The timeline, from the first sign; its zero is `moments.began`."""
-    zero = moments.began
+    """The timeline, from the first sign; its zero is `moments.start`."""
+    zero = moments.start
     found: list[TimelineBar] = []
 
     def add(name: str, begin: float | None, end: float | None, style: str, note: str = "") -> None:
@@ -162,7 +162,7 @@ def bars_of(case: IncidentLines, moments: IncidentTimes) -> list[TimelineBar]:
         slowest = moments.slowest
         stopping = slowest.at(slowest.record.noticed_s) if slowest is not None else None
         end = moments.acted if stopping is None else min(moments.acted, stopping)
-        add("decide to act", moments.judged, end, "hung", _why_acted(case))
+        add("decide to act", moments.judged, end, "hung", _action_reason(case))
     if (paused := case.first(RunPaused)) is not None:
         start = next((one for one in case.of(GenerationStartedRecord, EndRun)
                       if one.t_s > paused.t_s), None)  # fmt: skip
@@ -225,9 +225,9 @@ def _how_noticed(case: IncidentLines) -> str:
             return ""
 
 
-def _why_acted(case: IncidentLines) -> str:
+def _action_reason(case: IncidentLines) -> str:
     actions = [one.record for one in case.of(ActionTaken) if one.record.action in RESTARTS]
-    told = clean(actions[0].text, 120) if actions else ""
+    reported = clean(actions[0].text, 120) if actions else ""
     verdict = case.last(VerdictRecord)
-    is_told = verdict is not None and verdict.record.text[:40] in told
-    return "" if is_told else told
+    is_reported = verdict is not None and verdict.record.text[:40] in reported
+    return "" if is_reported else reported

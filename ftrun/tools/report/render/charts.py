@@ -62,8 +62,8 @@ def timeline(facts: IncidentFacts) -> Markup | None:
         for left, right in spans:
             drawing.rect(left, y + 2, max(right - left, 2.0), _ROW - 7, bar.style, bar.note)
         is_edge = bar.took_s > 1e8
-        told = (bar.note,) if is_edge else (duration(bar.took_s), bar.note)
-        words = " \u00b7 ".join(one for one in told if one)
+        reported = (bar.note,) if is_edge else (duration(bar.took_s), bar.note)
+        words = " \u00b7 ".join(one for one in reported if one)
         left, right = spans[0][0], spans[-1][1]
         if is_edge and right - left > width_of(words) + 12:
             drawing.text(left + 7, y + 15, words, "on-bar")
@@ -152,8 +152,8 @@ def heat_map(delays: DelayView) -> Markup:
             level = 0 if value is None or most <= 0 else round(9 * max(value, 0.0) / most)
             style = "heat-none" if value is None else f"heat-{level}"
             is_worst = (number, column) in delays.hot
-            told = "not known" if value is None else duration(value)
-            tip = f"{name} to {delays.receivers[column]}: {told}"
+            reported = "not known" if value is None else duration(value)
+            tip = f"{name} to {delays.receivers[column]}: {reported}"
             x = left + cell * column
             drawing.rect(x + 1, y + 1, cell - 2, cell - 2, style + " worst" * is_worst, tip)
             if cell >= 40 and value is not None:

@@ -67,7 +67,7 @@ def run_page(run: RunFacts, *, source: str, made_t_s: float, links: bool = True)
             "progress": progress(run),
             "has_pulses": not any("progress lines" in note for note in run.notes),
             "shown": run.incidents[-max(int(200 * share), 5) :],
-            "nodes": _telling(run.nodes, max(int(100 * share), 10)),
+            "nodes": _reporting(run.nodes, max(int(100 * share), 10)),
             "href_of": incident_name,
             "goodput_means": GOODPUT_MEANS,
         }
@@ -99,7 +99,7 @@ def incident_page(
     return fitted_page("incident.html", values, source=source, made_t_s=made_t_s)
 
 
-def _telling(nodes: Sequence[NodeFacts], most: int) -> list[NodeFacts]:
+def _reporting(nodes: Sequence[NodeFacts], most: int) -> list[NodeFacts]:
     """All of a few; of many only those that were blamed."""
     if len(nodes) <= _FEW_NODES:
         return list(nodes)
@@ -180,5 +180,7 @@ def _rank_time(seconds: float | None, ranks: int | None) -> str:
 
 def _who(one: IncidentFacts) -> str:
     culprits: Sequence[int] = one.culprits
-    told = [words.ranks(culprits)] if culprits else []
-    return ", ".join([*told, *one.nodes[:3]]) or ("planned" if one.is_planned else "nobody named")
+    reported = [words.ranks(culprits)] if culprits else []
+    return ", ".join([*reported, *one.nodes[:3]]) or (
+        "planned" if one.is_planned else "nobody named"
+    )

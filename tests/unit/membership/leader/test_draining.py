@@ -21,7 +21,14 @@ from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.membership.agents import STEP_S, Agent, Agents
-from tests.unit.membership.leader.test_leader import begun, exited, hold, notes, with_spares, works
+from tests.unit.membership.leader.test_leader import (
+    exited,
+    hold,
+    notes,
+    started,
+    with_spares,
+    works,
+)
 from tests.unit.recovery.made import settings
 
 TERMINATED = 143
@@ -34,7 +41,7 @@ def ask(made: Agents, node_ids: str, step: int = 5, **more: object) -> None:
 
 def at_boundary(made: Agents, node_ids: str, asked: str) -> VersionPair:
     """All ranks come to the boundary that is asked for, and its snapshot is committed."""
-    step = made["a"].told(RequestFinalSnapshot)[0].after_step
+    step = made["a"].reported(RequestFinalSnapshot)[0].after_step
     at = (made["a"].runs, step)
     hold(made, step, node_ids, at[0])
     for one in node_ids:
@@ -44,7 +51,7 @@ def at_boundary(made: Agents, node_ids: str, asked: str) -> VersionPair:
 
 def without_c() -> tuple[Agents, VersionPair]:
     """Of three nodes c was asked to leave, and the others go on from the boundary."""
-    made = begun("abc")
+    made = started("abc")
     works(made, 5)
     ask(made, "c")
     made.passes(NOTICE_S + 0.5)
@@ -67,7 +74,9 @@ def commits(made: Agents, node_ids: str, step: int) -> None:
 
 
 def ends(made: Agents, node_ids: str) -> list[tuple[int, bool]]:
-    return [(int(end.exit_code), end.goes_on) for one in node_ids for end in made[one].told(EndRun)]
+    return [
+        (int(end.exit_code), end.goes_on) for one in node_ids for end in made[one].reported(EndRun)
+    ]
 
 
 def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> None:
@@ -75,12 +84,14 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     works(made, 5)
     ask(made, "b")
     made.passes(NOTICE_S - 0.5)
-    assert not made["a"].told(RequestFinalSnapshot), "others may be asked yet; the ranks train on"
+    assert not made["a"].reported(RequestFinalSnapshot), (
+        "others may be asked yet; the ranks train on"
+    )
     made.passes(1.0)
     at = at_boundary(made, "abc", "b")
     made.passes(0.5)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
-    assert made.plan("a").why == "draining b"
+    assert made.plan("a").reason == "draining b"
     assert made.plan("a").restore == at
     assert ends(made, "b") == [], "what it holds is needed"
     protected_again(made, "adc", at)
@@ -94,7 +105,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     made.start("b", incarnation=2)
     made.passes(10.0)
     assert made.role("b") is MemberRole.FOLLOWING
-    assert not made["a"].member.lead.screening.told, "it may run ranks again"
+    assert not made["a"].member.leader.screening.reported, "it may run ranks again"
 
 
 def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
@@ -105,7 +116,7 @@ def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
     made.passes(0.5)
     works(made, 7, at_boundary=True)
     for one in "abc":
-        assert [told.signal for told in made[one].told(SignalWorkers)] == [15]
+        assert [reported.signal for reported in made[one].reported(SignalWorkers)] == [15]
     for rank, one in enumerate("abc"):
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
@@ -114,14 +125,14 @@ def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
 
 
 def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
-    made = begun("abc", wishes=ClusterSize(3, 3, 0))
+    made = started("abc", cluster_size=ClusterSize(3, 3, 0))
     works(made, 5)
     ask(made, "c")
     made.passes(0.5)
-    (asked,) = made["a"].told(RequestFinalSnapshot)
+    (asked,) = made["a"].reported(RequestFinalSnapshot)
     assert asked.reason == "draining c would leave 2 of at least 3 nodes"
     works(made, asked.after_step, at_boundary=True)
-    assert made["b"].told(SignalWorkers)
+    assert made["b"].reported(SignalWorkers)
 
 
 def test_without_a_spare_the_run_shrinks_where_it_may() -> None:
@@ -136,7 +147,7 @@ def test_without_a_spare_the_run_shrinks_where_it_may() -> None:
 
 
 def test_of_two_voters_the_one_that_stays_decides_alone_afterwards() -> None:
-    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+    made = started("ab", cluster_size=ClusterSize(1, 2, 0))
     works(made, 5, "ab")
     ask(made, "b")
     made.passes(NOTICE_S + 0.5)
@@ -162,20 +173,20 @@ def goes_on_alone(made: Agents) -> VersionPair:
     return at
 
 
-def leaves_told(agent: Agent) -> list[tuple[str, ...]]:
+def reported_leaves(agent: Agent) -> list[tuple[str, ...]]:
     """Who may go, by each heartbeat that it has sent as lead."""
     found = [sent.message for sent in agent.sent if isinstance(sent, Send)]
     return [message.leave for message in found if isinstance(message, LeaderHeartbeat)]
 
 
-def test_what_was_found_in_one_generation_lets_nobody_go_in_the_next() -> None:
-    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+def test_what_was_found_in_one_generation_releases_no_node_in_the_next() -> None:
+    made = started("ab", cluster_size=ClusterSize(1, 2, 0))
     at = goes_on_alone(made)
     # Its slot is good as far as its SMP knows, which has nobody to send it to; its ranks look.
-    why = "step 6 does not match its digest"
+    reason = "step 6 does not match its digest"
     made["a"].holdings = Inventory([])
     made["b"].is_frozen = True
-    made.here_is("a", Heartbeat(generation=1, attached=True, step=at[1], ready=at, problem=why))
+    made.here_is("a", Heartbeat(generation=1, attached=True, step=at[1], ready=at, problem=reason))
     made.passes(1.0)
     made.thaw("b")
     made.passes(1.0)
@@ -190,20 +201,20 @@ def test_what_was_found_in_one_generation_lets_nobody_go_in_the_next() -> None:
     assert ends(made, "b") == [(TERMINATED, True)]
 
 
-def test_who_was_about_to_go_stays_where_another_ballot_begins() -> None:
-    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+def test_a_node_that_was_about_to_go_stays_where_another_ballot_begins() -> None:
+    made = started("ab", cluster_size=ClusterSize(1, 2, 0))
     at = goes_on_alone(made)
     made["b"].is_frozen = True
     assert at < (1, 7)
     made.here_is("a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, ready=(1, 7)))
     made.passes(1.5)
-    assert leaves_told(made["a"])[-1] == ("b",)
+    assert reported_leaves(made["a"])[-1] == ("b",)
     made.here_is(
         "a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, problem="a test")
     )
-    before = len(leaves_told(made["a"]))
+    before = len(reported_leaves(made["a"]))
     made.passes(1.0)
-    assert set(leaves_told(made["a"])[before:]) == {()}
+    assert set(reported_leaves(made["a"])[before:]) == {()}
 
 
 def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
@@ -222,19 +233,19 @@ def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
     assert ends(made, "b") == [(TERMINATED, True)]
 
 
-def test_a_lead_that_would_leave_too_few_to_decide_stops_the_run() -> None:
-    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+def test_a_leader_that_would_leave_too_few_to_decide_stops_the_run() -> None:
+    made = started("ab", cluster_size=ClusterSize(1, 2, 0))
     works(made, 5, "ab")
     ask(made, "a")
     made.passes(0.5)
-    assert made["b"].told(RequestFinalSnapshot)[0].reason == (
+    assert made["b"].reported(RequestFinalSnapshot)[0].reason == (
         "draining a would leave 1 of 2 voters"
     )
     works(made, 9, "ab", at_boundary=True)
-    assert made["b"].told(SignalWorkers)
+    assert made["b"].reported(SignalWorkers)
 
 
-def test_a_lead_that_leaves_is_followed_by_the_next() -> None:
+def test_a_leader_that_leaves_is_followed_by_the_next() -> None:
     made = with_spares()
     works(made, 5)
     ask(made, "a")
@@ -246,12 +257,12 @@ def test_a_lead_that_leaves_is_followed_by_the_next() -> None:
     assert ends(made, "a") == [(TERMINATED, True)]
     made.kill("a")
     made.passes(5.0)
-    assert made.lead() == "d"
+    assert made.leader() == "d"
     assert set(made.running()) == set("bcd")
     assert ends(made, "bcd") == []
 
 
-def test_a_lead_that_leaves_takes_newcomers_in_although_it_has_no_vote() -> None:
+def test_a_leader_that_leaves_takes_joining_nodes_in_although_it_has_no_vote() -> None:
     """Once it is gone they look for the others, and not for the endpoint where nobody is."""
     made = with_spares()
     works(made, 5)
@@ -268,10 +279,10 @@ def test_a_lead_that_leaves_takes_newcomers_in_although_it_has_no_vote() -> None
     assert made.role("e") is MemberRole.FOLLOWING
     made.kill("a")
     made.passes(5.0)
-    assert made.lead() == "d"
+    assert made.leader() == "d"
 
 
-def test_a_node_that_has_left_and_is_back_is_not_let_go_again() -> None:
+def test_a_node_that_has_left_and_is_back_is_not_released_again() -> None:
     made, at = without_c()
     commits(made, "ab", at[1] + 1)
     assert ends(made, "c") == [(TERMINATED, True)]
@@ -279,9 +290,9 @@ def test_a_node_that_has_left_and_is_back_is_not_let_go_again() -> None:
     made.start("c", incarnation=2)
     made.passes(STEP_S)
     assert made.role("c") is MemberRole.FOLLOWING
-    assert made["a"].member.lead is not None
-    for said in made["a"].member.lead.heartbeat(now_s=made.now_s):
-        made.happens("c", MessageReceived("a", said.message))
+    assert made["a"].member.leader is not None
+    for answered in made["a"].member.leader.heartbeat(now_s=made.now_s):
+        made.happens("c", MessageReceived("a", answered.message))
     assert ends(made, "c") == []
 
 
@@ -292,7 +303,7 @@ def test_the_others_may_be_asked_while_a_node_leaves() -> None:
     made.passes(NOTICE_S + 0.5)
     at = at_boundary(made, "abc", "b")
     made.passes(0.5)
-    assert [one.version for one in made["c"].told(WriteCheckpointPart)] == [version(*at)], (
+    assert [one.version for one in made["c"].reported(WriteCheckpointPart)] == [version(*at)], (
         "if all end after all"
     )
     assert set(made.running()) == set("acd")
@@ -300,21 +311,21 @@ def test_the_others_may_be_asked_while_a_node_leaves() -> None:
         ask(made, one, at[1])
     made.passes(0.5)
     works(made, at[1] + 2, "acd", at_boundary=True)
-    assert made["d"].told(SignalWorkers)
+    assert made["d"].reported(SignalWorkers)
 
 
 def test_notices_that_keep_coming_are_those_of_a_job_that_is_deleted() -> None:
-    made = begun("abcdefghijkl", wishes=ClusterSize(1, 12, 0))
+    made = started("abcdefghijkl", cluster_size=ClusterSize(1, 12, 0))
     works(made, 5, "abcdefghijkl")
     for one in "lkjihg":
         ask(made, one)
         made.passes(NOTICE_S - 0.25)
     assert set(made.running().values()) == {0}
     assert 6 * (NOTICE_S - 0.25) > LIMIT_S
-    (why,) = {told.reason for told in made["a"].told(RequestFinalSnapshot)}
-    assert why == "the nodes receive SIGTERM one after the other"
+    (reason,) = {reported.reason for reported in made["a"].reported(RequestFinalSnapshot)}
+    assert reason == "the nodes receive SIGTERM one after the other"
     works(made, 99, "abcdefghijkl", at_boundary=True)
-    assert made["b"].told(SignalWorkers)
+    assert made["b"].reported(SignalWorkers)
 
 
 def test_ranks_that_end_before_it_is_clear_are_not_started_again() -> None:
@@ -348,7 +359,7 @@ def test_a_script_without_snapshots_is_left_at_once() -> None:
     assert set(made.running()) == set("abc")
     made.passes(NOTICE_S)
     assert set(made.running()) == set("acd")
-    assert not made["a"].told(RequestFinalSnapshot)
+    assert not made["a"].reported(RequestFinalSnapshot)
     assert ends(made, "b") == []
     for one in "acd":
         made.here_is(one, Heartbeat(generation=1, step=1, steps_here=1))
@@ -365,7 +376,7 @@ def test_a_boundary_that_does_not_come_is_not_waited_for_longer_than_a_node_has_
     assert set(made.running()) == set("abc")
     made.passes(3.0)
     assert set(made.running()) == set("acd")
-    assert made.plan("a").why.endswith("without a snapshot at step 6")
+    assert made.plan("a").reason.endswith("without a snapshot at step 6")
     made.passes(5.0)
     assert ends(made, "b") == [(TERMINATED, True)], "its time is over, protected or not"
 
@@ -406,10 +417,10 @@ def test_a_spare_that_leaves_is_no_reason_for_a_boundary() -> None:
     made.passes(NOTICE_S + 2.0)
     assert ends(made, "d") == [(TERMINATED, True)]
     assert set(made.running().values()) == {0}
-    assert not made["a"].told(RequestFinalSnapshot)
+    assert not made["a"].reported(RequestFinalSnapshot)
 
 
-def test_who_is_lost_need_not_be_asked() -> None:
+def test_a_node_that_is_lost_need_not_be_asked() -> None:
     made = with_spares()
     works(made, 5)
     ask(made, "b")
@@ -420,7 +431,7 @@ def test_who_is_lost_need_not_be_asked() -> None:
 
 
 def test_a_paused_run_whose_last_nodes_are_asked_ends() -> None:
-    made = begun("abc", wishes=ClusterSize(3, 3, 0))
+    made = started("abc", cluster_size=ClusterSize(3, 3, 0))
     works(made, 5)
     made.kill("c")
     made.passes(2.0)
@@ -436,32 +447,32 @@ def test_a_second_signal_stops_the_run() -> None:
     ask(made, "b", stops=1, stop_signal=15)
     made.passes(1.0)
     works(made, 9, at_boundary=True, stops=1)
-    assert made["a"].told(SignalWorkers)
+    assert made["a"].reported(SignalWorkers)
 
 
 def test_growth_that_is_under_way_gives_way_to_a_departure() -> None:
-    made = begun("abc", wishes=ClusterSize(2, 4, 0))
+    made = started("abc", cluster_size=ClusterSize(2, 4, 0))
     works(made, 5)
     made.start("d")
     made.passes(6.0)
-    assert made["a"].told(RequestFinalSnapshot)[0].reason == "grows from 3 to 4 nodes"
+    assert made["a"].reported(RequestFinalSnapshot)[0].reason == "grows from 3 to 4 nodes"
     ask(made, "c")
     made.passes(NOTICE_S + 0.5)
     at = at_boundary(made, "abc", "c")
     made.passes(0.5)
-    assert made.plan("a").why == "draining c"
+    assert made.plan("a").reason == "draining c"
     assert made.plan("a").restore == at
     assert set(made.running()) == set("abd")
 
 
 @pytest.mark.parametrize("node_id", ["a", "b"])
 def test_a_node_that_is_asked_before_the_run_has_begun_ends(node_id: str) -> None:
-    made = Agents("ab", settings(wishes=ClusterSize(3, 3, 0)))
+    made = Agents("ab", settings(cluster_size=ClusterSize(3, 3, 0)))
     made.happens(node_id, NodeReported(Heartbeat(generation=-1, leaves=True)))
     assert ends(made, node_id) == [(TERMINATED, False)]
 
 
-def test_who_has_lost_its_lead_leaves_by_the_next_ones_word() -> None:
+def test_a_node_that_has_lost_its_leader_leaves_by_the_next_leader_s_order() -> None:
     made = with_spares()
     works(made, 5)
     hold(made, 4, "abc")

@@ -9,7 +9,7 @@ from ftrun.membership.leader.failure_detector import FailureDetector, Leadership
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, meet, plan, settings
 
-SETTINGS = settings(deadline_s=3.0, stop_cut_off_s=2.0, redial_s=0.5)
+SETTINGS = settings(failure_timeout_s=3.0, self_fencing_timeout_s=2.0, redial_s=0.5)
 
 
 def peers() -> tuple[FailureDetector, PeerState]:
@@ -34,7 +34,7 @@ def test_a_connection_shows_that_the_agent_is_there_after_all() -> None:
     assert made.linked == ["a"]
     made.opened(b, now_s=110.0)
     assert (made.linked, b.refused) == (["a", "b"], False)
-    assert made.silent_s(b, now_s=111.0) == 1.0
+    assert made.unresponsive_s(b, now_s=111.0) == 1.0
 
 
 def test_another_rail_is_no_break_in_being_here_and_a_closed_connection_is_one() -> None:
@@ -49,69 +49,69 @@ def test_another_rail_is_no_break_in_being_here_and_a_closed_connection_is_one()
 # --- rule 2: silence from both sides ----------------------------------------------------------
 
 
-def test_who_is_not_heard_is_silent() -> None:
+def test_a_node_that_does_not_respond_is_unresponsive() -> None:
     made, b = peers()
     number = made.next_number(now_s=105.0)
-    made.beat(b, Heartbeat(generation=1, number=1, heard=number), now_s=200.0)
-    b.heard_s = 103.0
-    assert made.silent_s(b, now_s=106.0) == 3.0
+    made.heartbeat_received(b, Heartbeat(generation=1, number=1, received=number), now_s=200.0)
+    b.received_s = 103.0
+    assert made.unresponsive_s(b, now_s=106.0) == 3.0
 
 
-def test_who_does_not_hear_the_lead_is_as_silent() -> None:
+def test_a_node_that_does_not_receive_from_the_leader_is_as_unresponsive() -> None:
     made, b = peers()
     numbers = [made.next_number(now_s=now_s) for now_s in (101.0, 102.0, 103.0)]
     assert numbers == [1, 2, 3]
-    b.heard_s = 106.0
-    assert made.silent_s(b, now_s=106.0) == 6.0
-    made.beat(b, Heartbeat(generation=1, number=1, heard=2), now_s=200.0)
-    assert made.silent_s(b, now_s=106.0) == 4.0
+    b.received_s = 106.0
+    assert made.unresponsive_s(b, now_s=106.0) == 6.0
+    made.heartbeat_received(b, Heartbeat(generation=1, number=1, received=2), now_s=200.0)
+    assert made.unresponsive_s(b, now_s=106.0) == 4.0
     # An answer to an older one does not take that back, and an unknown one is none.
-    made.beat(b, Heartbeat(generation=1, number=2, heard=1), now_s=200.0)
-    made.beat(b, Heartbeat(generation=1, number=3, heard=99), now_s=200.0)
-    assert made.silent_s(b, now_s=106.0) == 4.0
+    made.heartbeat_received(b, Heartbeat(generation=1, number=2, received=1), now_s=200.0)
+    made.heartbeat_received(b, Heartbeat(generation=1, number=3, received=99), now_s=200.0)
+    assert made.unresponsive_s(b, now_s=106.0) == 4.0
 
 
 def test_what_left_too_long_ago_is_no_answer_any_more() -> None:
     made, b = peers()
-    b.acked_s = b.met_s = b.heard_s = 0.0
+    b.acked_s = b.met_s = b.received_s = 0.0
     first = made.next_number(now_s=100.0)
     made.next_number(now_s=106.0)
-    made.beat(b, Heartbeat(generation=1, number=1, heard=first), now_s=200.0)
+    made.heartbeat_received(b, Heartbeat(generation=1, number=1, received=first), now_s=200.0)
     assert b.acked_s == 100.0
     b.acked_s = 0.0
     made.next_number(now_s=106.1)
-    made.beat(b, Heartbeat(generation=1, number=2, heard=first), now_s=200.0)
+    made.heartbeat_received(b, Heartbeat(generation=1, number=2, received=first), now_s=200.0)
     assert b.acked_s == 0.0
 
 
-def test_a_heartbeat_that_is_late_or_came_twice_says_nothing_new() -> None:
+def test_a_heartbeat_that_is_late_or_came_twice_changes_nothing() -> None:
     made, b = peers()
-    assert made.beat(b, Heartbeat(generation=1, number=2), now_s=200.0)
-    assert not made.beat(b, Heartbeat(generation=1, number=2), now_s=200.0)
-    assert not made.beat(b, Heartbeat(generation=1, number=1), now_s=200.0)
-    assert made.beat(b, Heartbeat(generation=1, number=3), now_s=200.0)
+    assert made.heartbeat_received(b, Heartbeat(generation=1, number=2), now_s=200.0)
+    assert not made.heartbeat_received(b, Heartbeat(generation=1, number=2), now_s=200.0)
+    assert not made.heartbeat_received(b, Heartbeat(generation=1, number=1), now_s=200.0)
+    assert made.heartbeat_received(b, Heartbeat(generation=1, number=3), now_s=200.0)
 
 
 # --- rule 3: this process stood still ---------------------------------------------------------
 
 
-def test_silence_counts_from_when_this_process_could_hear() -> None:
+def test_time_without_heartbeat_counts_from_when_this_process_could_receive() -> None:
     made, b = peers()
-    made.stood_still(now_s=150.0)
-    assert made.silent_s(b, now_s=151.0) == 1.0
+    made.was_paused(now_s=150.0)
+    assert made.unresponsive_s(b, now_s=151.0) == 1.0
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=151.0), "they do not wait"
 
 
-def test_silence_counts_from_when_the_connection_was_made() -> None:
+def test_time_without_heartbeat_counts_from_when_the_connection_was_made() -> None:
     made, b = peers()
-    b.heard_s = b.acked_s = 0.0
-    assert made.silent_s(b, now_s=101.0) == 1.0
+    b.received_s = b.acked_s = 0.0
+    assert made.unresponsive_s(b, now_s=101.0) == 1.0
 
 
 # --- dials ------------------------------------------------------------------------------------
 
 
-def test_who_is_not_connected_is_dialled_now_and_then() -> None:
+def test_a_node_that_is_not_connected_is_dialled_now_and_then() -> None:
     made, b = peers()
     assert not made.is_to_be_dialled(b, now_s=200.0)
     b.linked = False
@@ -124,19 +124,19 @@ def test_who_is_not_connected_is_dialled_now_and_then() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unheard", "may"),
+    ("missed", "may"),
     [("", False), ("b", False), ("bc", False), ("bcd", True), ("bcde", True)],
 )
 @pytest.mark.parametrize("how", ["silent", "unknown"])
-def test_a_majority_that_may_not_hear_this_lead_may_replace_it(
-    unheard: str, may: bool, how: str
+def test_a_majority_that_may_not_receive_from_this_leader_may_replace_it(
+    missed: str, may: bool, how: str
 ) -> None:
     made = FailureDetector(card("a"), SETTINGS)
     for one in "abcde":
-        if how == "unknown" and one in unheard:
+        if how == "unknown" and one in missed:
             continue
         peer = meet(made, card(one), now_s=100.0, linked=True)
-        peer.acked_s = 98.0 if one in unheard else 98.1
+        peer.acked_s = 98.0 if one in missed else 98.1
     assert made.may_decide_without_me(plan(1, "abcd", spares="e"), now_s=100.0) is may
 
 
@@ -146,19 +146,19 @@ def test_half_of_the_voters_decide_nothing() -> None:
     assert not made.may_decide_without_me(plan(1, "ab"), now_s=100.0)
 
 
-def test_who_is_back_may_have_decided_with_others_until_it_answers() -> None:
+def test_a_node_that_is_back_may_have_decided_with_others_until_it_answers() -> None:
     made, _ = peers()
     back = made.put(card("b"), now_s=100.0, linked=True, has_answered=False)
     number = made.next_number(now_s=100.0)
-    assert made.silent_s(back, now_s=101.0) == 1.0, "it has a deadline like everyone"
+    assert made.unresponsive_s(back, now_s=101.0) == 1.0, "it has a deadline like everyone"
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
-    made.beat(back, Heartbeat(generation=1, number=1, heard=number), now_s=200.0)
+    made.heartbeat_received(back, Heartbeat(generation=1, number=1, received=number), now_s=200.0)
     assert not made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
 
 
-@pytest.mark.parametrize(("silence_s", "may"), [(1.9, False), (2.0, True)])
-def test_who_was_started_again_has_decided_nothing_if_it_heard_this_lead_to_the_end(
-    silence_s: float, may: bool
+@pytest.mark.parametrize(("no_progress_s", "may"), [(1.9, False), (2.0, True)])
+def test_a_restarted_node_has_decided_nothing_if_it_received_from_this_leader_to_the_end(
+    no_progress_s: float, may: bool
 ) -> None:
     """Its successor is the proof; c does not hear this lead."""
     made = FailureDetector(card("a"), SETTINGS)
@@ -166,7 +166,7 @@ def test_who_was_started_again_has_decided_nothing_if_it_heard_this_lead_to_the_
         meet(made, one, now_s=0.0, linked=False)
     b = made.get("b")
     assert b is not None
-    b.acked_s = 100.0 - silence_s
+    b.acked_s = 100.0 - no_progress_s
     meet(made, card("b", 2), now_s=100.0)
     assert made.may_decide_without_me(plan(1, "abc"), now_s=200.0) is may
 
@@ -178,20 +178,20 @@ def test_another_connection_of_the_same_agent_is_no_death() -> None:
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=200.0)
 
 
-def test_a_node_is_heard_for_two_heartbeats_and_this_one_always() -> None:
+def test_a_node_responds_for_two_heartbeats_and_this_one_always() -> None:
     made, b = peers()
-    limit_s = 2 * SETTINGS.times.heartbeat_s
-    assert made.is_heard("b", now_s=100.0 + limit_s - 0.1)
-    assert not made.is_heard("b", now_s=100.0 + limit_s)
-    assert made.is_heard("a", now_s=200.0)
-    assert not made.is_heard("c", now_s=100.0)
+    limit_s = 2 * SETTINGS.times.heartbeat_interval_s
+    assert made.is_responding("b", now_s=100.0 + limit_s - 0.1)
+    assert not made.is_responding("b", now_s=100.0 + limit_s)
+    assert made.is_responding("a", now_s=200.0)
+    assert not made.is_responding("c", now_s=100.0)
     assert [one.node_id for one in made.here] == ["a", "b"]
     b.lost = "it is silent"
-    assert not made.is_heard("b", now_s=100.0)
+    assert not made.is_responding("b", now_s=100.0)
     assert [one.node_id for one in made.here] == ["a"]
 
 
-SETTINGS_OF_LEASE = settings(deadline_s=3.0, stop_cut_off_s=2.0)
+SETTINGS_OF_LEASE = settings(failure_timeout_s=3.0, self_fencing_timeout_s=2.0)
 PLAN = plan(1, "abc")
 
 
@@ -202,36 +202,36 @@ def peers_of_lease() -> FailureDetector:
     return made
 
 
-def test_it_begins_when_those_who_may_not_hear_the_lead_could_replace_it() -> None:
+def test_it_starts_when_nodes_that_may_not_receive_from_the_leader_could_replace_it() -> None:
     made, known = LeadershipLease(SETTINGS_OF_LEASE), peers_of_lease()
-    assert not made.look(PLAN, known, now_s=101.9)
-    assert made.look(PLAN, known, now_s=102.0), "that is news"
+    assert not made.poll(PLAN, known, now_s=101.9)
+    assert made.poll(PLAN, known, now_s=102.0), "that is news"
     assert made.is_on
-    assert not made.look(PLAN, known, now_s=102.5)
+    assert not made.poll(PLAN, known, now_s=102.5)
     meet(known, "b", now_s=102.5)
-    assert made.look(PLAN, known, now_s=102.5), "and that it is over"
+    assert made.poll(PLAN, known, now_s=102.5), "and that it is over"
     assert not made.is_on
 
 
-def test_where_there_is_nothing_to_be_replaced_there_is_no_doubt() -> None:
+def test_where_there_is_nothing_to_be_replaced_there_is_no_expired_lease() -> None:
     made, known = LeadershipLease(SETTINGS_OF_LEASE), peers_of_lease()
-    made.look(PLAN, known, now_s=200.0)
-    made.look(None, known, now_s=200.0)
+    made.poll(PLAN, known, now_s=200.0)
+    made.poll(None, known, now_s=200.0)
     assert not made.is_on
 
 
-def test_a_voter_that_is_bound_to_another_proposer_counts_as_one_that_does_not_hear() -> None:
+def test_a_voter_that_is_bound_to_another_proposer_counts_as_one_that_does_not_receive() -> None:
     made, known = LeadershipLease(SETTINGS_OF_LEASE), peers_of_lease()
     for one in "bc":
         meet(known, one, now_s=110.0).promised = 2
-    assert made.look(PLAN, known, now_s=110.0)
+    assert made.poll(PLAN, known, now_s=110.0)
     assert made.is_on
 
 
-def test_it_stays_when_it_has_lasted_as_long_as_a_node_may_be_silent() -> None:
+def test_it_stays_when_it_has_lasted_as_long_as_a_node_may_be_unresponsive() -> None:
     made, known = LeadershipLease(SETTINGS_OF_LEASE), peers_of_lease()
     assert not made.stays(now_s=1e6)
-    made.look(PLAN, known, now_s=105.0)
-    made.look(PLAN, known, now_s=106.0)
+    made.poll(PLAN, known, now_s=105.0)
+    made.poll(PLAN, known, now_s=106.0)
     assert not made.stays(now_s=107.9)
     assert made.stays(now_s=108.0)

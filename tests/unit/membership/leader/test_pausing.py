@@ -6,14 +6,14 @@ from ftrun.records.membership import RunPaused
 from ftrun.recovery.commands import EndRun, JournalEntry
 
 
-def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
+def test_it_reports_what_is_missing_and_reports_it_again_where_that_is_news() -> None:
     made = NodeWait(100.0)
     assert made.begin("b is missing", now_s=0.0) == [
-        JournalEntry(RunPaused("PAUSED: b is missing; gives up after 100 s"), say=True)
+        JournalEntry(RunPaused("PAUSED: b is missing; gives up after 100 s"), announce=True)
     ]
     assert made.begin("b is missing", now_s=1.0) == []
     assert len(made.begin("c is missing", now_s=2.0)) == 1
-    assert made.why == "c is missing"
+    assert made.reason == "c is missing"
 
 
 def test_the_limit_counts_from_the_first_reason_and_the_end_is_the_last_ones() -> None:
@@ -31,7 +31,7 @@ def test_the_limit_counts_from_the_first_reason_and_the_end_is_the_last_ones() -
     assert found.exit_code == ExitCode.NOT_ENOUGH_NODES
 
 
-def test_a_run_that_goes_on_waits_for_nothing() -> None:
+def test_a_run_that_continues_waits_for_nothing() -> None:
     made = NodeWait(100.0)
     assert made.given_up(now_s=1e6) is None
     made.begin("b is missing", now_s=0.0)
@@ -42,7 +42,7 @@ def test_a_run_that_goes_on_waits_for_nothing() -> None:
     assert len(made.begin("b is missing", now_s=0.0)) == 1, "it is news again"
 
 
-def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -> None:
+def test_where_none_is_left_it_waits_a_minute_for_nodes_that_may_be_started_again() -> None:
     made = NodeWait(900.0)
     assert made.given_up(now_s=0.0, are_gone=True) is None
     made.begin("1 of 3 nodes is here", now_s=10.0)
@@ -57,7 +57,7 @@ def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -
     assert short.given_up(now_s=5.0, are_gone=True) is not None
 
 
-def test_a_node_that_has_come_gets_the_time_to_make_the_run_go_on() -> None:
+def test_a_node_that_has_come_gets_the_time_to_make_the_run_continue() -> None:
     made = NodeWait(100.0)
     made.put_off(now_s=0.0)
     made.begin("b is missing", now_s=0.0)

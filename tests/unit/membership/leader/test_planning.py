@@ -22,12 +22,12 @@ from ftrun.wire.cluster.membership import Promise
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import SETTINGS, card, cards, offer, part, plan, promise, settings
 
-WITH_CHECKPOINTS = settings(has_checkpoints=True, deadline_s=3.0, settle_s=5.0)
+WITH_CHECKPOINTS = settings(has_checkpoints=True, failure_timeout_s=3.0, last_call_timeout_s=5.0)
 
 
 def ballot(promises: list[Promise], base: GenerationPlan | None = None) -> Ballot:
-    needs = {base.edition: electorate(base.voters)} if base is not None else {}
-    at = base.edition if base is not None else (-1, 0)
+    needs = {base.configuration_id: electorate(base.voters)} if base is not None else {}
+    at = base.configuration_id if base is not None else (-1, 0)
     made = Ballot(promises[0].generation, "b was lost", at, needs)
     for one in promises:
         made.take_promise(one)
@@ -38,10 +38,10 @@ def planned(
     promises: list[Promise],
     members: str,
     previous: GenerationPlan | None = None,
-    wishes: MembershipSettings = SETTINGS,
+    cluster_size: MembershipSettings = SETTINGS,
     *,
     waited_s: float = 0.0,
-    spoiled: VersionPair | None = None,
+    bad_version: VersionPair | None = None,
     skip_to: int = -1,
 ) -> GenerationPlan | RestoreStateMissing | EndRun:
     here = {one.card.node_id: one.card for one in promises}
@@ -50,9 +50,9 @@ def planned(
         ballot(promises, previous),
         RankAssignment(tuple(chosen), tuple(spares)),
         previous,
-        wishes,
-        lead="a",
-        history=FailureHistory(restarts=3, spoiled=spoiled, skip_to=skip_to),
+        cluster_size,
+        leader="a",
+        history=FailureHistory(restarts=3, bad_version=bad_version, skip_to=skip_to),
         waited_s=waited_s,
     )
 
@@ -77,7 +77,7 @@ def test_a_first_generation_begins_with_nothing() -> None:
     ]
     found = planned(promises, "ba")
     assert isinstance(found, GenerationPlan)
-    assert (found.generation, found.lead, found.why) == (0, "a", "b was lost")
+    assert (found.generation, found.leader, found.reason) == (0, "a", "b was lost")
     assert [(node.node_id, list(node.ranks)) for node in found.members] == [
         ("b", [0, 1]),
         ("a", [2, 3, 4, 5]),
@@ -88,11 +88,11 @@ def test_a_first_generation_begins_with_nothing() -> None:
     assert found.smp_ports == {"a": 10, "b": 8, "c": 2000}
     assert found.history == FailureHistory(restarts=3)
     assert (found.restore, found.committed, found.ancestry) == (None, None, [])
-    assert found.restore_why == "no node holds a snapshot"
+    assert found.restore_reason == "no node holds a snapshot"
     assert found.decided_by == [VoterSet(-1, [("a", 1), ("b", 1), ("c", 1)])]
 
 
-def test_the_newest_version_is_gone_on_from() -> None:
+def test_the_newest_version_is_continued_from() -> None:
     previous = plan(1, "abc", ancestry=[(0, 4)])
     promises = [holding(2, one, (1, 8), "abc", committed=(1, 7)) for one in "ac"]
     found = planned(promises, "ac", previous)
@@ -124,29 +124,31 @@ def test_an_unprotected_slot_of_a_spare_is_not_fetched() -> None:
 
 
 def groups(
-    members: str, previous: GenerationPlan | None = None, wishes: MembershipSettings = SETTINGS
+    members: str,
+    previous: GenerationPlan | None = None,
+    cluster_size: MembershipSettings = SETTINGS,
 ) -> tuple[list[list[str]], int]:
-    found = planned([promise(2, one, knows=1) for one in members], members, previous, wishes)
+    found = planned([promise(2, one, knows=1) for one in members], members, previous, cluster_size)
     assert isinstance(found, GenerationPlan)
     return found.groups, found.parity
 
 
-def test_a_node_alone_is_protected_by_nobody() -> None:
+def test_a_node_alone_is_protected_by_none() -> None:
     assert groups("a") == ([], 0)
 
 
 def test_parity_is_chosen_by_the_number_of_nodes_or_by_the_user() -> None:
     assert groups("abcd") == ([["a", "b", "c", "d"]], 1)
     assert groups("abcdefgh") == ([list("abcdefgh")], 2)
-    assert groups("abcd", wishes=settings(erasure_parity=2)) == ([["a", "b", "c", "d"]], 2)
+    assert groups("abcd", cluster_size=settings(erasure_parity=2)) == ([["a", "b", "c", "d"]], 2)
     # There cannot be more of it than other nodes.
-    assert groups("ab", wishes=settings(erasure_parity=3)) == ([["a", "b"]], 1)
-    assert groups("abcd", wishes=settings(erasure_parity=0))[1] == 0
+    assert groups("ab", cluster_size=settings(erasure_parity=3)) == ([["a", "b"]], 1)
+    assert groups("abcd", cluster_size=settings(erasure_parity=0))[1] == 0
 
 
 def test_the_user_may_choose_how_large_groups_are() -> None:
-    wishes = settings(erasure_data=1, erasure_parity=1)
-    assert groups("abcd", wishes=wishes) == ([["a", "c"], ["b", "d"]], 1)
+    cluster_size = settings(erasure_data=1, erasure_parity=1)
+    assert groups("abcd", cluster_size=cluster_size) == ([["a", "c"], ["b", "d"]], 1)
 
 
 def test_a_replacement_takes_the_place_of_the_node_whose_ranks_it_runs() -> None:
@@ -154,7 +156,7 @@ def test_a_replacement_takes_the_place_of_the_node_whose_ranks_it_runs() -> None
     assert groups("axcd", previous) == ([["a", "d"], ["c", "x"]], 1)
 
 
-def test_groups_are_made_anew_where_the_number_of_nodes_changes() -> None:
+def test_groups_are_recreated_where_the_number_of_nodes_changes() -> None:
     previous = plan(1, "abcd", groups=[["a", "d"], ["c", "b"]], parity=1)
     assert groups("abc", previous) == ([["a", "b", "c"]], 1)
 
@@ -162,7 +164,7 @@ def test_groups_are_made_anew_where_the_number_of_nodes_changes() -> None:
 def test_the_nodes_of_a_rack_are_spread_over_the_groups() -> None:
     racks = {"a": "r1", "b": "r2", "c": "r1", "d": "r2"}
     here = [promise(0, card(one, domain=rack)) for one, rack in racks.items()]
-    found = planned(here, "abcd", wishes=settings(erasure_data=1, erasure_parity=1))
+    found = planned(here, "abcd", cluster_size=settings(erasure_data=1, erasure_parity=1))
     assert isinstance(found, GenerationPlan)
     for group in found.groups:
         assert {racks[one] for one in group} == {"r1", "r2"}
@@ -176,8 +178,8 @@ RAN = plan(1, "abc")
 def test_nodes_that_may_hold_what_was_committed_are_waited_for() -> None:
     found = planned([holding(2, "a", (1, 8), "abc", committed=(1, 8))], "a", RAN)
     assert isinstance(found, RestoreStateMissing)
-    assert "step 8 (generation 1) was committed and is lost" in found.why
-    assert found.why.endswith("b, c may hold it and cannot be reached")
+    assert "step 8 (generation 1) was committed and is lost" in found.reason
+    assert found.reason.endswith("b, c may hold it and cannot be reached")
     assert found.end.exit_code == ExitCode.STATE_LOST
     assert "--checkpoint-dir" in found.end.advice
 
@@ -186,14 +188,14 @@ def test_an_older_version_is_taken_only_where_the_nodes_that_hold_the_newer_do_n
     promises = [holding(2, one, (1, 8), "abc", committed=(1, 9)) for one in "ab"]
     found = planned(promises, "ab", RAN, waited_s=888.9)
     assert isinstance(found, RestoreStateMissing)
-    assert "c may hold it" in found.why
-    assert found.why.endswith("; without them the run resumes from step 8 (generation 1)")
+    assert "c may hold it" in found.reason
+    assert found.reason.endswith("; without them the run resumes from step 8 (generation 1)")
     # 11 s before the pause of 900 s would end the run.
     found = planned(promises, "ab", RAN, waited_s=889.0)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == ((1, 8), (1, 8))
-    assert "step 9 (generation 1) was committed and is lost" in found.restore_why
-    short = settings(pause_limit_s=20.0)
+    assert "step 9 (generation 1) was committed and is lost" in found.restore_reason
+    short = settings(pause_timeout_s=20.0)
     assert isinstance(planned(promises, "ab", RAN, short, waited_s=10.9), RestoreStateMissing)
     assert isinstance(planned(promises, "ab", RAN, short, waited_s=11.0), GenerationPlan)
 
@@ -204,24 +206,24 @@ def test_the_first_version_is_missed_where_the_leader_may_have_committed_it() ->
     promises.append(promise(2, "d", knows=1))
     found = planned(promises, "bcd", plan(1, "abcd"))
     assert isinstance(found, RestoreStateMissing)
-    assert "step 8 (generation 1) may have been committed and is lost" in found.why
+    assert "step 8 (generation 1) may have been committed and is lost" in found.reason
     words = "a may hold it and cannot be reached; without them the run resumes from the beginning"
-    assert found.why.endswith(words)
+    assert found.reason.endswith(words)
     found = planned(promises, "bcd", plan(1, "abcd"), waited_s=889.0)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == (None, None)
-    assert "may have been committed and is lost" in found.restore_why
+    assert "may have been committed and is lost" in found.restore_reason
 
 
-def test_where_all_who_may_hold_it_are_here_the_older_version_is_gone_on_from() -> None:
+def test_where_all_that_may_hold_it_are_here_the_older_version_is_continued_from() -> None:
     promises = [holding(2, one, (1, 8), "abc", committed=(1, 9)) for one in "abc"]
     found = planned(promises, "abc", RAN)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == ((1, 8), (1, 8))
-    assert "was committed and is lost" in found.restore_why
+    assert "was committed and is lost" in found.restore_reason
 
 
-def test_what_numerical_anomalies_have_spoiled_is_not_gone_on_from() -> None:
+def test_what_numerical_anomalies_have_spoiled_is_not_continued_from() -> None:
     promises = [
         promise(
             2,
@@ -232,20 +234,20 @@ def test_what_numerical_anomalies_have_spoiled_is_not_gone_on_from() -> None:
         )
         for one in "abc"
     ]
-    found = planned(promises, "abc", RAN, spoiled=(1, 9))
+    found = planned(promises, "abc", RAN, bad_version=(1, 9))
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == ((1, 8), None)
     assert found.skip_batches == 0
-    without = planned(promises, "abc", RAN, spoiled=(1, 9), skip_to=10)
+    without = planned(promises, "abc", RAN, bad_version=(1, 9), skip_to=10)
     assert isinstance(without, GenerationPlan)
     assert without.skip_batches == 2, "of steps 9 and 10"
-    nothing = planned(promises, "abc", RAN, spoiled=(1, 8))
+    nothing = planned(promises, "abc", RAN, bad_version=(1, 8))
     assert isinstance(nothing, EndRun)
     assert nothing.exit_code == ExitCode.DO_NOT_RESTART
     assert "no version before step 8 (generation 1) is left" in nothing.reason
 
 
-def test_batches_stay_left_out_until_a_later_version_is_gone_on_from() -> None:
+def test_batches_stay_left_out_until_a_later_version_is_continued_from() -> None:
     def promises(generation: int, at: VersionPair) -> list[Promise]:
         offers = [Inventory([offer("abc".index(one), at, 3)]) for one in "abc"]
         return [
@@ -253,7 +255,7 @@ def test_batches_stay_left_out_until_a_later_version_is_gone_on_from() -> None:
             for one, held in zip("abc", offers, strict=True)
         ]
 
-    before = planned(promises(2, (1, 8)), "abc", RAN, spoiled=(1, 9), skip_to=10)
+    before = planned(promises(2, (1, 8)), "abc", RAN, bad_version=(1, 9), skip_to=10)
     assert isinstance(before, GenerationPlan)
     again = planned(promises(3, (1, 8)), "abc", before)
     assert isinstance(again, GenerationPlan)
@@ -263,7 +265,7 @@ def test_batches_stay_left_out_until_a_later_version_is_gone_on_from() -> None:
     assert (later.restore, later.skip_batches) == ((2, 12), 0)
 
 
-def test_where_nobody_holds_it_any_more_the_run_ends() -> None:
+def test_where_no_node_holds_it_any_more_the_run_ends() -> None:
     here = [promise(2, one, committed=(1, 8), knows=1) for one in "abc"]
     found = planned(here, "abc", RAN)
     assert isinstance(found, EndRun)
@@ -278,24 +280,24 @@ def test_where_there_are_checkpoints_the_others_have_a_while_to_come_back() -> N
     found = planned(here, "a", RAN, WITH_CHECKPOINTS, waited_s=11.0)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == (None, None)
-    assert "was committed and is lost" in found.restore_why
+    assert "was committed and is lost" in found.restore_reason
     # Without a checkpoint there is nothing else to go on from, however long it takes.
     assert isinstance(planned(here, "a", RAN, waited_s=1e6), RestoreStateMissing)
 
 
-def test_what_was_committed_is_unknown_where_nobody_is_here_that_ran_and_remembers() -> None:
+def test_what_was_committed_is_unknown_where_none_is_here_that_ran_and_remembers() -> None:
     """A spare has no memory of it, nor has a member's process that was started again without."""
     previous = plan(1, "ab", spares="s")
     here = [promise(2, "s", knows=1), promise(2, "a", knows=-1)]
     found = planned(here, "sa", previous)
     assert isinstance(found, RestoreStateMissing)
-    assert found.why.startswith("no present node has the memory of generation 1")
-    assert found.why.endswith("b may hold it and cannot be reached")
+    assert found.reason.startswith("no present node has the memory of generation 1")
+    assert found.reason.endswith("b may hold it and cannot be reached")
     remembers = [promise(2, "s", knows=1), promise(2, "a", knows=0)]
     assert isinstance(planned(remembers, "sa", previous), GenerationPlan)
 
 
-def test_a_version_that_is_here_is_gone_on_from_whoever_remembers() -> None:
+def test_a_version_that_is_here_is_continued_from_whichever_node_remembers() -> None:
     previous = plan(1, "ab")
     found = planned([holding(2, one, (1, 8), "ab", knows=-1) for one in "ab"], "ab", previous)
     assert isinstance(found, GenerationPlan)
@@ -303,17 +305,17 @@ def test_a_version_that_is_here_is_gone_on_from_whoever_remembers() -> None:
 
 
 def test_a_run_without_a_commit_begins_where_the_last_generation_began() -> None:
-    previous = plan(1, "ab", restore_why="a checkpoint was read")
+    previous = plan(1, "ab", restore_reason="a checkpoint was read")
     found = planned([promise(2, one, knows=1) for one in "ab"], "ab", previous)
     assert isinstance(found, GenerationPlan)
-    assert (found.restore, found.restore_why) == (None, "a checkpoint was read")
+    assert (found.restore, found.restore_reason) == (None, "a checkpoint was read")
 
 
-def test_where_the_last_generation_began_elsewhere_it_says_why_it_does_not() -> None:
-    previous = plan(1, "ab", restore=(0, 4), restore_why="step 4")
+def test_where_the_last_generation_began_elsewhere_it_reports_why_it_does_not() -> None:
+    previous = plan(1, "ab", restore=(0, 4), restore_reason="step 4")
     found = planned([promise(2, one, knows=1) for one in "ab"], "ab", previous)
     assert isinstance(found, GenerationPlan)
-    assert (found.restore, found.restore_why) == (None, "no node holds a snapshot")
+    assert (found.restore, found.restore_reason) == (None, "no node holds a snapshot")
 
 
 def test_cards_of_the_promises_are_those_of_the_plan() -> None:
@@ -334,21 +336,21 @@ def test_ranks_meet_on_the_first_rail_of_the_plan_where_the_node_has_it() -> Non
             places,
             None,
             SETTINGS,
-            lead="a",
+            leader="a",
             history=FailureHistory(),
             waited_s=0.0,
         )
         assert isinstance(found, GenerationPlan)
         assert found.store_host == host
-        assert found.roads == places.roads
+        assert found.paths == places.paths
 
 
-def test_a_bug_in_what_is_known_of_rails_does_not_end_the_lead(
+def test_a_bug_in_what_is_known_of_rails_does_not_end_the_leader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def breaks(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(planning, "match_rails", breaks)
-    places = RankAssignment((card("a"), card("b")), (), roads=NetworkPlan(rails=["eth0"]))
+    places = RankAssignment((card("a"), card("b")), (), paths=NetworkPlan(rails=["eth0"]))
     assert planning._store_host(places) == "a.local"

@@ -19,7 +19,7 @@ from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected
 from tests.unit.recovery.made import card, meet, plan, promise, settings
 
-SETTINGS = settings(heartbeat_s=0.5, redial_s=0.5, answer_s=30.0)
+SETTINGS = settings(heartbeat_interval_s=0.5, redial_s=0.5, answer_s=30.0)
 BASE = plan(4, "abc")
 
 
@@ -72,7 +72,7 @@ def asked(commands: list[Command]) -> list[str]:
 # --- asking -----------------------------------------------------------------------------------
 
 
-def test_everyone_is_asked_for_a_promise_of_the_next_number() -> None:
+def test_every_node_is_asked_for_a_promise_of_the_next_number() -> None:
     made = OneProposer(unlinked="d")
     found = made.begin()
     assert found == [
@@ -107,11 +107,11 @@ def test_what_may_have_taken_effect_is_minded_unless_it_is_older() -> None:
     made.begin(unsure=plan(3, "xyz"))
     assert made.election.ballot is not None
     assert set(made.election.ballot.needs) == {(4, 0)}
-    made.begin(unsure=plan(4, "abc", spares="d", roster=1))
+    made.begin(unsure=plan(4, "abc", spares="d", voter_revision=1))
     assert set(made.election.ballot.needs) == {(4, 0), (4, 1)}
 
 
-def test_who_is_lost_is_not_waited_for() -> None:
+def test_a_node_that_is_lost_is_not_waited_for() -> None:
     made = OneProposer()
     made.peer("c").lost = "silent"
     assert asked(made.begin()) == ["a", "b"]
@@ -136,7 +136,7 @@ def test_what_was_asked_is_asked_again_until_it_is_answered() -> None:
     assert all(isinstance(one, Send) and isinstance(one.message, Accept) for one in found)
 
 
-def test_who_has_no_connection_is_dialled_and_not_asked() -> None:
+def test_a_node_that_has_no_connection_is_dialled_and_not_asked() -> None:
     made = OneProposer()
     made.peer("c").linked = False
     assert made.begin()[-1] == Connect("c.local", 29400, "c")
@@ -150,7 +150,7 @@ def test_who_has_no_connection_is_dialled_and_not_asked() -> None:
     assert made.election.ask(made.peer("b"), now_s=0.5) == []
 
 
-def test_whoever_comes_while_a_ballot_asks_is_heard_too() -> None:
+def test_a_node_that_comes_while_a_ballot_asks_counts_too() -> None:
     made = OneProposer()
     early = meet(made.peers, "d")
     assert made.election.joined(early, now_s=0.0) == []
@@ -165,7 +165,7 @@ def test_whoever_comes_while_a_ballot_asks_is_heard_too() -> None:
     assert made.election.joined(later, now_s=0.0) == []
 
 
-def test_who_does_not_answer_is_not_waited_for_for_ever() -> None:
+def test_a_node_that_does_not_answer_is_not_waited_for_for_ever() -> None:
     made = OneProposer()
     made.begin(now_s=10.0)
     made.promise("ab")
@@ -175,15 +175,15 @@ def test_who_does_not_answer_is_not_waited_for_for_ever() -> None:
     assert made.election.stage() is BallotStage.PROMISED
 
 
-def test_who_answers_too_late_may_take_part_in_the_next_ballot() -> None:
+def test_a_node_that_answers_too_late_may_take_part_in_the_next_ballot() -> None:
     made = OneProposer()
     made.begin(now_s=10.0)
     made.promise("ab")
     made.election.repeat(now_s=40.0)
     made.announce("ab")
-    assert made.peer("c").is_mute
+    assert made.peer("c").is_unresponsive
     assert not made.election.promised(promise(5, "c"))
-    assert not made.peer("c").is_mute
+    assert not made.peer("c").is_unresponsive
     assert not made.election.promised(promise(5, "x")), "no node knows it"
 
 
@@ -195,7 +195,7 @@ def test_its_own_node_is_always_waited_for() -> None:
     assert made.election.stage() is BallotStage.ASKED
 
 
-def test_who_is_lost_but_connected_is_asked_as_it_may_be_there() -> None:
+def test_a_node_that_is_lost_but_connected_is_asked_as_it_may_be_there() -> None:
     made = OneProposer()
     made.peer("c").lost = "silent"
     made.begin(now_s=10.0)
@@ -237,7 +237,9 @@ def test_of_two_voters_one_that_refuses_connections_is_missing() -> None:
     assert made.election.stage() is BallotStage.SHORT
 
 
-def test_acceptances_count_for_the_plan_that_was_announced_and_from_who_has_promised() -> None:
+def test_acceptances_count_for_the_plan_that_was_announced_and_from_nodes_that_have_promised() -> (
+    None
+):
     made = OneProposer()
     assert not made.election.accepted("b", Accepted(5, None))
     made.begin()
@@ -272,13 +274,13 @@ def test_it_is_not_carried_while_a_member_is_missing() -> None:
     made.announce("abc")
     made.accept("ab")
     assert made.election.stage() is BallotStage.ANNOUNCED
-    assert made.election.hold_up(now_s=1.0) == []
+    assert made.election.postpone(now_s=1.0) == []
     made.election.repeat(now_s=300.0)
     assert made.election.stage() is BallotStage.ANNOUNCED, "it may be reading a checkpoint"
-    (said,) = made.election.hold_up(now_s=300.0)
-    assert isinstance(said, JournalEntry)
-    assert said.record.text.startswith("generation 5 waits for c, which may be reading")
-    assert made.election.hold_up(now_s=301.0) == []
+    (answered,) = made.election.postpone(now_s=300.0)
+    assert isinstance(answered, JournalEntry)
+    assert answered.record.text.startswith("generation 5 waits for c, which may be reading")
+    assert made.election.postpone(now_s=301.0) == []
 
 
 def test_a_spare_that_does_not_accept_is_done_without() -> None:
@@ -291,7 +293,7 @@ def test_a_spare_that_does_not_accept_is_done_without() -> None:
     assert made.election.stage() is BallotStage.ANNOUNCED
     made.accept("b")
     assert made.election.stage() is BallotStage.CARRIED
-    assert made.peer("c").is_mute
+    assert made.peer("c").is_unresponsive
 
 
 def test_a_spare_that_could_not_keep_the_plan_has_not_accepted_it() -> None:
@@ -306,7 +308,7 @@ def test_a_spare_that_could_not_keep_the_plan_has_not_accepted_it() -> None:
     assert made.election.stage() is BallotStage.ANNOUNCED
 
 
-def test_who_is_lost_before_the_plan_has_promised_nothing() -> None:
+def test_a_node_that_is_lost_before_the_plan_has_promised_nothing() -> None:
     made = OneProposer()
     made.election.lost("c")
     made.begin()
@@ -325,15 +327,15 @@ def test_who_is_lost_before_the_plan_has_promised_nothing() -> None:
 
 def test_a_ballot_that_begins_a_run_asks_for_the_one_that_a_node_knows() -> None:
     proposer = OneProposer()
-    assert not proposer.election.is_beside(3)
+    assert not proposer.election.is_concurrent(3)
     proposer.begin(plan=None)
-    assert not proposer.election.is_beside(-1)
-    assert proposer.election.is_beside(3)
+    assert not proposer.election.is_concurrent(-1)
+    assert proposer.election.is_concurrent(3)
     proposer.begin(plan=None)
     assert proposer.election.ballot is not None
     assert proposer.election.ballot.generation == 4
     proposer.begin()
-    assert not proposer.election.is_beside(9)
+    assert not proposer.election.is_concurrent(9)
 
 
 def test_members_of_a_plan_that_was_given_up_need_not_agree_to_the_next() -> None:
@@ -351,12 +353,12 @@ def test_members_of_a_plan_that_was_given_up_need_not_agree_to_the_next() -> Non
     proposer.begin(unsure=accepted)
     ballot = proposer.election.ballot
     assert ballot is not None
-    assert ballot.needs.keys() == {BASE.edition}
+    assert ballot.needs.keys() == {BASE.configuration_id}
     assert proposer.election.promised(promise(ballot.generation, "b", accepted=accepted))
-    assert ballot.needs.keys() == {BASE.edition}
+    assert ballot.needs.keys() == {BASE.configuration_id}
 
 
-def test_before_a_plan_nobody_is_a_member() -> None:
+def test_before_a_plan_none_is_a_member() -> None:
     made = OneProposer()
     assert not made.election.is_member("a")
     made.begin()
@@ -375,7 +377,7 @@ def test_a_refusal_leads_to_another_ballot_a_little_later() -> None:
     made.election.not_promised(PrepareRejected(5, 7, None), 0, now_s=10.0)
     assert made.election.again_s is not None
     assert made.election.again_s > 10.0
-    assert made.election.again_why == "b was lost"
+    assert made.election.retry_reason == "b was lost"
     assert made.election.highest == 9
     made.begin()
     assert made.election.again_s is None
@@ -391,9 +393,9 @@ def waits(place: int, refusals: int) -> list[float]:
     made, found = OneProposer(), []
     for _ in range(refusals):
         made.begin()
-        made.election.begin_again("x", place, now_s=0.0)
-        made.election.begin_again("y", place, now_s=5.0)
-        assert made.election.again_why == "x", "the first reason stands"
+        made.election.restart("x", place, now_s=0.0)
+        made.election.restart("y", place, now_s=5.0)
+        assert made.election.retry_reason == "x", "the first reason stands"
         found.append(made.election.again_s or 0.0)
     return found
 
@@ -406,16 +408,16 @@ def test_two_proposers_wait_for_different_times_and_longer_each_time() -> None:
         assert grown == [2.0] * 4 + [1.0] * 3
 
 
-def test_after_an_announcement_patience_begins_anew() -> None:
+def test_after_an_announcement_the_timeout_restarts() -> None:
     made = OneProposer()
     made.begin()
-    made.election.begin_again("x", 0, now_s=0.0)
+    made.election.restart("x", 0, now_s=0.0)
     first = made.election.again_s
     made.begin()
     made.promise("abc")
     made.announce("abc")
     made.begin()
-    made.election.begin_again("x", 0, now_s=0.0)
+    made.election.restart("x", 0, now_s=0.0)
     assert made.election.again_s == first
 
 
@@ -430,11 +432,11 @@ class Witnessed(OneProposer):
     def __init__(self, linked: str = "a") -> None:
         super().__init__(linked)
         self.peers.witness = WitnessView(is_used=True)
-        self.says(WitnessOperation.KEEP, 4, granted=True)
+        self.says(WitnessOperation.RENEW, 4, granted=True)
 
     def says(
         self,
-        wish: WitnessOperation,
+        operation: WitnessOperation,
         generation: int,
         *,
         granted: bool,
@@ -442,18 +444,18 @@ class Witnessed(OneProposer):
         now_s: float = 0.0,
     ) -> list[NodeCard]:
         register = WitnessRegister(7, promised, ("x", 1), TWO)
-        lead = card("a") if granted else None
-        asked = QueryWitness(wish, now_s, generation)
-        said = WitnessAnswered(asked, True, granted, register, lead)
-        self.peers.witness.said(said, now_s=now_s)
-        return self.election.witness_said(said, 0, now_s=now_s)
+        leader = card("a") if granted else None
+        asked = QueryWitness(operation, now_s, generation)
+        answered = WitnessAnswered(asked, True, granted, register, leader)
+        self.peers.witness.answered(answered, now_s=now_s)
+        return self.election.witness_answered(answered, 0, now_s=now_s)
 
     def stage(self) -> BallotStage:
         return self.election.stage()
 
 
 def questions(commands: list[Command]) -> list[tuple[WitnessOperation, int]]:
-    return [(one.wish, one.generation) for one in commands if isinstance(one, QueryWitness)]
+    return [(one.operation, one.generation) for one in commands if isinstance(one, QueryWitness)]
 
 
 def test_the_witness_promises_and_accepts_as_a_node_does() -> None:
@@ -473,7 +475,7 @@ def test_the_witness_promises_and_accepts_as_a_node_does() -> None:
     assert made.stage() is BallotStage.CARRIED
     assert questions(made.election.repeat(now_s=10.0)) == []
     made.election.won()
-    assert made.says(WitnessOperation.KEEP, 5, granted=True) == []
+    assert made.says(WitnessOperation.RENEW, 5, granted=True) == []
 
 
 def test_a_witness_that_does_not_answer_is_waited_for_once_and_asked_again() -> None:
@@ -511,16 +513,16 @@ def test_acceptance_that_the_witness_refuses_breaks_the_ballot() -> None:
 def test_a_proposer_keeps_the_witness_from_others_once_it_has_the_votes() -> None:
     """Whoever waits for nodes then is found there by those that come back."""
     made = Witnessed()
-    assert made.election.keep_witness(None, now_s=1.0) == []
-    assert questions(made.election.keep_witness(TWO, now_s=1.0)) == [(WitnessOperation.KEEP, 4)]
+    assert made.election.renew_witness(None, now_s=1.0) == []
+    assert questions(made.election.renew_witness(TWO, now_s=1.0)) == [(WitnessOperation.RENEW, 4)]
     made.begin(plan=TWO)
-    assert made.election.keep_witness(None, now_s=1.0) == []
+    assert made.election.renew_witness(None, now_s=1.0) == []
     made.says(WitnessOperation.PROMISE, 5, granted=True, promised=5)
-    assert made.election.keep_witness(None, now_s=1.0) == [], "short of votes"
+    assert made.election.renew_witness(None, now_s=1.0) == [], "short of votes"
     made.promise("a")
-    assert questions(made.election.keep_witness(None, now_s=1.0)) == [(WitnessOperation.KEEP, 5)]
+    assert questions(made.election.renew_witness(None, now_s=1.0)) == [(WitnessOperation.RENEW, 5)]
     made.announce("a")
-    assert questions(made.election.keep_witness(None, now_s=1.0)) == [(WitnessOperation.KEEP, 5)]
+    assert questions(made.election.renew_witness(None, now_s=1.0)) == [(WitnessOperation.RENEW, 5)]
 
 
 def test_a_member_of_an_announced_plan_that_is_bound_to_another_is_not_waited_for() -> None:
@@ -534,6 +536,6 @@ def test_a_member_of_an_announced_plan_that_is_bound_to_another_is_not_waited_fo
     assert made.election.again_s is None, "a spare is not needed; b has promised this one"
     made.election.note_promise(made.peer("b"), 6, None, 0, now_s=1.0)
     assert made.election.again_s is not None
-    assert made.election.again_why == "b was lost"
+    assert made.election.retry_reason == "b was lost"
     made.begin()
     assert made.election.highest == 7

@@ -28,7 +28,7 @@ from tests.unit.membership.agents import Agents
 from tests.unit.membership.leader.test_leader import exited, notes, works
 from tests.unit.recovery.made import card, cards, plan, settings
 
-WISHES = ClusterSize(1, 4, 2)
+CLUSTER_SIZE = ClusterSize(1, 4, 2)
 
 
 def names(found: tuple[NodeCard, ...]) -> str:
@@ -36,11 +36,11 @@ def names(found: tuple[NodeCard, ...]) -> str:
 
 
 def assigned(
-    here: str, before: str, wishes: ClusterSize = WISHES, aside: str = ""
+    here: str, before: str, cluster_size: ClusterSize = CLUSTER_SIZE, excluded: str = ""
 ) -> tuple[str, str]:
     """Members and spares; the members before `/` ran the last generation, the others stood by."""
     members, _, spares = before.partition("/")
-    found = assign(cards(here), plan(3, members, spares), wishes, set(aside))
+    found = assign(cards(here), plan(3, members, spares), cluster_size, set(excluded))
     assert isinstance(found, RankAssignment)
     return names(found.members), names(found.spares)
 
@@ -50,18 +50,18 @@ nodes = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1, max_size=
 
 @effort(deadline=None)
 @given(nodes, nodes, st.integers(1, 6), st.sets(st.sampled_from("abcdefgh"), max_size=3))
-def test_everyone_has_one_place_and_whoever_stays_keeps_its_own(
-    here: list[str], before: list[str], max_nodes: int, aside: set[str]
+def test_every_node_has_one_place_and_one_that_stays_keeps_its_own(
+    here: list[str], before: list[str], max_nodes: int, excluded: set[str]
 ) -> None:
     previous = plan(3, before[:max_nodes], before[max_nodes:])
-    found = assign(cards(here), previous, ClusterSize(1, max_nodes, 2), aside)
-    usable = [one for one in here if one not in aside]
+    found = assign(cards(here), previous, ClusterSize(1, max_nodes, 2), excluded)
+    usable = [one for one in here if one not in excluded]
     if isinstance(found, TooFewNodes):
         assert not usable
         return
     members = [one.node_id for one in found.members]
     assert sorted([*members, *(one.node_id for one in found.spares)]) == sorted(here)
-    assert not aside & set(members)
+    assert not excluded & set(members)
     assert len(members) == min(max_nodes, len(usable))
     ran = before[:max_nodes]
     if len(ran) == len(members):
@@ -88,19 +88,19 @@ def test_places_close_up_where_the_number_changes_and_their_order_stays() -> Non
     assert assigned("edcba", "ad/b", ClusterSize(1, 5, 0)) == ("adbce", "")
 
 
-def test_who_was_a_spare_comes_before_who_is_new() -> None:
+def test_a_node_that_was_a_spare_comes_before_nodes_that_are_new() -> None:
     assert assigned("abcz", "ab/z", ClusterSize(2, 3, 1)) == ("abz", "c")
 
 
-def test_a_node_that_is_set_aside_is_no_member_and_may_still_vote() -> None:
-    assert assigned("abcd", "abc/d", ClusterSize(2, 3, 1), aside="b") == ("adc", "b")
+def test_a_node_that_is_excluded_is_no_member_and_may_still_vote() -> None:
+    assert assigned("abcd", "abc/d", ClusterSize(2, 3, 1), excluded="b") == ("adc", "b")
 
 
-def test_too_few_nodes_are_counted_and_those_set_aside_are_named() -> None:
+def test_too_few_nodes_are_counted_and_those_excluded_are_named() -> None:
     few = assign(cards("a"), None, ClusterSize(2, 4, 0))
     assert str(few) == "1 of at least 2 nodes are present"
-    aside = assign(cards("dabc"), None, ClusterSize(3, 4, 0), {"d", "c"})
-    assert str(aside) == (
+    excluded = assign(cards("dabc"), None, ClusterSize(3, 4, 0), {"d", "c"})
+    assert str(excluded) == (
         "2 of at least 3 nodes are present; excluded after too many failures: c, d"
     )
 
@@ -131,12 +131,12 @@ def test_the_first_order_is_the_users_numbers_then_the_endpoint_then_names() -> 
 
 @effort(deadline=None)
 @given(st.permutations([f"rack{rack}-node{at}" for rack in (1, 2, 10) for at in (9, 10, 100)]))
-def test_the_first_order_does_not_depend_on_who_came_first(given_: list[str]) -> None:
+def test_the_first_order_does_not_depend_on_the_order_of_arrival(given_: list[str]) -> None:
     order = [one.node_id for one in first_order(cards(given_))]
     assert order == [f"rack{rack}-node{at}" for rack in (1, 2, 10) for at in (9, 10, 100)]
 
 
-def test_wishes_read_as_the_words_of_the_command_line() -> None:
+def test_requested_sizes_read_as_the_words_of_the_command_line() -> None:
     assert str(ClusterSize(2, 4, 1)) == "2:4+1"
 
 
@@ -151,7 +151,7 @@ def test_a_new_process_of_a_node_keeps_the_place_of_its_node() -> None:
     ]
 
 
-SETTINGS = settings(wishes=ClusterSize(2, 3, 1))
+SETTINGS = settings(cluster_size=ClusterSize(2, 3, 1))
 FIT = NodeFitness(CheckOutcome.PASS)
 STUCK = "rank 1 (pid 7) has not died of SIGKILL"
 UNFIT = NodeFitness(CheckOutcome.FAIL, problems=("memory is copied at 3 MB/s",))
@@ -174,7 +174,7 @@ def texts(notes: list[JournalEntry]) -> list[tuple[str, str]]:
     return [(one.record.kind, one.record.text) for one in notes]
 
 
-def test_who_has_failed_its_check_is_left_out_and_named() -> None:
+def test_a_node_that_has_failed_its_check_is_left_out_and_named() -> None:
     screening, _ = made_of(a=FIT, b=UNFIT, c=None)
     assert screening.unfit(set()) == {"b": "memory is copied at 3 MB/s"}
     assert screening.barred({"z"}) == {"b", "z"}
@@ -184,7 +184,7 @@ def test_who_has_failed_its_check_is_left_out_and_named() -> None:
     assert [one.node_id for one in found.spares] == ["b"]
 
 
-def test_too_few_fit_nodes_are_told_with_the_check() -> None:
+def test_too_few_fit_nodes_are_reported_with_the_check() -> None:
     screening, _ = made_of(a=FIT, b=UNFIT)
     found = screening.assign([card("a"), card("b"), card("d")], None, {"d"})
     assert found == TooFewNodes(1, 2, ("d",), ("b (memory is copied at 3 MB/s)",))
@@ -194,62 +194,62 @@ def test_too_few_fit_nodes_are_told_with_the_check() -> None:
     )
 
 
-def test_it_is_said_once_and_so_is_that_it_is_over() -> None:
+def test_it_is_reported_once_and_so_is_that_it_is_over() -> None:
     screening, peers = made_of(a=FIT, b=UNFIT)
-    why = "node b may not run ranks: memory is copied at 3 MB/s"
-    assert texts(screening.look(set())) == [("node_unfit", why)]
-    assert screening.look(set()) == []
-    assert screening.told == {"b": "memory is copied at 3 MB/s"}
+    reason = "node b may not run ranks: memory is copied at 3 MB/s"
+    assert texts(screening.poll(set())) == [("node_unfit", reason)]
+    assert screening.poll(set()) == []
+    assert screening.reported == {"b": "memory is copied at 3 MB/s"}
     peers.by_id["b"].lost = "gone"
-    assert screening.look(set()) == []
+    assert screening.poll(set()) == []
     peers.by_id["b"].lost, peers.by_id["b"].fitness = "", FIT
-    assert texts(screening.look(set())) == [("node_fit", "node b is fit to run ranks")]
-    assert screening.look(set()) == []
-    assert screening.told == {}
+    assert texts(screening.poll(set())) == [("node_fit", "node b is fit to run ranks")]
+    assert screening.poll(set()) == []
+    assert screening.reported == {}
 
 
-def test_the_same_with_other_figures_is_known_and_not_said_again() -> None:
+def test_the_same_with_other_figures_is_known_and_not_reported_again() -> None:
     screening, peers = made_of(b=UNFIT)
-    screening.look(set())
+    screening.poll(set())
     for problems in (("memory is copied at 2.5 MB/s",), ("memory is copied at 1,002.0 MB/s",)):
         peers.by_id["b"].fitness = msgspec.structs.replace(UNFIT, problems=problems)
-        assert screening.look(set()) == []
-        assert screening.told == {"b": problems[0]}
+        assert screening.poll(set()) == []
+        assert screening.reported == {"b": problems[0]}
     problems = ("memory is copied at 3 MB/s", "8 open files are allowed")
     peers.by_id["b"].fitness = msgspec.structs.replace(UNFIT, problems=problems)
-    assert len(screening.look(set())) == 1
+    assert len(screening.poll(set())) == 1
 
 
 def test_a_node_that_is_forgotten_is_not_fit_again() -> None:
     screening, peers = made_of(b=UNFIT)
-    screening.look(set())
+    screening.poll(set())
     peers.by_id["b"].fitness = None
-    assert screening.look(set()) == []
+    assert screening.poll(set()) == []
     del peers.by_id["b"]
-    assert screening.look(set()) == []
+    assert screening.poll(set()) == []
 
 
-def test_whoever_was_set_aside_makes_another_check_first() -> None:
+def test_a_node_that_was_excluded_makes_another_check_first() -> None:
     screening, peers = made_of(a=FIT, b=fit(1))
-    screening.look({"b"})
-    beat = LeaderHeartbeat(generation=0)
-    assert screening.ask(beat) is beat
-    notes = screening.look(set())
-    why = "node b may not run ranks: it was excluded, and repeats its check"
-    assert texts(notes) == [("node_unfit", why)]
-    assert screening.ask(beat).checks == {"b": 2}
+    screening.poll({"b"})
+    heartbeat = LeaderHeartbeat(generation=0)
+    assert screening.ask(heartbeat) is heartbeat
+    notes = screening.poll(set())
+    reason = "node b may not run ranks: it was excluded, and repeats its check"
+    assert texts(notes) == [("node_unfit", reason)]
+    assert screening.ask(heartbeat).checks == {"b": 2}
     peers.by_id["b"].fitness = fit(2, is_whole=False)
-    screening.look(set())
-    assert screening.ask(beat).checks == {"b": 3}
+    screening.poll(set())
+    assert screening.ask(heartbeat).checks == {"b": 3}
     peers.by_id["b"].fitness = fit(3)
-    assert texts(screening.look(set())) == [("node_fit", "node b is fit to run ranks")]
-    assert screening.ask(beat) is beat
+    assert texts(screening.poll(set())) == [("node_fit", "node b is fit to run ranks")]
+    assert screening.ask(heartbeat) is heartbeat
     assert screening.unfit(set()) == {}
 
 
 def test_an_agent_that_was_started_again_has_checked_itself() -> None:
     screening, peers = made_of(b=fit(4))
-    screening.look({"b"})
+    screening.poll({"b"})
     again = peers.put(card("b", 2), now_s=0.0, linked=True, has_answered=False)
     assert screening.unfit(set()) == {}  # it has not said yet whether it makes checks
     again.fitness = fit(1, is_whole=False)
@@ -260,12 +260,12 @@ def test_an_agent_that_was_started_again_has_checked_itself() -> None:
 
 def test_where_no_checks_are_made_none_is_waited_for() -> None:
     screening, _ = made_of(b=None)
-    screening.look({"b"})
-    assert screening.look(set()) == []
+    screening.poll({"b"})
+    assert screening.poll(set()) == []
     assert screening.unfit(set()) == {}
 
 
-def test_slow_nodes_are_told_once() -> None:
+def test_slow_nodes_are_reported_once() -> None:
     checks = {one: fit(1, rate=8e9) for one in "acd"}
     screening, _ = made_of(**checks, b=fit(1, rate=1e9), e=None)
     found = screening.compare(plan(0, "abc", "d"))
@@ -278,9 +278,9 @@ def test_slow_nodes_are_told_once() -> None:
 # --- among agents -----------------------------------------------------------------------------
 
 
-def started(node_ids: str, unfit: str, wishes: ClusterSize, **changes: object) -> Agents:
+def started(node_ids: str, unfit: str, cluster_size: ClusterSize, **changes: object) -> Agents:
     """Agents that know how they are before they meet."""
-    made = Agents(node_ids, settings(wishes=wishes, settle_s=2.0, **changes))
+    made = Agents(node_ids, settings(cluster_size=cluster_size, last_call_timeout_s=2.0, **changes))
     for one in node_ids:
         made.happens(one, NodeChecked(UNFIT if one in unfit else FIT))
     made.passes(10.0)
@@ -292,23 +292,25 @@ def test_a_spare_runs_in_place_of_an_unfit_node_from_the_beginning() -> None:
     assert made.running() == {"a": 0, "c": 0, "d": 0}
     assert [one.node_id for one in made.plan("a").spares] == ["b"]
     notes = [
-        one.record.text for one in made["a"].told(JournalEntry) if one.record.kind == "node_unfit"
+        one.record.text
+        for one in made["a"].reported(JournalEntry)
+        if one.record.kind == "node_unfit"
     ]
     assert notes == ["node b may not run ranks: memory is copied at 3 MB/s"]
 
 
 def test_an_unfit_endpoint_leads_without_ranks() -> None:
     made = started("abc", "a", ClusterSize(2, 2, 1))
-    assert made.lead() == "a"
+    assert made.leader() == "a"
     assert made.running() == {"b": 0, "c": 0}
 
 
 def test_too_few_fit_nodes_wait_until_one_passes() -> None:
     made = started("abc", "c", ClusterSize(3, 3, 0))
     assert made.running() == {}
-    lead = made["a"].member.lead
-    assert lead is not None
-    assert "unfit: c (memory is copied at 3 MB/s)" in lead.pause.why
+    leader = made["a"].member.leader
+    assert leader is not None
+    assert "unfit: c (memory is copied at 3 MB/s)" in leader.pause.reason
     made.happens("c", NodeChecked(fit(2)))
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
@@ -324,17 +326,17 @@ def test_a_run_does_not_grow_by_an_unfit_node() -> None:
     assert made.running() == {"a": 1, "b": 1, "c": 1}
 
 
-def test_a_node_that_was_set_aside_is_asked_once_and_comes_back_when_it_passes() -> None:
-    made = started("abc", "", ClusterSize(2, 3, 0), failures_per_hour=1)
+def test_a_node_that_was_excluded_is_asked_once_and_comes_back_when_it_passes() -> None:
+    made = started("abc", "", ClusterSize(2, 3, 0), max_failures_per_hour=1)
     made.kill("c")
     made.passes(2.0)
     made.start("c", 2)
     made.happens("c", NodeChecked(FIT))
     made.passes(10.0)
     assert made.running() == {"a": 1, "b": 1}
-    assert made["c"].told(RepeatNodeCheck) == []
+    assert made["c"].reported(RepeatNodeCheck) == []
     made.passes(3600.0, step_s=0.5)
-    assert made["c"].told(RepeatNodeCheck) == [RepeatNodeCheck(2)]
+    assert made["c"].reported(RepeatNodeCheck) == [RepeatNodeCheck(2)]
     assert made.running() == {"a": 1, "b": 1}
     made.happens("c", NodeChecked(msgspec.structs.replace(UNFIT, number=2)))
     made.passes(10.0)
@@ -361,9 +363,12 @@ def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(
     assert notes(made, "a", "node_fit") == ["node b is fit to run ranks"]
 
 
-def test_who_makes_no_checks_is_asked_for_none() -> None:
+def test_a_node_that_makes_no_checks_is_asked_for_none() -> None:
     made = started("abc", "", ClusterSize(2, 3, 0))
     made["b"].member.follower._checked = None
     assert (
-        made["b"].member.follower.obey("a", LeaderHeartbeat(0, number=10**6, checks={"b": 2})) == []
+        made["b"].member.follower.apply_heartbeat(
+            "a", LeaderHeartbeat(0, number=10**6, checks={"b": 2})
+        )
+        == []
     )

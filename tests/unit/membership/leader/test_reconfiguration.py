@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 from made_settings import changed
-from unit.recovery.test_health import beat, sample, slow_link, told
+from unit.recovery.test_health import heartbeat, reported, sample, slow_link
 from unit.recovery.test_suspicions import hang
 
 from ftrun.config.cluster import ClusterSize, MembershipSettings
@@ -30,17 +30,19 @@ from ftrun.wire.cluster.membership import Accept, Accepted, Heartbeat, RestartTi
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from tests.unit.recovery.made import card, meet, plan, settings
 
-SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=ClusterSize(1, 4, 9))
+SETTINGS = settings(
+    heartbeat_interval_s=0.5, last_call_timeout_s=5.0, cluster_size=ClusterSize(1, 4, 9)
+)
 HISTORY = FailureHistory(restarts=2)
 
 
-class Lead:
+class FakeLeader:
     """a leads a generation; who of it is here, and who has come beside it."""
 
     def __init__(self, of: GenerationPlan, here: str) -> None:
         self.plan = of
         self.peers = FailureDetector(card("a"), SETTINGS)
-        self.enrolment = VoterReconfiguration(SETTINGS)
+        self.reconfiguration = VoterReconfiguration(SETTINGS)
         for one in here:
             self.come(one)
 
@@ -52,19 +54,28 @@ class Lead:
         assert peer is not None
         peer.lost, peer.linked = "silent", False
 
-    def look(self, now_s: float = 10.0) -> list[Command]:
-        return self.enrolment.look(self.plan, self.peers, HISTORY, now_s=now_s)
+    def poll(self, now_s: float = 10.0) -> list[Command]:
+        return self.reconfiguration.poll(self.plan, self.peers, HISTORY, now_s=now_s)
 
-    def accept(self, node_ids: str, roster: int | None = None) -> list[GenerationPlan | None]:
-        wanted = self.enrolment.wanted
+    def accept(
+        self, node_ids: str, voter_revision: int | None = None
+    ) -> list[GenerationPlan | None]:
+        wanted = self.reconfiguration.wanted
         assert wanted is not None
-        body = Accepted(wanted.generation, None, roster=wanted.roster if roster is None else roster)
-        return [self.enrolment.accepted(card(one), body, self.plan, self.peers) for one in node_ids]
+        body = Accepted(
+            wanted.generation,
+            None,
+            voter_revision=wanted.voter_revision if voter_revision is None else voter_revision,
+        )
+        return [
+            self.reconfiguration.accepted(card(one), body, self.plan, self.peers)
+            for one in node_ids
+        ]
 
     @property
     def spares(self) -> str:
         """Those of the roster that is wanted."""
-        wanted = self.enrolment.wanted
+        wanted = self.reconfiguration.wanted
         return "" if wanted is None else "".join(one.node_id for one in wanted.spares)
 
 
@@ -72,65 +83,69 @@ def asked(commands: list[Command]) -> str:
     return "".join(sorted(one.node_id for one in commands if isinstance(one, Send)))
 
 
-def lost_voter() -> Lead:
+def lost_voter() -> FakeLeader:
     """Of three voters c is lost, and d has come."""
-    made = Lead(plan(4, "ab", spares="c"), "abcd")
+    made = FakeLeader(plan(4, "ab", spares="c"), "abcd")
     made.lose("c")
     return made
 
 
 def test_a_node_that_has_come_votes_in_place_of_one_that_is_lost() -> None:
     made = lost_voter()
-    found = made.look()
-    wanted = made.enrolment.wanted
+    found = made.poll()
+    wanted = made.reconfiguration.wanted
     assert wanted is not None
-    assert (wanted.edition, made.spares) == ((4, 1), "d")
+    assert (wanted.configuration_id, made.spares) == ((4, 1), "d")
     assert wanted.is_of(made.plan)
-    assert wanted.decided_by == [VoterSet(4, [("a", 1), ("b", 1), ("c", 1)], roster=0)]
+    assert wanted.decided_by == [VoterSet(4, [("a", 1), ("b", 1), ("c", 1)], voter_revision=0)]
     assert wanted.history == HISTORY
     assert found == [Send(one, Accept(wanted)) for one in "abd"]
 
 
 def test_a_plan_that_takes_effect_is_given_once() -> None:
     made = lost_voter()
-    made.look()
-    wanted = made.enrolment.wanted
+    made.poll()
+    wanted = made.reconfiguration.wanted
     assert made.accept("a") == [None]
     assert made.accept("b") == [wanted]
-    assert made.enrolment.wanted is None
-    late = Accepted(4, None, roster=1)
-    assert made.enrolment.accepted(card("d"), late, made.plan, made.peers) is None
+    assert made.reconfiguration.wanted is None
+    late = Accepted(4, None, voter_revision=1)
+    assert made.reconfiguration.accepted(card("d"), late, made.plan, made.peers) is None
 
 
 def test_a_majority_of_those_before_is_not_enough() -> None:
-    made = Lead(plan(4, "abc"), "abcdefgh")
-    made.look()
-    wanted = made.enrolment.wanted
+    made = FakeLeader(plan(4, "abc"), "abcdefgh")
+    made.poll()
+    wanted = made.reconfiguration.wanted
     assert made.accept("abcd") == [None] * 4
     assert made.accept("e") == [wanted]
 
 
 def test_a_majority_of_those_after_is_not_enough() -> None:
-    made = Lead(plan(4, "ab", spares="cde"), "abcfghi")
+    made = FakeLeader(plan(4, "ab", spares="cde"), "abcfghi")
     made.lose("c")
-    made.look()
+    made.poll()
     assert made.spares == "fghi"
-    wanted = made.enrolment.wanted
+    wanted = made.reconfiguration.wanted
     assert made.accept("afghib") == [None] * 6
     # c has heard of it before it was lost.
     assert (
-        made.enrolment.accepted(card("c"), Accepted(4, None, roster=1), made.plan, made.peers)
+        made.reconfiguration.accepted(
+            card("c"), Accepted(4, None, voter_revision=1), made.plan, made.peers
+        )
         == wanted
     )
 
 
-@pytest.mark.parametrize(("generation", "roster"), [(4, 0), (4, 2), (3, 1), (5, 1)])
-def test_an_acceptance_of_something_else_does_not_count(generation: int, roster: int) -> None:
+@pytest.mark.parametrize(("generation", "voter_revision"), [(4, 0), (4, 2), (3, 1), (5, 1)])
+def test_an_acceptance_of_something_else_does_not_count(
+    generation: int, voter_revision: int
+) -> None:
     made = lost_voter()
-    made.look()
-    other = Accepted(generation, None, roster=roster)
+    made.poll()
+    other = Accepted(generation, None, voter_revision=voter_revision)
     for one in "abd":
-        assert made.enrolment.accepted(card(one), other, made.plan, made.peers) is None
+        assert made.reconfiguration.accepted(card(one), other, made.plan, made.peers) is None
     assert made.accept("a") == [None]
 
 
@@ -155,90 +170,90 @@ def test_voters_change_only_where_more_may_be_lost_afterwards(
     members = "abcd"[:num_members]
     before = members + "".join(sorted(spares))
     after = members + "".join(sorted(here))
-    made = Lead(plan(4, members, sorted(spares)), after)
-    made.look()
+    made = FakeLeader(plan(4, members, sorted(spares)), after)
+    made.poll()
     is_better = losses(after, after) > losses(before, after)
-    assert (made.enrolment.wanted is not None) is is_better
+    assert (made.reconfiguration.wanted is not None) is is_better
     if is_better:
         assert set(made.spares) == here
 
 
 def test_a_spare_that_is_lost_votes_no_more() -> None:
     """Of four voters three are needed, of which none could be missed; of three two are."""
-    made = Lead(plan(4, "abc", spares="d"), "abcd")
-    made.look()
-    assert made.enrolment.wanted is None
+    made = FakeLeader(plan(4, "abc", spares="d"), "abcd")
+    made.poll()
+    assert made.reconfiguration.wanted is None
     made.lose("d")
-    made.look(20.0)
-    assert made.enrolment.wanted is not None
+    made.poll(20.0)
+    assert made.reconfiguration.wanted is not None
     assert made.spares == ""
 
 
-def test_no_more_stand_by_with_a_vote_than_were_wished_for() -> None:
+def test_no_more_are_standby_with_a_vote_than_were_requested() -> None:
     """Else strangers could outvote the members, and their loss would pause a healthy run."""
-    made = Lead(plan(4, "ab", spares="c"), "abdefg")
-    made.enrolment = VoterReconfiguration(settings(wishes=ClusterSize(2, 2, 1)))
-    made.look()
+    made = FakeLeader(plan(4, "ab", spares="c"), "abdefg")
+    made.reconfiguration = VoterReconfiguration(settings(cluster_size=ClusterSize(2, 2, 1)))
+    made.poll()
     assert made.spares == "d"
 
 
 def test_of_two_voters_the_successor_of_one_is_proof_that_it_votes_no_more() -> None:
-    made = Lead(plan(4, "a", spares="b"), "a")
+    made = FakeLeader(plan(4, "a", spares="b"), "a")
     made.come("b", incarnation=2)
     made.come("c")
-    made.look()
+    made.poll()
     assert made.spares == "bc"
     assert made.accept("a") == [None]
-    wanted = made.enrolment.wanted
+    wanted = made.reconfiguration.wanted
     assert wanted is not None
-    body = Accepted(4, None, roster=1)
-    assert made.enrolment.accepted(card("b", 2), body, made.plan, made.peers) == wanted
+    body = Accepted(4, None, voter_revision=1)
+    assert made.reconfiguration.accepted(card("b", 2), body, made.plan, made.peers) == wanted
 
 
 def test_what_was_announced_and_given_up_is_void() -> None:
     made = lost_voter()
-    made.look()
-    made.enrolment.reset()
-    assert made.enrolment.void == {(4, 1)}
+    made.poll()
+    made.reconfiguration.reset()
+    assert made.reconfiguration.void == {(4, 1)}
 
 
 def test_an_agent_that_was_started_again_is_another_voter() -> None:
-    made = Lead(plan(4, "ab", spares="c"), "ab")
+    made = FakeLeader(plan(4, "ab", spares="c"), "ab")
     made.come("c", incarnation=2)
-    made.look()
-    wanted = made.enrolment.wanted
+    made.poll()
+    wanted = made.reconfiguration.wanted
     assert wanted is not None
     assert electorate(wanted.voters) == {("a", 1), ("b", 1), ("c", 2)}
 
 
 def test_the_spares_of_now_come_first_and_in_their_order() -> None:
-    made = Lead(plan(4, "a", spares="zy"), "ayzxwv")
-    made.look()
+    made = FakeLeader(plan(4, "a", spares="zy"), "ayzxwv")
+    made.poll()
     assert made.spares == "zyvwx"
 
 
 # --- rule 2: who is taken in ------------------------------------------------------------------
 
 
-def test_only_who_has_stayed_for_a_while_is_taken_in() -> None:
-    made = Lead(plan(4, "ab", spares="c"), "ab")
+def test_only_a_node_that_has_stayed_for_a_while_is_taken_in() -> None:
+    made = FakeLeader(plan(4, "ab", spares="c"), "ab")
     made.come("d", now_s=10.0)
-    made.look(14.75)
-    assert made.enrolment.wanted is None
-    made.look(15.0)
+    made.poll(14.75)
+    assert made.reconfiguration.wanted is None
+    made.poll(15.0)
     assert made.spares == "d"
 
 
 def test_it_looks_twice_a_heartbeat() -> None:
-    made = Lead(plan(4, "ab", spares="c"), "ab")
-    made.look(10.0)
+    made = FakeLeader(plan(4, "ab", spares="c"), "ab")
+    made.poll(10.0)
     made.come("d")
-    assert made.look(10.2) == []
-    assert asked(made.look(10.25)) == "abd"
+    assert made.poll(10.2) == []
+    assert asked(made.poll(10.25)) == "abd"
 
 
 @pytest.mark.parametrize("how", ["bound to another", "lost", "not connected"])
-def test_who_is_bound_to_another_or_not_there_is_not_taken_in(how: str) -> None:
+def test_a_node_that_is_bound_to_another_or_not_there_is_not_taken_in(how: str) -> None:
     made = lost_voter()
     peer = made.peers.get("d")
     assert peer is not None
@@ -249,72 +264,75 @@ def test_who_is_bound_to_another_or_not_there_is_not_taken_in(how: str) -> None:
             peer.lost = "silent"
         case _:
             peer.linked = False
-    made.look()
+    made.poll()
     assert made.spares == ""
     peer.promised, peer.lost, peer.linked = 4, "", True
-    made.look(20.0)
+    made.poll(20.0)
     assert made.spares == "d"
 
 
 # --- rule 3: until it takes effect ------------------------------------------------------------
 
 
-def test_it_asks_again_all_who_have_not_accepted() -> None:
+def test_it_asks_again_all_that_have_not_accepted() -> None:
     made = lost_voter()
     c = made.peers.get("c")
     assert c is not None
-    assert asked(made.look(10.0)) == "abd"
+    assert asked(made.poll(10.0)) == "abd"
     made.accept("a")
-    assert made.look(10.2) == []
-    assert made.look(10.5) == [], "a moment ago it was asked"
+    assert made.poll(10.2) == []
+    assert made.poll(10.5) == [], "a moment ago it was asked"
     c.linked = True
-    assert asked(made.look(11.0)) == "bcd", "c is of those before"
-    assert made.enrolment.wanted is not None
-    assert made.enrolment.wanted.roster == 1
-    assert asked(made.look(11.5)) == ""
-    assert asked(made.look(12.0)) == "bcd"
+    assert asked(made.poll(11.0)) == "bcd", "c is of those before"
+    assert made.reconfiguration.wanted is not None
+    assert made.reconfiguration.wanted.voter_revision == 1
+    assert asked(made.poll(11.5)) == ""
+    assert asked(made.poll(12.0)) == "bcd"
 
 
-def test_where_others_are_here_now_another_roster_is_wanted_and_accepted_anew() -> None:
+def test_where_others_are_here_now_another_voter_revision_is_wanted_and_accepted_again() -> None:
     made = lost_voter()
-    made.look(10.0)
+    made.poll(10.0)
     made.accept("a")
     for one in "ef":
         made.come(one, now_s=0.0)
-    assert asked(made.look(11.0)) == "abdef"
-    wanted = made.enrolment.wanted
+    assert asked(made.poll(11.0)) == "abdef"
+    wanted = made.reconfiguration.wanted
     assert wanted is not None
-    assert (wanted.roster, made.spares) == (2, "def")
+    assert (wanted.voter_revision, made.spares) == (2, "def")
     # a has accepted another one.
     assert made.accept("de") == [None] * 2
     assert made.accept("b") == [None]
     assert made.accept("a") == [wanted]
 
 
-def test_the_next_change_counts_from_the_roster_in_effect() -> None:
-    made = Lead(plan(4, "ab", spares="c", roster=7), "abd")
-    made.look()
-    wanted = made.enrolment.wanted
+def test_the_next_change_counts_from_the_voter_revision_in_effect() -> None:
+    made = FakeLeader(plan(4, "ab", spares="c", voter_revision=7), "abd")
+    made.poll()
+    wanted = made.reconfiguration.wanted
     assert wanted is not None
-    assert wanted.edition == (4, 8)
-    assert wanted.decided_by[0].edition == (4, 7)
+    assert wanted.configuration_id == (4, 8)
+    assert wanted.decided_by[0].configuration_id == (4, 7)
 
 
 def test_a_ballot_ends_it() -> None:
     made = lost_voter()
-    made.look()
-    made.enrolment.reset()
-    late = Accepted(4, None, roster=1)
+    made.poll()
+    made.reconfiguration.reset()
+    late = Accepted(4, None, voter_revision=1)
     for one in "abd":
-        assert made.enrolment.accepted(card(one), late, made.plan, made.peers) is None
+        assert made.reconfiguration.accepted(card(one), late, made.plan, made.peers) is None
 
 
-def test_where_nothing_is_wanted_nobody_is_asked() -> None:
-    assert Lead(plan(4, "ab", spares="c"), "abc").look() == []
+def test_where_nothing_is_wanted_none_is_asked() -> None:
+    assert FakeLeader(plan(4, "ab", spares="c"), "abc").poll() == []
 
 
 SETTINGS_AT_BOUNDARY = settings(
-    wishes=ClusterSize(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0
+    cluster_size=ClusterSize(2, 4, 0),
+    heartbeat_interval_s=0.5,
+    last_call_timeout_s=5.0,
+    answer_s=30.0,
 )
 PLAN = plan(1, "ab")
 
@@ -323,100 +341,102 @@ class Run:
     """Two members that run steadily, and whoever else has come."""
 
     def __init__(
-        self, wishes: MembershipSettings = SETTINGS_AT_BOUNDARY, *, attached: bool = True
+        self, settings: MembershipSettings = SETTINGS_AT_BOUNDARY, *, attached: bool = True
     ) -> None:
-        self.peers = FailureDetector(card("a"), wishes)
-        self.oversight = GenerationMonitor(wishes, pairs=PairCheck())
-        self.changes = BoundaryReconfiguration(wishes)
-        self.oversight.begin(PLAN, now_s=0.0)
+        self.peers = FailureDetector(card("a"), settings)
+        self.monitor = GenerationMonitor(settings, pairs=PairCheck())
+        self.changes = BoundaryReconfiguration(settings)
+        self.monitor.begin(PLAN, now_s=0.0)
         for one in "ab":
             meet(self.peers, card(one), now_s=0.0, linked=True)
-            self.beat(one, step=7, attached=attached)
+            self.heartbeat(one, step=7, attached=attached)
 
     def come(self, node_id: str, *, now_s: float = 0.0, incarnation: int = 1) -> None:
         meet(self.peers, card(node_id, incarnation), now_s=now_s, linked=True)
 
-    def beat(self, node_id: str, *, step: int = 7, attached: bool = True, **more: object) -> None:
+    def heartbeat(
+        self, node_id: str, *, step: int = 7, attached: bool = True, **more: object
+    ) -> None:
         found = Heartbeat(generation=1, step=step, steps_here=step, attached=attached, **more)  # type: ignore[arg-type]
-        self.oversight.beat(node_id, found, now_s=0.0)
+        self.monitor.heartbeat_received(node_id, found, now_s=0.0)
 
-    def look(self, now_s: float, *, aside: str = "", of: GenerationPlan = PLAN) -> str:
-        return self.changes.look(of, self.peers, set(aside), self.oversight, now_s=now_s)
+    def poll(self, now_s: float, *, excluded: str = "", of: GenerationPlan = PLAN) -> str:
+        return self.changes.poll(of, self.peers, set(excluded), self.monitor, now_s=now_s)
 
     @property
     def boundary(self) -> int:
-        return self.oversight.orders.stop_after_step
+        return self.monitor.orders.stop_after_step
 
 
 def test_it_asks_for_a_boundary_and_grows_once_its_snapshot_is_committed() -> None:
     run = Run()
     run.come("c")
-    assert run.look(10.0) == ""
+    assert run.poll(10.0) == ""
     assert run.boundary == 8
-    assert run.oversight.orders.why == "grows from 2 to 3 nodes"
+    assert run.monitor.orders.reason == "grows from 2 to 3 nodes"
     for one in "ab":
-        run.beat(one, step=8, at_boundary=True)
-    assert run.look(20.0) == "", "it is not committed"
+        run.heartbeat(one, step=8, at_boundary=True)
+    assert run.poll(20.0) == "", "it is not committed"
     for one in "ab":
-        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
-    assert run.look(21.0) == "grows from 2 to 3 nodes"
+        run.heartbeat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.poll(21.0) == "grows from 2 to 3 nodes"
 
 
 def test_ranks_that_have_not_come_to_the_boundary_are_waited_for() -> None:
     run = Run()
     run.come("c")
-    run.look(10.0)
+    run.poll(10.0)
     for one in "ab":
-        run.beat(one, step=8, ready=(1, 8))
-    assert run.look(20.0) == ""
+        run.heartbeat(one, step=8, ready=(1, 8))
+    assert run.poll(20.0) == ""
 
 
 def test_where_the_snapshot_does_not_come_in_time_it_grows_without() -> None:
     run = Run()
     run.come("c")
-    run.look(10.0)
-    assert run.look(39.7) == ""
-    assert run.look(40.0) == "grows from 2 to 3 nodes, without a snapshot at step 8"
+    run.poll(10.0)
+    assert run.poll(39.7) == ""
+    assert run.poll(40.0) == "grows from 2 to 3 nodes, without a snapshot at step 8"
 
 
 def test_a_script_that_takes_no_snapshots_grows_at_once() -> None:
     run = Run(attached=False)
     run.come("c")
-    assert run.look(10.0) == "grows from 2 to 3 nodes"
+    assert run.poll(10.0) == "grows from 2 to 3 nodes"
     assert run.boundary == -1
 
 
-def test_only_a_run_that_goes_on_undisturbed_grows() -> None:
+def test_only_a_run_that_continues_undisturbed_grows() -> None:
     run = Run()
     run.come("c")
-    run.oversight.note_failure("b", now_s=1.0)
-    assert run.look(10.0) == ""
+    run.monitor.note_failure("b", now_s=1.0)
+    assert run.poll(10.0) == ""
     assert run.boundary == -1
-    run.beat("b")
-    run.look(11.0)
+    run.heartbeat("b")
+    run.poll(11.0)
     assert run.boundary >= 0
 
 
 def test_a_run_that_is_asked_to_stop_does_not_grow_any_more() -> None:
     run = Run()
     run.come("c")
-    run.look(10.0)
-    run.beat("a", stops=1)
-    assert run.look(60.0) == ""
+    run.poll(10.0)
+    run.heartbeat("a", stops=1)
+    assert run.poll(60.0) == ""
 
 
 def test_only_nodes_that_have_stayed_a_while_are_taken_in() -> None:
     run = Run()
-    assert run.look(100.0) == ""
+    assert run.poll(100.0) == ""
     run.come("c", now_s=100.0)
     run.come("d", now_s=102.0)
-    run.look(106.7)
+    run.poll(106.7)
     assert run.boundary == -1, "d has just come"
-    run.look(107.0)
-    assert run.oversight.orders.why == "grows from 2 to 4 nodes"
+    run.poll(107.0)
+    assert run.monitor.orders.reason == "grows from 2 to 4 nodes"
 
 
-def test_who_is_lost_or_set_aside_or_not_connected_is_no_newcomer() -> None:
+def test_a_node_that_is_lost_or_excluded_or_not_connected_is_no_joining_node() -> None:
     run = Run()
     for one in "cde":
         run.come(one)
@@ -424,95 +444,95 @@ def test_who_is_lost_or_set_aside_or_not_connected_is_no_newcomer() -> None:
     assert lost is not None
     assert unlinked is not None
     lost.lost, unlinked.linked = "silent", False
-    assert run.look(100.0, aside="e") == ""
+    assert run.poll(100.0, excluded="e") == ""
     assert run.boundary == -1
 
 
-def test_a_member_that_was_started_again_is_a_newcomer() -> None:
+def test_a_member_that_was_started_again_is_a_joining_node() -> None:
     run = Run()
     run.come("b", incarnation=2)
-    run.look(100.0)
-    assert run.oversight.orders.why == "grows from 2 to 3 nodes"
+    run.poll(100.0)
+    assert run.monitor.orders.reason == "grows from 2 to 3 nodes"
 
 
-def test_no_run_grows_beyond_what_was_wished_for() -> None:
+def test_no_run_grows_beyond_what_was_requested() -> None:
     run = Run()
     for one in "cde":
         run.come(one)
-    run.look(100.0)
-    assert run.oversight.orders.why == "grows from 2 to 4 nodes"
-    full = Run(settings(wishes=ClusterSize(2, 2, 1), settle_s=5.0), attached=False)
+    run.poll(100.0)
+    assert run.monitor.orders.reason == "grows from 2 to 4 nodes"
+    full = Run(settings(cluster_size=ClusterSize(2, 2, 1), last_call_timeout_s=5.0), attached=False)
     full.come("c")
-    assert full.look(100.0) == ""
+    assert full.poll(100.0) == ""
 
 
 def test_it_looks_twice_a_heartbeat_at_boundary() -> None:
     run = Run(attached=False)
-    assert run.look(100.0) == ""
+    assert run.poll(100.0) == ""
     run.come("c")
-    assert run.look(100.2) == ""
-    assert run.look(100.25)
+    assert run.poll(100.2) == ""
+    assert run.poll(100.25)
 
 
 def test_a_commit_of_before_the_boundary_is_not_the_one_that_is_waited_for() -> None:
     run = Run()
     run.come("c")
-    run.look(10.0)
+    run.poll(10.0)
     for one in "ab":
-        run.beat(one, step=8, at_boundary=True, ready=(1, 7))
-    assert run.look(20.0) == ""
+        run.heartbeat(one, step=8, at_boundary=True, ready=(1, 7))
+    assert run.poll(20.0) == ""
     # A node alone stops at a boundary of its own, which may be a later one.
     for one in "ab":
-        run.beat(one, step=9, at_boundary=True, ready=(1, 9))
-    assert run.look(21.0) == "grows from 2 to 3 nodes"
+        run.heartbeat(one, step=9, at_boundary=True, ready=(1, 9))
+    assert run.poll(21.0) == "grows from 2 to 3 nodes"
 
 
-def test_who_leaves_again_does_not_leave_the_ranks_at_the_boundary() -> None:
+def test_a_node_that_leaves_again_does_not_leave_the_ranks_at_the_boundary() -> None:
     run = Run()
     run.come("c")
-    run.look(10.0)
+    run.poll(10.0)
     c = run.peers.get("c")
     assert c is not None
     c.lost = "silent"
     for one in "ab":
-        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
-    assert run.look(20.0) == "grows from 2 to 2 nodes"
+        run.heartbeat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.poll(20.0) == "grows from 2 to 2 nodes"
 
 
 def test_another_generation_forgets_the_boundary() -> None:
     run = Run()
     run.come("c")
-    run.look(10.0)
+    run.poll(10.0)
     run.changes.reset()
-    run.oversight.begin(PLAN, now_s=20.0)
+    run.monitor.begin(PLAN, now_s=20.0)
     for one in "ab":
-        run.beat(one, step=30)
-    assert run.look(100.0) == ""
+        run.heartbeat(one, step=30)
+    assert run.poll(100.0) == ""
     assert run.boundary == 31
 
 
-def test_the_same_nodes_go_on_otherwise_from_a_boundary_on_wish() -> None:
+def test_the_same_nodes_continue_otherwise_from_a_boundary_on_request() -> None:
     run = Run()
-    run.changes.wish = "the run leaves rail eth0"
-    assert run.look(10.0) == ""
+    run.changes.requested = "the run leaves rail eth0"
+    assert run.poll(10.0) == ""
     assert run.boundary == 8
     for one in "ab":
-        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
-    assert run.look(11.0) == "the run leaves rail eth0"
+        run.heartbeat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.poll(11.0) == "the run leaves rail eth0"
     run.changes.reset()
-    assert run.look(12.0) == ""
+    assert run.poll(12.0) == ""
 
 
-def test_without_snapshots_a_wish_is_met_at_once() -> None:
+def test_without_snapshots_a_request_is_met_at_once() -> None:
     run = Run(attached=False)
-    run.changes.wish = "the run leaves rail eth0"
-    assert run.look(10.0) == "the run leaves rail eth0"
+    run.changes.requested = "the run leaves rail eth0"
+    assert run.poll(10.0) == "the run leaves rail eth0"
 
 
 PLAN_OF_EVICTION = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 EVICT = settings(
-    wishes=ClusterSize(2, 2, 1),
-    heartbeat_s=0.5,
+    cluster_size=ClusterSize(2, 2, 1),
+    heartbeat_interval_s=0.5,
     answer_s=30.0,
     slow=SlowConfig(action="evict", evict_after_s=20.0),
 )
@@ -521,14 +541,14 @@ EVICT = settings(
 class RunOfEviction:
     """Two nodes of two ranks, and one that stands by; rank 2 on b is late from step 30 on."""
 
-    def __init__(self, wishes: MembershipSettings = EVICT, *, spare: bool = True) -> None:
-        self.peers = FailureDetector(card("a"), wishes)
-        self.oversight = GenerationMonitor(wishes, "a", pairs=PairCheck())
-        self.changes = BoundaryReconfiguration(wishes)
-        self.oversight.begin(PLAN_OF_EVICTION, now_s=0.0)
+    def __init__(self, settings: MembershipSettings = EVICT, *, spare: bool = True) -> None:
+        self.peers = FailureDetector(card("a"), settings)
+        self.monitor = GenerationMonitor(settings, "a", pairs=PairCheck())
+        self.changes = BoundaryReconfiguration(settings)
+        self.monitor.begin(PLAN_OF_EVICTION, now_s=0.0)
         clock = ClockOffset()
         clock.add(10**9, 10**9, 10**9, 10**9)
-        self.oversight.watching.slow.clocks = {"b": clock}
+        self.monitor.watching.slow.clocks = {"b": clock}
         for one in [node.card for node in PLAN_OF_EVICTION.members] + (
             [card("s")] if spare else []
         ):
@@ -539,32 +559,32 @@ class RunOfEviction:
         for number in range(first, last):
             for node in "ab":
                 one = sample(node, number, late_s)
-                self.beat(node, number, sample=one, **more)
-            self.look(float(number))
+                self.heartbeat(node, number, sample=one, **more)
+            self.poll(float(number))
             if self.boundary >= 0 or self.reasons:
                 return
 
-    def beat(self, node: str, number: int, **more: object) -> None:
-        self.oversight.beat(node, beat(node, number, **more), now_s=float(number))
+    def heartbeat(self, node: str, number: int, **more: object) -> None:
+        self.monitor.heartbeat_received(node, heartbeat(node, number, **more), now_s=float(number))
 
-    def look(self, now_s: float, *, aside: str = "") -> str:
-        self.oversight.passing(now_s=now_s)
-        found = self.changes.look(
-            PLAN_OF_EVICTION, self.peers, set(aside), self.oversight, now_s=now_s
+    def poll(self, now_s: float, *, excluded: str = "") -> str:
+        self.monitor.tick(now_s=now_s)
+        found = self.changes.poll(
+            PLAN_OF_EVICTION, self.peers, set(excluded), self.monitor, now_s=now_s
         )
         self.reasons += [found] if found else []
         return found
 
     @property
     def boundary(self) -> int:
-        return self.oversight.orders.stop_after_step
+        return self.monitor.orders.stop_after_step
 
-    def is_aside(self, now_s: float) -> set[str]:
-        return self.oversight.set_aside(now_s=now_s)
+    def is_excluded(self, now_s: float) -> set[str]:
+        return self.monitor.excluded(now_s=now_s)
 
 
-def slow_run(wishes: MembershipSettings = EVICT, *, spare: bool = True) -> RunOfEviction:
-    run = RunOfEviction(wishes, spare=spare)
+def slow_run(settings: MembershipSettings = EVICT, *, spare: bool = True) -> RunOfEviction:
+    run = RunOfEviction(settings, spare=spare)
     run.go(1, 30, 0.0)
     run.go(30, 90, 0.08)
     return run
@@ -572,39 +592,39 @@ def slow_run(wishes: MembershipSettings = EVICT, *, spare: bool = True) -> RunOf
 
 def at_the_boundary(run: RunOfEviction, **more: object) -> None:
     for node in "ab":
-        run.beat(node, run.boundary, at_boundary=True, **more)
+        run.heartbeat(node, run.boundary, at_boundary=True, **more)
 
 
 def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
     run = slow_run()
     assert run.boundary > 50
-    assert run.oversight.orders.why.startswith("node b is evicted: ")
+    assert run.monitor.orders.reason.startswith("node b is evicted: ")
     assert run.reasons == []
-    assert run.is_aside(90.0) == set()
+    assert run.is_excluded(90.0) == set()
     at_the_boundary(run, ready=(1, run.boundary))
-    assert run.look(70.0).startswith("node b is evicted: ")
-    assert run.is_aside(70.0) == {"b"}
-    assert run.oversight.history(now_s=91.0).barred == {"b": 21.0}, "the next lead knows it too"
-    run.oversight.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
+    assert run.poll(70.0).startswith("node b is evicted: ")
+    assert run.is_excluded(70.0) == {"b"}
+    assert run.monitor.history(now_s=91.0).barred == {"b": 21.0}, "the next lead knows it too"
+    run.monitor.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
     for node in "as":
-        ranks = beat("a" if node == "a" else "b", 200).ranks
+        ranks = heartbeat("a" if node == "a" else "b", 200).ranks
         body = Heartbeat(generation=2, attached=True, step=200, steps_here=9, ranks=ranks,
                     restart=RestartTimes(0.1, 0.5, 0.1, 0.1))  # fmt: skip
-        run.oversight.beat(node, body, now_s=93.0)
-    run.oversight.passing(now_s=94.0)
-    assert [one["actions"] for one in told(run.oversight, "incident_closed")] == [
+        run.monitor.heartbeat_received(node, body, now_s=93.0)
+    run.monitor.tick(now_s=94.0)
+    assert [one["actions"] for one in reported(run.monitor, "incident_closed")] == [
         ["report"],
         ["evict"],
     ]
 
 
-def test_by_default_it_is_only_told() -> None:
+def test_by_default_it_is_only_reported() -> None:
     run = slow_run(changed(EVICT, slow=SlowConfig()))
     assert run.boundary == -1
-    assert len(told(run.oversight, "verdict")) == 1
+    assert len(reported(run.monitor, "verdict")) == 1
 
 
-def test_where_nobody_stands_by_it_is_only_told() -> None:
+def test_where_no_node_is_standby_it_is_only_reported() -> None:
     assert slow_run(spare=False).boundary == -1
 
 
@@ -616,42 +636,42 @@ def test_what_passes_is_left_alone() -> None:
     assert run.boundary == -1
 
 
-def test_who_stood_by_may_be_gone_at_the_boundary() -> None:
+def test_a_node_that_was_standby_may_be_gone_at_the_boundary() -> None:
     run = slow_run()
     spare = run.peers.get("s")
     assert spare is not None
     spare.lost = "silent"
     at_the_boundary(run, ready=(1, run.boundary))
-    assert run.look(70.0).startswith("no spare is left")
-    assert run.is_aside(91.0) == set()
+    assert run.poll(70.0).startswith("no spare is left")
+    assert run.is_excluded(91.0) == set()
 
 
-def test_a_script_without_snapshots_is_begun_anew_at_once() -> None:
+def test_a_script_without_snapshots_is_restarted_at_once() -> None:
     run = RunOfEviction()
     run.go(1, 30, 0.0, attached=False)
     run.go(30, 90, 0.08, attached=False)
     assert run.reasons
     assert run.boundary == -1
-    assert run.is_aside(90.0) == {"b"}
+    assert run.is_excluded(90.0) == {"b"}
 
 
 def test_of_a_slow_link_one_end_is_evicted() -> None:
     run = RunOfEviction()
     for number in range(1, 100):
         one = slow_link(number, is_slow=number > 30)
-        run.beat("a", number, sample=one)
-        run.beat("b", number, sample=sample("b", number, 0.0))
-        run.look(float(number))
-        for send in run.oversight.probes(now_s=float(number)):
+        run.heartbeat("a", number, sample=one)
+        run.heartbeat("b", number, sample=sample("b", number, 0.0))
+        run.poll(float(number))
+        for send in run.monitor.probes(now_s=float(number)):
             assert isinstance(send, Send)
             assert isinstance(send.message, ProbeLinkRequest)
             found = ProbeLinkResult(send.message.number, "a", 0.001, 1e9, 1e5)
-            run.oversight.watching.slow.probed(found, now_s=float(number))
-    assert run.oversight.orders.why.startswith("node b is evicted: ")
+            run.monitor.watching.slow.probed(found, now_s=float(number))
+    assert run.monitor.orders.reason.startswith("node b is evicted: ")
 
 
-def test_a_node_whose_rank_hangs_is_evicted_where_that_is_wished_and_possible() -> None:
-    for action, spare, aside in (
+def test_a_node_whose_rank_hangs_is_evicted_where_that_is_requested_and_possible() -> None:
+    for action, spare, excluded in (
         ("evict", True, {"a"}),
         ("evict", False, set()),
         ("restart", True, set()),
@@ -662,7 +682,7 @@ def test_a_node_whose_rank_hangs_is_evicted_where_that_is_wished_and_possible() 
             views = hang(12.0 + number)
             for node in PLAN_OF_EVICTION.members:
                 own = tuple(views[rank] for rank in node.ranks)
-                body = msgspec.structs.replace(beat(node.node_id, 5), views=own)
-                run.oversight.beat(node.node_id, body, now_s=20.0 + number)
-            run.look(20.5 + number)
-        assert run.is_aside(23.0) == aside, action
+                body = msgspec.structs.replace(heartbeat(node.node_id, 5), views=own)
+                run.monitor.heartbeat_received(node.node_id, body, now_s=20.0 + number)
+            run.poll(20.5 + number)
+        assert run.is_excluded(23.0) == excluded, action

@@ -19,7 +19,7 @@ def meetings(
     """All that can be judged, once every rank has been seen a second later."""
     found = found or ArrivalTracker()
     for rank, entered in entries.items():
-        end_s = max(at_s for told in entries.values() for _, _, at_s in told) + 1.0
+        end_s = max(at_s for reported in entries.values() for _, _, at_s in reported) + 1.0
         found.add(rank, nodes[rank], entered, GROUPS, seen_s=end_s)
     return found.take()
 
@@ -43,7 +43,7 @@ def test_the_late_one_is_late_against_the_median_of_the_others() -> None:
     assert late(meeting) == {0: -0.2, 1: -0.1, 2: 0.1, 3: 2.9}
 
 
-def test_a_collective_is_given_once_and_when_all_have_been_looked_at_after_it() -> None:
+def test_a_collective_is_given_once_and_when_all_have_been_checked_after_it() -> None:
     found = ArrivalTracker()
     for rank in range(4):
         found.add(rank, NODES[rank], [("all", 1, 10.0)], GROUPS, seen_s=11.0)
@@ -91,7 +91,7 @@ def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
     assert last.node_late_s[0] == pytest.approx(-3.0)
 
 
-def test_a_slow_collective_makes_nobody_late() -> None:
+def test_a_slow_collective_makes_no_rank_late() -> None:
     before = {
         0: [("t0", 1, 1.0)],
         1: [("t0", 1, 1.0)],
@@ -104,7 +104,7 @@ def test_a_slow_collective_makes_nobody_late() -> None:
     assert late(found[-1]) == {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
 
 
-def test_who_goes_on_beside_a_collective_shows_that_it_overlaps() -> None:
+def test_a_node_that_continues_during_a_collective_shows_that_it_overlaps() -> None:
     found = ArrivalTracker()
     entries = joined(
         *(everyone(seq, seq + 0.0, seq + 0.0, seq + 0.0, seq + 1.5) for seq in range(1, 6))
@@ -128,7 +128,7 @@ def test_a_collective_that_ends_later_is_no_excuse() -> None:
     assert whole.late_s[2] > 1.0
 
 
-def test_nobody_is_judged_after_something_unknown() -> None:
+def test_none_is_judged_after_something_unknown() -> None:
     first = everyone(1, 0.0, 0.0, 0.0, 0.0)
     second = everyone(2, 2.0, 2.0, 6.0, 6.0)
     third = everyone(3, 7.0, 7.0, 7.0, 8.0)

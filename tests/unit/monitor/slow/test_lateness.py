@@ -28,7 +28,7 @@ def test_what_is_left_in_the_noise_is_gone() -> None:
     assert fed(series, SLOW_MS)[-1] is Confidence.LIKELY
 
 
-def test_who_is_less_late_than_before_keeps_its_name() -> None:
+def test_a_node_that_is_less_late_than_before_keeps_its_name() -> None:
     series = LatenessSeries()
     fed(series, (NOISY_MS * 3)[: LEFT_OUT + LEARNT + WINDOWS])
     assert fed(series, SLOW_MS)[-1] is Confidence.LIKELY

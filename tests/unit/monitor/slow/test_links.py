@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ftrun.monitor.slow.delay_matrix import DelayMatrix, LinkSample, NodeTraffic, Pair
 from ftrun.monitor.slow.links import (
-    LOOKS,
+    GOOD_SAMPLES,
+    MAX_SAMPLES,
     PROBE_EVERY_S,
     PROBE_LASTS_S,
-    WELL_LOOKS,
     LinkProbeReading,
     SlowLinkDetector,
     place_of,
@@ -48,9 +48,9 @@ class Network:
             if other != one and (not self._is_ring or other == self.nodes[(index + 1) % count])
         ]
 
-    def look(self) -> Verdict | None:
+    def poll(self) -> Verdict | None:
         self.now_s += 1.0
-        looks = [
+        samples = [
             NodeTraffic(
                 node,
                 1.0,
@@ -59,10 +59,10 @@ class Network:
             )
             for node in self.nodes
         ]
-        return self.links.look(looks, self.hosts, now_s=self.now_s)
+        return self.links.poll(samples, self.hosts, now_s=self.now_s)
 
-    def looks(self, count: int) -> list[Verdict | None]:
-        return [self.look() for _ in range(count)]
+    def samples(self, count: int) -> list[Verdict | None]:
+        return [self.poll() for _ in range(count)]
 
     def _sample(self, pair: Pair) -> LinkSample:
         slow = self.slow.get(pair, 1.0) * self._chance.uniform(0.7, 1.5)
@@ -76,7 +76,7 @@ class Network:
 
 def learnt(nodes: int, *, seed: int = 1, is_ring: bool = False) -> Network:
     network = Network(nodes, seed=seed, is_ring=is_ring)
-    assert network.looks(LEARNING) == [None] * LEARNING
+    assert network.samples(LEARNING) == [None] * LEARNING
     return network
 
 
@@ -106,18 +106,18 @@ PLACES: dict[str, tuple[Callable[[Network, str], list[Pair]], str]] = {
 
 @pytest.mark.parametrize("nodes", [3, 4, 6])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_place_is_told_by_its_cells(place: str, nodes: int) -> None:
+def test_the_place_is_reported_by_its_cells(place: str, nodes: int) -> None:
     cells_of, words = PLACES[place]
     for node in range(nodes):
         network = learnt(nodes, seed=node)
         name = network.nodes[node]
         network.slow = dict.fromkeys(cells_of(network, name), 40.0)
-        found = [one for one in network.looks(10) if one is not None]
+        found = [one for one in network.samples(10) if one is not None]
         assert {one.kind for one in found} == {VerdictKind.SLOW_COMMUNICATION}
         assert all(one.text.startswith(words.format(name)) for one in found), found[0].text
         assert name in found[-1].nodes
         assert found[-1].confidence is Confidence.LIKELY
-        assert len(found) >= 10 - LOOKS - 1
+        assert len(found) >= 10 - MAX_SAMPLES - 1
         hot = {(cell.sender, cell.receiver) for cell in network.links.table() if cell.is_hot}
         assert hot == set(network.slow)
 
@@ -125,7 +125,7 @@ def test_the_place_is_told_by_its_cells(place: str, nodes: int) -> None:
 def test_on_a_ring_a_node_shows_in_the_two_cells_it_has() -> None:
     network = learnt(4, is_ring=True)
     network.slow = dict.fromkeys(both(network, "n2"), 40.0)
-    verdict = network.looks(8)[-1]
+    verdict = network.samples(8)[-1]
     assert verdict is not None
     assert verdict.nodes == ("n2",)
 
@@ -133,12 +133,12 @@ def test_on_a_ring_a_node_shows_in_the_two_cells_it_has() -> None:
 def test_two_nodes_are_compared_with_their_past() -> None:
     network = learnt(2)
     network.slow = {("n0", "n1"): 30.0}
-    verdict = network.looks(8)[-1]
+    verdict = network.samples(8)[-1]
     assert verdict is not None
     assert verdict.nodes == ("n0", "n1")
     assert "from node n0 to node n1" in verdict.text
     network.slow[("n1", "n0")] = 30.0
-    verdict = network.looks(8)[-1]
+    verdict = network.samples(8)[-1]
     assert verdict is not None
     assert "between nodes n0 and n1" in verdict.text
 
@@ -146,9 +146,9 @@ def test_two_nodes_are_compared_with_their_past() -> None:
 def test_a_long_way_is_seen_where_little_is_sent() -> None:
     network = Network(4)
     network.mb = 0.01
-    network.looks(LEARNING)
+    network.samples(LEARNING)
     network.far_s = dict.fromkeys(both(network, "n3"), 0.05)
-    verdict = network.looks(8)[-1]
+    verdict = network.samples(8)[-1]
     assert verdict is not None
     assert verdict.nodes == ("n3",)
     assert "megabyte" not in verdict.text
@@ -158,15 +158,15 @@ def test_a_long_way_is_seen_where_little_is_sent() -> None:
 def test_slow_from_the_beginning_is_seen_among_three() -> None:
     network = Network(4)
     network.slow = dict.fromkeys(both(network, "n1"), 40.0)
-    verdict = network.looks(LEARNING + 6)[-1]
+    verdict = network.samples(LEARNING + 6)[-1]
     assert verdict is not None
     assert verdict.nodes == ("n1",)
 
 
-def test_scattered_cells_are_told_as_the_network_between_their_nodes() -> None:
+def test_scattered_cells_are_reported_as_the_network_between_their_nodes() -> None:
     network = learnt(6)
     network.slow = {("n0", "n1"): 40.0, ("n2", "n3"): 40.0, ("n4", "n0"): 40.0}
-    verdict = network.looks(8)[-1]
+    verdict = network.samples(8)[-1]
     assert verdict is not None
     assert verdict.nodes == ("n0", "n1", "n2", "n3", "n4")
 
@@ -174,21 +174,21 @@ def test_scattered_cells_are_told_as_the_network_between_their_nodes() -> None:
 def test_everything_slower_is_the_network() -> None:
     network = learnt(3)
     network.slow = dict.fromkeys(network.pairs, 40.0)
-    verdict = network.looks(9)[-1]
+    verdict = network.samples(9)[-1]
     assert verdict is not None
     assert verdict.confidence is Confidence.POSSIBLE
     assert verdict.nodes == ("n0", "n1", "n2")
     network.mb = 0.01
     network.slow.clear()
-    assert network.looks(8)[-1] is None
+    assert network.samples(8)[-1] is None
 
 
 def test_everything_further_away_is_the_network_too() -> None:
     network = Network(3)
     network.mb = 0.01
-    network.looks(LEARNING)
+    network.samples(LEARNING)
     network.far_s = dict.fromkeys(network.pairs, 0.1)
-    verdict = network.looks(9)[-1]
+    verdict = network.samples(9)[-1]
     assert verdict is not None
     assert "between all nodes" in verdict.text
 
@@ -196,33 +196,33 @@ def test_everything_further_away_is_the_network_too() -> None:
 def test_a_short_trouble_is_none() -> None:
     network = learnt(4)
     network.slow = dict.fromkeys(both(network, "n1"), 40.0)
-    network.look()
+    network.poll()
     network.slow.clear()
-    assert network.looks(5) == [None] * 5
+    assert network.samples(5) == [None] * 5
 
 
 def test_what_costs_nothing_is_left_alone() -> None:
     network = Network(4)
     network.mb = 0.3
-    network.looks(LEARNING)
+    network.samples(LEARNING)
     network.slow = dict.fromkeys(row(network, "n0"), 9.0)
-    assert network.looks(10) == [None] * 10
+    assert network.samples(10) == [None] * 10
 
 
 def test_it_ends_when_the_link_is_well_again() -> None:
     network = learnt(4)
     network.slow = dict.fromkeys(both(network, "n1"), 40.0)
-    assert network.looks(8)[-1] is not None
+    assert network.samples(8)[-1] is not None
     network.slow.clear()
-    network.looks(LOOKS + 2)
-    assert network.looks(10) == [None] * 10
+    network.samples(MAX_SAMPLES + 2)
+    assert network.samples(10) == [None] * 10
 
 
-def test_addresses_of_nobody_and_of_the_own_node_are_left_out() -> None:
+def test_addresses_of_no_node_and_of_the_own_node_are_left_out() -> None:
     matrix = DelayMatrix()
     samples = [LinkSample(host, 10**6, 0.1, 0.001, 0, 0, 0.0) for host in ("here", "8.8.8.8")]
-    for _ in range(LOOKS):
-        matrix.look([NodeTraffic("n0", 1.0, samples)], {"here": "n0"})
+    for _ in range(MAX_SAMPLES):
+        matrix.poll([NodeTraffic("n0", 1.0, samples)], {"here": "n0"})
     assert matrix.cells() == []
 
 
@@ -239,7 +239,7 @@ def suspected() -> tuple[Network, Pair, Pair]:
     """A link that is somewhat slower; the pairs that are to be probed."""
     network = learnt(4)
     network.slow = {("n1", "n2"): 5.0}
-    assert network.looks(8) == [None] * 8
+    assert network.samples(8) == [None] * 8
     wanted = network.links.suspect_pairs(now_s=network.now_s)
     assert wanted[0] == ("n1", "n2")
     assert len(wanted) == 2
@@ -253,9 +253,9 @@ def suspected() -> tuple[Network, Pair, Pair]:
 def test_a_suspicion_that_a_probe_confirms_is_certain(found: dict[str, float]) -> None:
     network, suspect, other = suspected()
     network.links.probed(probe(suspect, network.now_s, **found))
-    assert network.looks(2) == [None, None]  # nothing to compare it with
+    assert network.samples(2) == [None, None]  # nothing to compare it with
     network.links.probed(probe(other, network.now_s))
-    verdict = network.looks(2)[-1]
+    verdict = network.samples(2)[-1]
     assert verdict is not None
     assert verdict.confidence is Confidence.CERTAIN
     assert verdict.nodes == ("n1", "n2")
@@ -266,16 +266,16 @@ def test_a_suspicion_that_no_probe_confirms_stays_one() -> None:
     network, suspect, other = suspected()
     for pair in (suspect, other):
         network.links.probed(probe(pair, network.now_s))
-    assert network.looks(8) == [None] * 8
+    assert network.samples(8) == [None] * 8
 
 
 def test_a_probe_may_speak_against_a_verdict() -> None:
     network = learnt(4)
     network.slow = {("n1", "n2"): 40.0}
-    assert network.looks(8)[-1] is not None
+    assert network.samples(8)[-1] is not None
     for pair in network.links.suspect_pairs(now_s=network.now_s):
         network.links.probed(probe(pair, network.now_s))
-    verdict = network.looks(2)[-1]
+    verdict = network.samples(2)[-1]
     assert verdict is not None
     assert verdict.confidence is Confidence.POSSIBLE
     assert verdict.counter_evidence
@@ -291,21 +291,21 @@ def test_probes_are_forgotten() -> None:
     network, suspect, other = suspected()
     network.links.probed(probe(suspect, network.now_s, mb_per_s=1.0))
     network.links.probed(probe(other, network.now_s))
-    assert network.looks(2)[-1] is not None
-    assert network.looks(round(PROBE_LASTS_S) + 3)[-1] is None
+    assert network.samples(2)[-1] is not None
+    assert network.samples(round(PROBE_LASTS_S) + 3)[-1] is None
 
 
-def test_a_probe_that_came_nowhere_tells_nothing() -> None:
+def test_a_probe_that_came_nowhere_yields_nothing() -> None:
     network, suspect, other = suspected()
     network.links.probed(probe(suspect, network.now_s, rtt_s=0.0, mb_per_s=0.0))
     network.links.probed(probe(other, network.now_s))
-    assert network.looks(3) == [None] * 3
+    assert network.samples(3) == [None] * 3
 
 
-def test_two_nodes_have_nobody_else_to_probe() -> None:
+def test_two_nodes_have_no_other_to_probe() -> None:
     network = learnt(2)
     network.slow = dict.fromkeys(network.pairs, 5.0)
-    network.looks(8)
+    network.samples(8)
     assert len(network.links.suspect_pairs(now_s=network.now_s)) == 1
 
 
@@ -316,7 +316,7 @@ def test_two_nodes_have_nobody_else_to_probe() -> None:
 @given(seed=st.integers(0, 10**9), nodes=st.integers(2, 6), is_ring=st.booleans())
 def test_a_healthy_network_has_no_slow_link(seed: int, nodes: int, is_ring: bool) -> None:
     network = Network(nodes, seed=seed, is_ring=is_ring)
-    assert network.looks(60) == [None] * 60
+    assert network.samples(60) == [None] * 60
 
 
 @settings(max_examples=60, deadline=None)
@@ -332,7 +332,7 @@ def test_a_slow_node_is_named_whatever_it_is(
     network = learnt(nodes, seed=seed, is_ring=is_ring)
     culprit = network.nodes[seed % nodes]
     network.slow = dict.fromkeys(both(network, culprit), slow)
-    found = [one for one in network.looks(12) if one is not None]
+    found = [one for one in network.samples(12) if one is not None]
     assert found
     assert all(culprit in one.nodes for one in found)
     assert found[-1].nodes == (culprit,)
@@ -357,13 +357,15 @@ def test_of_two_readings_the_one_with_fewer_cells_counts() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 4])
-def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_a_doubt(nodes: int) -> None:
+def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_low_confidence(
+    nodes: int,
+) -> None:
     """Of three nodes it spoils four of six cells: whoever hears it or is heard by it waits."""
     network = Network(nodes)
     for pair in network.pairs:
         if "n1" in pair:
             network.far_s[pair], network.slow[pair] = 0.1, 40.0
-    found = [one for one in network.looks(LEARNING + 10) if one is not None]
+    found = [one for one in network.samples(LEARNING + 10) if one is not None]
     assert found
     assert {one.nodes for one in found} == {("n1",)}
     assert {one.confidence for one in found} == {Confidence.POSSIBLE}
@@ -377,7 +379,7 @@ def test_networks_that_are_built_unevenly_are_left_alone() -> None:
     for one, other in network.pairs:
         if (int(one[1]) < 3) != (int(other[1]) < 3):
             network.slow[one, other] = 4.0
-    assert network.looks(40) == [None] * 40
+    assert network.samples(40) == [None] * 40
 
 
 @pytest.mark.parametrize("last", range(4))
@@ -385,11 +387,11 @@ def test_the_last_cell_of_a_link_that_gets_well_is_not_named(last: int) -> None:
     network = learnt(3)
     cells = both(network, "n1")
     network.slow = dict.fromkeys(cells, 300.0)
-    assert {one.nodes for one in network.looks(6) if one is not None} == {("n1",)}
+    assert {one.nodes for one in network.samples(6) if one is not None} == {("n1",)}
     network.slow = {cells[last]: 300.0}
-    while_it_heals = network.looks(1)
+    while_it_heals = network.samples(1)
     network.slow.clear()
-    after = [*while_it_heals, *network.looks(4)]
+    after = [*while_it_heals, *network.samples(4)]
     assert {one.nodes for one in after if one is not None} <= {("n1",)}
     assert after[-1] is None
 
@@ -397,7 +399,7 @@ def test_the_last_cell_of_a_link_that_gets_well_is_not_named(last: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     nodes=st.integers(3, 4),
-    well_at=st.lists(st.integers(0, WELL_LOOKS - LOOKS - 2), min_size=6, max_size=6),
+    well_at=st.lists(st.integers(0, GOOD_SAMPLES - MAX_SAMPLES - 2), min_size=6, max_size=6),
     seed=st.integers(0, 99),
 )
 def test_a_link_that_gets_well_cell_by_cell_has_one_name(
@@ -405,12 +407,12 @@ def test_a_link_that_gets_well_cell_by_cell_has_one_name(
 ) -> None:
     network = learnt(nodes, seed=seed)
     network.slow = dict.fromkeys(both(network, "n1"), 300.0)
-    (place,) = {one.fingerprint for one in network.looks(8) if one is not None}
+    (place,) = {one.fingerprint for one in network.samples(8) if one is not None}
     waits = dict(zip(sorted(network.slow), well_at, strict=False))
     said = []
-    for look in range(WELL_LOOKS + LOOKS):
-        network.slow = {pair: 300.0 for pair, wait in waits.items() if look < wait}
-        said.append(network.look())
+    for poll in range(GOOD_SAMPLES + MAX_SAMPLES):
+        network.slow = {pair: 300.0 for pair, wait in waits.items() if poll < wait}
+        said.append(network.poll())
     assert {one.fingerprint for one in said if one is not None} <= {place}
     assert said[-1] is None
 
@@ -418,9 +420,9 @@ def test_a_link_that_gets_well_cell_by_cell_has_one_name(
 def test_what_stays_slow_of_a_named_place_gets_its_own_name() -> None:
     network = learnt(4)
     network.slow = dict.fromkeys(both(network, "n1"), 300.0)
-    network.looks(8)
+    network.samples(8)
     network.slow = {("n1", "n2"): 300.0}
-    assert network.looks(WELL_LOOKS)[-1] is not None
-    last = network.looks(LOOKS + 2)[-1]
+    assert network.samples(GOOD_SAMPLES)[-1] is not None
+    last = network.samples(MAX_SAMPLES + 2)[-1]
     assert last is not None
     assert last.nodes == ("n1", "n2")

@@ -11,13 +11,13 @@ def sample(at_s: float, held: list[int], left: int) -> NodeSample:
     return NodeSample(int(at_s), at_s, 1.0, ranks, (), left)
 
 
-def test_memory_that_runs_out_is_told_in_time() -> None:
+def test_memory_that_runs_out_is_reported_in_time() -> None:
     made = MemoryTrend()
     found = []
     for second in range(0, 200, 5):
         held = [1 << 30, (1 << 30) + second * (10 << 20)]
         left = (6 << 30) - second * (10 << 20)
-        one = made.look([("a", sample(second, held, left))])
+        one = made.poll([("a", sample(second, held, left))])
         found += [one] if one is not None else []
     assert len(found) == 1
     assert (found[0].culprits, found[0].nodes) == ((1,), ("a",))
@@ -30,11 +30,11 @@ def test_memory_that_runs_out_is_told_in_time() -> None:
 def test_memory_that_suffices(rate: int, left: int) -> None:
     made = MemoryTrend()
     for second in range(0, 200, 5):
-        assert made.look([("a", sample(second, [(1 << 30) + second * rate], left))]) is None
+        assert made.poll([("a", sample(second, [(1 << 30) + second * rate], left))]) is None
 
 
 def test_one_large_allocation_is_no_trend() -> None:
     made = MemoryTrend()
     for second in range(0, 200, 5):
         held = (1 << 30) if second < 100 else (5 << 30)
-        assert made.look([("a", sample(second, [held], 1 << 30))]) is None
+        assert made.poll([("a", sample(second, [held], 1 << 30))]) is None

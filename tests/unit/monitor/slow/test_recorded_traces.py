@@ -18,7 +18,7 @@ SLOW_LINKS = {
     "slow_link_4_nodes": ("node1",),
     "long_link_4_nodes": ("node2",),
 }
-LOOKS_S = 4.0
+SAMPLE_S = 4.0
 """So long it may take where steps are short: looks come every half second."""
 
 
@@ -30,12 +30,12 @@ def test_all_recordings_are_small_and_used() -> None:
 
 @pytest.mark.parametrize(("name", "rank"), SLOW_RANKS.items())
 def test_the_slow_rank_is_named_within_20_steps(name: str, rank: int) -> None:
-    trace, eyes = recording(name), StragglerDetector()
+    trace, detector = recording(name), StragglerDetector()
     first = None
     step_before = 0
-    for second, looks in trace.seconds_of_ranks():
-        verdict = eyes.look(looks, trace.groups)
-        step = max([look.step for look in looks], default=step_before)
+    for second, samples in trace.seconds_of_ranks():
+        verdict = detector.poll(samples, trace.groups)
+        step = max([poll.step for poll in samples], default=step_before)
         if second <= 0:
             assert verdict is None
             step_before = step
@@ -45,13 +45,13 @@ def test_the_slow_rank_is_named_within_20_steps(name: str, rank: int) -> None:
             first = first or (second, step - step_before)
     assert first is not None
     seconds, steps = first
-    assert steps <= 20 or seconds <= LOOKS_S
+    assert steps <= 20 or seconds <= SAMPLE_S
 
 
-def test_on_a_machine_without_time_nobody_is_named_or_the_right_one() -> None:
-    trace, eyes = recording("noisy_slow_rank_of_4"), StragglerDetector()
-    for second, looks in trace.seconds_of_ranks():
-        verdict = eyes.look(looks, trace.groups)
+def test_on_a_machine_without_time_none_is_named_or_the_right_one() -> None:
+    trace, detector = recording("noisy_slow_rank_of_4"), StragglerDetector()
+    for second, samples in trace.seconds_of_ranks():
+        verdict = detector.poll(samples, trace.groups)
         assert verdict is None or (second > 0 and verdict.culprits == (2,))
 
 
@@ -59,8 +59,8 @@ def test_on_a_machine_without_time_nobody_is_named_or_the_right_one() -> None:
 def test_the_slow_link_is_named(name: str, nodes: tuple[str, ...]) -> None:
     trace, links = recording(name), SlowLinkDetector()
     first = None
-    for second, looks in trace.seconds_of_links():
-        verdict = links.look(looks, trace.hosts, now_s=second)
+    for second, samples in trace.seconds_of_links():
+        verdict = links.poll(samples, trace.hosts, now_s=second)
         if verdict is not None:
             assert second > 0
             assert verdict.kind is VerdictKind.SLOW_COMMUNICATION
@@ -73,17 +73,17 @@ def test_the_slow_link_is_named(name: str, nodes: tuple[str, ...]) -> None:
     assert all(set(pair) & set(nodes) for pair in hot)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if recording(name).link_looks])
+@pytest.mark.parametrize("name", [name for name in NAMES if recording(name).link_samples])
 def test_no_link_is_named_for_a_slow_rank_or_for_nothing(name: str) -> None:
     trace, links = recording(name), SlowLinkDetector()
     is_link = name in SLOW_LINKS
-    for second, looks in trace.seconds_of_links():
-        verdict = links.look(looks, trace.hosts, now_s=second)
+    for second, samples in trace.seconds_of_links():
+        verdict = links.poll(samples, trace.hosts, now_s=second)
         assert verdict is None or (is_link and second > 0)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("healthy")])
-def test_on_healthy_recordings_nobody_is_named(name: str) -> None:
-    trace, eyes = recording(name), StragglerDetector()
-    for _, looks in trace.seconds_of_ranks():
-        assert eyes.look(looks, trace.groups) is None
+def test_on_healthy_recordings_none_is_named(name: str) -> None:
+    trace, detector = recording(name), StragglerDetector()
+    for _, samples in trace.seconds_of_ranks():
+        assert detector.poll(samples, trace.groups) is None

@@ -14,9 +14,9 @@ MS = 1_000_000
 def exchange(clock: ClockOffset, at_ns: int, offset_ns: int, way: tuple[int, int, int]) -> int:
     """`way`: ns there, ns spent there, ns back. Gives when it arrived."""
     there, spent, back = way
-    heard = at_ns + there + offset_ns
+    received = at_ns + there + offset_ns
     arrived = at_ns + there + spent + back
-    clock.add(at_ns, heard, heard + spent, arrived)
+    clock.add(at_ns, received, received + spent, arrived)
     return arrived
 
 
@@ -53,7 +53,7 @@ def test_the_shortest_way_counts() -> None:
         max_size=60,
     ),
 )
-def test_the_truth_lies_within_the_bound(offset: int, ways: list[tuple[int, int, int]]) -> None:
+def test_the_truth_is_within_the_bound(offset: int, ways: list[tuple[int, int, int]]) -> None:
     clock, at = ClockOffset(), 0
     for way in ways:
         at = exchange(clock, at, offset, way)
@@ -74,7 +74,7 @@ def test_a_drifting_clock_stays_within_the_bound(seed: int, drift: float) -> Non
         at += 500 * MS
 
 
-def test_a_clock_that_has_jumped_is_learnt_anew() -> None:
+def test_a_clock_that_has_jumped_is_learnt_again() -> None:
     clock, at = ClockOffset(), 0
     for _ in range(10):
         at = exchange(clock, at, 0, (MS, 0, MS)) + 100 * MS
@@ -84,7 +84,7 @@ def test_a_clock_that_has_jumped_is_learnt_anew() -> None:
     assert clock.at(at / 1e9)[0] == pytest.approx(3600.0)
 
 
-def test_one_exchange_that_contradicts_is_put_aside() -> None:
+def test_one_exchange_that_contradicts_is_ignored() -> None:
     clock = ClockOffset()
     exchange(clock, 0, 0, (MS, 0, MS))
     exchange(clock, 100 * MS, 9000 * MS, (MS, 0, MS))

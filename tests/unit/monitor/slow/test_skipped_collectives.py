@@ -9,11 +9,11 @@ NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 def counted(
     made: CollectiveCounts, step: int, counts: list[int], world_size: int | None = None
 ) -> Verdict | None:
-    told = [(rank, ((step, calls),)) for rank, calls in enumerate(counts)]
-    return made.look(told, world_size or len(counts), NODES)
+    reported = [(rank, ((step, calls),)) for rank, calls in enumerate(counts)]
+    return made.poll(reported, world_size or len(counts), NODES)
 
 
-def test_equal_counts_say_nothing() -> None:
+def test_equal_counts_report_nothing() -> None:
     made = CollectiveCounts()
     for step in range(1, 3 * KEPT):
         assert counted(made, step, [3 * step] * 4) is None
@@ -57,13 +57,13 @@ def test_stages_of_a_pipeline_call_differently_by_design() -> None:
         assert counted(made, step, [step, 2 * step]) is None
 
 
-def test_a_rank_that_has_not_told_yet_is_waited_for() -> None:
+def test_a_rank_that_has_not_reported_yet_is_waited_for() -> None:
     made = CollectiveCounts()
     for step in (8, 16, 24):
         counted(made, step, [step] * 2)
-    assert made.look([(0, ((32, 32),))], 2, NODES) is None
-    assert made.look([(1, ((32, 30),))], 2, NODES) is not None
+    assert made.poll([(0, ((32, 32),))], 2, NODES) is None
+    assert made.poll([(1, ((32, 30),))], 2, NODES) is not None
 
 
-def test_one_rank_has_nobody_to_differ_from() -> None:
+def test_one_rank_has_no_other_to_differ_from() -> None:
     assert counted(CollectiveCounts(), 8, [8]) is None

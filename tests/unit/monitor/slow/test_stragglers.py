@@ -45,19 +45,19 @@ def any_world(seed: int, *, noises: tuple[float, ...] = (0.01, 0.05, 0.1, 0.2)) 
         program,
         seed,
         noise=chance.choice(noises),
-        look_s=chance.choice([0.5, 1.0]),
+        sample_s=chance.choice([0.5, 1.0]),
         clock_error_s=chance.choice([0.0, 0.001, 0.005]),
     )
 
 
 def watched(
-    world: SlowWorld, steps: int, eyes: StragglerDetector | None = None
+    world: SlowWorld, steps: int, detector: StragglerDetector | None = None
 ) -> list[tuple[int, Verdict]]:
     """What is said in so many steps, and at which."""
-    eyes = eyes or StragglerDetector()
+    detector = detector or StragglerDetector()
     found = []
-    for looks in world.run(steps):
-        verdict = eyes.look(looks, world.groups)
+    for samples in world.run(steps):
+        verdict = detector.poll(samples, world.groups)
         if verdict is not None:
             found.append((world.step, verdict))
     return found
@@ -74,10 +74,10 @@ def ddp_world(ranks: int = 4, *, seed: int = 1, noise: float = 0.02, **other: fl
 @pytest.mark.parametrize("slow", [1.3, 2.0])
 def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> None:
     for culprit in range(ranks):
-        world, eyes = ddp_world(ranks, seed=culprit), StragglerDetector()
-        assert watched(world, WARM_STEPS, eyes) == []
+        world, detector = ddp_world(ranks, seed=culprit), StragglerDetector()
+        assert watched(world, WARM_STEPS, detector) == []
         world.slow[culprit] = slow
-        found = watched(world, 30, eyes)
+        found = watched(world, 30, detector)
         assert {verdict.culprits for _, verdict in found} == {(culprit,)}
         assert found[0][0] - WARM_STEPS <= NAMED_WITHIN
         verdict = found[-1][1]
@@ -94,20 +94,23 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
 def test_over_two_kinds_of_groups_only_the_culprit_is_named(data: int, tensor: int) -> None:
     for culprit in range(data * tensor):
         program = tensor_parallel(data, tensor, layers=4, step_s=0.4)
-        world, eyes = SlowWorld(data * tensor, program, culprit, noise=0.03), StragglerDetector()
-        assert watched(world, WARM_STEPS, eyes) == []
+        world, detector = (
+            SlowWorld(data * tensor, program, culprit, noise=0.03),
+            StragglerDetector(),
+        )
+        assert watched(world, WARM_STEPS, detector) == []
         world.slow[culprit] = 2.0
-        found = watched(world, 30, eyes)
+        found = watched(world, 30, detector)
         assert {verdict.culprits for _, verdict in found} == {(culprit,)}
         assert found[0][0] - WARM_STEPS <= NAMED_WITHIN
 
 
 def test_small_waits_in_each_layer_add_up() -> None:
     program = tensor_parallel(2, 2, layers=24, step_s=1.0)
-    world, eyes = SlowWorld(4, program, 3, noise=0.02, spike=0.0, kept=256), StragglerDetector()
-    assert watched(world, WARM_STEPS, eyes) == []
+    world, detector = SlowWorld(4, program, 3, noise=0.02, spike=0.0, kept=256), StragglerDetector()
+    assert watched(world, WARM_STEPS, detector) == []
     world.slow[1] = 1.3  # 11 ms in a layer, a quarter of a second in the step
-    found = watched(world, 40, eyes)
+    found = watched(world, 40, detector)
     assert {verdict.culprits for _, verdict in found} == {(1,)}
     verdict = found[-1][1]
     assert verdict.confidence is Confidence.POSSIBLE
@@ -115,35 +118,35 @@ def test_small_waits_in_each_layer_add_up() -> None:
 
 
 def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
-    world, eyes = ddp_world(6), StragglerDetector()
-    assert watched(world, WARM_STEPS, eyes) == []
+    world, detector = ddp_world(6), StragglerDetector()
+    assert watched(world, WARM_STEPS, detector) == []
     world.slow |= {2: 1.6, 3: 1.6}
-    verdict = watched(world, 30, eyes)[-1][1]
+    verdict = watched(world, 30, detector)[-1][1]
     assert verdict.culprits == (2, 3)
     assert verdict.nodes == ("node1",)
     assert "ranks 2 and 3 (all of node node1) are slow" in verdict.text
 
 
 def test_two_slow_ranks_of_two_nodes_are_both_named() -> None:
-    world, eyes = ddp_world(6), StragglerDetector()
-    assert watched(world, WARM_STEPS, eyes) == []
+    world, detector = ddp_world(6), StragglerDetector()
+    assert watched(world, WARM_STEPS, detector) == []
     world.slow |= {0: 1.6, 5: 1.7}
-    verdict = watched(world, 30, eyes)[-1][1]
+    verdict = watched(world, 30, detector)[-1][1]
     assert verdict.culprits == (0, 5)
     assert verdict.nodes == ()
 
 
 def test_tensor_parallel_ranks_of_one_node_may_be_slow_together() -> None:
     program = tensor_parallel(2, 2, layers=4, step_s=0.4)
-    world, eyes = SlowWorld(4, program, 5, noise=0.03), StragglerDetector()
-    assert watched(world, WARM_STEPS, eyes) == []
+    world, detector = SlowWorld(4, program, 5, noise=0.03), StragglerDetector()
+    assert watched(world, WARM_STEPS, detector) == []
     world.slow |= {2: 2.0, 3: 2.0}
-    verdict = watched(world, 30, eyes)[-1][1]
+    verdict = watched(world, 30, detector)[-1][1]
     assert verdict.culprits == (2, 3)
     assert verdict.nodes == ("node1",)
 
 
-def test_who_was_late_from_the_beginning_is_named_as_possible() -> None:
+def test_a_node_that_was_late_from_the_beginning_is_named_as_possible() -> None:
     world = ddp_world(4)
     world.slow[1] = 2.0
     verdict = watched(world, 60)[-1][1]
@@ -153,54 +156,54 @@ def test_who_was_late_from_the_beginning_is_named_as_possible() -> None:
 
 
 def test_it_is_over_when_the_rank_is_as_quick_as_before() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, eyes)
+    world, detector = ddp_world(4), StragglerDetector()
+    watched(world, WARM_STEPS, detector)
     world.slow[2] = 2.0
-    assert watched(world, 30, eyes)
+    assert watched(world, 30, detector)
     world.slow.clear()
-    watched(world, 20, eyes)
-    assert watched(world, 40, eyes) == []
+    watched(world, 20, detector)
+    assert watched(world, 40, detector) == []
 
 
-def test_who_was_late_from_the_beginning_and_is_so_no_more_makes_nobody_else_late() -> None:
+def test_a_node_that_was_late_from_the_beginning_and_is_so_no_more_makes_no_other_late() -> None:
     again = 0
     for seed in range(10):
-        world = SlowWorld(2, ddp(2, buckets=1, step_s=0.1), seed, noise=0.2, look_s=1.0)
+        world = SlowWorld(2, ddp(2, buckets=1, step_s=0.1), seed, noise=0.2, sample_s=1.0)
         world.slow[0] = 2.0
-        eyes = StragglerDetector()
-        assert {v.culprits for _, v in watched(world, 120, eyes)} == {(0,)}
+        detector = StragglerDetector()
+        assert {v.culprits for _, v in watched(world, 120, detector)} == {(0,)}
         world.slow[0] = 1.0
-        watched(world, 60, eyes)  # until it is given up
-        assert watched(world, 140, eyes) == [], seed
+        watched(world, 60, detector)  # until it is given up
+        assert watched(world, 140, detector) == [], seed
         world.slow[0] = 2.0
-        again += {v.culprits for _, v in watched(world, 60, eyes)} == {(0,)}
+        again += {v.culprits for _, v in watched(world, 60, detector)} == {(0,)}
     assert again == 10, "and the next time it is found again"
 
 
 def test_lateness_is_given_for_each_rank() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
-    assert eyes.lateness() == {}
-    watched(world, WARM_STEPS, eyes)
+    world, detector = ddp_world(4), StragglerDetector()
+    assert detector.lateness() == {}
+    watched(world, WARM_STEPS, detector)
     world.slow[2] = 2.0
-    watched(world, 30, eyes)
-    late = eyes.lateness()
+    watched(world, 30, detector)
+    late = detector.lateness()
     assert list(late) == [0, 1, 2, 3]
     assert 0.3 < late[2].now_s < 0.5
     assert abs(late[0].now_s) < 0.05
-    assert eyes.step_s == pytest.approx(0.8, rel=0.2)
+    assert detector.step_s == pytest.approx(0.8, rel=0.2)
 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**9), slow=st.sampled_from([1.5, 2.0, 3.0]))
 @example(seed=14054, slow=2.0)
-def test_a_slow_rank_is_named_and_nobody_else(seed: int, slow: float) -> None:
-    world, eyes = any_world(seed, noises=(0.01, 0.05)), StragglerDetector()
+def test_a_slow_rank_is_named_and_no_other(seed: int, slow: float) -> None:
+    world, detector = any_world(seed, noises=(0.01, 0.05)), StragglerDetector()
     # With clocks 5 ms wrong, 50 % of a layer of 15 ms (seed 14054) is within the clock error.
     assume(slow > 1.5 or world.clock_error_s < 0.005)
-    assert watched(world, WARM_STEPS, eyes) == []
+    assert watched(world, WARM_STEPS, detector) == []
     culprit = seed % world.ranks
     world.slow[culprit] = slow
-    found = watched(world, 45, eyes)
+    found = watched(world, 45, detector)
     assert {verdict.culprits for _, verdict in found} == {(culprit,)}
 
 
@@ -211,7 +214,7 @@ def test_a_slow_rank_is_named_and_nobody_else(seed: int, slow: float) -> None:
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(block, marks=pytest.mark.full) for block in (1, 2, 3, 4))]
 )
-def test_on_healthy_runs_nobody_is_named(block: int) -> None:
+def test_on_healthy_runs_none_is_named(block: int) -> None:
     for seed in range(block * 12, (block + 1) * 12):
         found = watched(any_world(seed), 120)
         assert found == [], f"seed {seed}: {found[0][1].text}"
@@ -223,19 +226,19 @@ def test_uneven_work_by_design_is_no_fault() -> None:
     assert watched(world, 150) == []
 
 
-def test_a_rank_that_becomes_slow_beside_uneven_work_is_named() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
+def test_a_rank_that_becomes_slow_next_to_uneven_work_is_named() -> None:
+    world, detector = ddp_world(4), StragglerDetector()
     world.uneven[0] = 1.15
-    assert watched(world, WARM_STEPS, eyes) == []
+    assert watched(world, WARM_STEPS, detector) == []
     world.slow[1] = 1.6
-    assert watched(world, 30, eyes)[-1][1].culprits == (1,)
+    assert watched(world, 30, detector)[-1][1].culprits == (1,)
 
 
-def test_all_slow_alike_is_nobody() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, eyes)
+def test_all_slow_alike_is_not_named() -> None:
+    world, detector = ddp_world(4), StragglerDetector()
+    watched(world, WARM_STEPS, detector)
     world.slow |= dict.fromkeys(range(4), 1.8)
-    assert watched(world, 60, eyes) == []
+    assert watched(world, 60, detector) == []
 
 
 def test_where_all_become_uneven_hardly_anybody_is_named() -> None:
@@ -243,56 +246,56 @@ def test_where_all_become_uneven_hardly_anybody_is_named() -> None:
     named = 0
     for seed in range(30):
         world = SlowWorld(2, [Compute(0.05), Meet(everyone(2))] * 2, seed, noise=0.02)
-        eyes = StragglerDetector()
-        watched(world, 80, eyes)
+        detector = StragglerDetector()
+        watched(world, 80, detector)
         world.noise = 0.6
-        named += bool(watched(world, 100, eyes))
+        named += bool(watched(world, 100, detector))
     assert named <= 3  # 7 before the windows that are judged told of the noise as well
 
 
-def test_one_that_saves_now_and_then_is_nobody() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, eyes)
+def test_one_that_saves_now_and_then_is_not_named() -> None:
+    world, detector = ddp_world(4), StragglerDetector()
+    watched(world, WARM_STEPS, detector)
     for _ in range(10):
         world.slow[0] = 6.0
-        assert watched(world, 1, eyes) == []
+        assert watched(world, 1, detector) == []
         world.slow.clear()
-        assert watched(world, 9, eyes) == []
+        assert watched(world, 9, detector) == []
 
 
-def test_beside_a_slow_link_nobody_new_is_named() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, eyes)
+def test_next_to_a_slow_link_no_further_rank_is_named() -> None:
+    world, detector = ddp_world(4), StragglerDetector()
+    watched(world, WARM_STEPS, detector)
     world.slow[2] = 2.0
-    for looks in world.run(30):
-        assert eyes.look(looks, world.groups, is_link_slow=True) is None
-    verdict = watched(world, 24, eyes)[-1][1]
+    for samples in world.run(30):
+        assert detector.poll(samples, world.groups, is_link_slow=True) is None
+    verdict = watched(world, 24, detector)[-1][1]
     assert verdict.culprits == (2,)
-    for looks in world.run(5):
-        assert eyes.look(looks, world.groups, is_link_slow=True) is not None
+    for samples in world.run(5):
+        assert detector.poll(samples, world.groups, is_link_slow=True) is not None
 
 
-def test_what_was_late_beside_a_slow_link_is_nobody_once_that_is_mended() -> None:
-    world, eyes = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, eyes)
+def test_what_was_late_next_to_a_slow_link_is_not_named_once_that_is_mended() -> None:
+    world, detector = ddp_world(4), StragglerDetector()
+    watched(world, WARM_STEPS, detector)
     world.slow[2] = 2.0
-    for looks in world.run(30):
-        assert eyes.look(looks, world.groups, is_link_slow=True) is None
+    for samples in world.run(30):
+        assert detector.poll(samples, world.groups, is_link_slow=True) is None
     world.slow.clear()
-    for looks in world.run(2):  # the link is seen to be well a moment after it is
-        assert eyes.look(looks, world.groups, is_link_slow=True) is None
-    assert watched(world, 40, eyes) == []
+    for samples in world.run(2):  # the link is seen to be well a moment after it is
+        assert detector.poll(samples, world.groups, is_link_slow=True) is None
+    assert watched(world, 40, detector) == []
     world.slow[2] = 2.0
-    assert watched(world, 30, eyes)[-1][1].culprits == (2,)
+    assert watched(world, 30, detector)[-1][1].culprits == (2,)
 
 
-def test_within_the_error_of_the_clocks_nobody_is_named() -> None:
+def test_within_the_error_of_the_clocks_none_is_named() -> None:
     program = [Compute(0.05), Meet(everyone(2))]
     world = SlowWorld(2, program, 4, noise=0.01, ranks_per_node=1, clock_error_s=0.05)
-    eyes = StragglerDetector()
-    watched(world, 200, eyes)
+    detector = StragglerDetector()
+    watched(world, 200, detector)
     world._wrong_s[1] += 0.04
-    assert watched(world, 200, eyes) == []
+    assert watched(world, 200, detector) == []
 
 
 # --- what is missing --------------------------------------------------------------------------
@@ -300,39 +303,42 @@ def test_within_the_error_of_the_clocks_nobody_is_named() -> None:
 
 def test_entries_that_were_overwritten_between_two_looks_do_no_harm() -> None:
     program = ddp(4, buckets=4, step_s=0.02)
-    world, eyes = SlowWorld(4, program, 6, noise=0.05, look_s=1.0, kept=64), StragglerDetector()
-    assert watched(world, 1000, eyes) == []
+    world, detector = (
+        SlowWorld(4, program, 6, noise=0.05, sample_s=1.0, kept=64),
+        StragglerDetector(),
+    )
+    assert watched(world, 1000, detector) == []
     world.slow[3] = 2.0
-    found = watched(world, 600, eyes)
+    found = watched(world, 600, detector)
     assert {verdict.culprits for _, verdict in found} == {(3,)}
 
 
 def test_a_look_that_lacks_a_rank_waits_for_it() -> None:
-    world, eyes = ddp_world(3), StragglerDetector()
-    for number, looks in enumerate(world.run(WARM_STEPS)):
-        seen = [one for one in looks if one.rank != number % 3]
-        assert eyes.look(seen, world.groups) is None
-    assert eyes.lateness()
+    world, detector = ddp_world(3), StragglerDetector()
+    for number, samples in enumerate(world.run(WARM_STEPS)):
+        seen = [one for one in samples if one.rank != number % 3]
+        assert detector.poll(seen, world.groups) is None
+    assert detector.lateness()
 
 
-def test_a_rank_that_meets_nobody_is_in_nobodys_way() -> None:
-    world, eyes = ddp_world(3), StragglerDetector()
-    assert watched(world, WARM_STEPS, eyes) == []
+def test_a_rank_that_meets_none_blocks_no_other() -> None:
+    world, detector = ddp_world(3), StragglerDetector()
+    assert watched(world, WARM_STEPS, detector) == []
     world.slow[1] = 2.0
     found = []
-    for looks in world.run(30):
-        alone = RankObservation(9, "node9", looks[0].at_s, world.step, [])
-        verdict = eyes.look([*looks, alone], world.groups)
+    for samples in world.run(30):
+        alone = RankObservation(9, "node9", samples[0].at_s, world.step, [])
+        verdict = detector.poll([*samples, alone], world.groups)
         found += [verdict] if verdict is not None else []
     assert {verdict.culprits for verdict in found} == {(1,)}
 
 
 def test_ranks_that_make_no_steps_are_not_judged() -> None:
-    eyes = StragglerDetector()
+    detector = StragglerDetector()
     for second in range(60):
-        looks = [
+        samples = [
             RankObservation(rank, "node0", float(second), 0, [("0", second, second + 0.4 * rank)])
             for rank in range(2)
         ]
-        assert eyes.look(looks, {"0": (0, 1)}) is None
-    assert eyes.lateness() == {}
+        assert detector.poll(samples, {"0": (0, 1)}) is None
+    assert detector.lateness() == {}

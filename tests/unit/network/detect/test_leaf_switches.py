@@ -19,7 +19,7 @@ from ftrun.network.detect.leaf_switches import (
 )
 from ftrun.network.detect.probe_schedule import NetworkPath, schedule
 from ftrun.wire.cluster.generation import PathMeasurement
-from tests.unit.network.made_roads import MadeRoads, leaf_map, same_leaves
+from tests.unit.network.made_roads import SimulatedPaths, leaf_map, same_leaves
 
 SLURM = """
 # two leaves and a spine
@@ -55,7 +55,7 @@ def test_a_file_of_switches_below_switches() -> None:
     assert leaves.above == {"sw1": "spine", "sw2": "spine", "spine": "core"}
 
 
-def test_a_file_that_names_no_node_of_the_run_tells_nothing() -> None:
+def test_a_file_that_names_no_node_of_the_run_yields_nothing() -> None:
     assert leaves_from_file({"sw1": ["x"]}, ["a"]).source == ""
 
 
@@ -83,7 +83,7 @@ def test_slurm() -> None:
     assert leaves.above == {"leaf1": "spine", "leaf2": "spine"}
 
 
-def test_slurm_of_another_cluster_tells_nothing() -> None:
+def test_slurm_of_another_cluster_yields_nothing() -> None:
     assert not leaves_from_slurm(SLURM, {"n0": "x"}).is_known
 
 
@@ -115,7 +115,7 @@ def test_a_list_without_end_is_refused() -> None:
 # --- what fails as one ----------------------------------------------------------------------------
 
 
-def test_labels_of_all_nodes_say_what_fails_as_one() -> None:
+def test_labels_of_all_nodes_report_what_fails_as_one() -> None:
     labels = {"a": "r1", "b": "r2"}
     assert group_domains(["a", "b"], labels, {"a": "s1", "b": "s1"}) == labels
 
@@ -126,7 +126,7 @@ def test_else_leaf_switches_do() -> None:
     assert group_domains(["a", "b"], {"a": "r1", "b": "r1"}, leaves) == {"a": "s1", "b": "s2"}
 
 
-def test_one_switch_for_all_tells_nothing() -> None:
+def test_one_switch_for_all_yields_nothing() -> None:
     assert group_domains(["a", "b"], {"a": "r1"}, {"a": "s1", "b": "s1"}) == {"a": "r1"}
     assert group_domains(["a", "b"], {}, {}) == {}
 
@@ -148,21 +148,21 @@ NARROW = 0.5
 """Of an interface's rate: a leaf's uplink, whatever number of nodes share it."""
 
 
-def mistakes(truth: dict[str, str], told: dict[str, str]) -> int:
+def mistakes(truth: dict[str, str], reported: dict[str, str]) -> int:
     """Pairs of nodes that are put together or apart against the truth."""
-    nodes = sorted(told)
+    nodes = sorted(reported)
     return sum(
-        (told[one] == told[other]) != (truth[one] == truth[other])
+        (reported[one] == reported[other]) != (truth[one] == truth[other])
         for place, one in enumerate(nodes)
         for other in nodes[:place]
     )
 
 
-def drawn(seed: int, *, least: int, uplink: float) -> MadeRoads:
+def drawn(seed: int, *, least: int, uplink: float) -> SimulatedPaths:
     """Two to four leaves of some nodes, mixed in the order of ranks, in noise."""
     chance = random.Random(seed)
     sizes = [chance.randint(least, 6) for _ in range(chance.randint(2, 4))]
-    return MadeRoads(leaf_map(*sizes, shuffled=seed), uplink=uplink, noise=NOISE, seed=seed)
+    return SimulatedPaths(leaf_map(*sizes, shuffled=seed), uplink=uplink, noise=NOISE, seed=seed)
 
 
 def test_leaves_behind_narrow_uplinks_are_found_in_noise() -> None:
@@ -186,25 +186,25 @@ def test_where_uplinks_are_hardly_narrow_it_is_right_or_not_known(uplink: float)
 def test_noise_alone_makes_no_leaves() -> None:
     for seed in range(120):
         rails = ["eth0", "eth1", "eth2"][: 1 + seed % 3]
-        made = MadeRoads(leaf_map(2 + seed % 15), rails, noise=NOISE, seed=seed)
+        made = SimulatedPaths(leaf_map(2 + seed % 15), rails, noise=NOISE, seed=seed)
         leaves = leaves_from_probes(made.nodes, made.survey())
         assert not leaves.is_known, seed
         assert "not known" in leaves.words
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_some_roads_that_are_missing_or_dead_do_not_mislead(seed: int) -> None:
-    made = MadeRoads(leaf_map(4, 4, shuffled=seed), uplink=NARROW, noise=NOISE, seed=seed)
+def test_some_paths_that_are_missing_or_dead_do_not_mislead(seed: int) -> None:
+    made = SimulatedPaths(leaf_map(4, 4, shuffled=seed), uplink=NARROW, noise=NOISE, seed=seed)
     chance = random.Random(seed)
     for one, other in (chance.sample(made.nodes, 2) for _ in range(4)):
-        made.roads[NetworkPath(one, other, "eth0")] = 0.0
+        made.paths[NetworkPath(one, other, "eth0")] = 0.0
     found = [one for one in made.survey() if chance.random() > 0.1]
     leaves = leaves_from_probes(made.nodes, found)
     assert same_leaves(made.leaves, leaves.of)
 
 
 def test_a_slow_node_is_put_where_it_hangs() -> None:
-    made = MadeRoads(leaf_map(4, 4), uplink=0.25, noise=0.1)
+    made = SimulatedPaths(leaf_map(4, 4), uplink=0.25, noise=0.1)
     for rail in made.rails:
         made.slow_node("n1", rail, 0.4)
     assert same_leaves(made.leaves, leaves_from_probes(made.nodes, made.survey()).of)
@@ -212,7 +212,7 @@ def test_a_slow_node_is_put_where_it_hangs() -> None:
 
 @pytest.mark.parametrize("slow", [{"n1"}, {"n1", "n5"}])
 def test_nodes_that_are_slow_to_all_alike_have_no_leaf(slow: set[str]) -> None:
-    made = MadeRoads(leaf_map(4, 4), uplink=NARROW, noise=NOISE)
+    made = SimulatedPaths(leaf_map(4, 4), uplink=NARROW, noise=NOISE)
     for node in slow:
         for rail in made.rails:
             made.slow_node(node, rail, 0.02)
@@ -224,23 +224,23 @@ def test_nodes_that_are_slow_to_all_alike_have_no_leaf(slow: set[str]) -> None:
 
 
 def test_a_node_that_is_dead_has_no_leaf_and_spoils_none() -> None:
-    made = MadeRoads(leaf_map(4, 4), uplink=NARROW, noise=NOISE)
+    made = SimulatedPaths(leaf_map(4, 4), uplink=NARROW, noise=NOISE)
     for rail in made.rails:
         made.slow_node("n5", rail, 0.0)
     leaves = leaves_from_probes(made.nodes, made.survey())
     assert set(leaves.of) == {*made.nodes} - {"n5"}
 
 
-def test_with_most_nodes_slow_nothing_is_said() -> None:
-    made = MadeRoads(leaf_map(4, 4), uplink=NARROW, noise=NOISE)
+def test_with_most_nodes_slow_nothing_is_reported() -> None:
+    made = SimulatedPaths(leaf_map(4, 4), uplink=NARROW, noise=NOISE)
     for node in made.nodes[2:]:
         for rail in made.rails:
             made.slow_node(node, rail, 0.02 * (1 + int(node[1:])))
     assert not leaves_from_probes(made.nodes, made.survey()).is_known
 
 
-def test_far_leaves_are_told_by_round_trips_where_rates_are_alike() -> None:
-    made = MadeRoads(leaf_map(4, 4))
+def test_far_leaves_are_reported_by_round_trips_where_rates_are_alike() -> None:
+    made = SimulatedPaths(leaf_map(4, 4))
     found = [
         PathMeasurement(one.source, one.destination, one.rail, rtt_s, one.bytes_per_s)
         for one in made.survey()
@@ -251,8 +251,8 @@ def test_far_leaves_are_told_by_round_trips_where_rates_are_alike() -> None:
     assert leaves.words.startswith("By round trips of the probes, 8 of 8 nodes")
 
 
-def test_leaves_between_which_nothing_was_probed_are_not_told_apart() -> None:
-    made = MadeRoads(leaf_map(4, 4, 4), uplink=NARROW)
+def test_leaves_between_which_nothing_was_probed_are_not_distinguished() -> None:
+    made = SimulatedPaths(leaf_map(4, 4, 4), uplink=NARROW)
     unseen = {"sw0", "sw2"}
     found = [
         one
@@ -263,7 +263,7 @@ def test_leaves_between_which_nothing_was_probed_are_not_told_apart() -> None:
 
 
 def test_leaves_are_named_in_the_order_in_which_they_are_met() -> None:
-    made = MadeRoads({"a": "x", "b": "y", "c": "y", "d": "x"}, uplink=NARROW)
+    made = SimulatedPaths({"a": "x", "b": "y", "c": "y", "d": "x"}, uplink=NARROW)
     found = [*made.survey(), PathMeasurement("a", "stranger", "eth0", 0.001, 1e9)]
     leaves = leaves_from_probes(made.nodes, found)
     assert leaves.of == {"a": "leaf0", "b": "leaf1", "c": "leaf1", "d": "leaf0"}
@@ -271,12 +271,12 @@ def test_leaves_are_named_in_the_order_in_which_they_are_met() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_of_very_few_nodes_nothing_can_be_known(count: int) -> None:
-    made = MadeRoads(leaf_map(*[1] * count), uplink=0.1)
+    made = SimulatedPaths(leaf_map(*[1] * count), uplink=0.1)
     assert not leaves_from_probes(made.nodes, made.survey()).is_known
 
 
 def test_a_sample_of_many_nodes_is_enough_where_leaves_lie_side_by_side() -> None:
-    made = MadeRoads(leaf_map(16, 16, 16, 16), uplink=NARROW, noise=NOISE)
+    made = SimulatedPaths(leaf_map(16, 16, 16, 16), uplink=NARROW, noise=NOISE)
     plan = schedule(made.nodes, dict.fromkeys(made.rails, made.nodes), most_rounds=120)
     assert plan.coverage < 0.6
     leaves = leaves_from_probes(made.nodes, made.survey(plan))
@@ -284,7 +284,7 @@ def test_a_sample_of_many_nodes_is_enough_where_leaves_lie_side_by_side() -> Non
 
 
 def test_many_nodes_with_too_few_partners_are_not_put_in_clusters() -> None:
-    made = MadeRoads(leaf_map(35, 35), uplink=1.0)
+    made = SimulatedPaths(leaf_map(35, 35), uplink=1.0)
     few = schedule(made.nodes, dict.fromkeys(made.rails, made.nodes), most_rounds=8)
     leaves = leaves_from_probes(made.nodes, made.survey(few))
     assert not leaves.is_known

@@ -26,18 +26,18 @@ def rails(count: int, on: list[str]) -> dict[str, list[str]]:
 
 def assert_apart(plan: ProbeSchedule) -> None:
     for one in plan.rounds:
-        ends = Counter(end for road in one for end in (road.source, road.destination))
+        ends = Counter(end for path in one for end in (path.source, path.destination))
         assert max(ends.values()) == 1
-    roads = [road for one in plan.rounds for road in one]
-    assert len(set(roads)) == len(roads)
+    paths = [path for one in plan.rounds for path in one]
+    assert len(set(paths)) == len(paths)
 
 
 @given(st.integers(0, 24), st.integers(1, 3))
 def test_few_nodes_are_probed_whole(count: int, num_rails: int) -> None:
     plan = schedule(names(count), rails(num_rails, names(count)), most_rounds=10_000)
     assert_apart(plan)
-    roads = {road for one in plan.rounds for road in one}
-    assert len(roads) == count * (count - 1) * num_rails
+    paths = {path for one in plan.rounds for path in one}
+    assert len(paths) == count * (count - 1) * num_rails
     assert plan.coverage == 1
     pairings = count - 1 + count % 2 if count > 1 else 0
     assert len(plan.rounds) == pairings * 2 * num_rails
@@ -51,7 +51,7 @@ def test_eight_nodes_with_two_rails_have_a_tenth_of_a_second_for_each_round() ->
 
 @given(st.integers(2, 120), st.integers(1, 3), st.integers(1, 60), st.integers(0, 5))
 @settings(deadline=None)
-def test_a_sample_keeps_to_its_rounds_and_says_what_it_covers(
+def test_a_sample_keeps_to_its_rounds_and_reports_what_it_covers(
     count: int, num_rails: int, most: int, seed: int
 ) -> None:
     plan = schedule(names(count), rails(num_rails, names(count)), most_rounds=most, seed=seed)
@@ -67,18 +67,18 @@ def test_a_sample_keeps_to_its_rounds_and_says_what_it_covers(
 def test_every_node_sends_and_receives_in_every_sample(count: int, most: int) -> None:
     plan = schedule(names(count), rails(1, names(count)), most_rounds=most)
     for end in ("source", "destination"):
-        seen = Counter(getattr(road, end) for one in plan.rounds for road in one)
+        seen = Counter(getattr(path, end) for one in plan.rounds for path in one)
         assert set(seen) == set(names(count))
 
 
 def test_a_sample_has_the_neighbours_in_a_ring() -> None:
     nodes = names(96)
-    roads = {
-        road for one in schedule(nodes, rails(1, nodes), most_rounds=40).rounds for road in one
+    paths = {
+        path for one in schedule(nodes, rails(1, nodes), most_rounds=40).rounds for path in one
     }
     for distance in (1, 2, 4, 8):
         pairs = [(one, nodes[(place + distance) % 96]) for place, one in enumerate(nodes)]
-        assert all(NetworkPath(one, other, "eth0") in roads for one, other in pairs)
+        assert all(NetworkPath(one, other, "eth0") in paths for one, other in pairs)
 
 
 def test_another_seed_draws_others() -> None:
@@ -90,11 +90,11 @@ def test_another_seed_draws_others() -> None:
     assert one != other
 
 
-def test_a_rail_that_some_nodes_lack_has_only_their_roads() -> None:
+def test_a_rail_that_some_nodes_lack_has_only_their_paths() -> None:
     nodes = names(6)
     plan = schedule(nodes, {"eth0": nodes, "ib0": nodes[:3]})
     assert_apart(plan)
-    counted = Counter(road.rail for one in plan.rounds for road in one)
+    counted = Counter(path.rail for one in plan.rounds for path in one)
     assert counted == {"eth0": 30, "ib0": 6}
     assert plan.coverage == 1
 
@@ -102,15 +102,15 @@ def test_a_rail_that_some_nodes_lack_has_only_their_roads() -> None:
 def test_each_rail_pairs_nodes_in_an_order_of_its_own() -> None:
     nodes = names(8)
     plan = schedule(nodes, rails(2, nodes))
-    company = {
+    load_group = {
         rail: [
-            frozenset((road.source, road.destination) for road in one)
+            frozenset((path.source, path.destination) for path in one)
             for one in plan.rounds
             if one[0].rail == rail
         ]
         for rail in ("eth0", "eth1")
     }
-    assert set(company["eth0"]) != set(company["eth1"])
+    assert set(load_group["eth0"]) != set(load_group["eth1"])
 
 
 @given(st.integers(2, 20), st.integers(1, 6), st.integers(1, 2))
@@ -119,8 +119,8 @@ def test_nodes_that_join_are_probed_with_all_others(count: int, some: int, num_r
     joined = nodes[-min(some, count) :]
     plan = schedule_for(joined, nodes, rails(num_rails, nodes), most_rounds=10_000)
     assert_apart(plan)
-    roads = {road for one in plan.rounds for road in one}
-    assert roads == {
+    paths = {path for one in plan.rounds for path in one}
+    assert paths == {
         NetworkPath(one, other, rail)
         for one in nodes
         for other in nodes
@@ -139,21 +139,21 @@ def test_one_node_that_joins_many_is_probed_with_some() -> None:
     assert {"n7"} == set.intersection(*({one[0].source, one[0].destination} for one in plan.rounds))
 
 
-roads = st.builds(
+paths = st.builds(
     NetworkPath, st.sampled_from("abcdef"), st.sampled_from("uvwxyz"), st.just("eth0")
 )
 
 
-@given(st.lists(roads, unique=True))
-def test_any_roads_fit_into_rounds(some: list[NetworkPath]) -> None:
+@given(st.lists(paths, unique=True))
+def test_any_paths_fit_into_rounds(some: list[NetworkPath]) -> None:
     rounds = pack(some)
-    assert sorted(road for one in rounds for road in one) == sorted(some)
-    degree = Counter(end for road in some for end in (road.source, road.destination))
+    assert sorted(path for one in rounds for path in one) == sorted(some)
+    degree = Counter(end for path in some for end in (path.source, path.destination))
     assert len(rounds) <= max(0, 2 * max(degree.values(), default=0) - 1)
     assert_apart(ProbeSchedule(tuple(rounds), 1.0, ""))
 
 
-def test_without_roads_nothing_is_left_to_probe() -> None:
+def test_without_paths_nothing_is_left_to_probe() -> None:
     plan = schedule(["alone"], rails(2, ["alone"]))
     assert (plan.rounds, plan.coverage) == ((), 1.0)
     assert schedule(names(4), {}).rounds == ()
@@ -174,7 +174,7 @@ def test_partners_of_very_many_nodes_are_drawn_without_looking_at_every_pair(
     nodes = names(600)
     plan = schedule_for(nodes[:num_some], nodes, rails(2, nodes), most_rounds=12)
     assert len(drawn) <= probe_rounds.MOST_PAIRS
-    of_each = Counter(end for one in plan.rounds for road in one for end in road[:2])
+    of_each = Counter(end for one in plan.rounds for path in one for end in path[:2])
     assert all(of_each[node] > 0 for node in nodes[:num_some])
     assert sum(map(len, plan.rounds)) <= 12 * num_some
     wanted = num_some * 599 * 2 - num_some * (num_some - 1)

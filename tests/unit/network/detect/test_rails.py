@@ -62,7 +62,7 @@ def test_two_interfaces_in_one_network_stay_apart_by_name() -> None:
     }
 
 
-def test_with_a_network_for_each_cable_names_tell() -> None:
+def test_with_a_network_for_each_cable_names_identify_the_rail() -> None:
     rails = {
         node: [rail("eth0", f"10.1.{i}.1", 30), rail("eth1", f"10.2.{i}.1", 30)]
         for i, node in enumerate("abc")
@@ -70,7 +70,7 @@ def test_with_a_network_for_each_cable_names_tell() -> None:
     assert names(rails)["eth1"] == {"a": "eth1", "b": "eth1", "c": "eth1"}
 
 
-def test_a_name_that_one_node_has_stands_for_the_rail_that_it_lacks() -> None:
+def test_a_name_that_one_node_has_counts_for_the_rail_that_it_lacks() -> None:
     rails = {node: [rail("eth0"), rail("ib0")] for node in "ab"}
     rails["c"] = [rail("eth0"), rail("ibp1")]
     assert names(rails)["ib0"]["c"] == "ibp1"
@@ -142,7 +142,7 @@ def env(node: str, rails: list[str], user: dict[str, str] | None = None) -> dict
     return env_for(NetworkPlan(rails=rails), rails_of_node(RAILS, node), user or {})
 
 
-def test_each_node_is_told_its_own_names() -> None:
+def test_each_node_gets_its_own_names() -> None:
     assert env("a", ["ib0"]) == {
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "=ib0",
@@ -165,11 +165,11 @@ def test_adapters_are_named_only_where_each_rail_has_one() -> None:
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_the_user_has_set_is_not_touched(name: str) -> None:
     for value in ("mlx5_9", ""):
-        told = env("a", ["ib0"], {name: value, "PATH": "/bin"})
-        assert set(told) == {*VARIABLES} - {name}
+        reported = env("a", ["ib0"], {name: value, "PATH": "/bin"})
+        assert set(reported) == {*VARIABLES} - {name}
 
 
-def test_a_user_who_has_set_all_is_told_nothing() -> None:
+def test_a_user_that_has_set_all_gets_no_message() -> None:
     assert env("a", ["ib0"], dict.fromkeys(VARIABLES, "x")) == {}
 
 
@@ -195,5 +195,5 @@ def test_without_rails_nothing_is_set() -> None:
         ("PATH", "eth0", set()),
     ],
 )
-def test_which_rails_a_variable_stands_for(name: str, value: str, rails: set[str]) -> None:
+def test_which_rails_a_variable_counts_for(name: str, value: str, rails: set[str]) -> None:
     assert rails_named(name, value, RAILS) == rails

@@ -26,23 +26,23 @@ def answer(
         assert isinstance(order, ProbePathRequest)
         ends = (one.node_id, order.destination)
         is_cut = bool(cut & {ends, ends[::-1]})
-        road = PathMeasurement(*ends, order.rail, 0.0 if is_cut else 0.001, 0.0)
+        path = PathMeasurement(*ends, order.rail, 0.0 if is_cut else 0.001, 0.0)
         if is_cut:
             is_unreached = problem != "refused"
-            road = msgspec.structs.replace(road, problem=problem, is_unreached=is_unreached)
-        found.append((one.node_id, ProbePathResult(order.survey, road)))
+            path = msgspec.structs.replace(path, problem=problem, is_unreached=is_unreached)
+        found.append((one.node_id, ProbePathResult(order.survey, path)))
     return found
 
 
 def survey(check: PairCheck, cut: set[Pair], now_s: float, problem: str = "silent") -> int:
     """One survey, if one is due; the number of probes."""
-    asked, count = check.look(PLAN, now_s=now_s), 0
+    asked, count = check.poll(PLAN, now_s=now_s), 0
     while asked:
         count += len(asked)
         answers, asked = answer(asked, cut, problem), []
         for sender, body in answers:
             asked += check.tried(sender, body, now_s=now_s)
-    check.look(PLAN, now_s=now_s)
+    check.poll(PLAN, now_s=now_s)
     return count
 
 
@@ -73,11 +73,11 @@ def test_a_refused_connection_is_no_cut_link() -> None:
     assert not check.cut
 
 
-def test_a_member_that_does_not_answer_names_nobody() -> None:
+def test_a_member_that_does_not_answer_names_none() -> None:
     check = PairCheck()
     now_s = 0.0
     while now_s < 60.0:
-        check.look(PLAN, now_s=now_s)
+        check.poll(PLAN, now_s=now_s)
         now_s += 0.5
     assert not check.cut
 
@@ -94,24 +94,24 @@ def test_a_cut_pair_outside_of_a_group_is_named_and_one_end_replaced(steps: int)
     run.at(1.0, 0, 0.0, is_cut=False)
     if steps:
         run.at(40.0, steps, 0.0, is_cut=False)
-    pairs = run.oversight.watching.pairs
+    pairs = run.monitor.watching.pairs
     for now_s in (46.0, 48.0, 50.0, 52.0, 54.0, 56.0, 60.0, 75.0):
         run.at(now_s, steps, now_s - 40.0 if steps else 0.0, is_cut=False)
-        asked = run.oversight.probes(now_s=now_s)
+        asked = run.monitor.probes(now_s=now_s)
         while asked:
             answers, asked = answer(asked, {("b", "c")}), []
             for sender, body in answers:
                 asked += pairs.tried(sender, body, now_s=now_s)
-    assert len(run.whys) == 1
-    assert "the link between nodes b and c carries no data" in run.whys[0]
-    assert run.aside() == {"c"}
+    assert len(run.reasons) == 1
+    assert "the link between nodes b and c carries no data" in run.reasons[0]
+    assert run.excluded() == {"c"}
 
 
 def test_while_steps_are_made_no_pair_is_tried() -> None:
     run = Run()
     for now_s in (1.0, 20.0, 40.0):
         run.at(now_s, int(now_s), 0.0, is_cut=False)
-        assert run.oversight.probes(now_s=now_s) == []
+        assert run.monitor.probes(now_s=now_s) == []
 
 
 def test_a_pair_is_forgotten_when_steps_are_made_again() -> None:
@@ -119,11 +119,11 @@ def test_a_pair_is_forgotten_when_steps_are_made_again() -> None:
     run.at(1.0, 1, 0.0, is_cut=False)
     run.at(40.0, 40, 0.0, is_cut=False)
     run.at(46.0, 40, 6.0, is_cut=False)
-    assert run.oversight.probes(now_s=46.0)
+    assert run.monitor.probes(now_s=46.0)
     run.at(50.0, 41, 0.0, is_cut=False)
-    assert run.oversight.probes(now_s=50.0) == []
+    assert run.monitor.probes(now_s=50.0) == []
     assert (
-        run.oversight.watching.pairs.tried(
+        run.monitor.watching.pairs.tried(
             "a", ProbePathResult(-1, PathMeasurement("a", "b", "agents")), now_s=50.0
         )
         == []
@@ -137,21 +137,21 @@ def test_the_next_leader_knows_of_the_hang_and_of_the_longest_start() -> None:
     before.at(61.0, 40, 0.0, is_cut=False)
     for now_s in (190.0, 240.0):
         before.at(now_s, 40, now_s - 61.0, is_cut=False)
-    assert len(before.whys) == 1
-    history = before.oversight.history(now_s=241.0)
+    assert len(before.reasons) == 1
+    history = before.monitor.history(now_s=241.0)
     assert history.hung_nodes
     assert history.longest_start_s == pytest.approx(60.0)
     after = GenerationMonitor(
-        settings(wishes=ClusterSize(4, 4, 1), hang=HangConfig()), "b", pairs=PairCheck()
+        settings(cluster_size=ClusterSize(4, 4, 1), hang=HangConfig()), "b", pairs=PairCheck()
     )
     after.succeed(history, now_s=300.0, known_s=300.0)
     members = [card(one) for one in "bacd"]
     after.begin(plan(2, members, spares="s"), now_s=300.0)
     after.num_spares = 1
     for now_s in (301.0, 470.0):
-        after.passing(now_s=now_s)
-        after.passing(now_s=now_s + 0.7)
-    assert not after.set_aside(now_s=471.0)
-    after.passing(now_s=490.0)
-    after.passing(now_s=490.7)
-    assert len(after.set_aside(now_s=491.0)) == 1
+        after.tick(now_s=now_s)
+        after.tick(now_s=now_s + 0.7)
+    assert not after.excluded(now_s=471.0)
+    after.tick(now_s=490.0)
+    after.tick(now_s=490.7)
+    assert len(after.excluded(now_s=491.0)) == 1

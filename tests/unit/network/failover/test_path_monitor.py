@@ -12,8 +12,8 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.network.detect.findings import NetworkFindings
 from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import NetworkPath
-from ftrun.network.failover import path_map as road_map
-from ftrun.network.failover import path_monitor as road_watch
+from ftrun.network.failover import path_map as path_map
+from ftrun.network.failover import path_monitor as path_monitor
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.records.membership import PathFinding
@@ -31,7 +31,7 @@ from ftrun.wire.cluster.messages import (
     ProbeLinkResult,
     ProbePathRequest,
     ProbePathResult,
-    RailSilent,
+    RailUnresponsive,
 )
 from tests.unit.recovery.made import card, meet, plan, settings
 
@@ -51,7 +51,7 @@ class Slow(SlowSuspicions):
         super().__init__()
         self.said: list[Verdict] = []
 
-    def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
+    def persistent(self, for_s: float, *, now_s: float) -> list[Verdict]:
         del for_s, now_s
         return self.said
 
@@ -73,10 +73,10 @@ class World:
             meet(self.peers, one, now_s=1.0)
         self.watching = HealthMonitor(settings(), "a", PairCheck())
         self.slow = self.watching.slow = Slow()
-        wishes = settings(network=NetworkConfig(plan=mode, rails=list(rails)), **more)
-        self.roads = road_watch.PathMonitor("a", wishes, self.peers)
+        membership = settings(network=NetworkConfig(plan=mode, rails=list(rails)), **more)
+        self.paths = path_monitor.PathMonitor("a", membership, self.peers)
         self.now_s = 1.0
-        self.rate: Rate = lambda road: 1e9
+        self.rate: Rate = lambda path: 1e9
         self.asked: list[ProbePathRequest] = []
         self.notes: list[JournalEntry] = []
 
@@ -89,79 +89,83 @@ class World:
             assert isinstance(order, ProbePathRequest)
             self.asked.append(order)
             self.now_s += 0.01
-            road = NetworkPath(command.node_id, order.destination, order.rail)
-            rate = self.rate(road)
+            path = NetworkPath(command.node_id, order.destination, order.rail)
+            rate = self.rate(path)
             found = PathMeasurement(
-                road.source,
-                road.destination,
-                road.rail,
+                path.source,
+                path.destination,
+                path.rail,
                 1e-4 if rate else 0.0,
                 0.0 if order.is_short else rate,
                 "" if rate else "no answer",
             )
-            waiting += self.roads.told(
-                road.source, ProbePathResult(order.survey, found), self.watching, now_s=self.now_s
+            waiting += self.paths.reported(
+                path.source, ProbePathResult(order.survey, found), self.watching, now_s=self.now_s
             )
 
     def ballot(self, previous: GenerationPlan | None = None) -> RankAssignment:
         """Up to the plan."""
-        held = self.roads.hold_up(self.cards, previous, now_s=self.now_s)
+        held = self.paths.postpone(self.cards, previous, now_s=self.now_s)
         while held is not None:
             assert held
             self.answer(held)
-            held = self.roads.hold_up(self.cards, previous, now_s=self.now_s)
+            held = self.paths.postpone(self.cards, previous, now_s=self.now_s)
         places = RankAssignment(tuple(self.cards), ())
-        return places.along(self.roads.decide(places.members, places.spares, previous))
+        return places.along(self.paths.decide(places.members, places.spares, previous))
 
     def begin(self) -> GenerationPlan:
         """A generation that runs."""
         places = self.ballot()
-        self.roads.begin()
-        self.notes += self.roads.take_notes()
+        self.paths.begin()
+        self.notes += self.paths.drain_journal_entries()
         self.asked.clear()
-        return plan(0, places.members, roads=places.roads)
+        return plan(0, places.members, paths=places.paths)
 
-    def falls_silent(self, node_id: str, rail: str) -> None:
+    def stops_responding(self, node_id: str, rail: str) -> None:
         """What comes from and to this node over this rail is lost, and b says so."""
-        self.rate = lambda road: (
-            0.0 if road.rail == rail and node_id in (road.source, road.destination) else 1e9
+        self.rate = lambda path: (
+            0.0 if path.rail == rail and node_id in (path.source, path.destination) else 1e9
         )
-        self.roads.told("b", RailSilent(node_id, rail, 1.0), self.watching, now_s=self.now_s)
+        self.paths.reported(
+            "b", RailUnresponsive(node_id, rail, 1.0), self.watching, now_s=self.now_s
+        )
 
     def pass_by(self, running: GenerationPlan, for_s: float = 1.0) -> None:
         end_s = self.now_s + for_s
         while self.now_s < end_s:
             self.now_s += 0.05
             for peer in self.peers:
-                peer.heard_s = self.now_s
-            self.answer(self.roads.look(running, self.slow, now_s=self.now_s))
-        self.notes += self.roads.take_notes()
+                peer.received_s = self.now_s
+            self.answer(self.paths.poll(running, self.slow, now_s=self.now_s))
+        self.notes += self.paths.drain_journal_entries()
 
     def kinds(self) -> list[str]:
         return [one.record.kind for one in self.notes]
 
 
-def test_before_the_first_generation_every_road_is_probed_and_the_plan_takes_effect() -> None:
+def test_before_the_first_generation_every_path_is_probed_and_the_plan_takes_effect() -> None:
     world = World()
     places = world.ballot()
     assert len(world.asked) == 12
-    assert places.roads is not None
-    assert sorted(places.roads.order) == ["a", "b", "c"]
-    assert [one.node_id for one in places.members] == places.roads.order
-    assert {"paths_probed", "network_plan"} <= {one.record.kind for one in world.roads.take_notes()}
+    assert places.paths is not None
+    assert sorted(places.paths.order) == ["a", "b", "c"]
+    assert [one.node_id for one in places.members] == places.paths.order
+    assert {"paths_probed", "network_plan"} <= {
+        one.record.kind for one in world.paths.drain_journal_entries()
+    }
 
 
-def test_report_tells_the_plan_and_changes_nothing() -> None:
+def test_report_reports_the_plan_and_changes_nothing() -> None:
     world = World(mode="report")
     places = world.ballot()
     assert places == RankAssignment(tuple(world.cards), ())
-    world.roads.begin()
+    world.paths.begin()
     assert world.asked == [], "no start waits for it"
     world.pass_by(plan(0, world.cards))
     assert len(world.asked) == 12
     assert world.kinds() == ["paths_probed", "network_plan"]
-    assert world.roads.plan is not None
-    status = world.roads.status(plan(0, "abc"), now_s=world.now_s)
+    assert world.paths.plan is not None
+    status = world.paths.status(plan(0, "abc"), now_s=world.now_s)
     assert status is not None
     assert status.is_applied is False
     assert len(status.paths) == 12
@@ -172,15 +176,15 @@ def test_report_tells_the_plan_and_changes_nothing() -> None:
 def test_nothing_is_probed_with_off_or_on_one_node(mode: str, nodes: str) -> None:
     world = World(nodes, mode=mode)
     places = world.ballot()
-    assert (world.asked, places.roads) == ([], None)
-    assert world.roads.look(plan(0, nodes), world.slow, now_s=2.0) == []
-    assert world.roads.status(None, now_s=2.0) is None
+    assert (world.asked, places.paths) == ([], None)
+    assert world.paths.poll(plan(0, nodes), world.slow, now_s=2.0) == []
+    assert world.paths.status(None, now_s=2.0) is None
 
 
 def test_a_node_without_rails_ends_the_planning() -> None:
     world = World()
     world.cards[1] = card("b")
-    assert world.ballot().roads is None
+    assert world.ballot().paths is None
 
 
 def test_a_later_generation_waits_for_no_probe_and_keeps_its_ranks() -> None:
@@ -188,34 +192,34 @@ def test_a_later_generation_waits_for_no_probe_and_keeps_its_ranks() -> None:
     running = world.begin()
     places = world.ballot(running)
     assert world.asked == []
-    assert places.roads is not None
+    assert places.paths is not None
     assert places.members == tuple(world.cards)
 
 
-def test_a_new_lead_goes_on_with_the_plan_that_there_is() -> None:
+def test_a_new_leader_continues_with_the_plan_that_there_is() -> None:
     first = World()
     running = first.begin()
     second = World()
-    second.roads.know(running.voters)
+    second.paths.know(running.voters)
     places = second.ballot(running)
-    assert places.roads is not None
-    assert running.roads is not None
-    assert places.roads.rails == running.roads.rails
-    second.roads.begin()
+    assert places.paths is not None
+    assert running.paths is not None
+    assert places.paths.rails == running.paths.rails
+    second.paths.begin()
     second.pass_by(running)
     assert second.asked == []
 
 
-def test_a_ballot_ends_a_survey_beside_the_generation_before() -> None:
+def test_a_ballot_ends_a_survey_during_the_generation_before() -> None:
     world = World()
     running = world.begin()
     world.cards.append(railed("d"))
     meet(world.peers, world.cards[-1], now_s=world.now_s)
-    assert world.roads.look(running, world.slow, now_s=world.now_s)
-    assert world.roads.hold_up(world.cards, running, now_s=world.now_s) is None
+    assert world.paths.poll(running, world.slow, now_s=world.now_s)
+    assert world.paths.postpone(world.cards, running, now_s=world.now_s) is None
 
 
-def test_a_second_first_ballot_probes_only_who_is_new() -> None:
+def test_a_second_first_ballot_probes_only_nodes_that_are_new() -> None:
     world = World("ab")
     world.ballot()
     world.asked.clear()
@@ -226,7 +230,7 @@ def test_a_second_first_ballot_probes_only_who_is_new() -> None:
     assert all("c" in (one.destination, "c") for one in world.asked)
 
 
-def test_a_node_that_joins_is_probed_beside_the_generation_a_round_at_a_time() -> None:
+def test_a_node_that_joins_is_probed_during_the_generation_a_round_at_a_time() -> None:
     world = World()
     running = world.begin()
     world.cards.append(railed("d"))
@@ -240,76 +244,76 @@ def test_a_node_that_joins_is_probed_beside_the_generation_a_round_at_a_time() -
     assert world.kinds().count("paths_probed") == 2
 
 
-def test_answers_without_a_survey_change_nothing_and_link_probes_go_to_who_asked() -> None:
+def test_answers_without_a_survey_change_nothing_and_link_probes_go_to_the_requester() -> None:
     world = World()
     late = ProbePathResult(1, PathMeasurement("a", "b", "eth0", 1e-4, 1e9))
-    assert world.roads.told("a", late, world.watching, now_s=1.0) == []
-    assert world.roads.told("a", ProbeLinkResult(1, "b"), world.watching, now_s=1.0) == []
+    assert world.paths.reported("a", late, world.watching, now_s=1.0) == []
+    assert world.paths.reported("a", ProbeLinkResult(1, "b"), world.watching, now_s=1.0) == []
     pair = ProbePathResult(-1, PathMeasurement("a", "b", "agents"))
-    assert world.roads.told("a", pair, world.watching, now_s=1.0) == []
+    assert world.paths.reported("a", pair, world.watching, now_s=1.0) == []
 
 
-def test_a_silent_rail_is_tried_and_left_at_once() -> None:
+def test_an_unresponsive_rail_is_tried_and_left_at_once() -> None:
     world = World("abcd")
     running = world.begin()
-    assert running.roads is not None
-    rail = running.roads.rails[0]
-    world.rate = lambda road: (
-        0.0 if road.rail == rail and "c" in (road.source, road.destination) else 1e9
+    assert running.paths is not None
+    rail = running.paths.rails[0]
+    world.rate = lambda path: (
+        0.0 if path.rail == rail and "c" in (path.source, path.destination) else 1e9
     )
-    world.roads.told("b", RailSilent("c", rail, 1.0), world.watching, now_s=world.now_s)
+    world.paths.reported("b", RailUnresponsive("c", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert all(one.is_short and one.rail == rail for one in world.asked)
-    why = world.roads.take_urgent()
-    assert rail in why
-    assert world.roads.take_urgent() == ""
+    reason = world.paths.take_urgent_reason()
+    assert rail in reason
+    assert world.paths.take_urgent_reason() == ""
     assert "path_finding" in world.kinds()
     places = world.ballot(running)
-    assert places.roads is not None
-    assert rail not in places.roads.rails
+    assert places.paths is not None
+    assert rail not in places.paths.rails
 
 
-def test_a_silent_rail_that_is_found_alive_is_not_suspected_again_at_once() -> None:
+def test_an_unresponsive_rail_that_is_found_alive_is_not_suspected_again_at_once() -> None:
     world = World("abcd")
     running = world.begin()
-    said = RailSilent("c", "eth0", 1.0)
-    world.roads.told("b", said, world.watching, now_s=world.now_s)
+    said = RailUnresponsive("c", "eth0", 1.0)
+    world.paths.reported("b", said, world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     asked = len(world.asked)
     assert asked
-    assert world.roads.take_urgent() == ""
-    world.roads.told("b", said, world.watching, now_s=world.now_s)
+    assert world.paths.take_urgent_reason() == ""
+    world.paths.reported("b", said, world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert len(world.asked) == asked
 
 
-def test_a_node_that_is_not_heard_at_all_is_no_rail_that_is_dead() -> None:
+def test_a_node_that_does_not_respond_at_all_is_no_rail_that_is_dead() -> None:
     world = World("ab")
     running = world.begin()
-    world.roads.told("a", RailSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
+    world.paths.reported("a", RailUnresponsive("b", "eth0", 1.0), world.watching, now_s=world.now_s)
     peer = world.peers.get("b")
     assert peer is not None
-    peer.heard_s = world.now_s - 5
-    assert world.roads.look(running, world.slow, now_s=world.now_s) == []
-    world.roads.lost("b")
-    peer.heard_s = world.now_s
-    assert world.roads.look(running, world.slow, now_s=world.now_s) == []
+    peer.received_s = world.now_s - 5
+    assert world.paths.poll(running, world.slow, now_s=world.now_s) == []
+    world.paths.lost("b")
+    peer.received_s = world.now_s
+    assert world.paths.poll(running, world.slow, now_s=world.now_s) == []
 
 
-def test_two_nodes_try_the_silent_rail_both_ways() -> None:
+def test_two_nodes_try_the_unresponsive_rail_both_ways() -> None:
     world = World("ab")
     running = world.begin()
-    world.rate = lambda road: 0.0 if road.rail == "eth0" else 1e9
-    world.roads.told("a", RailSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
+    world.rate = lambda path: 0.0 if path.rail == "eth0" else 1e9
+    world.paths.reported("a", RailUnresponsive("b", "eth0", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert len(world.asked) == 2
-    assert "eth0" in world.roads.take_urgent()
+    assert "eth0" in world.paths.take_urgent_reason()
 
 
-def test_words_of_a_rail_that_nobody_knows_or_that_are_old_are_dropped() -> None:
+def test_words_of_a_rail_that_no_process_knows_or_that_are_old_are_dropped() -> None:
     world = World("ab")
     running = world.begin()
-    world.roads.told("a", RailSilent("b", "eth9", 1.0), world.watching, now_s=world.now_s)
+    world.paths.reported("a", RailUnresponsive("b", "eth9", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 2.0)
     assert world.asked == []
 
@@ -326,10 +330,10 @@ def verdict() -> Verdict:
 
 
 def slow_rail(world: World, running: GenerationPlan) -> str:
-    assert running.roads is not None
-    rail = running.roads.rails[0]
-    world.rate = lambda road: (
-        1e8 if road.rail == rail and "b" in (road.source, road.destination) else 1e9
+    assert running.paths is not None
+    rail = running.paths.rails[0]
+    world.rate = lambda path: (
+        1e8 if path.rail == rail and "b" in (path.source, path.destination) else 1e9
     )
     world.slow.said = [verdict()]
     return rail
@@ -340,16 +344,16 @@ def test_a_slow_rail_is_left_at_the_next_boundary_where_probes_agree() -> None:
     running = world.begin()
     rail = slow_rail(world, running)
     world.pass_by(running, 2.0)
-    assert rail in world.roads.wish
-    assert world.roads.take_urgent() == ""
+    assert rail in world.paths.requested
+    assert world.paths.take_urgent_reason() == ""
     asked = len(world.asked)
     world.pass_by(running, 1.0)
     assert len(world.asked) == asked
     places = world.ballot(running)
-    assert places.roads is not None
-    assert rail not in places.roads.rails
-    world.roads.begin()
-    assert world.roads.wish == ""
+    assert places.paths is not None
+    assert rail not in places.paths.rails
+    world.paths.begin()
+    assert world.paths.requested == ""
 
 
 def test_a_slow_rail_stays_where_probes_find_it_as_quick_as_the_others() -> None:
@@ -358,7 +362,7 @@ def test_a_slow_rail_stays_where_probes_find_it_as_quick_as_the_others() -> None
     world.slow.said = [verdict()]
     world.pass_by(running, 2.0)
     assert world.asked
-    assert world.roads.wish == ""
+    assert world.paths.requested == ""
 
 
 def test_with_report_or_one_rail_a_slow_link_is_not_compared() -> None:
@@ -377,7 +381,7 @@ def test_what_the_user_has_set_is_not_left() -> None:
     running = world.begin()
     slow_rail(world, running)
     world.pass_by(running, 2.0)
-    assert world.roads.wish == ""
+    assert world.paths.requested == ""
 
 
 def test_ranks_that_the_user_has_numbered_keep_their_order() -> None:
@@ -408,35 +412,37 @@ def test_leaves_are_known_by_what_there_is(
     world = World(**more)
     world.cards = [railed(one, **changes) for one in "abc"]
     places = world.ballot()
-    assert places.roads is not None
-    assert places.roads.leaves_from == source
+    assert places.paths is not None
+    assert places.paths.leaves_from == source
 
 
 def test_a_topology_that_cannot_be_used_costs_only_itself() -> None:
     world = World(topology=["no", "mapping"])
     places = world.ballot()
-    assert places.roads is not None
-    assert places.roads.leaves_from != "file"
+    assert places.paths is not None
+    assert places.paths.leaves_from != "file"
 
 
-def test_a_bug_in_the_plan_costs_the_plan_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_plan_costs_the_plan_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(_: object) -> NetworkPlan:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(road_watch, "plan_roads", breaks)
-    monkeypatch.setattr(road_map, "survey_of", breaks)
+    monkeypatch.setattr(path_monitor, "plan_network", breaks)
+    monkeypatch.setattr(path_map, "survey_of", breaks)
     world = World()
     places = world.ballot()
     assert places == RankAssignment(tuple(world.cards), ())
-    assert "network_plan_disabled" in {one.record.kind for one in world.roads.take_notes()}
+    assert "network_plan_disabled" in {
+        one.record.kind for one in world.paths.drain_journal_entries()
+    }
 
 
-def test_of_very_many_roads_the_worst_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(road_map, "MOST_TOLD", 2)
+def test_of_very_many_paths_the_worst_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_map, "MAX_REPORTED", 2)
     world = World()
-    world.rate = lambda road: 1e6 if road.source == "b" else 1e9
+    world.rate = lambda path: 1e6 if path.source == "b" else 1e9
     world.ballot()
-    status = world.roads.status(None, now_s=world.now_s)
+    status = world.paths.status(None, now_s=world.now_s)
     assert status is not None
     assert [one.source for one in status.paths] == ["b", "b"]
     assert status.num_paths == 12
@@ -451,13 +457,13 @@ def test_what_was_judged_is_not_judged_again_before_more_is_found(
         asked.append(situation)
         return survey_of(situation)
 
-    monkeypatch.setattr(road_map, "survey_of", counted)
+    monkeypatch.setattr(path_map, "survey_of", counted)
     world = World("abcd", mode="report")
     world.ballot()
-    world.roads.begin()
+    world.paths.begin()
     running = plan(0, world.cards)
     world.pass_by(running)
-    assert world.roads.plan is not None
+    assert world.paths.plan is not None
     assert len(asked) == 1, "once for what is told and for the plan"
     world.cards.append(railed("e"))
     meet(world.peers, world.cards[-1], now_s=world.now_s)
@@ -469,30 +475,30 @@ def test_a_first_ballot_that_begins_again_probes_nothing_twice() -> None:
     world = World()
     world.ballot()
     world.asked.clear()
-    assert world.ballot().roads is not None
+    assert world.ballot().paths is not None
     assert world.asked == []
 
 
-def test_what_is_dead_is_not_tried_for_every_word_and_looked_at_again_later() -> None:
+def test_what_is_dead_is_not_tried_for_every_word_and_checked_again_later() -> None:
     world = World("abcd")
     running = world.begin()
-    world.falls_silent("c", "eth1")
+    world.stops_responding("c", "eth1")
     world.pass_by(running, 0.5)
     asked = len(world.asked)
-    told = world.kinds().count("path_finding")
-    world.roads.told("c", RailSilent("a", "eth1", 1.0), world.watching, now_s=world.now_s)
-    world.roads.told("d", RailSilent("c", "eth1", 1.0), world.watching, now_s=world.now_s)
+    reported = world.kinds().count("path_finding")
+    world.paths.reported("c", RailUnresponsive("a", "eth1", 1.0), world.watching, now_s=world.now_s)
+    world.paths.reported("d", RailUnresponsive("c", "eth1", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.5)
     assert len(world.asked) == asked
     world.pass_by(running, 31.0)
     assert len(world.asked) > asked
-    world.rate = lambda road: 1e9
+    world.rate = lambda path: 1e9
     world.pass_by(running, 62.0)
     asked = len(world.asked)
     world.pass_by(running, 62.0)
     assert len(world.asked) == asked, "it is mended"
-    assert world.kinds().count("path_finding") >= told > 0
-    world.roads.lost("c")
+    assert world.kinds().count("path_finding") >= reported > 0
+    world.paths.lost("c")
 
 
 def test_a_member_that_is_not_there_just_now_ends_no_look() -> None:
@@ -507,7 +513,7 @@ def test_a_member_that_is_not_there_just_now_ends_no_look() -> None:
     assert world.kinds().count("paths_probed") == 2
 
 
-def test_where_no_plan_was_made_with_on_none_is_told_later() -> None:
+def test_where_no_plan_was_made_with_on_none_is_reported_later() -> None:
     world = World()
     world.begin()
     world.cards.append(railed("d"))
@@ -516,90 +522,90 @@ def test_where_no_plan_was_made_with_on_none_is_told_later() -> None:
     assert world.kinds().count("network_plan") == 1
 
 
-def new_lead(running: GenerationPlan, nodes: str = "abcd") -> World:
+def new_leader(running: GenerationPlan, nodes: str = "abcd") -> World:
     """One that has taken over: it has probed nothing."""
     world = World(nodes)
-    world.roads.know(running.voters)
+    world.paths.know(running.voters)
     world.ballot(running)
-    world.roads.begin()
-    world.notes += world.roads.take_notes()
+    world.paths.begin()
+    world.notes += world.paths.drain_journal_entries()
     return world
 
 
 @pytest.mark.parametrize("nodes", ["ab", "abcd"])
-def test_a_new_lead_leaves_a_dead_rail_though_it_knows_no_rate(nodes: str) -> None:
+def test_a_new_leader_leaves_a_dead_rail_though_it_knows_no_rate(nodes: str) -> None:
     running = World(nodes).begin()
-    assert running.roads is not None
-    rail = running.roads.rails[0]
-    world = new_lead(running, nodes)
-    world.rate = lambda road: (
-        0.0 if road.rail == rail and "b" in (road.source, road.destination) else 1e9
+    assert running.paths is not None
+    rail = running.paths.rails[0]
+    world = new_leader(running, nodes)
+    world.rate = lambda path: (
+        0.0 if path.rail == rail and "b" in (path.source, path.destination) else 1e9
     )
-    world.roads.told("a", RailSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
+    world.paths.reported("a", RailUnresponsive("b", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
-    assert rail in world.roads.take_urgent()
+    assert rail in world.paths.take_urgent_reason()
     places = world.ballot(running)
-    assert places.roads is not None
-    assert places.roads.rails == [one for one in ("eth0", "eth1") if one != rail]
+    assert places.paths is not None
+    assert places.paths.rails == [one for one in ("eth0", "eth1") if one != rail]
 
 
-def test_a_new_lead_stays_on_a_sound_rail_after_a_false_alarm() -> None:
+def test_a_new_leader_stays_on_a_sound_rail_after_a_false_alarm() -> None:
     running = World("abcd").begin()
-    assert running.roads is not None
-    world = new_lead(running)
-    rail = running.roads.rails[-1]
-    world.roads.told("a", RailSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
+    assert running.paths is not None
+    world = new_leader(running)
+    rail = running.paths.rails[-1]
+    world.paths.reported("a", RailUnresponsive("b", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert world.asked
-    assert world.roads.take_urgent() == world.roads.wish == ""
+    assert world.paths.take_urgent_reason() == world.paths.requested == ""
     places = world.ballot(running)
-    assert places.roads is not None
-    assert places.roads.rails == running.roads.rails
+    assert places.paths is not None
+    assert places.paths.rails == running.paths.rails
 
 
 def test_a_short_look_keeps_the_rate_that_was_measured() -> None:
     world = World("abcd")
     running = world.begin()
-    world.roads.told("b", RailSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
+    world.paths.reported("b", RailUnresponsive("c", "eth0", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert world.asked
-    status = world.roads.status(running, now_s=world.now_s)
+    status = world.paths.status(running, now_s=world.now_s)
     assert status is not None
     assert {one.bytes_per_s for one in status.paths} == {1e9}
 
 
-def test_what_is_dead_is_looked_at_shortly_and_ever_more_seldom_and_told_once() -> None:
+def test_what_is_dead_is_checked_shortly_and_ever_more_seldom_and_reported_once() -> None:
     world = World("abcd")
     running = world.begin()
-    world.falls_silent("c", "eth1")
+    world.stops_responding("c", "eth1")
     world.pass_by(running, 1.0)
     world.asked.clear()
     world.pass_by(running, 250.0)
     assert all(one.is_short and one.destination == "c" for one in world.asked)
     assert {one.rail for one in world.asked} == {"eth1"}
     assert len(world.asked) == 3 * 2, "after 30, 60 and 120 s, from two nodes"
-    told = [one.record.culprit for one in world.notes if isinstance(one.record, PathFinding)]
-    assert told
-    assert len(told) == len(set(told)), "once for each place"
-    world.rate = lambda road: 1e9
+    reported = [one.record.culprit for one in world.notes if isinstance(one.record, PathFinding)]
+    assert reported
+    assert len(reported) == len(set(reported)), "once for each place"
+    world.rate = lambda path: 1e9
     world.pass_by(running, 300.0)
     assert not all(one.is_short for one in world.asked), "what is mended is measured"
 
 
-def test_of_two_nodes_what_is_dead_is_looked_at_again_and_used_when_it_is_mended() -> None:
+def test_of_two_nodes_what_is_dead_is_checked_again_and_used_when_it_is_mended() -> None:
     world = World("ab")
     running = world.begin()
-    world.falls_silent("a", "eth1")
+    world.stops_responding("a", "eth1")
     world.pass_by(running, 1.0)
     assert [one.record.kind for one in world.notes].count("path_finding") > 0
     world.asked.clear()
     world.pass_by(running, 100.0)
     assert {one.rail for one in world.asked} == {"eth1"}
     assert all(one.is_short for one in world.asked)
-    world.rate = lambda road: 1e9
+    world.rate = lambda path: 1e9
     world.pass_by(running, 200.0)
     assert not all(one.is_short for one in world.asked), "what is mended is measured"
-    status = world.roads.status(running, now_s=world.now_s)
+    status = world.paths.status(running, now_s=world.now_s)
     assert status is not None
     assert {one.bytes_per_s for one in status.paths} == {1e9}
 
@@ -609,7 +615,7 @@ def test_a_plan_is_noted_only_where_it_differs() -> None:
     running = world.begin()
     world.ballot(running)
     world.ballot(running)
-    world.notes += world.roads.take_notes()
+    world.notes += world.paths.drain_journal_entries()
     assert world.kinds().count("network_plan") == 1
 
 
@@ -623,32 +629,36 @@ class Broken:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("hold_up", "_map"),
+        ("postpone", "_map"),
         ("decide", "_map"),
-        ("begin", "_silent"),
-        ("told", "_silent"),
+        ("begin", "_unresponsive"),
+        ("reported", "_unresponsive"),
         ("lost", "_map"),
-        ("look", "_peers"),
+        ("poll", "_peers"),
         ("know", "_known"),
         ("status", "_map"),
     ],
 )
-def test_a_bug_anywhere_is_told_once_and_no_road_is_looked_at_again(name: str, part: str) -> None:
+def test_a_bug_anywhere_is_reported_once_and_no_path_is_checked_again(name: str, part: str) -> None:
     world = World()
     running = world.begin()
-    roads, now_s = world.roads, world.now_s
+    paths, now_s = world.paths, world.now_s
     calls: dict[str, Callable[[], object]] = {
-        "hold_up": lambda: roads.hold_up(world.cards, None, now_s=now_s),
-        "decide": lambda: roads.decide(world.cards, (), None),
-        "begin": roads.begin,
-        "told": lambda: roads.told("b", RailSilent("c", "eth0", 1.0), world.watching, now_s=now_s),
-        "lost": lambda: roads.lost("d"),
-        "look": lambda: roads.look(running, world.slow, now_s=now_s),
-        "know": lambda: roads.know(world.cards),
-        "status": lambda: roads.status(running, now_s=now_s),
+        "postpone": lambda: paths.postpone(world.cards, None, now_s=now_s),
+        "decide": lambda: paths.decide(world.cards, (), None),
+        "begin": paths.begin,
+        "reported": lambda: paths.reported(
+            "b", RailUnresponsive("c", "eth0", 1.0), world.watching, now_s=now_s
+        ),
+        "lost": lambda: paths.lost("d"),
+        "poll": lambda: paths.poll(running, world.slow, now_s=now_s),
+        "know": lambda: paths.know(world.cards),
+        "status": lambda: paths.status(running, now_s=now_s),
     }
-    setattr(roads, part, Broken())
+    setattr(paths, part, Broken())
     for call in (calls[name], *calls.values()):
         assert not call()
-    assert [one.record.kind for one in roads.take_notes()].count("network_plan_disabled") == 1
-    assert roads.take_urgent() == roads.wish == ""
+    assert [one.record.kind for one in paths.drain_journal_entries()].count(
+        "network_plan_disabled"
+    ) == 1
+    assert paths.take_urgent_reason() == paths.requested == ""

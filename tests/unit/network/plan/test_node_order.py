@@ -41,17 +41,17 @@ def networks(draw: st.DrawFn, least: int, most: int, most_leaves: int = 4) -> Ne
     for node in draw(st.lists(st.sampled_from(nodes), max_size=1)):
         del leaves[node]
     ends = st.tuples(st.sampled_from(nodes), st.sampled_from(nodes))
-    roads = draw(st.dictionaries(ends, st.sampled_from([0.0, 0.1, 0.4]), max_size=4))
+    paths = draw(st.dictionaries(ends, st.sampled_from([0.0, 0.1, 0.4]), max_size=4))
     return NetworkModel(
         leaves,
         draw(st.dictionaries(st.sampled_from(switches), st.just("spine"))),
         uplink_rates=draw(st.dictionaries(st.sampled_from(switches), st.sampled_from([0.5, 4.0]))),
-        road_rates={road: rate for road, rate in roads.items() if road[0] != road[1]},
+        path_rates={path: rate for path, rate in paths.items() if path[0] != path[1]},
     )
 
 
 def nodes_of(network: NetworkModel) -> list[str]:
-    named = {*network.leaves, *(end for road in network.road_rates for end in road)}
+    named = {*network.leaves, *(end for path in network.path_rates for end in path)}
     return sorted(named)
 
 
@@ -73,7 +73,7 @@ def test_of_few_nodes_the_order_is_the_best_with_the_fewest_moves(network: Netwo
 @pytest.mark.parametrize("count", [6, 7])
 def test_of_seven_nodes_too(count: int) -> None:
     leaves = {f"n{number}": f"s{number % 3}" for number in range(count)}
-    network = NetworkModel(leaves, road_rates={("n0", "n3"): 0.0, ("n1", "n4"): 0.2})
+    network = NetworkModel(leaves, path_rates={("n0", "n3"): 0.0, ("n1", "n4"): 0.2})
     best = min(cost_of(order, network) for order in itertools.permutations(leaves))
     assert order_nodes(list(leaves), network).cost == best
 
@@ -133,8 +133,8 @@ def relabelled(
         {names[node]: called[leaf] for node, leaf in network.leaves.items()},
         {called[one]: called[up] for one, up in network.above.items()},
         uplink_rates={called[one]: rate for one, rate in network.uplink_rates.items()},
-        road_rates={
-            (names[one], names[end]): rate for (one, end), rate in network.road_rates.items()
+        path_rates={
+            (names[one], names[end]): rate for (one, end), rate in network.path_rates.items()
         },
     )
     mapped = [names[node] for node in nodes]
@@ -162,7 +162,7 @@ def test_an_order_that_was_planned_stays(sizes: list[int], seed: int) -> None:
     assert order_nodes(planned, network).moves == 0
 
 
-def test_a_spare_of_the_same_leaf_moves_nobody() -> None:
+def test_a_spare_of_the_same_leaf_moves_no_node() -> None:
     leaves = leaf_map(8, 8, 8, 8, shuffled=3)
     planned = order_nodes(list(leaves), NetworkModel(leaves)).order
     lost = planned[5]
@@ -170,9 +170,9 @@ def test_a_spare_of_the_same_leaf_moves_nobody() -> None:
     assert order_nodes(order, NetworkModel({**leaves, "spare": leaves[lost]})).moves == 0
 
 
-def test_a_bad_road_inside_a_leaf_is_not_used() -> None:
+def test_a_bad_path_inside_a_leaf_is_not_used() -> None:
     leaves = leaf_map(12, 12)
-    network = NetworkModel(leaves, road_rates={("n0", "n1"): 0.0, ("n12", "n13"): 0.1})
+    network = NetworkModel(leaves, path_rates={("n0", "n1"): 0.0, ("n12", "n13"): 0.1})
     found = order_nodes(list(leaves), network)
     assert found.naive.ring > 1000
     whole = cost_of(list(leaves), NetworkModel(leaves))
@@ -189,21 +189,21 @@ def test_leaves_under_one_switch_lie_side_by_side() -> None:
     assert changes == 1
 
 
-def test_of_many_nodes_with_bad_roads_so_much_is_tried_as_a_lead_has_time_for(
+def test_of_many_nodes_with_bad_paths_so_much_is_tried_as_a_leader_has_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[int] = []
 
-    def counted(self: ordering._Roads, order: list[str], *places: int) -> float:
+    def counted(self: ordering._PathRates, order: list[str], *places: int) -> float:
         tried.append(len(places))
         return really(self, order, *places)
 
-    really = ordering._Roads.cost
-    monkeypatch.setattr(ordering._Roads, "cost", counted)
+    really = ordering._PathRates.cost
+    monkeypatch.setattr(ordering._PathRates, "cost", counted)
     monkeypatch.setattr(ordering, "MOST_EXCHANGES", 50)
     nodes = [f"n{number}" for number in range(300)]
     bad = dict.fromkeys(itertools.pairwise(nodes), 0.0)
-    found = order_nodes(nodes, NetworkModel(dict.fromkeys(nodes, "sw0"), road_rates=bad))
+    found = order_nodes(nodes, NetworkModel(dict.fromkeys(nodes, "sw0"), path_rates=bad))
     assert sum(count == 2 for count in tried) == 100, "before and after each exchange"
     assert found.cost < found.naive
 
@@ -277,8 +277,8 @@ def test_switches_that_hang_on_each_other_end_somewhere() -> None:
     assert path_of("x", {"x": "y", "y": "x"}) == ("x", "y")
 
 
-def test_slow_nodes_and_bad_roads_count_by_their_rates() -> None:
-    network = NetworkModel(node_rates={"b": 0.5}, road_rates={("a", "b"): 0.25, ("b", "a"): 0.0})
+def test_slow_nodes_and_bad_paths_count_by_their_rates() -> None:
+    network = NetworkModel(node_rates={"b": 0.5}, path_rates={("a", "b"): 0.25, ("b", "a"): 0.0})
     loads = loads_of("ab", ring_flows(2), network)
     assert loads[DirectedLink("node", "b", "in")] == 2.0
     assert loads[DirectedLink("road", "a", "b")] == 4.0

@@ -54,7 +54,7 @@ def test_every_size_in_every_portion_is_the_same_file(tmp_path: Path, size: int,
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("switch", [0, 1, BUFFER_BYTES // 2, BUFFER_BYTES, BUFFER_BYTES + 1])
-def test_what_lies_in_memory_already_is_written_from_there(
+def test_what_is_in_memory_already_is_written_from_there(
     tmp_path: Path, size: int, switch: int
 ) -> None:
     """After `switch` bytes the source is valid, as if a slot is copied while it is written."""
@@ -106,7 +106,9 @@ def test_a_file_system_without_direct_io_gets_the_same(
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_a_full_disk_in_the_middle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_in_the_middle_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(fd: int, view: memoryview, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -160,13 +162,13 @@ MIB = 1 << 20
 
 
 def took_s(throttle: Throttle, pieces: int) -> float:
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     for _ in range(pieces):
         throttle(MIB)
-    return time.monotonic() - began_s
+    return time.monotonic() - started_s
 
 
-def test_without_a_limit_nobody_waits() -> None:
+def test_without_a_limit_no_node_waits() -> None:
     assert took_s(Throttle(threading.Event()), 1000) < 20.0
 
 
@@ -178,7 +180,7 @@ def test_the_rate_is_kept_over_many_pieces_and_nothing_is_saved_up() -> None:
     assert took_s(throttle, 11) >= 0.45
 
 
-def test_in_a_hurry_a_waiting_writer_goes_on() -> None:
+def test_in_a_hurry_a_waiting_writer_continues() -> None:
     throttle = Throttle(threading.Event())
     throttle.bytes_per_s = MIB / 600
     throttle(MIB)
@@ -188,7 +190,7 @@ def test_in_a_hurry_a_waiting_writer_goes_on() -> None:
     timer.join()
 
 
-def test_a_waiting_writer_is_told_that_all_is_given_up() -> None:
+def test_a_waiting_writer_is_informed_that_all_is_given_up() -> None:
     stop = threading.Event()
     throttle = Throttle(stop)
     throttle.bytes_per_s = MIB / 600
@@ -238,7 +240,7 @@ def test_memory_is_lent_again_and_what_does_not_fit_any_more_goes() -> None:
     assert made.num_bytes == 11, "of another world"
 
 
-def test_what_is_lent_is_nobody_elses_before_the_next_try() -> None:
+def test_what_is_lent_is_no_other_user_s_before_the_next_try() -> None:
     made = copy_buffers()
     fill(made.lend([10, 10]), b"x")
     made.begin()

@@ -24,9 +24,9 @@ from ftrun.smp.checkpoint.storage.storage import (
     earlier_of_run,
     is_whole,
     next_serial,
-    sweep_begun,
     sweep_finished,
     sweep_run,
+    sweep_started,
     to_prune,
 )
 
@@ -78,7 +78,7 @@ def names(storage: Storage) -> list[str]:
 
 def sweep(storage: Storage, step: int, name: str, *, is_alone: bool) -> None:
     found = storage.checkpoints()
-    left = sweep_begun(storage, found, "run", version(0, step), name, is_alone=is_alone)
+    left = sweep_started(storage, found, "run", version(0, step), name, is_alone=is_alone)
     assert [one.name for one in left] == [one.name for one in storage.checkpoints()]
 
 
@@ -108,13 +108,13 @@ def test_a_place_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:
 
 def test_the_last_written_checkpoint_is_the_first(storage: Storage) -> None:
     written = [finish(storage, step, serial) for serial, step in enumerate((9, 4, 7), start=1)]
-    begun = begin(storage, 99)
+    started = begin(storage, 99)
     assert names(storage) == written[::-1]
     found = storage.checkpoints()
     assert [one.version.step for one in found] == [7, 4, 9, 99]
-    assert incomplete(storage) == [begun]
+    assert incomplete(storage) == [started]
     assert storage.latest_name() == written[-1]
-    assert next_serial(found, besides=begun) == 4
+    assert next_serial(found, besides=started) == 4
     assert next_serial(found, besides=written[-1]) == 3
 
 
@@ -205,16 +205,16 @@ def test_a_single_node_removes_all_that_its_run_has_begun(storage: Storage) -> N
 
 
 def test_several_nodes_leave_the_newest_of_the_earlier_ones(storage: Storage) -> None:
-    begun = {step: begin(storage, step) for step in (1, 2, 3, 5, 8)}
-    sweep(storage, 5, begun[5], is_alone=False)
-    assert incomplete(storage) == [begun[8], begun[5], begun[3]]
+    started = {step: begin(storage, step) for step in (1, 2, 3, 5, 8)}
+    sweep(storage, 5, started[5], is_alone=False)
+    assert incomplete(storage) == [started[8], started[5], started[3]]
     found = storage.checkpoints()
     assert [one.name for one in earlier_of_run(found, "run", version(0, 8))] == [
-        begun[5],
-        begun[3],
+        started[5],
+        started[3],
     ]
-    sweep_finished(storage, found, "run", version(0, 5), begun[5])
-    assert incomplete(storage) == [begun[8], begun[5]]
+    sweep_finished(storage, found, "run", version(0, 5), started[5])
+    assert incomplete(storage) == [started[8], started[5]]
     sweep_run(storage, "run")
     assert incomplete(storage) == []
 

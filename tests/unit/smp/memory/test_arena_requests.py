@@ -20,7 +20,7 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 MB = 10**6
 
 
@@ -28,14 +28,14 @@ class Worker:
     """Records the answers that are sent."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[messages.AnyMessage, tuple[int, ...]]] = []
+        self.reported: list[tuple[messages.AnyMessage, tuple[int, ...]]] = []
 
-    def tell(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
-        self.told.append((body, fds))
+    def send(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+        self.reported.append((body, fds))
 
     @property
     def answer(self) -> messages.AnyMessage:
-        ((body, _),) = self.told
+        ((body, _),) = self.reported
         return body
 
 
@@ -47,14 +47,14 @@ class Node:
         self.free_bytes = 10**10
         self.memory = ArenaStore(lambda: AvailableMemory(self.free_bytes, "a limit"))
         self.agent: list[Any] = []
-        self.num_short = self.vault_bytes = 0
+        self.num_short = self.parity_region_bytes = 0
         self.requests = ArenaRequests(
             self.memory,
             self.jobs,
             tracker=self.tracker,
-            tell_agent=lambda body, *, fds=(): self.agent.append(body),
+            send_to_agent=lambda body, *, fds=(): self.agent.append(body),
             is_short=self.be_short,
-            vault_bytes=lambda: self.vault_bytes,
+            parity_region_bytes=lambda: self.parity_region_bytes,
         )
         self.may_go_on = threading.Event()
         self.allocating: list[int] = []
@@ -72,7 +72,7 @@ class Node:
     def allocate(self, shape: Any, allocated: Any) -> int:
         """As `create` does, when the test lets it."""
         self.allocating.append(shape.rank)
-        assert self.may_go_on.wait(PATIENCE_S)
+        assert self.may_go_on.wait(TIMEOUT_S)
         return create(shape, allocated)
 
     def ask(self, rank: int = 0, *, layout_id: int = 1, image_bytes: int = MB) -> Worker:
@@ -83,8 +83,8 @@ class Node:
 
     def finish(self, *workers: Worker) -> None:
         """Run the results of jobs until these workers have an answer."""
-        while not all(worker.told for worker in workers):
-            assert select.select([self.jobs], [], [], PATIENCE_S)[0]
+        while not all(worker.reported for worker in workers):
+            assert select.select([self.jobs], [], [], TIMEOUT_S)[0]
             self.jobs.finish()
 
     def layouts(self, rank: int = 0) -> list[int]:
@@ -115,7 +115,7 @@ def test_arenas_of_two_ranks_are_made_at_the_same_time(
     meeting = threading.Barrier(2)
 
     def allocate(shape: Any, allocated: Any) -> int:
-        meeting.wait(PATIENCE_S)
+        meeting.wait(TIMEOUT_S)
         return create(shape, allocated)
 
     monkeypatch.setattr(arena_requests, "create", allocate)
@@ -130,12 +130,12 @@ def test_a_request_that_is_repeated_joins_the_one_in_the_making(node: Node) -> N
     node.may_go_on.set()
     node.finish(*workers)
     assert node.allocating == [0]
-    (one, first), (two, second) = (worker.told[0] for worker in workers)
+    (one, first), (two, second) = (worker.reported[0] for worker in workers)
     assert one == two
     assert first == second == (node.memory.of(Rank(0))[0].fd,)
     assert node.layouts() == [1]
     again = node.ask()
-    assert again.told == [(one, first)]
+    assert again.reported == [(one, first)]
 
 
 def test_another_layout_waits_and_the_arena_that_is_not_wanted_is_freed(node: Node) -> None:
@@ -185,7 +185,7 @@ def test_a_refusal_has_numbers_and_asks_for_memory_back(node: Node) -> None:
     assert node.allocating == []
 
 
-def test_parity_that_may_not_fit_is_told_once_all_ranks_are_known(node: Node) -> None:
+def test_parity_that_may_not_fit_is_reported_once_all_ranks_are_known(node: Node) -> None:
     node.requests.begin(0.5)
     node.free_bytes = 5 * MB
     for rank in (0, 1, 1):
@@ -197,7 +197,7 @@ def test_parity_that_may_not_fit_is_told_once_all_ranks_are_known(node: Node) ->
     (notice,) = node.agent
     assert isinstance(notice, smp_messages.SmpNotice)
     assert notice.kind == "memory"
-    assert "--erasure" in notice.why
+    assert "--erasure" in notice.reason
     node.free_bytes = MB
     answer = node.ask().answer
     assert isinstance(answer, worker_messages.MemoryRefused)

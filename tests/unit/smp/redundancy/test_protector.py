@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ftrun.ids import Rank, version
-from ftrun.smp.memory.parity_store import ParityStore, make_vault
+from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
 from ftrun.smp.redundancy.exchange import ProtectorTools
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
@@ -21,10 +21,10 @@ GROUP = LocalGroup(
     generation=GENERATION,
     world_size=2,
     nodes=tuple(NodeAddress(f"n{at}", at, "host", 1, [at]) for at in range(2)),
-    place=0,
+    position=0,
     parity=1,
     small_state_bytes=0,
-    patience_s=10.0,
+    timeout_s=10.0,
     number=7,
 )
 
@@ -35,10 +35,10 @@ class Links:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def link(self, place: NodeAddress, purpose: str) -> "Links":
+    def link(self, position: NodeAddress, purpose: str) -> "Links":
         return self
 
-    def tell(self, frame: Any) -> None:
+    def send(self, frame: Any) -> None:
         self.sent.append(frame.body)
 
 
@@ -47,7 +47,7 @@ class Made:
 
     def __init__(self) -> None:
         self.links: Any = Links()
-        self.vaults = ParityStore()
+        self.parity_store = ParityStore()
         self.ready: list[Any] = []
         jobs: Any = SimpleNamespace(
             repeat=lambda *_: lambda: None, submit=lambda _, work, failed: work()()
@@ -59,11 +59,11 @@ class Made:
         tools = ProtectorTools(
             run=0,
             peers=self.links,
-            vaults=self.vaults,
+            parity_store=self.parity_store,
             jobs=jobs,
             maps=maps,
             codecs=codecs,
-            tell_agent=lambda body, **_: self.ready.append(body),
+            send_to_agent=lambda body, **_: self.ready.append(body),
             exchange=exchange,
         )
         self.protector = Protector(tools, corrupt=lambda *_: False)
@@ -71,14 +71,14 @@ class Made:
 
     def keep(self, *, is_whole: bool) -> ParityRegion:
         """Store a part of the version."""
-        slot = self.vaults.free_slot()
-        vault = make_vault(record())
-        self.vaults.put(slot, vault)
-        vault.begin(record())
+        slot = self.parity_store.free_slot()
+        region = allocate_parity_region(record())
+        self.parity_store.put(slot, region)
+        region.begin(record())
         if is_whole:
-            vault.keep_mirror(1, 10, 1)
-            vault.mark(ParityRegionState.COMPLETE)
-        return vault
+            region.store_mirror(1, 10, 1)
+            region.mark(ParityRegionState.COMPLETE)
+        return region
 
 
 def record() -> ParityRecord:
@@ -89,7 +89,7 @@ def record() -> ParityRecord:
         protected_in=GENERATION,
         members=GROUP.members,
         parity=1,
-        place=0,
+        position=0,
         block_bytes=4096,
         coded_bytes=[10, 10],
         own=NodeRedundancy([], 0, 0),
@@ -106,12 +106,12 @@ def test_a_whole_part_is_committed_although_its_round_has_begun_again(is_whole: 
     This node then waits again for the others, which have dropped the version.
     """
     made = Made()
-    vault = made.keep(is_whole=is_whole)
-    made.protector.heard(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 3, 0, []))
+    region = made.keep(is_whole=is_whole)
+    made.protector.received(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 3, 0, []))
     made.protector.committed(version(GENERATION, STEP))
-    assert (vault.state is ParityRegionState.COMMITTED) == is_whole
-    assert (made.vaults.free_slot() != 0) == is_whole
-    made.vaults.free()
+    assert (region.state is ParityRegionState.COMMITTED) == is_whole
+    assert (made.parity_store.free_slot() != 0) == is_whole
+    made.parity_store.free()
 
 
 def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> None:
@@ -119,7 +119,7 @@ def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> Non
     made = Made()
     made.keep(is_whole=True)
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
-    made.protector.heard(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 1, 0, [], GENERATION))
+    made.protector.received(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 1, 0, [], GENERATION))
     assert VersionReady(GENERATION, STEP, 1) in made.ready
     made.ready.clear()
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
@@ -127,4 +127,4 @@ def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> Non
     made.links.sent.clear()
     made.protector.linked("n1")
     assert made.links.sent == [RoundSealed(GENERATION, STEP, 1, 0, [], GENERATION)]
-    made.vaults.free()
+    made.parity_store.free()

@@ -11,7 +11,7 @@ from ftrun.smp.restore.downloader import BLOCK, PIECE, WINDOW_BYTES, Downloader,
 from ftrun.smp.restore.rpc import PendingRequests
 from ftrun.wire.cluster import transfer as t
 
-PATIENCE_S = 0.05
+TIMEOUT_S = 0.05
 
 
 class Sources:
@@ -22,12 +22,10 @@ class Sources:
         self.answers: dict[str, Callable[[int, int, DownloadItem], None]] = {}
         self.asked: list[tuple[str, int]] = []
         self.now_s = 0.0
-        self.downloader = Downloader(
-            self.requests, self.ask, patience_s=PATIENCE_S, now_s=self.passing
-        )
+        self.downloader = Downloader(self.requests, self.ask, timeout_s=TIMEOUT_S, now_s=self.tick)
 
-    def passing(self) -> float:
-        self.now_s += PATIENCE_S / 2
+    def tick(self) -> float:
+        self.now_s += TIMEOUT_S / 2
         return self.now_s
 
     def ask(self, node: str, number: int, batch: Sequence[DownloadItem]) -> bool:
@@ -52,7 +50,7 @@ class Sources:
         return drive(self.downloader.steps(items))
 
 
-def silent(number: int, index: int, item: DownloadItem) -> None:
+def unresponsive(number: int, index: int, item: DownloadItem) -> None:
     pass
 
 
@@ -78,16 +76,16 @@ def test_a_refusal_and_other_bytes_lead_to_the_next_source() -> None:
     assert item.problems == ["a: not here", "b: its bytes do not match the requested digest"]
 
 
-def test_an_answer_of_another_length_is_dropped_and_its_source_becomes_silent() -> None:
+def test_an_answer_of_another_length_is_dropped_and_its_source_becomes_unresponsive() -> None:
     sources, item = Sources(), item_of(b"bytes", "a", "b")
     sources.answers.update(a=sources.give(b"longer bytes"), b=sources.give(b"bytes"))
     assert sources.run(item) == []
     assert item.problems == ["a: no answer for 0 s"]
 
 
-def test_a_silent_source_gets_no_more_requests() -> None:
+def test_an_unresponsive_source_gets_no_more_requests() -> None:
     sources, item = Sources(), item_of(b"bytes", "a", "b", "a")
-    sources.answers.update(a=silent, b=sources.give(b"other"))
+    sources.answers.update(a=unresponsive, b=sources.give(b"other"))
     assert sources.run(item) == [item]
     assert sources.asked == [("a", 1), ("b", 1)]
     assert item.problems == [
@@ -99,7 +97,7 @@ def test_a_silent_source_gets_no_more_requests() -> None:
 
 def test_an_unknown_and_a_lost_node_are_not_waited_for() -> None:
     sources, item = Sources(), item_of(b"bytes", "unknown", "lost")
-    sources.answers["lost"] = silent
+    sources.answers["lost"] = unresponsive
     sources.downloader.lost("lost", "its link broke")
     assert sources.run(item) == [item]
     assert item.problems == ["unknown: its address is unknown", "lost: its link broke"]

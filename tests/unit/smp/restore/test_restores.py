@@ -15,7 +15,7 @@ from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.jobs import JobLanes, Runner
 from ftrun.smp.memory.arenas import ArenaStore, create
-from ftrun.smp.memory.parity_store import ParityStore, make_vault
+from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
 from ftrun.smp.memory.sealed_shards import ArenaMappings
 from ftrun.smp.peer_link import FETCH, OutgoingFrame
 from ftrun.smp.redundancy.mirror import mirror_parts
@@ -39,7 +39,7 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegionSta
 
 WANTED = version(1, 4)
 GENERATION = Generation(2)
-PATIENCE_S = 0.3
+TIMEOUT_S = 0.3
 WAIT_S = 30.0
 
 
@@ -94,7 +94,7 @@ class Link:
     to: str
     is_connected: bool = True
 
-    def tell(self, frame: OutgoingFrame) -> None:
+    def send(self, frame: OutgoingFrame) -> None:
         if self.to in self.net.dead:
             return
         raw = b"".join(frame.raw)
@@ -122,15 +122,15 @@ class Node:
         self.net = net
         self.address = NodeAddress(node_id, 1, "host", 1, ranks)
         self.links: dict[str, Link] = {}
-        self.jobs, self.memory, self.vaults = JobLanes(), ArenaStore(), ParityStore()
-        self.told: list[Any] = []
-        self.rpc = FetchRpc(self, set_aside=lambda *_: None, runner=Runner())  # type: ignore[arg-type]
+        self.jobs, self.memory, self.parity_store = JobLanes(), ArenaStore(), ParityStore()
+        self.reported: list[Any] = []
+        self.rpc = FetchRpc(self, excluded=lambda *_: None, runner=Runner())  # type: ignore[arg-type]
         self.is_here = 0
         self.restores = RestoreCoordinator(
             self.memory,
             self.rpc,
             self.jobs,
-            tell_agent=lambda body, *, fds=(): self.told.append(body),
+            send_to_agent=lambda body, *, fds=(): self.reported.append(body),
             here=self.come,
         )
         net.nodes[node_id] = self
@@ -138,10 +138,10 @@ class Node:
     def come(self) -> None:
         self.is_here += 1
 
-    def link(self, place: NodeAddress, purpose: str) -> Link:
+    def link(self, position: NodeAddress, purpose: str) -> Link:
         assert purpose == FETCH
         return self.links.setdefault(
-            place.node_id, Link(self.net, self.address.node_id, place.node_id)
+            position.node_id, Link(self.net, self.address.node_id, position.node_id)
         )
 
     def find(self, node_id: str, purpose: str) -> Link | None:
@@ -152,7 +152,9 @@ class Node:
 
     def serve(self) -> RestoreServer:
         fds = {rank: [arena.fd for arena in self.memory.of(rank)] for rank in self.memory.ranks}
-        served = RestoreServer(7, WANTED, maps=ArenaMappings(), fds=fds, vaults=self.vaults)
+        served = RestoreServer(
+            7, WANTED, maps=ArenaMappings(), fds=fds, parity_store=self.parity_store
+        )
         self.rpc.begin(served, None, self.address)
         return served
 
@@ -165,7 +167,7 @@ class Node:
             group=[self.address],
             restored=(WANTED.generation, WANTED.step),
             restore_from=groups,
-            patience_s=PATIENCE_S,
+            timeout_s=TIMEOUT_S,
         )
         self.restores.begin(body, WANTED, self.address)
 
@@ -173,12 +175,12 @@ class Node:
         """The first of these messages; results of the fetch are handled here."""
         end_s = clock.now_s() + WAIT_S
         while clock.now_s() < end_s:
-            for body in self.told:
+            for body in self.reported:
                 if isinstance(body, kinds):
                     return body
             if select.select([self.jobs], [], [], 1.0)[0]:
                 self.jobs.finish()
-        raise AssertionError(f"{kinds} does not come; told: {self.told}")
+        raise AssertionError(f"{kinds} does not come; told: {self.reported}")
 
     def outcome(self) -> Any:
         return self.wait(smp_messages.RestoreReady, smp_messages.RestoreFailed)
@@ -196,7 +198,7 @@ class Node:
     def free(self) -> None:
         self.restores.stop()
         self.rpc.begin(None, None)
-        self.vaults.free()
+        self.parity_store.free()
         self.memory.free()
 
 
@@ -224,19 +226,19 @@ def test_a_slot_is_copied_from_the_node_that_holds_it(net: Net) -> None:
     own.begin([0], [group_of(other)])
     assert isinstance(own.outcome(), smp_messages.RestoreReady)
     assert own.image(0) == image
-    assert worker_messages.ArenaGranted in {type(body) for body in own.told}
+    assert worker_messages.ArenaGranted in {type(body) for body in own.reported}
     assert own.is_here == 1
 
 
-def test_a_silent_holder_is_given_up_and_named(net: Net) -> None:
+def test_an_unresponsive_holder_is_given_up_and_named(net: Net) -> None:
     own, other = Node(net, "own", [1]), Node(net, "other", [0])
     own.serve()
     net.dead.add("other")
     own.begin([0], [group_of(other)])
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "rank 0" in failed.why
-    assert "other: no answer for 0 s" in failed.why
+    assert "rank 0" in failed.reason
+    assert "other: no answer for 0 s" in failed.reason
     assert not failed.is_link
 
 
@@ -248,7 +250,7 @@ def test_a_lost_link_is_the_reason_that_is_reported(net: Net) -> None:
     own.rpc.lost("other", "its link broke")
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "other: " in failed.why
+    assert "other: " in failed.reason
     assert failed.is_link
 
 
@@ -258,7 +260,7 @@ def test_a_rank_that_no_group_protected_is_refused_by_name(net: Net) -> None:
     own.begin([1], [group_of(other)])
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "ranks [1]" in failed.why
+    assert "ranks [1]" in failed.reason
 
 
 def test_a_cancelled_restore_reports_nothing(net: Net) -> None:
@@ -267,11 +269,11 @@ def test_a_cancelled_restore_reports_nothing(net: Net) -> None:
     net.dead.add("other")
     own.begin([0], [group_of(other)])
     own.restores.cancel()
-    end_s = clock.now_s() + 3 * PATIENCE_S
+    end_s = clock.now_s() + 3 * TIMEOUT_S
     while clock.now_s() < end_s:
         if select.select([own.jobs], [], [], 0.05)[0]:
             own.jobs.finish()
-    assert not own.told
+    assert not own.reported
 
 
 # --- a lost node ------------------------------------------------------------------------------
@@ -294,10 +296,10 @@ class Lost:
         self.plan = NodeRedundancy([RankRedundancy(0, mirrored, [], copies)], 1 << 20, 0)
         served = self.lost.serve()
         self.parts = mirror_parts(served.shards, self.record(0, self.plan))
-        self.keep_mirror(b"".join(self.parts))
+        self.store_mirror(b"".join(self.parts))
         net.dead.add("lost")
 
-    def record(self, place: int, plan: NodeRedundancy) -> ParityRecord:
+    def record(self, position: int, plan: NodeRedundancy) -> ParityRecord:
         return ParityRecord(
             generation=WANTED.generation,
             step=WANTED.step,
@@ -305,23 +307,23 @@ class Lost:
             protected_in=WANTED.generation,
             members=[GroupMember("lost", [0]), GroupMember("keeper", [1])],
             parity=1,
-            place=place,
+            position=position,
             block_bytes=4096,
             coded_bytes=[0, 0],
             own=plan,
             holders=[[0, 1]],
-            mirrors=[(1 - place, 1 << 20)],
+            mirrors=[(1 - position, 1 << 20)],
             num_rows=0,
         )
 
-    def keep_mirror(self, raw: bytes) -> None:
+    def store_mirror(self, raw: bytes) -> None:
         record = self.record(1, NodeRedundancy([RankRedundancy(1, [], [], [])], 0, 0))
-        vault, slot = make_vault(record), self.keeper.vaults.free_slot()
-        self.keeper.vaults.put(slot, vault)
-        vault.begin(record)
-        vault.mirror_room(0)[: len(raw)] = raw
-        vault.keep_mirror(0, len(raw), xxhash.xxh3_64_intdigest(raw))
-        vault.mark(ParityRegionState.COMPLETE)
+        region, slot = allocate_parity_region(record), self.keeper.parity_store.free_slot()
+        self.keeper.parity_store.put(slot, region)
+        region.begin(record)
+        region.mirror_space(0)[: len(raw)] = raw
+        region.store_mirror(0, len(raw), xxhash.xxh3_64_intdigest(raw))
+        region.mark(ParityRegionState.COMPLETE)
 
     def begin(self) -> None:
         gone = NodeAddress("lost", 1, "host", 0, [0])
@@ -340,15 +342,15 @@ def test_a_lost_slot_comes_from_its_mirror_and_from_replicas(net: Net, replicate
 
 def test_a_mirror_of_other_contents_is_refused(net: Net) -> None:
     made = Lost(net, replicated=False)
-    made.keeper.vaults.free()
-    made.keeper.vaults = ParityStore()
-    made.keep_mirror(b"".join(made.parts)[:-1])
+    made.keeper.parity_store.free()
+    made.keeper.parity_store = ParityStore()
+    made.store_mirror(b"".join(made.parts)[:-1])
     made.begin()
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "rank 0 of node lost" in failed.why
-    assert "cannot fetch its small state (keeper: a mirror of " in failed.why
-    assert "unreachable: lost" in failed.why
+    assert "rank 0 of node lost" in failed.reason
+    assert "cannot fetch its small state (keeper: a mirror of " in failed.reason
+    assert "unreachable: lost" in failed.reason
 
 
 def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
@@ -357,7 +359,7 @@ def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
     made.begin()
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "bytes of a replica (keeper: this node has no piece" in failed.why
+    assert "bytes of a replica (keeper: this node has no piece" in failed.reason
 
 
 # --- pieces for another world --------------------------------------------------------------------
@@ -368,7 +370,7 @@ def shards_of(made: Lost) -> PreviousWorldShards:
     made.keeper.serve()
     nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.keeper.address]
     groups = [PreviousGroup(nodes, 1, WANTED.generation)]
-    fetch = Fetch(made.own.rpc, patience_s=PATIENCE_S)
+    fetch = Fetch(made.own.rpc, timeout_s=TIMEOUT_S)
     world = PreviousWorld(WANTED, groups, made.own.address, "own")
     return PreviousWorldShards(world, fetch, served, None)
 
@@ -424,22 +426,22 @@ class Load:
     def find(self, digest: int) -> memoryview:
         raise LayoutUnknown("not here")
 
-    def room(self, place: tuple[int, int]) -> memoryview:
-        return memoryview(self.rooms[place[1]])
+    def room(self, position: tuple[int, int]) -> memoryview:
+        return memoryview(self.rooms[position[1]])
 
-    def digest(self, place: tuple[int, int]) -> int:
-        return xxhash.xxh3_64_intdigest(self.raws[place[1]])
+    def digest(self, position: tuple[int, int]) -> int:
+        return xxhash.xxh3_64_intdigest(self.raws[position[1]])
 
-    def took(self, place: tuple[int, int]) -> None:
-        if bytes(self.rooms[place[1]]) != self.raws[place[1]]:
-            raise SnapshotCorrupt(what="a piece", piece=place[1], pieces=len(self.raws))
-        self.left.pop(place, None)
+    def took(self, position: tuple[int, int]) -> None:
+        if bytes(self.rooms[position[1]]) != self.raws[position[1]]:
+            raise SnapshotCorrupt(what="a piece", piece=position[1], pieces=len(self.raws))
+        self.left.pop(position, None)
 
     def read_too(self, places: list[tuple[int, int]]) -> None:
-        for place in places:
-            self.rooms[place[1]][:] = self.raws[place[1]]
-            self.read.append(place)
-            self.took(place)
+        for position in places:
+            self.rooms[position[1]][:] = self.raws[position[1]]
+            self.read.append(position)
+            self.took(position)
 
     def seal(self) -> None:
         assert not self.left
@@ -478,8 +480,8 @@ def test_what_the_other_node_does_not_have_is_read_from_storage(net: Net) -> Non
     assert load.read == [(0, 1)]
     notice = own.wait(smp_messages.SmpNotice)
     assert notice.kind == "source_set_aside"
-    assert "1 pieces" in notice.why
-    assert "other: this node has no piece with this digest" in notice.why
+    assert "1 pieces" in notice.reason
+    assert "other: this node has no piece with this digest" in notice.reason
 
 
 def test_a_load_that_storage_does_not_complete_fails_without_blaming_links(net: Net) -> None:
@@ -493,4 +495,4 @@ def test_a_load_that_storage_does_not_complete_fails_without_blaming_links(net: 
     own.rpc.lost("other", "its link broke")
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert (failed.why, failed.is_link) == ("the disk is gone", False)
+    assert (failed.reason, failed.is_link) == ("the disk is gone", False)

@@ -97,8 +97,8 @@ def test_only_a_modules_extra_state_may_be_wanted() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_lists_what_there_is() -> None:
-    told = r"'modle\.\*' matches nothing; existing names: model"
-    with pytest.raises(CheckpointError, match=told):
+    reported = r"'modle\.\*' matches nothing; existing names: model"
+    with pytest.raises(CheckpointError, match=reported):
         outline("progress", "modle.*")
     with pytest.raises(CheckpointError, match=r"scheduler and 1 more$"):
         outline("x")

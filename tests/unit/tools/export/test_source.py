@@ -106,7 +106,7 @@ def test_a_tensor_without_items_has_no_bytes(tmp_path: Path) -> None:
     images.close()
 
 
-def test_a_part_that_nobody_has_is_named(tmp_path: Path) -> None:
+def test_a_part_that_no_process_has_is_named(tmp_path: Path) -> None:
     array = np.arange(6)
     images = DiskImages([write_shard(tmp_path, 0, {"m.w": (Box((0,), (4,)), array)})])
     with pytest.raises(CheckpointError, match=r"m\.w of shape \[6\].*no rank saved \[4:6\]"):
@@ -129,7 +129,7 @@ def test_ranks_that_hold_different_things_have_no_one_tensor(
     images.close()
 
 
-def test_equal_small_tensors_beside_different_ones_are_equal(tmp_path: Path) -> None:
+def test_equal_small_tensors_next_to_different_ones_are_equal(tmp_path: Path) -> None:
     """They share a piece, so its digest tells nothing of them."""
     shared, other = np.arange(4), np.arange(6)
     places = [

@@ -51,12 +51,12 @@ def test_a_plan_of_many_nodes_with_many_rails_fits_a_frame() -> None:
     ranks = [[*range(PER_NODE * at, PER_NODE * at + PER_NODE)] for at in range(NODES)]
     plan = GenerationPlan(
         generation=3,
-        lead=names[0],
-        why="node gpu-node-0077 was lost",
+        leader=names[0],
+        reason="node gpu-node-0077 was lost",
         members=[PlanMember(one, PER_NODE * at) for at, one in enumerate(cards)],
         spares=[],
         restore=(2, 100_000),
-        restore_why="",
+        restore_reason="",
         store_host=cards[0].host,
         store_port=45_000,
         groups=groups,
@@ -67,7 +67,7 @@ def test_a_plan_of_many_nodes_with_many_rails_fits_a_frame() -> None:
         ],
         smp_ports=dict.fromkeys(names, 45_000),
         decided_by=[VoterSet(2, [(name, 1 << 61) for name in names])],
-        roads=NetworkPlan(
+        paths=NetworkPlan(
             order=names,
             rails=[rail.name for rail in cards[0].rails],
             leaves={one.node_id: one.switch for one in cards},
