@@ -30,8 +30,9 @@ def encoded() -> dict[str, str]:
     }
 
 
-def test_each_message_has_a_tag_of_its_own() -> None:
+def test_the_tag_of_each_message_is_the_name_of_its_class() -> None:
     tags = [kind.__struct_config__.tag for kind in messages()]
+    assert tags == [kind.__name__ for kind in messages()]
     assert len(set(tags)) == len(tags)
 
 

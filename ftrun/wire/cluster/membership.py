@@ -29,14 +29,14 @@ class Join(Message, frozen=True, tag="Join"):
     """Returned in the reply."""
 
 
-class JoinPending(Message, frozen=True, tag="Gathering"):
+class JoinPending(Message, frozen=True, tag="JoinPending"):
     """Endpoint -> newcomer: wait; these nodes are present."""
 
     here: list[str]
     needed: int
 
 
-class LeaderInfo(Message, frozen=True, tag="LeadIs"):
+class LeaderInfo(Message, frozen=True, tag="LeaderInfo"):
     """Any agent -> newcomer: contact this leader.
 
     Also leader -> the current host of the endpoint.
@@ -48,7 +48,7 @@ class LeaderInfo(Message, frozen=True, tag="LeadIs"):
     """Its generation is chosen; otherwise it proposes one."""
 
 
-class JoinAccepted(Message, frozen=True, tag="Current"):
+class JoinAccepted(Message, frozen=True, tag="JoinAccepted"):
     """Leader -> newcomer: accepted; the node takes part from the next generation on."""
 
     plan: GenerationPlan
@@ -58,7 +58,7 @@ class JoinAccepted(Message, frozen=True, tag="Current"):
     """The leader, if it drains and therefore has no vote; None: the plan names it."""
 
 
-class JoinRejected(Message, frozen=True, tag="TurnedAway"):
+class JoinRejected(Message, frozen=True, tag="JoinRejected"):
     """Any agent -> newcomer: rejected; the reason is in words for the user."""
 
     reason: str
@@ -98,7 +98,7 @@ class Promise(Message, frozen=True, tag="Promise"):
     """Result of its newest check; None: it makes no checks."""
 
 
-class PrepareRejected(Message, frozen=True, tag="NotPromised"):
+class PrepareRejected(Message, frozen=True, tag="PrepareRejected"):
     """Voter -> proposer: no promise."""
 
     generation: int
@@ -109,7 +109,7 @@ class PrepareRejected(Message, frozen=True, tag="NotPromised"):
     leader_generation: int = -1
 
 
-class Accept(Message, frozen=True, tag="Announce"):
+class Accept(Message, frozen=True, tag="Accept"):
     """Proposer -> all nodes: accept this plan. Leader -> all nodes: a new voter revision."""
 
     plan: GenerationPlan
@@ -167,7 +167,7 @@ class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_step_s: float
 
 
-class Heartbeat(Message, frozen=True, tag="Beat"):
+class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """Member -> leader: state of this node. Sent periodically, and at once after a change."""
 
     generation: int
@@ -232,7 +232,7 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     restart: RestartTimes | None = None
 
 
-class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
+class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     """Leader -> all nodes: state of the run, and orders for this generation."""
 
     generation: int

@@ -14,20 +14,20 @@ class JournalLines(Message, frozen=True, tag="JournalLines"):
     lines: list[str]
 
 
-class ClusterStatusRequest(Message, frozen=True, tag="AskClusterStatus"):
+class ClusterStatusRequest(Message, frozen=True, tag="ClusterStatusRequest"):
     """Member -> leader, for an operator on its node. Reply: ClusterStatusReply."""
 
     number: int
 
 
-class ClusterStatusReply(Message, frozen=True, tag="ClusterStatus"):
+class ClusterStatusReply(Message, frozen=True, tag="ClusterStatusReply"):
     """Leader -> member: a JSON document."""
 
     number: int
     document: bytes
 
 
-class ProbeLinkRequest(Message, frozen=True, tag="AskProbe"):
+class ProbeLinkRequest(Message, frozen=True, tag="ProbeLinkRequest"):
     """Leader -> member: measure the link to that node. Reply: ProbeLinkResult."""
 
     number: int
@@ -36,7 +36,7 @@ class ProbeLinkRequest(Message, frozen=True, tag="AskProbe"):
     port: int
 
 
-class ProbeLinkResult(Message, frozen=True, tag="ProbeFound"):
+class ProbeLinkResult(Message, frozen=True, tag="ProbeLinkResult"):
     """Member -> leader: result of a link probe. A value of 0 is not known."""
 
     number: int
@@ -48,7 +48,7 @@ class ProbeLinkResult(Message, frozen=True, tag="ProbeFound"):
     problem: str = ""
 
 
-class ProbePathRequest(Message, frozen=True, tag="AskRoad"):
+class ProbePathRequest(Message, frozen=True, tag="ProbePathRequest"):
     """Leader -> member: measure the path to that node over one rail. Reply: ProbePathResult."""
 
     survey: int
@@ -66,7 +66,7 @@ class ProbePathRequest(Message, frozen=True, tag="AskRoad"):
     """Measure only reachability and round trip."""
 
 
-class ProbePathResult(Message, frozen=True, tag="RoadTried"):
+class ProbePathResult(Message, frozen=True, tag="ProbePathResult"):
     """Member -> leader: measurement of a path, or the reason why there is none."""
 
     survey: int
@@ -75,7 +75,7 @@ class ProbePathResult(Message, frozen=True, tag="RoadTried"):
     """The fault is local to this node, see `problem`. The result says nothing about the path."""
 
 
-class RailUnresponsive(Message, frozen=True, tag="RoadSilent"):
+class RailUnresponsive(Message, frozen=True, tag="RailUnresponsive"):
     """Member -> leader: nothing arrives from this node over this rail.
 
     Repeated while this holds.

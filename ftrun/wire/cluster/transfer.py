@@ -41,7 +41,7 @@ class RoundMessage(Transfer, frozen=True):
     attempt: int
 
 
-class RoundSealed(RoundMessage, frozen=True, tag="Sealed"):
+class RoundSealed(RoundMessage, frozen=True, tag="RoundSealed"):
     """The sender's ranks have sealed the version.
 
     Args:
@@ -56,32 +56,32 @@ class RoundSealed(RoundMessage, frozen=True, tag="Sealed"):
     part: int = -1
 
 
-class ManifestData(RoundMessage, frozen=True, tag="ManifestOf"):
+class ManifestData(RoundMessage, frozen=True, tag="ManifestData"):
     """With bytes: the sender's manifest of the version."""
 
 
-class RoundOpened(RoundMessage, frozen=True, tag="Open"):
+class RoundOpened(RoundMessage, frozen=True, tag="RoundOpened"):
     """The sender's parity region is ready; it accepts blocks of its stripes below `below`."""
 
     plan_id: int
     below: int
 
 
-class MirrorData(RoundMessage, frozen=True, tag="MirrorOf"):
+class MirrorData(RoundMessage, frozen=True, tag="MirrorData"):
     """With bytes: the sender's small state, and what is needed to rebuild the rest."""
 
 
-class BlockData(RoundMessage, frozen=True, tag="BlockOf"):
+class BlockData(RoundMessage, frozen=True, tag="BlockData"):
     """With bytes: one block of a stripe; `header` is its packed fragment header."""
 
     header: bytes
 
 
-class RoundStored(RoundMessage, frozen=True, tag="Stored"):
+class RoundStored(RoundMessage, frozen=True, tag="RoundStored"):
     """The sender has stored all mirrors and parity of the version that belong to it."""
 
 
-class RoundFailed(RoundMessage, frozen=True, tag="Unable"):
+class RoundFailed(RoundMessage, frozen=True, tag="RoundFailed"):
     """The sender cannot store its part of the version, for this reason."""
 
     reason: str
@@ -90,7 +90,7 @@ class RoundFailed(RoundMessage, frozen=True, tag="Unable"):
 # --- fetching a version ---------------------------------------------------------------------
 
 
-class FetchPeers(Transfer, frozen=True, tag="Meet"):
+class FetchPeers(Transfer, frozen=True, tag="FetchPeers"):
     """First message on a "fetch" link: all participants, including the sender."""
 
     places: list[NodeAddress]
@@ -109,19 +109,19 @@ class FetchRequest(Transfer, frozen=True):
     protected_in: int
 
 
-class GetMirror(FetchRequest, frozen=True, tag="AskMirror"):
+class GetMirror(FetchRequest, frozen=True, tag="GetMirror"):
     """Small state of the node at this position of the group. Reply: FetchData with index 0."""
 
     position: int
 
 
-class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
+class GetShardHeader(FetchRequest, frozen=True, tag="GetShardHeader"):
     """Header and digest table of a rank's slot. Reply: FetchData with index 0."""
 
     rank: int
 
 
-class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
+class GetPieces(FetchRequest, frozen=True, tag="GetPieces"):
     """Pieces by their digests, u64 each, from any slot. Reply per index: FetchData or FetchMissing.
 
     `resolved` are indexes that were answered before a connection was lost; not answered again.
@@ -131,13 +131,13 @@ class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
     resolved: list[int] = []
 
 
-class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
+class GetBlock(FetchRequest, frozen=True, tag="GetBlock"):
     """The receiver's block of a stripe. Reply: FetchData with the fragment's header."""
 
     stripe: int
 
 
-class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
+class RebuildBlock(FetchRequest, frozen=True, tag="RebuildBlock"):
     """Rebuild a lost block with the receiver's parity. Reply: FetchData or FetchMissing.
 
     `position` is the position of the node that has lost the block, `alive` are those that can be
@@ -149,7 +149,7 @@ class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
     alive: list[int]
 
 
-class FetchData(Transfer, frozen=True, tag="Found"):
+class FetchData(Transfer, frozen=True, tag="FetchData"):
     """With bytes: a reply."""
 
     request: int
@@ -157,7 +157,7 @@ class FetchData(Transfer, frozen=True, tag="Found"):
     header: bytes = b""
 
 
-class FetchMissing(Transfer, frozen=True, tag="NotHeld"):
+class FetchMissing(Transfer, frozen=True, tag="FetchMissing"):
     """Reply: the data is not here, or differs from the protected state."""
 
     request: int

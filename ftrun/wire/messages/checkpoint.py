@@ -45,7 +45,7 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     live_capture_timeout_s: float = 0.0
 
 
-class ExpediteCheckpoint(Message, frozen=True, tag="HurryCheckpoint"):
+class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
     """Agent -> SMP: the run ends; write the current checkpoint without a rate limit. No reply."""
 
 
@@ -74,7 +74,7 @@ class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
     ahead_s: float = 0.0
 
 
-class CheckpointFailed(Message, frozen=True, tag="CheckpointRefused"):
+class CheckpointFailed(Message, frozen=True, tag="CheckpointFailed"):
     """SMP -> agent: nothing is written.
 
     Not `Refused`, because other replies may arrive before it.

@@ -40,17 +40,17 @@ class Refused(Message, frozen=True, tag="Refused"):
 # --- cli -> agent or orphaned SMP -------------------------------------------------------------
 
 
-class StatusRequest(Message, frozen=True, tag="AskStatus"):
+class StatusRequest(Message, frozen=True, tag="StatusRequest"):
     """Cli -> agent or SMP. Reply: StatusReply."""
 
 
-class StatusReply(Message, frozen=True, tag="Status"):
+class StatusReply(Message, frozen=True, tag="StatusReply"):
     """Agent or SMP -> cli: a JSON document, see docs/operations.md."""
 
     document: bytes
 
 
-class StopRequest(Message, frozen=True, tag="StopRun"):
+class StopRequest(Message, frozen=True, tag="StopRequest"):
     """Cli -> agent: stop as on SIGTERM. Reply: Done, sent before the stop is complete."""
 
 

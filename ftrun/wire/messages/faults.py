@@ -40,7 +40,7 @@ class InjectFault(Message, frozen=True, tag="InjectFault"):
     order: FaultOrder
 
 
-class FaultAccepted(Message, frozen=True, tag="FaultTaken"):
+class FaultAccepted(Message, frozen=True, tag="FaultAccepted"):
     """Agent -> cli: the fault is scheduled on `node`; the journal records when it fires."""
 
     id: str
@@ -48,13 +48,13 @@ class FaultAccepted(Message, frozen=True, tag="FaultTaken"):
     how: str
 
 
-class ForwardFault(Message, frozen=True, tag="FaultOrdered"):
+class ForwardFault(Message, frozen=True, tag="ForwardFault"):
     """Agent -> agent of the target node. Reply: ForwardFaultReply."""
 
     order: FaultOrder
 
 
-class ForwardFaultReply(Message, frozen=True, tag="FaultAnswer"):
+class ForwardFaultReply(Message, frozen=True, tag="ForwardFaultReply"):
     """Reply to ForwardFault: how the order was accepted, or why it was refused."""
 
     id: str

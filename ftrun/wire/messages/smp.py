@@ -198,7 +198,7 @@ class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
     is_link: bool = False
 
 
-class ParityRegionCreated(Message, frozen=True, tag="VaultMade"):
+class ParityRegionCreated(Message, frozen=True, tag="ParityRegionCreated"):
     """SMP -> agent, unsolicited, with a memfd: retain a duplicate of a parity region.
 
     It replaces the last duplicate of this slot. The memory contains what this node stores for
@@ -208,7 +208,7 @@ class ParityRegionCreated(Message, frozen=True, tag="VaultMade"):
     slot: int
 
 
-class ParityRegionFreed(Message, frozen=True, tag="VaultFreed"):
+class ParityRegionFreed(Message, frozen=True, tag="ParityRegionFreed"):
     """SMP -> agent, unsolicited: close the duplicate of this slot, because its memory is free."""
 
     slot: int
@@ -236,7 +236,7 @@ class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
     nodes: list[str]
 
 
-class InventoryRequest(Message, frozen=True, tag="TakeInventory"):
+class InventoryRequest(Message, frozen=True, tag="InventoryRequest"):
     """Agent -> SMP: report what can be restored. Reply: Inventory."""
 
     freeze_versions: bool = False
@@ -265,11 +265,11 @@ class VoidAfter(Message, frozen=True, tag="VoidAfter"):
     step: int
 
 
-class HandOverMemory(Message, frozen=True, tag="HandOver"):
+class HandOverMemory(Message, frozen=True, tag="HandOverMemory"):
     """Agent -> SMP: send duplicates of all memory. Reply: MemoryHandedOver."""
 
 
-class MemoryHandedOver(Message, frozen=True, tag="HandedOver"):
+class MemoryHandedOver(Message, frozen=True, tag="MemoryHandedOver"):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
     A rank appears twice while a new arena has not replaced the old one; the old one comes first. A
@@ -281,7 +281,7 @@ class MemoryHandedOver(Message, frozen=True, tag="HandedOver"):
     parity_slots: list[int] = []
 
 
-class AdoptMemory(Message, frozen=True, tag="Adopt"):
+class AdoptMemory(Message, frozen=True, tag="AdoptMemory"):
     """Agent -> new SMP, with one memfd per entry: memory that outlived the previous SMP.
 
     Sent before BeginGeneration. A rank appears twice if it has an old and a new arena, the old one
@@ -293,7 +293,7 @@ class AdoptMemory(Message, frozen=True, tag="Adopt"):
     parity_slots: list[int] = []
 
 
-class PersistRunState(Message, frozen=True, tag="KeepRunState"):
+class PersistRunState(Message, frozen=True, tag="PersistRunState"):
     """Agent -> SMP: store what the next agent must know if this one dies. Reply: Done."""
 
     run_state: bytes

@@ -142,7 +142,7 @@ class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
     step: int
 
 
-class OpenShards(Message, frozen=True, tag="OpenImages"):
+class OpenShards(Message, frozen=True, tag="OpenShards"):
     """Worker -> SMP: open all local shards of a version of another world size.
 
     Reply: ShardsOpened with a read-only descriptor for each rank, or Refused.
@@ -154,7 +154,7 @@ class OpenShards(Message, frozen=True, tag="OpenImages"):
     world_size: int
 
 
-class ShardsOpened(Message, frozen=True, tag="ImagesOpened"):
+class ShardsOpened(Message, frozen=True, tag="ShardsOpened"):
     """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
 
     `ranks` are those of the previous world that are stored here, in the order of the descriptors.
@@ -163,7 +163,7 @@ class ShardsOpened(Message, frozen=True, tag="ImagesOpened"):
     ranks: list[int]
 
 
-class FetchShardHeaders(Message, frozen=True, tag="FetchHeads"):
+class FetchShardHeaders(Message, frozen=True, tag="FetchShardHeaders"):
     """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
 
     Reply: ShardHeadersFetched with a memfd per header (see snapshot/shard_header.py), or Refused.
@@ -175,7 +175,7 @@ class FetchShardHeaders(Message, frozen=True, tag="FetchHeads"):
     ranks: list[int]
 
 
-class ShardHeadersFetched(Message, frozen=True, tag="HeadsFetched"):
+class ShardHeadersFetched(Message, frozen=True, tag="ShardHeadersFetched"):
     """SMP -> worker, with one memfd per entry."""
 
     ranks: list[int]
