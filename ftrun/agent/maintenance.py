@@ -253,7 +253,7 @@ class Maintenance:
             elif slot.rank not in self._stalled_ranks:
                 self._stalled_ranks.add(slot.rank)
                 text = (
-                    f"rank {slot.rank} silent for {unresponsive_s:.0f} s (reported after "
+                    f"rank {slot.rank} without progress for {unresponsive_s:.0f} s (reported after "
                     f"{limit_s:.0f} s, phase {slot.page.phase or 'train'})"
                 )
                 self._journal.write(RankWithoutProgress(text, slot.rank))

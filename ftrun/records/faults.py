@@ -23,7 +23,7 @@ class FaultAcceptedRecord(FaultRecord, frozen=True, tag="fault_accepted"):
 
 
 class FaultInjected(FaultRecord, frozen=True, tag="fault_injected"):
-    """The fault is in effect."""
+    """The fault is active."""
 
     step: Whole
     fired_s: Seconds

@@ -1,4 +1,4 @@
-"""Records of the nodes: who is here, who leads, what a node waits for, what connects them."""
+"""Records of the nodes: members, leader, what a node waits for, connections."""
 
 from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.records.note import Note, Seconds, Whole
@@ -30,7 +30,7 @@ class VotersChanged(Note, frozen=True, tag="voters_changed"):
 
 
 class TwoVotersWarning(Note, frozen=True, tag="two_voters_warning"):
-    """Two nodes without a spare cannot tell a dead node from a lost link."""
+    """Two nodes without a spare cannot distinguish a dead node from a lost link."""
 
 
 class NodeJoined(Note, frozen=True, tag="node_joined"):

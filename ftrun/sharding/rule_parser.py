@@ -158,7 +158,7 @@ class _Reader:
         if "at" in parts:
             at = tuple(self._coordinate(one) for one in self._one_or_more(parts["at"]))
             if dealt := [key for key in _DEALT_KEYS if key in parts]:
-                self._wrong(parts[dealt[0]], f"{dealt[0]} beside of:, not beside at:")
+                self._wrong(parts[dealt[0]], f"{dealt[0]} together with of:, not with at:")
         empty = self._optional(parts, "empty", self._integers, None)
         placement = StagePlacement(
             NamePattern(""),
@@ -209,7 +209,7 @@ class _Reader:
     def _cut(self, node: yaml.Node, parts: dict[str, yaml.Node]) -> DimensionSplit:
         for key in ("axis", "dim"):
             if key not in parts:
-                self._wrong(node, f"the key {key}, beside {', '.join(parts) or 'others'}")
+                self._wrong(node, f"the key {key}, together with {', '.join(parts) or 'others'}")
         if "pad_to" in parts and "sizes" in parts:
             self._wrong(parts["pad_to"], "either sizes or pad_to")
         size = self._optional(parts, "size", self._positive, None)

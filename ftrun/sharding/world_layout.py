@@ -302,8 +302,7 @@ def _whole(
         reported = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
         raise SplitImpossible(
             f"it is {reported}; rules under unique define where a tensor is, and whether each "
-            "stage "
-            "numbers its layers from 0 (numbered: anew)"
+            "stage numbers its layers from 0 (the key numbered)"
         )
     first = next(iter(held.values()))
     rule = sharing.rule

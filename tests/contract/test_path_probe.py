@@ -62,7 +62,7 @@ def test_a_path_has_a_round_trip_and_a_rate() -> None:
     # The quickest of some, so that it is the road's rate and not the machine's.
     for _ in range(5):
         with agent() as order:
-            found = probe_path(order, "here", who("here", "road"), SECRET)
+            found = probe_path(order, "here", who("here", "path"), SECRET)
         assert found.problem == ""
         if found.bytes_per_s > 1e6 and found.rtt_s < 1:
             break
@@ -74,7 +74,7 @@ def test_a_path_has_a_round_trip_and_a_rate() -> None:
 def test_a_short_try_sends_nothing_but_pings() -> None:
     with agent() as order:
         short = msgspec.structs.replace(order, is_short=True)
-        found = probe_path(short, "here", who("here", "road"), SECRET)
+        found = probe_path(short, "here", who("here", "path"), SECRET)
     assert found.rtt_s > 0
     assert (found.bytes_per_s, found.problem) == (0.0, "")
 
@@ -82,26 +82,26 @@ def test_a_short_try_sends_nothing_but_pings() -> None:
 def test_no_listener_is_a_dead_path() -> None:
     with closed_port("127.0.0.1") as port:
         order = ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
-        found = probe_path(order, "here", who("here", "road"), SECRET)
+        found = probe_path(order, "here", who("here", "path"), SECRET)
     assert found.rtt_s == 0
     assert "refuses" in found.problem
 
 
 def test_an_address_that_is_not_of_this_node_is_a_dead_path() -> None:
     order = ProbePathRequest(3, "there", "rail0", "lo", "203.0.113.9", "127.0.0.1", 9)
-    assert probe_path(order, "here", who("here", "road"), SECRET).problem
+    assert probe_path(order, "here", who("here", "path"), SECRET).problem
 
 
 def test_another_secret_is_a_dead_path() -> None:
     with agent(make_secret()) as order:
-        assert probe_path(order, "here", who("here", "road"), SECRET).problem
+        assert probe_path(order, "here", who("here", "path"), SECRET).problem
 
 
 def test_a_node_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_probe, "TRY_S", 0.3)
     with agent(is_unresponsive=True) as order:
         started_s = time.monotonic()
-        found = probe_path(order, "here", who("here", "road"), SECRET)
+        found = probe_path(order, "here", who("here", "path"), SECRET)
         assert time.monotonic() - started_s < WAIT_S / 2
     assert found.rtt_s == 0
     assert "did not come to its end" in found.problem

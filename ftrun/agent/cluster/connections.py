@@ -95,7 +95,7 @@ _Inbox = Happening | AuthenticatedConnection | _Out | _Corrupt | None
 class ClusterConnections:
     """The connections of one agent to the others, and the thread of its control loop."""
 
-    def __init__(  # noqa: PLR0913 - whom its work concerns
+    def __init__(  # noqa: PLR0913 - the parts that it serves
         self,
         control_loop: ControlLoop,
         identity: PeerIdentity,

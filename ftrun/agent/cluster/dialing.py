@@ -63,7 +63,7 @@ yet. It is called in the handshake's thread, where it may wait."""
 
 _PROBES: dict[str, Callable[[socket.socket], None]] = {
     "probe": serve_probe,
-    "road": serve_path_probe,
+    "path": serve_path_probe,
 }
 """By the purpose of the dialling peer."""
 

@@ -197,8 +197,8 @@ class LocalNode:
             _log.warning("node %s can also be reached by %s", self.card.node_id, others)
         if self.secret is None:
             _log.warning(
-                "UNAUTHENTICATED: whoever reaches port %d can take part in this run. Make a secret "
-                "with %s, copy FILE to every node and give --secret-file FILE",
+                "UNAUTHENTICATED: any process that can connect to port %d can join this run. Make "
+                "a secret with %s, copy FILE to every node and give --secret-file FILE",
                 self.card.port,
                 HOW_TO_MAKE,
             )

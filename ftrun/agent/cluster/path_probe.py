@@ -3,7 +3,7 @@
 Runs in:  agent; on each side in a thread that lives for one probe.
 Takes in: the other agent's address; for a path also an interface of this node. A probe has its own
           connection, so that no heartbeat waits behind it. It is authenticated as any other
-          (purpose "probe" or "road"); for a path it is bound to the interface.
+          (purpose `"probe"` or `"path"`); for a path it is bound to the interface.
 Gives:    a `PathMeasurement` or a `ProbeLinkResult`.
 Survives: any fault of the network: each side gives up after a fixed time, and the dialler reports
           how far it came.
@@ -93,16 +93,18 @@ class PathProber:
         self._node_id = identity.node_id
         self._post = post
         self._send = send
-        self._identity = msgspec.structs.replace(identity, purpose="road")
+        self._identity = msgspec.structs.replace(identity, purpose="path")
         self._secret = secret
         self._threads = threading.BoundedSemaphore(MAX_AT_ONCE)
 
     def take(self, command: ProbePath) -> None:
         """Start a probe, from any thread, without waiting."""
         if not self._threads.acquire(blocking=False):
-            self._untried(command, f"this node tries {MAX_AT_ONCE} roads already")
+            self._untried(command, f"this node tries {MAX_AT_ONCE} probes already")
             return
-        work = threading.Thread(target=self._work, args=(command,), name="ftrun-road", daemon=True)
+        work = threading.Thread(
+            target=self._work, args=(command,), name="ftrun-path-probe", daemon=True
+        )
         try:
             work.start()
         except RuntimeError as error:  # no more threads
@@ -112,7 +114,7 @@ class PathProber:
     def _work(self, command: ProbePath) -> None:
         try:
             found = probe_path(command.order, self._node_id, self._identity, self._secret)
-        except Exception as error:  # noqa: BLE001 - the lead waits for an answer
+        except Exception as error:  # noqa: BLE001 - the leader waits for an answer
             self._untried(command, f"a bug of ftrun: {type(error).__name__}: {error}")
         else:
             self._answer(command, ProbePathResult(command.order.survey, found))
@@ -161,7 +163,7 @@ def serve_path_probe(sock: socket.socket) -> None:
     """Serve the other side of a probe; the caller closes the socket.
 
     Raises:
-        OSError: the dialler is gone, or too slow.
+        OSError: the dialler has ended, or is too slow.
     """
     sock.settimeout(SERVE_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
@@ -322,7 +324,7 @@ def serve_probe(sock: socket.socket) -> None:
     """Serve the other side of a probe; the caller closes the socket.
 
     Raises:
-        OSError: the prober is gone, or too slow.
+        OSError: the prober has ended, or is too slow.
     """
     give_up_s = clock.now_s() + PROBE_S
     tune(sock, bulk=False, user_timeout_s=PROBE_S)

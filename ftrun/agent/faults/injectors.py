@@ -288,8 +288,8 @@ class FaultInjectors:
         stub = self._stub_pid()
         if stub == 1:
             raise FaultRefused(
-                "ftrun is process 1 here, which nobody within can kill. Start it below an init, or "
-                "kill the container from outside"
+                "ftrun is process 1 here, which no process within can kill. Start it below an "
+                "init, or kill the container from outside"
             )
         smp = self._smp_or_nobody()
 

@@ -88,7 +88,7 @@ def _check_free(tc: str, device: str, *, is_root_needed: bool) -> None:
         if is_root if is_root_needed else kind in ("clsact", "ingress"):
             raise FaultRefused(
                 f"{device} has the qdisc {kind} already, of an earlier fault that still lasts or "
-                f"of somebody else, and it is left alone. See: tc qdisc show dev {device}"
+                f"of another program, and it is left alone. See: tc qdisc show dev {device}"
             )
 
 

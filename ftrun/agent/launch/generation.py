@@ -187,7 +187,7 @@ class GenerationRunner:
         self.repeats.launched()
 
     def send_to_smp(self) -> None:
-        """Send the members to the SMP; if the SMP is gone, the next one receives them."""
+        """Send the members to the SMP; if the SMP has ended, the next one receives them."""
         if self.plan is None:
             return
         # In the middle of a generation the newest commit must be protected again.
@@ -288,7 +288,7 @@ class GenerationRunner:
             found, reason = self._load_checkpoint(plan, reason)
         runs_ranks = plan.member(self._node_id) is not None
         if found is None and runs_ranks and self._smp.committed is not None:
-            # Never silently restart from step 0 if there was a state to resume from.
+            # Never restart from step 0 without an error if there was a state to resume from.
             has_directory = self._spec.checkpoint_directory is not None
             to_do = "" if has_directory else ". Give --checkpoint-dir to resume from disk next time"
             raise SnapshotError(
@@ -393,7 +393,7 @@ def _path_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
     try:
         matched = match_rails({node.node_id: node.card.rails for node in plan.members})
         return env_for(plan.paths, rails_of_node(matched, node_id), os.environ)
-    except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
+    except Exception:  # noqa: BLE001 - a bug costs the network plan, never the run
         _log.exception("a bug in ftrun: ranks use the rails that their libraries choose")
         return {}
 

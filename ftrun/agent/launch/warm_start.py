@@ -70,7 +70,7 @@ class ZygoteClient:
         return [child for child in [self.child, *found] if child is not None]
 
     def start(self) -> None:
-        """Start a zygote as a program, which imports torch once more."""
+        """Start a zygote as a program, which imports torch again."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = (str(its.fileno()), str(os.getpid()), *self._preload)
         argv = python_command("ftrun.worker.process.zygote", *words)

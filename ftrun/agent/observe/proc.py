@@ -113,7 +113,7 @@ class SocketStats:
             for family in (socket.AF_INET, socket.AF_INET6):
                 found += _established(family, inodes)
         except OSError as error:
-            self.error = f"the kernel does not tell of connections: {error.strerror or error}"
+            self.error = f"the kernel does not report connections: {error.strerror or error}"
             return []
         self.error = ""
         return found

@@ -326,7 +326,7 @@ def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
 
 
 def _every(run: RunView, commands: SharedPage | None, *, furthest: int) -> int:
-    """Present snapshot interval in steps; 0: a new interval is set but not yet in effect."""
+    """Present snapshot interval in steps; 0: a new interval is set and not used yet."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
         return every

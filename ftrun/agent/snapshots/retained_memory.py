@@ -170,7 +170,7 @@ class StubClient:
         now = (tuple(fds), state)
         if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
             return
-        with suppress(OSError):  # if the stub is gone, this agent ends too
+        with suppress(OSError):  # if the stub has ended, this agent ends too
             fd = os.memfd_create("ftrun-kept-state")
             with open(fd, "wb") as file:
                 file.write(state.encode())

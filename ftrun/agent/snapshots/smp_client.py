@@ -297,7 +297,7 @@ class AgentSmpClient:
         """Wait until all of the restored version is here, or the restore has failed.
 
         Raises:
-            PeerError: the SMP is gone, or reports neither in time.
+            PeerError: the SMP has ended, or reports neither in time.
         """
         give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
         while self.channel is not None and not (self.is_restored or self.restore_failed):
@@ -307,7 +307,7 @@ class AgentSmpClient:
         """Handle the SMP's unsolicited messages.
 
         Raises:
-            PeerLost: the SMP is gone.
+            PeerLost: the SMP has ended.
         """
         if self.channel is not None:
             for received in self.channel.receive_ready():
@@ -349,7 +349,7 @@ class AgentSmpClient:
             deadline_s: the longest time without any message; 0: `answer_wait_s`.
 
         Raises:
-            PeerLost: the SMP is gone.
+            PeerLost: the SMP has ended.
             PeerTimeout: it has not answered. A late answer is not taken for another one.
         """
         if self.channel is None:

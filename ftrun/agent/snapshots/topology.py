@@ -53,8 +53,8 @@ def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[Checkpo
         spec: of the run.
         life: of the run; see `GenerationPlan.life`.
         has_committed: the run has committed snapshots. If it then writes no checkpoints, the
-            checkpoint that it started from is no source, because it would silently discard all
-            later steps.
+            checkpoint that it started from is no source, because that would discard all
+            later steps without an error.
     """
     directory, path = spec.checkpoint_directory, spec.resume_path
     is_auto = spec.profile.checkpoint.resume == "auto"
@@ -225,7 +225,7 @@ def _readable(places: _Places, ranks: list[int], restored: Version | None) -> li
     """Holders of any rank's saved data of the restored version, present and future.
 
     The nodes of this generation come first, because each fetches or has loaded the shards of its
-    own ranks. After the version is committed again, the other copies may be gone.
+    own ranks. After the version is committed again, the other copies may be freed.
     """
     plan = places.plan
     if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:

@@ -188,5 +188,5 @@ def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) ->
 
 
 def _report_again(what: str, error: Exception | str) -> None:
-    _log.warning("cannot read %s, trying once more: %s", what, str(error))
+    _log.warning("cannot read %s, trying again: %s", what, str(error))
     clock.sleep(RETRY_S)

@@ -27,7 +27,7 @@ Outcome = dict[int | str, str]
 _TAIL_BYTES = 8192
 _STEPS_AT_LEAST = 120
 _STEPS_PER_FAULT = 45
-"""Steps per fault, besides its duration: to order it, to detect it, and until the next fault."""
+"""Steps per fault beyond its duration: to order it, to detect it, and until the next fault."""
 
 _GPT_STEP_S = 0.05
 _UNDISTURBED_S = 900.0

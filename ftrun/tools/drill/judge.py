@@ -4,7 +4,7 @@ Runs in:  cli. Pure.
 Takes in: a trial, and the journal lines from the order to its end.
 Gives:    a `FaultResult`; the drill continues when `is_over` is true.
 
-Rule 1: A fault that was not in effect has not passed, whatever the run did.
+Rule 1: A fault that was not active has not passed, whatever the run did.
 Rule 2: A verdict that is only likely may be followed by a better verdict for the same rank.
 Rule 3: All verdicts between a fault and the next one count for this fault. Any other culprit that
 they name is wrong.
@@ -170,7 +170,7 @@ def _in_effect(
     row.in_effect = proof is not None
     if proof is None:
         text = f" with {expected.proof_text!r}" if expected.proof_text else ""
-        problems.append(f"no sign that it was in effect: no line {expected.proof}{text}")
+        problems.append(f"no sign that it was active: no line {expected.proof}{text}")
     elif not expected.verdicts:
         row.detected_s = round(proof.monotonic_s - since_s, 3)
 
@@ -266,7 +266,7 @@ def _ends(
 
 
 def _proof(expected: ExpectedOutcome, later: Sequence[Line]) -> Line | None:
-    """Returns the first line that exists only because the fault was in effect."""
+    """Returns the first line that exists only because the fault was active."""
     for line in later:
         is_kind = re.fullmatch(expected.proof, line.record.kind)
         if is_kind and re.search(expected.proof_text, msgspec.json.encode(line.record).decode()):

@@ -151,7 +151,7 @@ class RunSection(_PlanSection, frozen=True, kw_only=True):
     ] = None
     nodes: Annotated[int, Meta(ge=1, le=64, description="more than 1: a virtual cluster")] = 1
     ranks: Annotated[int, Meta(ge=1, le=64, description="on each node")] = 2
-    spares: Annotated[int, Meta(ge=0, le=16, description="nodes that stand by")] = 0
+    spares: Annotated[int, Meta(ge=0, le=16, description="spare nodes")] = 0
     pace: Annotated[Seconds, Meta(description="time added to each step of ftrun's jobs")] = 0.03
     step_s: Annotated[Seconds, Meta(description="duration of a step; 0: as in ftrun's jobs")] = 0.0
     steps_between: Annotated[int, Meta(ge=1, description="steps from one fault to the next")] = 15

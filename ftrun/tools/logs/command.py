@@ -74,9 +74,11 @@ def _logs(
         str | None,
         typer.Option("--incident", metavar="I", help="last words of its culprit; or last"),
     ] = None,
-    follows: Annotated[bool, typer.Option("-f", "--follow", help="go on as they write")] = False,
+    follows: Annotated[
+        bool, typer.Option("-f", "--follow", help="follow the files as they grow")
+    ] = False,
     last: Annotated[
-        int | None, typer.Option("-n", "--lines", metavar="N", help="so many of each at the end")
+        int | None, typer.Option("-n", "--lines", metavar="N", help="the last N lines of each")
     ] = None,
 ) -> None:
     """Show what the ranks have written, if their output goes to files."""

@@ -2,7 +2,7 @@
 
 Runs in:  cli.
 Takes in: the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
-Gives:    `report.html` or `incident-0003.html` beside it, and its one sentence on the terminal.
+Gives:    `report.html` or `incident-0003.html` in that folder, and a sentence on the terminal.
 """
 
 import json
@@ -31,7 +31,7 @@ _TAIL_BYTES = 32_768
 _MAX_LINE_CHARS = 400
 _MAX_READ_BYTES = 8_000_000
 MAX_PAGES = 200
-"""So many pages of incidents are written along with a run's, the newest."""
+"""Maximum number of incident pages that are written with a page of a run: the newest."""
 
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -76,7 +76,9 @@ def report(
     if out == "-":
         return ExitCode.DONE
     sentence = chosen.sentence if chosen is not None else facts.verdict
-    more = f" and {len(written) - 1} of its incidents beside it" if len(written) > 1 else ""
+    more = (
+        f" and {len(written) - 1} of its incidents in the same folder" if len(written) > 1 else ""
+    )
     sys.stdout.write(f"{written[0]}{more}\n{sentence}\n")
     if opens:
         webbrowser.open(written[0].resolve().as_uri())

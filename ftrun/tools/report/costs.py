@@ -41,7 +41,7 @@ HANGS = (
 
 
 def wall_of(launches: Sequence[Sequence[Line]]) -> tuple[float, float]:
-    """(seconds in launches, seconds between them in which nobody had ended the run)."""
+    """(seconds in launches, seconds between them in which the run had not ended)."""
     inside = sum(launch[-1].t_s - launch[0].t_s for launch in launches if launch)
     return inside, _away(launches)
 
@@ -79,7 +79,7 @@ def losses_of(
         LostTime("paused", paused, "waiting for nodes"),
         LostTime("steps done again", redone, "completed before a failure, and repeated after it"),
         LostTime("snapshots", snapshots.blocked_s if snapshots else 0.0,
-             "time for which the training thread stood still for them"),
+             "time for which they blocked the training thread"),
         LostTime("launcher away", _away(launches),
              "from the last word of a lost one until another was there"),
         LostTime("ending", sum(_ending(launch) for launch in launches),
@@ -122,7 +122,7 @@ def snapshots_of(lines: Sequence[Line]) -> SnapshotTotals | None:
 
 
 def mtbf_of(failures: int, over_s: float) -> str:
-    """In words, with what so few failures can tell."""
+    """In words, with the range that this number of failures allows."""
     if over_s <= 0:
         return "not known: no time has passed"
     low, high = likely_rates(failures, over_s)

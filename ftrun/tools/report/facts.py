@@ -45,7 +45,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class StackView:
-    """Where a rank stood."""
+    """Where a rank was."""
 
     title: str
     about: str
@@ -57,7 +57,7 @@ class StackView:
 
 @dataclass(frozen=True, slots=True)
 class DelayView:
-    """What passed between whom, and how slowly."""
+    """Transfers between ranks, and their duration."""
 
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
@@ -134,11 +134,11 @@ class IncidentFacts:
     drill: str = ""
     drill_note: str = ""
     injected: str = ""
-    """The fault that somebody had ordered, where this followed from one."""
+    """The injected fault that caused this, if any."""
     events: tuple[TimelineEvent, ...] = ()
     paused_s: float = 0.0
     protected_s: float | None = None
-    """When the first version of the new generation was told to be committed."""
+    """When the first version of the new generation was committed."""
     log_title: str = ""
     log_lines: tuple[str, ...] = ()
 

@@ -198,7 +198,7 @@ def _notes(
     found = []
     if not background.has_first_step:
         found.append(
-            "start-up counts until the ranks were started: no line tells of the first step, so "
+            "start-up counts until the ranks were started: no line reports the first step, so "
             "the script's own set-up counts as training"
         )
     if background.step_s is None:

@@ -220,7 +220,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     differing_ranks: tuple[int, ...] = ()
     """Ranks whose replicas differ from the majority's."""
     sample: NodeSample | None = None
-    """Newest sample. Its number tells the leader whether it is new."""
+    """Newest sample. By its number the leader knows whether it is new."""
     received_s: float = 0.0
     """When the heartbeat `received` was received, on this node's monotonic clock."""
     sent_s: float = 0.0

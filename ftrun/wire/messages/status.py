@@ -111,7 +111,7 @@ class SnapshotStatus(msgspec.Struct, frozen=True):
     discarded: int = 0
     blocked_s: float = 0.0
     every: int = 0
-    """Steps between two snapshots; 0: a new interval is not in effect yet."""
+    """Steps between two snapshots; 0: a new interval is not used yet."""
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True):

@@ -7,10 +7,10 @@ Survives: an address that is unreachable, or that belongs to another machine.
 
 Rule 1: Each further address is dialled a short time after the previous one, or at once if that one
         has failed. A better address therefore wins, and an unreachable one costs little time.
-Rule 2: A refused connection proves that the process is gone only if the peer's own machine refused
-        it. This holds only for the address by which the peer is known, and at which it was reached
-        before. At any other address the refusal may come from a firewall, or from a machine with
-        the same address.
+Rule 2: A refused connection proves that the process has ended only if the peer's own machine
+        refused it. This holds only for the address by which the peer is known, and at which it was
+        reached before. At any other address the refusal may come from a firewall, or from a machine
+        with the same address.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ class _Race:
     def failed(self, target: PeerAddress, error: PeerError) -> None:
         """Record a failure.
 
-        Raises PeerLost for a sure refusal, which proves that the peer is gone.
+        Raises PeerLost for a sure refusal, which proves that the peer has ended.
         """
         self._failed[target] = error
         if target.is_sure and isinstance(error, PeerLost) and error.how == "refused":

@@ -168,7 +168,7 @@ def _when_complete(path: Path, deadline_s: float) -> Path:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """Require an owner who is this user or root (a mounted secret), and no access for others."""
+    """Require that the owner is this user or root (a mounted secret), and no access for others."""
     if found.st_uid not in (os.getuid(), 0):
         raise UsageError(
             f"{path} belongs to user {found.st_uid}, and you are {os.getuid()}: a file that "

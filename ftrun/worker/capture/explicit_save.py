@@ -220,7 +220,7 @@ def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes) -> None:
     if len(plain) + 8 > slots.layout.plain_capacity:
         raise SnapshotError(
             f"{len(plain):,} bytes of plain values do not fit into the "
-            f"{slots.layout.plain_capacity:,} set aside. Save again: the next one has more room"
+            f"{slots.layout.plain_capacity:,} reserved. Save again: the next one has more room"
         )
     views, table = slots.views[slot], slots.arena.table(slot)
     views.write_plain(plain)

@@ -13,8 +13,8 @@ that stays in sys.modules (pickling, spawned DataLoader workers and atexit need 
 sys.path[0], unbuffered streams on the right descriptors, default signals, a process session of its
 own, new seeds for numpy, and the distributed debug level that torch reads at import.
 
-In a fresh start the script itself imports torch, so variables that it sets before that import take
-effect. The heartbeat is installed at the end of that import, so this module must not import torch.
+In a fresh start the script itself imports torch, so variables that it sets before that import are
+used. The heartbeat is installed at the end of that import, so this module must not import torch.
 """
 
 import builtins

@@ -199,8 +199,8 @@ class SavedItems:
             images.close()
         if not parts.get(METADATA):
             raise LayoutUnknown(
-                f"{self.version} was taken by ftrun.attach and not by dcp.save: go on from it with "
-                "ftrun.attach, or start anew with another --run-id"
+                f"{self.version} was taken by ftrun.attach and not by dcp.save: resume it with "
+                "ftrun.attach, or begin a new run with another --run-id"
             )
         return unpack(plain.decode(parts[METADATA]))
 

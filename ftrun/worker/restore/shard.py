@@ -89,7 +89,7 @@ class LocalShardReader:
         if name not in self._parts:
             raise LayoutUnknown(
                 f"{self._what} has no {name}: it was saved by ftrun.dcp, not by a session of "
-                "ftrun.attach. Load it by ftrun.dcp.Reader(), or begin anew with --resume never"
+                "ftrun.attach. Load it by ftrun.dcp.Reader(), or start with --resume never"
             )
         return plain.decode(self._parts[name], deref=self._deref)
 

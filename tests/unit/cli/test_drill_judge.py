@@ -106,7 +106,7 @@ def test_what_was_not_in_effect_has_not_passed() -> None:
     order_id, lines = lines_of("segv")
     row = judged(trial("abort", 0), lines, order_id)
     assert not row.in_effect
-    assert row.problem == "no sign that it was in effect: no line workers_exited with 'SIGABRT'"
+    assert row.problem == "no sign that it was active: no line workers_exited with 'SIGABRT'"
     row = judged(trial("segv", 0), lines, "another")
     assert (row.fired, row.problem) == (False, "it has not fired")
 

@@ -35,7 +35,7 @@ def test_without_a_word_it_is_the_run_that_was_written_to_last(
     assert report(None) == 0
     folder = here / "ftrun-logs" / "node-without-power"
     reported = capsys.readouterr().out.splitlines()
-    assert reported[0] == f"{folder / 'report.html'} and 1 of its incidents beside it"
+    assert reported[0] == f"{folder / 'report.html'} and 1 of its incidents in the same folder"
     assert reported[1].startswith("FINISHED  step 160")
     page = (folder / "report.html").read_text()
     assert 'href="incident-0001.html"' in page

@@ -80,7 +80,8 @@ def test_a_node_without_power_and_the_spare_that_took_its_rank() -> None:
     facts = run_facts(recorded("node-without-power"))
     (it,) = facts.incidents
     assert it.sentence == (
-        "node node1 is lost at step 31: silent for 3.2 s; all 2 ranks started again and training "
+        "node node1 is lost at step 31: no heartbeat for 3.2 s; all 2 ranks started again and "
+        "training "
         "3.35 s after the fault; 1 step done again, nothing lost."
     )
     assert (it.kind, it.nodes, it.confidence) == ("node lost", ("node1",), "likely")
@@ -89,7 +90,9 @@ def test_a_node_without_power_and_the_spare_that_took_its_rank() -> None:
     assert it.culprits == (1,)
     fetch = next(bar for bar in it.bars if bar.name == "fetch on node2")
     assert fetch.note == "5.3 MB, 142.0 MB/s"
-    assert it.evidence == ("node node1 is lost: silent for 3.2 s",)  # not the kill by ftrun itself
+    assert it.evidence == (
+        "node node1 is lost: no heartbeat for 3.2 s",
+    )  # not the kill by ftrun itself
     assert it.drill == "ftrun inject-fault node-loss --node node1"
 
 
@@ -97,7 +100,8 @@ def test_a_lost_node_that_the_leader_has_named() -> None:
     facts = run_facts(recorded("node-lost-named"))
     (it,) = facts.incidents
     assert it.sentence == (
-        "node node1 is lost at step 31: silent for 3.1 s; all 2 ranks started again and training "
+        "node node1 is lost at step 31: no heartbeat for 3.1 s; all 2 ranks started again and "
+        "training "
         "3.51 s after the fault; 1 step done again, nothing lost."
     )
     assert (it.number, it.nodes, it.culprits) == (1, ("node1",), (1,))
@@ -226,7 +230,7 @@ def test_a_hang_with_its_culprit_stacks_and_verification() -> None:
         "/home/me/model.py:214 in forward",
     )
     assert victim.about.endswith("waits in all_reduce #41,207 of group default_pg")
-    assert it.verified == ("progress was made after it", "the loss goes on where it was")
+    assert it.verified == ("progress was made after it", "the loss continues where it was")
     assert it.drill == "ftrun inject-fault hang --rank 3 --at-step 15916"
     states = {row.role: [bar.name for bar in row.bars] for row in it.rows}
     assert states["culprit"][1] == "computing or hung"

@@ -1,7 +1,7 @@
-"""One incident as values: what happened, who it was, what says so, and what it cost.
+"""One incident as values: what happened, the culprit, the evidence, and the cost.
 
 Runs in:  cli. Pure.
-Takes in: the lines of one incident, and what the whole run tells of ranks, steps and start-up.
+Takes in: the lines of one incident, and facts of the whole run: ranks, steps, start-up.
 Gives:    `IncidentFacts`.
 """
 
@@ -177,7 +177,7 @@ def _injected(line: JournalLine[FaultInjected] | None) -> str:
 def _confidence(case: IncidentLines, ended: Sequence[int]) -> str:
     lost = case.first(NodeLost)
     if lost is not None and not ended:
-        return "likely" if "silent" in lost.record.text else "certain"
+        return "likely" if "no heartbeat" in lost.record.text else "certain"
     return "certain" if ended else ""
 
 
@@ -258,7 +258,7 @@ def _verified(closed: IncidentClosed | None) -> tuple[str, ...]:
     progress, loss = closed.verified.progress, closed.verified.loss
     words = ["progress was made after it" if progress else "no progress was made after it"]
     if loss:
-        words.append("the loss goes on where it was" if loss == "continuous" else f"loss: {loss}")
+        words.append("the loss continues where it was" if loss == "continuous" else f"loss: {loss}")
     return tuple(words)
 
 
@@ -358,7 +358,7 @@ def _done(facts: IncidentFacts, what: str) -> str:
     if facts.recovered_s is None:
         return facts.outcome
     whom = f"all {facts.world_size} ranks" if (facts.world_size or 0) > 1 else "it"
-    is_reported = "silent for" in what or "no step for" in what
+    is_reported = "no heartbeat for" in what or "no step for" in what
     noticed = (
         "" if facts.noticed_s < 0.01 or is_reported else f"seen after {duration(facts.noticed_s)}, "
     )

@@ -4,7 +4,7 @@ Runs in:  cli. Pure.
 Takes in: the lines of one incident, its moments, and on which node each rank is.
 Gives:    rows of bars.
 
-What was seen counts: a rank of which nobody has taken a look between the first sign and the kill
+Only observations count: a rank that was not observed between the first sign and the kill
 is "not looked at" there, however likely it is that it waited for the others.
 """
 
@@ -178,7 +178,7 @@ def _label(found: Sequence[int], homes: Mapping[int, tuple[str, str]]) -> str:
 
 
 def _fewer(rows: list[RankRow]) -> list[RankRow]:
-    """At most `MAX_ROWS`: of those with the same role, the many are told by one of them."""
+    """At most `MAX_ROWS`: of those with the same role, one of them stands for the many."""
     order = {"culprit": 0, "victim": 1, "": 2}
     rows.sort(key=lambda row: (order[row.role], row.ranks[0]))
     if len(rows) <= MAX_ROWS:
@@ -194,7 +194,7 @@ def _fewer(rows: list[RankRow]) -> list[RankRow]:
 
 
 def slow_kind(kind: str) -> bool:
-    """Of a verdict: the ranks go on, only slowly."""
+    """Of a verdict: the ranks continue, and are slow."""
     return kind in _SLOW
 
 
@@ -225,7 +225,7 @@ def stacks_of(
 def _doing(view: RankView) -> str:
     words = [
         f"at step {view.step:,}",
-        f"silent for {duration(view.unresponsive_s)}",
+        f"no progress for {duration(view.unresponsive_s)}",
         f"uses {view.cpu:.2f} cores",
         f"process state {view.process}" if view.process else "",
         "holds the GIL" if view.holds_gil else "",

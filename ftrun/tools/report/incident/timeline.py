@@ -4,7 +4,7 @@ Runs in:  cli. Pure.
 Takes in: the lines of one incident.
 Gives:    `IncidentTimes`, and the bars of its timeline.
 
-Every time is one that the journal holds. A phase that no line tells of has no bar.
+Every time is one that the journal holds. A phase without a line has no bar.
 """
 
 import re
@@ -28,7 +28,7 @@ from ftrun.tools.report.facts import RESTARTS, TimelineBar
 from ftrun.tools.report.incident.grouping import IncidentLines
 from ftrun.tools.report.journal import first_step_at
 
-_UNRESPONSIVE = re.compile(r"silent for ([\d.]+) s")
+_UNRESPONSIVE = re.compile(r"no heartbeat for ([\d.]+) s")
 _FETCHED = re.compile(r"fetched (\d+) bytes in ([\d.]+) s")
 _MAX_DETECT_S = 86_400.0
 
@@ -215,7 +215,7 @@ def _how_noticed(case: IncidentLines) -> str:
         return "no step within the limit"
     first = case.first(WorkersExited, NodeLost, LeaderLost, VerdictRecord)
     match first.record if first is not None else None:
-        case NodeLost(text=text) if "silent" in text:
+        case NodeLost(text=text) if "no heartbeat" in text:
             return "no heartbeat of the node"
         case WorkersExited():
             return "the kernel reports at once when a process ends"

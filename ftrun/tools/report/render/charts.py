@@ -79,7 +79,7 @@ def _beside(
     left, right = spans[0][0], spans[-1][1]
     begin, end = _LABELS, WIDTH - 4
     if axis.is_broken and axis.gap[0] - 60 < right <= axis.gap[0]:
-        right = axis.gap[1]  # no number lies across the change of scale
+        right = axis.gap[1]  # no number is written across the change of scale
     after, before = end - right - 8, left - begin - 8
     shown_after, shown_before = fit(words, after), fit(words, before)
     if len(shown_after) >= len(shown_before):

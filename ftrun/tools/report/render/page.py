@@ -4,8 +4,8 @@ Runs in: cli. Pure, but for reading its own templates.
 
 Rule 1: what is put into a page is escaped by the template engine or by `report_svg`; no template
         switches that off.
-Rule 2: no page is above `MAX_BYTES`, whatever stands in the journal: what is long is cut, and what
-        is many is told as a number.
+Rule 2: no page is above `MAX_BYTES`, whatever the journal holds: long texts are cut, and long
+        lists are replaced by their number.
 Rule 3: no script, no address outside of the page; the page says so to the browser too.
 """
 
@@ -78,7 +78,7 @@ def run_page(run: RunFacts, *, source: str, made_t_s: float, links: bool = True)
 def incident_page(
     run: RunFacts, it: IncidentFacts, *, source: str, made_t_s: float, links: bool = True
 ) -> str:
-    """The page of one of its incidents; `links`: the page of the run lies beside it."""
+    """The page of one of its incidents; `links`: the page of the run is in the same folder."""
 
     def values(share: float) -> dict[str, Any]:
         used = {bar.style for row in it.rows for bar in row.bars}
@@ -182,5 +182,5 @@ def _who(one: IncidentFacts) -> str:
     culprits: Sequence[int] = one.culprits
     reported = [words.ranks(culprits)] if culprits else []
     return ", ".join([*reported, *one.nodes[:3]]) or (
-        "planned" if one.is_planned else "nobody named"
+        "planned" if one.is_planned else "no rank named"
     )

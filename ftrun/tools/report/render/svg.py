@@ -21,7 +21,7 @@ _TICK_PX = 76.0
 
 
 class Drawing:
-    """One picture with a title and a description for those who cannot see it."""
+    """One picture with a title and a description for screen readers."""
 
     def __init__(self, width: float, height: float, *, name: str, title: str, about: str) -> None:
         self._size = (width, height)
