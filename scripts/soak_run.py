@@ -18,7 +18,7 @@ from nodes_run import NodesRun
 from soak_notes import TrainingNotes
 
 from ftrun.cli.commands.status import status_of
-from ftrun.cli.runs import observe
+from ftrun.cli.runs import inspect_run
 from ftrun.errors import FtrunError
 from ftrun.wire.messages.status import StatusView
 from ftrun.wire.run_environment import RunFolder
@@ -78,7 +78,7 @@ class SoakRun(NodesRun):
             return None
         with contextlib.suppress(FtrunError, OSError):
             for path in Path(f"/proc/{init.pid}/root/run/user").glob("*/ftrun/*"):
-                return status_of(observe(RunFolder(path)))
+                return status_of(inspect_run(RunFolder(path)))
         return None
 
     # --- waiting --------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ class RelayedNode(Node):
     relay: ResettingRelay | None = None
 
     @property
-    def place(self) -> smp_messages.NodeAddress:
-        plain = super().place
+    def position(self) -> smp_messages.NodeAddress:
+        plain = super().position
         if self.relay is None:
             return plain
         return smp_messages.NodeAddress(

@@ -94,8 +94,8 @@ class RailedNode(Node):
     has_rails = False
 
     @property
-    def place(self) -> smp_messages.NodeAddress:
-        plain = super().place
+    def position(self) -> smp_messages.NodeAddress:
+        plain = super().position
         if not self.has_rails:
             return plain
         rails = [Rail("eth0", f"127.0.1.{self.ranks[0] + 1}"), Rail("eth1", self.host)]

@@ -520,7 +520,7 @@ def test_a_signal_that_comes_while_python_ends_does_not_make_a_good_end_a_kill(
         "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
         "        kill(pid, 15)\n"
         "late = Late()\n"
-        "server = SmpServer('test-run', Path(sys.argv[1]), orphan_timeout_s=1.0, adopt=False)\n"
+        "server = SmpServer('test-run', Path(sys.argv[1]), orphan_s=1.0, adopt=False)\n"
         "with _signals(server):\n"
         "    server._is_ending = True\n"
         "    server.serve()\n"
