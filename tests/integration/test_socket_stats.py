@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_answer_is_reported_and_does_no_harm(
     monkeypatch.setattr(socket_stats, "_SOCK_DIAG_BY_FAMILY", 99)
     stats = SocketStats()
     assert stats.poll([child.process.pid], 0.0) == []
-    assert "the kernel does not tell" in stats.error
+    assert "the kernel does not report connections" in stats.error
     monkeypatch.undo()
     stats.poll([child.process.pid], 20.0)
     assert stats.error == ""
