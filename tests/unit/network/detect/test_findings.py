@@ -23,6 +23,8 @@ from ftrun.wire.cluster.generation import PathMeasurement
 from tests.unit.network.made_roads import SimulatedPaths, leaf_map
 
 NOISE = 0.3
+LESS_NOISE = 0.2
+"""With NOISE, all paths of a node are slow in one of some 1,000 whole networks of 4 to 7 nodes."""
 seeds = st.integers(0, 1 << 20)
 
 
@@ -46,7 +48,9 @@ def only(findings: NetworkFindings) -> NetworkFinding:
 def test_a_whole_network_has_no_culprit_however_narrow_its_uplinks(
     sizes: list[int], uplink: float, seed: int
 ) -> None:
-    made = SimulatedPaths(leaf_map(*sizes, shuffled=seed), uplink=uplink, noise=NOISE, seed=seed)
+    made = SimulatedPaths(
+        leaf_map(*sizes, shuffled=seed), uplink=uplink, noise=LESS_NOISE, seed=seed
+    )
     findings = found_in(made)
     assert not any(one.nodes for one in findings.found if len(one.nodes) == 1)
     assert not any(one.kind is NetworkFindingKind.DEAD for one in findings.found)
