@@ -29,7 +29,7 @@ from ftrun.smp.redundancy.group import LocalGroup, group_of, protecting_of, stri
 from ftrun.smp.redundancy.parity_writer import OutgoingRow
 from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.smp.restore.lost_node import LostNode, LostNodeRestore
-from ftrun.smp.restore.restores import LostRanks
+from ftrun.smp.restore.lost_ranks import LostRanks
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages.smp import BeginGeneration, PreviousGroup
@@ -723,7 +723,7 @@ class Smp:
                 missing += 1
             if part is not None and group.nodes[owner].node_id in part.given:
                 found.append(part.given[group.nodes[owner].node_id])
-                has_mirror |= owner in part.mirrored
+                has_mirror |= part.mirror(owner) is not None
         return found[0] if has_mirror and missing <= group.parity else None
 
     def _peer(self, node_id: str, port: int) -> "Smp | None":
@@ -761,6 +761,11 @@ class Smp:
             return None
         if all(memory.is_good(part.given[one], part.digests[one]) for one in sorted(part.given)):
             return part
+        # As `RedundancyCoordinator._note`: what a read finds damaged is not offered again.
+        for position in part.mirrored_positions():
+            self.work.parity_store.drop_damaged_mirror(wanted, group.generation, position)
+        self.work.parity_store.note_damage(wanted, group.generation)
+        self.world.trace(self.node.node_id, f"sets its part of {wanted} aside")
         return None
 
 

@@ -32,6 +32,8 @@ SEEDS = [
     ),
     pytest.param(63898, "liveness", id="a leaver holds shards of the world that was"),
     pytest.param(69988, "liveness", id="an SMP is dialled before it knows its new agent"),
+    pytest.param(208467, "liveness", id="a damaged part is found by ranks of another world"),
+    pytest.param(216406, "liveness", id="a node has slots and no part of their protection"),
     pytest.param(700296, "safety", id="one node alone has fetched what it starts from"),
 ]
 WITH_MISHAPS = [

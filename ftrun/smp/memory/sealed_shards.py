@@ -59,7 +59,7 @@ class ArenaMappings:
     def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "SealedShards":
         """Find the shards of a version; unreadable ones are listed in `problems`."""
         found: dict[Rank, SealedShard] = {}
-        problems: dict[Rank, str] = {}
+        problems: dict[Rank, LayoutUnknown | SnapshotCorrupt] = {}
         for rank, some in fds.items():
             for fd in some:
                 try:
@@ -68,7 +68,7 @@ class ArenaMappings:
                     if slot is not None:
                         found[rank] = SealedShard(mapped, slot)
                 except (LayoutUnknown, SnapshotCorrupt) as error:
-                    problems[rank] = str(error)
+                    problems[rank] = error
         return SealedShards(version, found, problems)
 
     def keep_only(self, fds: Iterable[int]) -> None:
@@ -82,7 +82,7 @@ class SealedShard:
     """One rank's sealed slot."""
 
     def __init__(self, mapped: MappedArena, slot: int) -> None:
-        """Raises LayoutUnknown for a bad header, SnapshotCorrupt for a changed digest table."""
+        """Raises SnapshotCorrupt if the header of the image or the digest table has changed."""
         arena = mapped.arena
         self.shape = arena.shape
         self.header: SlotHeader = arena.header(slot)
@@ -90,7 +90,10 @@ class SealedShard:
         self.table = arena.table(slot)
         self.what = f"rank {self.shape.rank}, {self.header.version}"
         if slot not in mapped.layouts:
-            layout, start = parse_header(self.image)
+            try:
+                layout, start = parse_header(self.image)
+            except LayoutUnknown as error:
+                raise self._corrupt("header") from error
             mapped.layouts[slot] = (layout, start, sections_of(layout))
         self.layout, self.start, self.sections = mapped.layouts[slot]
         self._good: set[int] = set()
@@ -98,16 +101,14 @@ class SealedShard:
             len(self.layout.pieces) != len(self.table)
             or table_digest(self.table) != self.header.table_digest
         ):
-            raise SnapshotCorrupt(
-                what=f"{self.what}, digest table", piece=0, pieces=len(self.table)
-            )
+            raise self._corrupt("digest table")
 
     def manifest(self) -> RankManifest:
         """Raises SnapshotCorrupt if the image's header differs from that of the layout."""
         shape = self.shape
         header_digest = xxhash.xxh3_64_intdigest(self.image[: self.start])
         if header_digest != shape.layout_id:
-            raise SnapshotCorrupt(what=f"{self.what}, header", piece=0, pieces=shape.num_pieces)
+            raise self._corrupt("header")
         return RankManifest(
             rank=shape.rank,
             world_size=shape.world_size,
@@ -153,12 +154,19 @@ class SealedShard:
             )
         self._good.add(index)
 
+    def _corrupt(self, part: str) -> SnapshotCorrupt:
+        rank, pieces = self.shape.rank, self.shape.num_pieces
+        return SnapshotCorrupt(what=f"{self.what}, {part}", piece=0, pieces=pieces, rank=rank)
+
 
 class SealedShards:
     """All shards of a version on this node, by rank."""
 
     def __init__(
-        self, version: Version, shards: Mapping[Rank, SealedShard], problems: Mapping[Rank, str]
+        self,
+        version: Version,
+        shards: Mapping[Rank, SealedShard],
+        problems: Mapping[Rank, LayoutUnknown | SnapshotCorrupt],
     ) -> None:
         self.version = version
         self.shards = dict(shards)
@@ -174,7 +182,7 @@ class SealedShards:
         return NodeManifest([self.shard(rank).manifest() for rank in sorted(ranks)])
 
     def views(self, extents: Iterable[Extent]) -> list[memoryview]:
-        """Views of the bytes of these extents, without a copy; raises as `shard`."""
+        """Views of the bytes of these extents, without a copy; raises as `manifest`."""
         return [self.shard(e.rank).data(e.offset, e.num_bytes) for e in extents]
 
     def check(self, pieces: Iterable[tuple[int, int]]) -> None:
@@ -201,10 +209,9 @@ class SealedShards:
         return shard.piece(index)
 
     def shard(self, rank: int) -> SealedShard:
+        """Raises as `manifest`."""
         shard = self.shards.get(Rank(rank))
         if shard is None:
-            reason = self.problems.get(
-                Rank(rank), f"rank {rank} has no slot with {self.version} on this node"
-            )
-            raise LayoutUnknown(reason)
+            missing = LayoutUnknown(f"rank {rank} has no slot with {self.version} on this node")
+            raise self.problems.get(Rank(rank), missing)
         return shard

@@ -38,9 +38,10 @@ from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rebuilder import Rebuilder
 from ftrun.smp.restore.fetch import Fetch
+from ftrun.smp.restore.lost_ranks import LostRanks
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
-from ftrun.smp.restore.restores import LostRanks, RestoreCoordinator
+from ftrun.smp.restore.restores import RestoreCoordinator
 from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.restore.shard_reads import ShardReads
 from ftrun.snapshot.manifest import NodeManifest
@@ -337,8 +338,9 @@ class RedundancyCoordinator:
             self.parity_store.drop_damaged_mirror(wanted, ask.protected_in, ask.position)
         elif isinstance(ask, transfer.GetBlock | transfer.RebuildBlock):
             self.parity_store.note_damage(wanted, ask.protected_in)
-        self.excluded.append(str(error))
-        self._send_to_agent(smp_messages.SmpNotice("source_set_aside", str(error)))
+        if str(error) not in self.excluded:
+            self.excluded.append(str(error))
+            self._send_to_agent(smp_messages.SmpNotice("source_set_aside", str(error)))
 
 
 MAX_MANIFEST_BYTES = 1 << 28

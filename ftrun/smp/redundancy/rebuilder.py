@@ -104,7 +104,12 @@ class Rebuilder:
                 )
 
     def rebuild(self, ask: t.RebuildBlock) -> memoryview:
-        return drive(self._rebuild(ask))
+        """Return the block of a lost node for a worker of this node; raises LayoutUnknown."""
+        try:
+            return drive(self._rebuild(ask))
+        except SnapshotCorrupt as error:
+            self._rpc.exclude(error, ask)
+            raise LayoutUnknown(str(error)) from error
 
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
         """Return the block of the lost node.

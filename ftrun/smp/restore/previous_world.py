@@ -101,7 +101,7 @@ class MissingShards:
             return False
         try:
             item.views[0][:] = self._rebuild(self.lost.rebuild_block(0, item.key))
-        except (LayoutUnknown, SnapshotCorrupt) as error:
+        except LayoutUnknown as error:
             item.problems.append(f"{self.lost.own_id}: {error}")
             return False
         return True
@@ -307,7 +307,10 @@ class PreviousWorldShards:
     def _copy_own(self, one: WantedPiece) -> bool:
         try:
             one.room[:] = self._served.shards.find(one.digest)
-        except (LayoutUnknown, SnapshotCorrupt):
+        except LayoutUnknown:
+            return False
+        except SnapshotCorrupt as error:
+            self.fetch.rpc.exclude(error, get_pieces(0, self.world.wanted, []))
             return False
         return True
 
@@ -390,9 +393,11 @@ class PreviousWorldShards:
 
     def _mirror(self, lost: LostNode, holder_id: str) -> Mirror:
         if holder_id == self.world.own_id:
+            ask = lost.get_mirror(0)
             try:
-                raw = memoryview(b"".join(self._served.mirror(lost.get_mirror(0))))
+                raw = memoryview(b"".join(self._served.mirror(ask)))
             except SnapshotCorrupt as error:
+                self.fetch.rpc.exclude(error, ask)
                 raise LayoutUnknown(str(error)) from error
         else:
             raw = memoryview(self._ask(holder_id, lost.get_mirror))

@@ -232,7 +232,8 @@ class WholeResponse:
 class FetchRpc:
     """The fetch traffic of one generation.
 
-    `excluded` is called in a link's thread with an error and its request if data here is damaged.
+    `excluded` is called in the thread of a link or of a fetch with an error and its request if data
+    here is damaged.
     """
 
     def __init__(self, peers: PeerListener, *, excluded: Excluded, runner: Runner) -> None:
@@ -406,9 +407,13 @@ class FetchRpc:
             raise LayoutUnknown("this node does not serve that version")
         return served
 
+    def exclude(self, error: SnapshotCorrupt, ask: t.FetchRequest) -> None:
+        """Stop offering damaged data of this node, found by this request; report it."""
+        _log.warning("%s", error)
+        self._excluded(error, ask)
+
     def refuse(self, requester: str, ask: t.FetchRequest, index: int, error: Exception) -> None:
         """Refuse a request; damaged data is reported to the agent too."""
         if isinstance(error, SnapshotCorrupt):
-            _log.warning("%s", error)
-            self._excluded(error, ask)
+            self.exclude(error, ask)
         self.send(requester, OutgoingFrame(t.FetchMissing(ask.request, index, str(error))))

@@ -31,6 +31,7 @@ from ftrun.snapshot.redundancy import (
     RankRedundancy,
     ReplicatedPieces,
 )
+from ftrun.wire.cluster.transfer import GetMirror
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.messages.smp import GroupMember, NodeAddress, PreviousGroup
@@ -124,7 +125,8 @@ class Node:
         self.links: dict[str, Link] = {}
         self.jobs, self.memory, self.parity_store = JobLanes(), ArenaStore(), ParityStore()
         self.reported: list[Any] = []
-        self.rpc = FetchRpc(self, excluded=lambda *_: None, runner=Runner())  # type: ignore[arg-type]
+        self.excluded: list[tuple[SnapshotCorrupt, Any]] = []
+        self.rpc = FetchRpc(self, excluded=self.exclude, runner=Runner())  # type: ignore[arg-type]
         self.is_here = 0
         self.restores = RestoreCoordinator(
             self.memory,
@@ -137,6 +139,9 @@ class Node:
 
     def come(self) -> None:
         self.is_here += 1
+
+    def exclude(self, error: SnapshotCorrupt, ask: Any) -> None:
+        self.excluded.append((error, ask))
 
     def link(self, position: NodeAddress, purpose: str) -> Link:
         assert purpose == FETCH
@@ -228,6 +233,51 @@ def test_a_slot_is_copied_from_the_node_that_holds_it(net: Net) -> None:
     assert own.image(0) == image
     assert worker_messages.ArenaGranted in {type(body) for body in own.reported}
     assert own.is_here == 1
+
+
+def test_a_slot_is_copied_from_its_owner_although_no_node_has_its_mirror(net: Net) -> None:
+    layout = layout_of()
+    image = image_of(layout, 1)
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    other.hold(0, image, layout)
+    own.serve(), other.serve()
+    own.begin([0], [group_of(other, own, parity=1)])
+    assert isinstance(own.outcome(), smp_messages.RestoreReady)
+    assert own.image(0) == image
+
+
+def test_an_owner_without_slots_and_mirror_is_named(net: Net) -> None:
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    own.serve(), other.serve()
+    own.begin([0], [group_of(other, own, parity=1)])
+    failed = own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert "cannot fetch its small state (other: this node has no complete part" in failed.reason
+    assert "nor its slots (rank 0, step 4 (generation 1): its shard cannot be" in failed.reason
+
+
+@pytest.mark.parametrize("part", ["header", "digest table", "piece 1"])
+def test_a_damaged_slot_is_set_aside_by_rank(net: Net, part: str) -> None:
+    layout = layout_of()
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    other.hold(0, image_of(layout, 1), layout)
+    damage(other, part)
+    own.serve(), other.serve()
+    own.begin([0], [group_of(other)])
+    assert isinstance(own.outcome(), smp_messages.RestoreFailed)
+    ((error, _), *_) = other.excluded
+    assert error.rank == 0
+    assert part in str(error)
+
+
+def damage(node: Node, part: str) -> None:
+    (held,) = node.memory.of(Rank(0))
+    arena = Arena(held.fd, writable=True)
+    if part == "digest table":
+        arena.table(0)[0] ^= 1
+    else:
+        arena.image(0)[0 if part == "header" else -1] ^= 1
+    arena.close()
 
 
 def test_an_unresponsive_holder_is_given_up_and_named(net: Net) -> None:
@@ -394,6 +444,24 @@ def test_a_piece_that_no_node_has_is_named_with_the_nodes_that_are_gone(net: Net
     out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
     with pytest.raises(LayoutUnknown, match=r"piece 0 of rank 0, .*unreachable nodes: lost"):
         shards.read([(Rank(0), 0)], out)
+
+
+def test_a_damaged_mirror_on_the_reading_node_is_set_aside(net: Net) -> None:
+    made = Lost(net, replicated=False)
+    served = made.keeper.serve()
+    (region,) = [one for one in made.keeper.parity_store._slots if one is not None]
+    region.mirror_space(0)[0] ^= 1
+    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.keeper.address]
+    groups = [PreviousGroup(nodes, 1, WANTED.generation)]
+    fetch = Fetch(made.keeper.rpc, timeout_s=TIMEOUT_S)
+    world = PreviousWorld(WANTED, groups, made.keeper.address, "keeper")
+    shards = PreviousWorldShards(world, fetch, served, None)
+    with pytest.raises(LayoutUnknown, match="mirror of place 0"):
+        shards.head(Rank(0))
+    ((_, ask),) = made.keeper.excluded
+    assert isinstance(ask, GetMirror)
+    made.keeper.parity_store.drop_damaged_mirror(WANTED, ask.protected_in, ask.position)
+    assert made.keeper.parity_store.parts()[0].mirrors == []
 
 
 def test_a_cancelled_read_ends(net: Net) -> None:
