@@ -28,6 +28,8 @@ Rule 5: if no voter is left that could be part of another majority, no majority 
 Rule 6: the witness is one of the voters. It has a vote if the number of voting nodes is even. It
         thus decides between two halves, and without it a majority needs as many nodes as if it had
         no vote. The first generation needs its promise in addition to all nodes.
+Rule 7: agents without memory that cannot reach the run may have begun a second run. If the second
+        run is not known to be chosen and has made no version, the first run is continued.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -188,10 +190,21 @@ class Ballot:
         for voters in plan.decided_by:
             self.needs.setdefault(voters.configuration_id, frozenset(voters.identities))
 
-    def newest_plan(self) -> GenerationPlan | None:
-        found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
-        found += [self.remembered] if self.remembered is not None else []
-        return max(found, key=lambda plan: plan.configuration_id, default=None)
+    def newest_plan(self, *own: GenerationPlan | None) -> GenerationPlan | None:
+        """The plan that the next generation follows, of those known here and by the promises.
+
+        It is the newest plan, except for rule 7.
+        """
+        maybe = [p for has in self.promises.values() for p in (has.effective, has.accepted)]
+        found = [one for one in (*maybe, self.remembered, *own) if one is not None]
+        newest = max(found, key=lambda plan: plan.configuration_id, default=None)
+        base = next((one for one in found if one.configuration_id == self.base), None)
+        if newest is None or base is None or base.life == newest.life:
+            return newest
+        second = [has for has in self.promises.values() if _accepted_life(has) == newest.life]
+        first = [has for has in self.promises.values() if has not in second]
+        is_kept = any(map(_has_version, second)) or not any(map(_has_version, first))
+        return newest if is_kept else base
 
     def decided_by(self) -> list[VoterSet]:
         """The voter sets whose majorities are needed.
@@ -261,6 +274,20 @@ class Ballot:
             if here is not None and here.card.incarnation != identity[1]:
                 (dead if here.knows >= max(generation, 0) else gone).add(identity)
         return dead, gone
+
+
+def _accepted_life(promise: Promise) -> str:
+    """The run of the newest plan in this promise; empty if it names none."""
+    plan = promise.accepted or promise.effective
+    return plan.life if plan is not None else ""
+
+
+def _has_version(promise: Promise) -> bool:
+    """Whether a generation has made a version that this node holds or knows to be committed."""
+    known = [promise.committed[0]] if promise.committed is not None else []
+    known += [one.generation for one in promise.holdings.offers]
+    known += [one.generation for one in promise.holdings.protected]
+    return any(generation >= 0 for generation in known)
 
 
 def position_of(node_id: str, plan: GenerationPlan | None) -> int:

@@ -34,6 +34,8 @@ SEEDS = [
     pytest.param(69988, "liveness", id="an SMP is dialled before it knows its new agent"),
     pytest.param(208467, "liveness", id="a damaged part is found by ranks of another world"),
     pytest.param(216406, "liveness", id="a node has slots and no part of their protection"),
+    pytest.param(308989, "liveness", id="a second run without a version hides the first one"),
+    pytest.param(310668, "liveness", id="a second run hides what the first one has lost"),
     pytest.param(700296, "safety", id="one node alone has fetched what it starts from"),
 ]
 WITH_MISHAPS = [

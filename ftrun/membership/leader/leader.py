@@ -302,8 +302,7 @@ class Leader:
     def _plan_it(self, ballot: Ballot, now_s: float) -> list[Command]:
         if self.monitor.stop_signal:
             return self._end(self.monitor.stopped(), now_s)
-        known = [one for one in (ballot.newest_plan(), self.plan, self.unsure) if one is not None]
-        previous = max(known, key=lambda plan: plan.configuration_id, default=None)
+        previous = ballot.newest_plan(self.plan, self.unsure)
         self._take_history(previous, now_s, now_s)
         for command in self._report_losses(now_s):
             if isinstance(command, EndRun):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ftrun.membership.ballots import Ballot, VoterState, carries, electorate, electorate_of
 from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, Identity, VoterSet
 from ftrun.wire.cluster.membership import Accepted
-from tests.unit.recovery.made import card, cards, plan, promise
+from ftrun.wire.messages.smp import Inventory
+from tests.unit.recovery.made import card, cards, offer, part, plan, promise
 
 FATES = ("for", "against", "silent", "dead", "gone")
 
@@ -262,6 +263,45 @@ def test_the_newest_plan_that_anybody_brings_counts() -> None:
     made.take_promise(promise(9, "b", accepted=plan(4, "abd")))
     made.take_promise(promise(9, "c", accepted=plan(3, "abe")))
     assert made.newest_plan() == plan(4, "abd")
+
+
+FIRST, SECOND = plan(1, "ab", life="first"), plan(3, "cd", life="second")
+
+
+def holding(rank: int, at: tuple[int, int]) -> Inventory:
+    return Inventory([offer(rank, at, 2)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "follows"),
+    [
+        ({"holdings": holding(0, (1, 4))}, {}, FIRST),
+        ({"committed": (1, 4)}, {}, FIRST),
+        ({"holdings": Inventory([], [part("b", (1, 4), "ab")])}, {}, FIRST),
+        # A checkpoint that the second run has loaded is no version of a generation.
+        ({"committed": (1, 4)}, {"holdings": holding(0, (-1, 9))}, FIRST),
+        ({}, {}, SECOND),
+        ({"committed": (-1, 9)}, {}, SECOND),
+        ({"committed": (1, 4)}, {"committed": (3, 1)}, SECOND),
+        ({"holdings": holding(0, (1, 4))}, {"holdings": holding(0, (3, 1))}, SECOND),
+    ],
+)
+def test_a_second_run_that_has_made_no_version_is_given_up(
+    first: dict[str, object], second: dict[str, object], follows: GenerationPlan
+) -> None:
+    """Rule 7, whether the proposer knows the first run itself or by a promise."""
+    for known in (True, False):
+        made = ballot(9, FIRST if known else None)
+        made.take_promise(promise(9, "b", effective=None if known else FIRST, knows=1, **first))
+        made.take_promise(promise(9, "c", accepted=SECOND, knows=3, **second))
+        assert made.newest_plan(FIRST if known else None) == follows
+
+
+def test_a_second_run_that_is_known_to_be_chosen_is_followed() -> None:
+    made = ballot(9, FIRST)
+    made.take_promise(promise(9, "b", knows=1, committed=(1, 4)))
+    made.take_promise(promise(9, "c", effective=SECOND, knows=3))
+    assert made.newest_plan(FIRST) == SECOND
 
 
 def test_a_plan_reports_its_deciders() -> None:
