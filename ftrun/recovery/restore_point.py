@@ -230,6 +230,8 @@ def choose(
     holders = {node_id for one in held.values() for node_id in one.holders()}
     if newest_plan is not None:
         holders |= {node.node_id for node in newest_plan.members}
+        # Nodes outside the generation may still hold what it was restored from.
+        holders |= {node_id for source in newest_plan.sources for node_id in source.node_ids}
     away = frozenset(holders - holdings.keys())
     of_wanted = [one for one in held.values() if one.version == wanted]
     newest_committed = max(of_wanted, key=lambda one: one.margin, default=None)

@@ -348,7 +348,7 @@ class Simulation:
         if (
             record is None
             and not ran <= have_kept
-            and self.invariants.has_sealed(newest.generation)
+            and (newest.restore is not None or self.invariants.has_sealed(newest.generation))
         ):
             return False  # it may still be committed, and be lost then
         names = [node.node_id for node in here]

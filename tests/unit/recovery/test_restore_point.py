@@ -439,6 +439,14 @@ def test_members_of_the_newest_generation_may_hold_what_is_missing() -> None:
     assert found.holders == {"b", "z"}
 
 
+def test_nodes_outside_the_generation_may_hold_what_it_was_restored_from() -> None:
+    """A node that left when the world shrank, and that has a group of its own."""
+    sources = [RestoreSource(["a", "c"], [[0], [2]], 1, 0), RestoreSource(["b"], [[1]], 1, 0)]
+    newest = plan(1, "ab", restore=(0, 8), ancestry=[(0, 8)], committed=(0, 8), sources=sources)
+    found = choose(held((0, 8), "b", "b"), newest)
+    assert (found.version, found.wanted, found.holders) == (None, version(0, 8), {"a", "c"})
+
+
 def test_parts_without_any_slot_are_something_that_is_held() -> None:
     parts: list[ProtectionPart] = [part("a", (0, 8), "abc")]
     found = choose({"a": Inventory([], parts)}, None)
