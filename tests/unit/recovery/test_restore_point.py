@@ -443,7 +443,7 @@ def test_nodes_outside_the_generation_may_hold_what_it_was_restored_from() -> No
     """A node that left when the world shrank, and that has a group of its own."""
     sources = [RestoreSource(["a", "c"], [[0], [2]], 1, 0), RestoreSource(["b"], [[1]], 1, 0)]
     newest = plan(1, "ab", restore=(0, 8), ancestry=[(0, 8)], committed=(0, 8), sources=sources)
-    found = choose(held((0, 8), "b", "b"), newest)
+    found = choose({"b": Inventory([offer(1, (0, 8), 3)])}, newest)
     assert (found.version, found.wanted, found.holders) == (None, version(0, 8), {"a", "c"})
 
 
