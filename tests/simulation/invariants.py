@@ -74,6 +74,9 @@ class Invariants:
         self.step_generation = -1
         self.steps = 0
         self.is_second_run = False
+        """A run begins although another one has begun; nothing is checked from then on."""
+        self.is_new_run = False
+        """No node has memory of the other one."""
         self.voter_revisions = 0
         self.went_back = 0
         self.commits = 0
@@ -235,12 +238,19 @@ class Invariants:
         is_stable = self.world.now_s - self.stable_since_s >= self._stable_s(reached)
         # A run that has come to its end may be followed by another.
         is_stable &= not self.simulation.is_ending
-        if not is_first or (reached and is_stable):
+        newest = self._newest_committed(previous)
+        has_state = newest is not None and can_have(newest.version, self._memories())
+        if not is_first or (reached and (is_stable or has_state)):
             self.fail(
                 f"generation {plan.generation} of {plan.leader} does not know of generation "
                 f"{previous.generation} of {previous.leader} ({reached} could have reported it)"
             )
         self.is_second_run = True
+        # Without the memory of any node there is no first run any more.
+        self.is_new_run = all(
+            self._is_blank(one) or one.memory.kept[0].life == plan.life
+            for one in self.simulation.nodes
+        )
         self.world.is_over = True
 
     def _is_first(self, plan: GenerationPlan) -> bool:

@@ -383,7 +383,7 @@ class Simulation:
 
     def _word(self) -> str:
         if self.invariants.is_second_run:
-            return "second run"
+            return "new run" if self.invariants.is_new_run else "second run"
         codes = sorted({int(command.exit_code) for _, command in self.invariants.exits})
         if self._all_ended() or self.is_ending:
             return f"ended {' '.join(map(str, codes))}"
