@@ -203,8 +203,11 @@ class Ballot:
             return newest
         second = [has for has in self.promises.values() if _accepted_life(has) == newest.life]
         first = [has for has in self.promises.values() if has not in second]
-        is_kept = any(map(_has_version, second)) or not any(map(_has_version, first))
-        return newest if is_kept else base
+        # A member holds what its run has committed.
+        is_known = any(newest.member(has.card.node_id) is not None for has in second)
+        is_void = is_known and not any(map(_holds_version, second))
+        has_base = any(_holds_version(has) or _is_committed(has) for has in first)
+        return base if is_void and has_base else newest
 
     def decided_by(self) -> list[VoterSet]:
         """The voter sets whose majorities are needed.
@@ -282,12 +285,15 @@ def _accepted_life(promise: Promise) -> str:
     return plan.life if plan is not None else ""
 
 
-def _has_version(promise: Promise) -> bool:
-    """Whether a generation has made a version that this node holds or knows to be committed."""
-    known = [promise.committed[0]] if promise.committed is not None else []
-    known += [one.generation for one in promise.holdings.offers]
-    known += [one.generation for one in promise.holdings.protected]
-    return any(generation >= 0 for generation in known)
+def _holds_version(promise: Promise) -> bool:
+    """Whether this node holds a version that a generation made; a checkpoint's has number -1."""
+    made_in = [offer.generation for offer in promise.holdings.offers]
+    made_in += [part.generation for part in promise.holdings.protected]
+    return max(made_in, default=-1) >= 0
+
+
+def _is_committed(promise: Promise) -> bool:
+    return promise.committed is not None and promise.committed[0] >= 0
 
 
 def position_of(node_id: str, plan: GenerationPlan | None) -> int:

@@ -38,6 +38,7 @@ SEEDS = [
     pytest.param(310668, "liveness", id="a second run hides what the first one has lost"),
     pytest.param(333966, "liveness", id="a node that left the world holds what it started from"),
     pytest.param(503209, "liveness", id="a version is committed after two of its nodes have ended"),
+    pytest.param(610637, "safety", id="a second run has heartbeats of the first one"),
     pytest.param(700296, "safety", id="one node alone has fetched what it starts from"),
 ]
 WITH_MISHAPS = [

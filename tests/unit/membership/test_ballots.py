@@ -282,7 +282,8 @@ def holding(rank: int, at: tuple[int, int]) -> Inventory:
         ({"committed": (1, 4)}, {"holdings": holding(0, (-1, 9))}, FIRST),
         ({}, {}, SECOND),
         ({"committed": (-1, 9)}, {}, SECOND),
-        ({"committed": (1, 4)}, {"committed": (3, 1)}, SECOND),
+        # The second run has received heartbeats of the first one.
+        ({"committed": (1, 4)}, {"committed": (1, 4)}, FIRST),
         ({"holdings": holding(0, (1, 4))}, {"holdings": holding(0, (3, 1))}, SECOND),
     ],
 )
@@ -295,6 +296,14 @@ def test_a_second_run_that_has_made_no_version_is_given_up(
         made.take_promise(promise(9, "b", effective=None if known else FIRST, knows=1, **first))
         made.take_promise(promise(9, "c", accepted=SECOND, knows=3, **second))
         assert made.newest_plan(FIRST if known else None) == follows
+
+
+def test_a_second_run_whose_members_are_missing_is_followed() -> None:
+    """They may hold what it has committed."""
+    made = ballot(9, FIRST)
+    made.take_promise(promise(9, "b", knows=1, holdings=holding(0, (1, 4))))
+    made.take_promise(promise(9, "e", accepted=SECOND, knows=3))
+    assert made.newest_plan(FIRST) == SECOND
 
 
 def test_a_second_run_that_is_known_to_be_chosen_is_followed() -> None:
