@@ -169,7 +169,8 @@ class Ballot:
             # A newer base: its voters decide, and voters of older configurations no longer count.
             self.base = effective.configuration_id
             self.needs[effective.configuration_id] = electorate_of(effective)
-        if accepted is not None:
+        if accepted is not None and accepted.configuration_id > self.base:
+            # A plan of another run may have the number of the base; it must not replace its voters.
             self.mind(accepted)
         self._leave_out_older()
 
@@ -190,13 +191,21 @@ class Ballot:
         for voters in plan.decided_by:
             self.needs.setdefault(voters.configuration_id, frozenset(voters.identities))
 
-    def newest_plan(self, *own: GenerationPlan | None) -> GenerationPlan | None:
+    def newest_plan(
+        self, plan: GenerationPlan | None = None, unsure: GenerationPlan | None = None
+    ) -> GenerationPlan | None:
         """The plan that the next generation follows, of those known here and by the promises.
 
-        It is the newest plan, except for rule 7.
+        It is the newest plan, except for rule 7; of equal numbers one that is chosen.
+
+        Args:
+            plan: the newest generation that this agent knows to be chosen.
+            unsure: a newer one that may have been chosen.
         """
-        maybe = [p for has in self.promises.values() for p in (has.effective, has.accepted)]
-        found = [one for one in (*maybe, self.remembered, *own) if one is not None]
+        has = self.promises.values()
+        chosen = [plan, *(one.effective for one in has)]
+        maybe = [*(one.accepted for one in has), self.remembered, unsure]
+        found = [one for one in (*chosen, *maybe) if one is not None]
         newest = max(found, key=lambda plan: plan.configuration_id, default=None)
         base = next((one for one in found if one.configuration_id == self.base), None)
         if newest is None or base is None or base.life == newest.life:

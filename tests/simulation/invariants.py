@@ -2,7 +2,7 @@
 
 one leader       no rank obeys two leaders in one generation
 one timeline     after a newer generation has made a step, an older one makes none; a suspended or
-                 dead rank makes none; each generation has the plan of the one before
+                 dead rank makes none; each generation has the plan of the previous one
 one version      all ranks start from one version, with the sealed bytes, and never from one that a
                  later generation did not start from
 nothing lost     a committed version can be restored if at most m nodes of each group have lost
@@ -41,7 +41,7 @@ _ORDERS = (
 )  # fmt: skip
 _ACTS = (do.Quiesce, do.InstallGeneration, *_ORDERS)
 _SAID = ("is lost", "cannot be", "no present node has the memory")
-"""How a plan states that it resumes from an older version, or from the beginning."""
+"""The text by which a plan states that it resumes from an older version, or from the beginning."""
 _STABLE_S = 6.0
 
 
@@ -65,25 +65,25 @@ class Invariants:
     def __init__(self, simulation: "Simulation") -> None:
         self.simulation = simulation
         self.world = simulation.world
-        self.effective: dict[int, GenerationPlan] = {}
+        self.chosen: dict[int, GenerationPlan] = {}
         self.newest: GenerationPlan | None = None
         self.accepted: dict[ConfigurationId, GenerationPlan] = {}
-        """Plans that some agent has accepted, whether they were chosen or not."""
+        """Plans that some agent has accepted, whether chosen or not."""
         self.states: dict[Version, int] = {}
         self.records: dict[Version, Record] = {}
         self.step_generation = -1
         self.steps = 0
         self.is_second_run = False
-        """A run begins although another one has begun; nothing is checked from then on."""
+        """A second run has started although a first one exists; nothing is checked from then on."""
         self.is_new_run = False
-        """No node has memory of the other one."""
+        """No node has memory of the first run."""
         self.voter_revisions = 0
         self.went_back = 0
         self.commits = 0
         self.restores = 0
         self.stable_since_s = 0.0
         self.committed_s = -1.0
-        """When a node has last committed a version."""
+        """Time of the last commit on any node."""
         self.exits: list[tuple[str, do.EndRun]] = []
         self._leads: dict[int, str] = {}
         self._resolved: dict[int, int] = {}
@@ -102,7 +102,7 @@ class Invariants:
     def decided(
         self, agent: "Agent", event: Happening, before: int, found: list[do.Command]
     ) -> None:
-        """An agent has decided; `before` is the generation it knew before that."""
+        """Checks an agent's decision; `before` is the generation that it knew before the event."""
         node = agent.node
         if isinstance(event, MessageReceived):
             self._check_message(agent, event, before, found)
@@ -164,16 +164,16 @@ class Invariants:
             self.fail(f"generation {plan.generation} wants {wanted}, which was left behind")
 
     def _newest_known(self, plan: GenerationPlan) -> GenerationPlan | None:
-        older = [one for at, one in self.effective.items() if at < plan.generation]
+        older = [one for at, one in self.chosen.items() if at < plan.generation]
         return max(older, key=lambda one: one.generation, default=None)
 
     def _takes_effect(self, plan: GenerationPlan, node: "Node") -> None:
         previous = self.newest
         if previous is not None and plan.generation < previous.generation:
-            self._took_effect_before(plan)
+            self._was_chosen_before(plan)
             return
         if previous is not None:
-            # Another run may have come to the same number.
+            # Another run may have reached the same number.
             same = {card.identity for card in previous.voters}
             known = [
                 one for one in plan.decided_by if one.configuration_id != previous.configuration_id
@@ -187,17 +187,17 @@ class Invariants:
                 if self.is_second_run:
                     return
             self._check_restore(plan, previous)
-            self._goes_on_without(plan, previous)
+            self._continues_without(plan, previous)
             self._check_budget(plan, previous)
         elif plan.restore is not None:
             self.fail(f"the first generation starts from {plan.restore}")
-        elif other := self._beside(plan):
+        elif other := self._concurrent_plan(plan):
             self._unknown_to(plan, other, node)
-        self.effective[plan.generation] = self.newest = plan
+        self.chosen[plan.generation] = self.newest = plan
 
-    def _took_effect_before(self, plan: GenerationPlan) -> None:
-        """Its proposer receives the acceptance late: the next proposer must have known the plan."""
-        later = [one for at, one in self.effective.items() if at > plan.generation]
+    def _was_chosen_before(self, plan: GenerationPlan) -> None:
+        """The proposer received the acceptance late: the next proposer must have known the plan."""
+        later = [one for at, one in self.chosen.items() if at > plan.generation]
         is_known = any(
             voters.configuration_id == plan.configuration_id
             for one in later
@@ -207,19 +207,19 @@ class Invariants:
             self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.leader])
 
     def _other_voters(self, plan: GenerationPlan) -> None:
-        """Others vote in a generation that runs: its successor must have known it."""
+        """New voters of a running generation: the plan of its successor must know them."""
         self.voter_revisions += 1
         newest = self.newest
         assert newest is not None
         later = newest if newest.generation > plan.generation else plan
         wanted = plan.configuration_id if later is newest else newest.configuration_id
         if all(voters.configuration_id != wanted for voters in later.decided_by):
-            self.fail(f"{later.configuration_id} does not know that {wanted} was in effect")
+            self.fail(f"{later.configuration_id} does not know that {wanted} was chosen")
         if later is plan:
-            self.effective[plan.generation] = self.newest = plan
+            self.chosen[plan.generation] = self.newest = plan
 
     def _unknown_to(self, plan: GenerationPlan, previous: GenerationPlan, node: "Node") -> None:
-        """A node that could not know of a run starts another one; a node that could must not."""
+        """A node that cannot know of a run may start another run; a node that can know must not."""
         is_first = self._is_first(plan)
         knowing = [
             other.node_id
@@ -236,17 +236,15 @@ class Invariants:
             and self.simulation.network.passes(node.node_id, one)
         ]
         is_stable = self.world.now_s - self.stable_since_s >= self._stable_s(reached)
-        # A run that has come to its end may be followed by another.
+        # A run that has ended may be followed by another one.
         is_stable &= not self.simulation.is_ending
-        newest = self._newest_committed(previous)
-        has_state = newest is not None and can_have(newest.version, self._memories())
-        if not is_first or (reached and (is_stable or has_state)):
+        if not is_first or (reached and is_stable):
             self.fail(
                 f"generation {plan.generation} of {plan.leader} does not know of generation "
                 f"{previous.generation} of {previous.leader} ({reached} could have reported it)"
             )
         self.is_second_run = True
-        # Without the memory of any node there is no first run any more.
+        # If no node has memory of the first run, the first run no longer exists.
         self.is_new_run = all(
             self._is_blank(one) or one.memory.kept[0].life == plan.life
             for one in self.simulation.nodes
@@ -254,14 +252,14 @@ class Invariants:
         self.world.is_over = True
 
     def _is_first(self, plan: GenerationPlan) -> bool:
-        """None of its voters has been a voter of a run, as far as they know."""
+        """No voter of the plan has been a voter of a run, according to their own memory."""
         if all(voters.generation < 0 for voters in plan.decided_by):
             return True
-        before = {card.identity for one in self.effective.values() for card in one.voters}
+        before = {card.identity for one in self.chosen.values() for card in one.voters}
         return not any(before & set(voters.identities) for voters in plan.decided_by)
 
-    def _beside(self, plan: GenerationPlan) -> GenerationPlan | None:
-        """Some agent has accepted a plan that the first chosen one does not know."""
+    def _concurrent_plan(self, plan: GenerationPlan) -> GenerationPlan | None:
+        """Some agent has accepted a plan that the first chosen plan does not know."""
         known = {plan.configuration_id} | {voters.configuration_id for voters in plan.decided_by}
         agents = [node.agent for node in self.simulation.nodes]
         plans = [agent.member.follower.newest_plan for agent in agents if agent is not None]
@@ -270,7 +268,7 @@ class Invariants:
         )
 
     def _stable_s(self, reached: list[str]) -> float:
-        """A settled leader connects to the endpoint to find new nodes."""
+        """A settled leader connects to the endpoint to find new nodes, which takes this time."""
         scenario = self.simulation.scenario
         agents = [self.simulation.network.nodes[node_id].agent for node_id in reached]
         leads = [agent.member.leader for agent in agents if agent is not None]
@@ -292,7 +290,7 @@ class Invariants:
         self.went_back += 1
         is_said = any(words in plan.restore_reason for words in _SAID)
         is_known = any(node.memory.kept is not None for node in self.simulation.nodes)
-        # The run does not wait for ever for nodes that hold more where something older is left.
+        # If an older version is available, the wait for nodes that hold newer ones ends.
         if (newest.is_safe and not (is_said and self._has_older(plan))) or (
             not is_said and is_known and self._was_received(newest, plan)
         ):
@@ -302,10 +300,10 @@ class Invariants:
                 f"{plan.restore_reason!r}"
             )
 
-    def _goes_on_without(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
-        """Nodes that are not here keep no older version for it.
+    def _continues_without(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
+        """Nodes that are not in the new generation keep no older version for it.
 
-        If the plan goes back, they have dropped its version for newer ones.
+        If the plan goes back to an older version, these nodes have dropped it for newer ones.
         """
         here = {card.node_id for card in plan.voters}
         start, newest = as_version(plan.restore), self._newest_committed(previous)
@@ -335,7 +333,7 @@ class Invariants:
     # --- versions -----------------------------------------------------------------------------
 
     def _is_on_timeline(self, wanted: Version, newest: GenerationPlan | None) -> bool:
-        """Whether the newest generation made this version, or has come from it."""
+        """Whether the newest generation made this version or descends from it."""
         while newest is not None:
             if wanted.generation == newest.generation:
                 return True
@@ -344,7 +342,7 @@ class Invariants:
                 return False
             if wanted.generation == start.generation:
                 return wanted.step <= start.step
-            newest = self.effective.get(start.generation)
+            newest = self.chosen.get(start.generation)
         return False
 
     def _newest_committed(self, plan: GenerationPlan | None) -> Record | None:
@@ -366,7 +364,7 @@ class Invariants:
     def restored(
         self, node: "Node", plan: GenerationPlan, version: Version | None, state: int
     ) -> None:
-        """A node's ranks have read what they start from."""
+        """A node's ranks have read the version that they start from."""
         self.restores += version is not None
         first = self._started.setdefault(plan.generation, version)
         if first != version:
@@ -388,7 +386,7 @@ class Invariants:
         self.step_generation = max(self.step_generation, generation)
 
     def committed(self, node: "Node", version: Version) -> None:
-        """A node's SMP takes this version as committed."""
+        """A node's SMP treats this version as committed."""
         agent = node.agent
         plan = agent.executor.plan if agent is not None else None
         if agent is None:
@@ -400,10 +398,10 @@ class Invariants:
         before = self.records.get(version)
         if before is not None and before.protected_in >= plan.generation:
             return
-        if plan.generation not in self.effective:
+        if plan.generation not in self.chosen:
             return
         if before is not None and plan.is_resized and version == as_version(plan.restore):
-            return  # its old protection stays in use
+            return  # its previous protection remains in use
         if version.generation >= 0 and version not in self.states:
             self.fail(f"{version} is committed, and no rank has sealed it")
         self.commits += 1
@@ -428,13 +426,13 @@ class Invariants:
             self._check_protection(record)
 
     def _is_bare(self, nodes: frozenset[str], version: Version) -> bool:
-        """A node of the group cannot keep its part; training continues unprotected."""
+        """A node of the group cannot store its part; training continues unprotected."""
         agents = [self.simulation.network.nodes[one].agent for one in nodes]
         links = [agent.executor.smp for agent in agents if agent is not None]
         return any(link.unprotected and link.ready == version for link in links)
 
     def _check_protection(self, record: Record) -> None:
-        """Take m nodes out of each group: the version must still be there."""
+        """Removes each choice of m nodes of each group: the version must still be restorable."""
         if record.lost:
             return
         turn = self.commits
@@ -447,7 +445,7 @@ class Invariants:
             self.fail(f"{record.version} is committed and does not tolerate the loss of m nodes")
 
     def flipped(self, node: "Node") -> None:
-        """As bad as a loss; and what is newer and not committed is relied on as well."""
+        """As bad as a lost node; a newer version that is not committed is also relied on."""
         self.memory_lost(node)
 
     def memory_lost(self, node: "Node") -> None:
@@ -457,7 +455,7 @@ class Invariants:
             self._removed.add(record.version)
 
     def removed(self, version: Version) -> None:
-        """A slot of this version, or a part, is no more."""
+        """A slot or a protected part of this version no longer exists."""
         self._removed.add(version)
 
     def after_event(self, agent: "Agent") -> None:
@@ -505,7 +503,7 @@ class Invariants:
         )
 
     def _has_older(self, plan: GenerationPlan) -> bool:
-        """There is something that a run may resume from instead of a lost commit."""
+        """The run can resume from another version than the lost commit."""
         is_unknown = "may have been committed" in plan.restore_reason
         return self.simulation.scenario.has_checkpoints or plan.restore is not None or is_unknown
 
@@ -515,7 +513,7 @@ class Invariants:
     # --- the end ------------------------------------------------------------------------------
 
     def ended(self, node: "Node", command: do.EndRun) -> None:
-        """An agent ends of itself."""
+        """An agent ends by itself."""
         self.exits.append((node.node_id, command))
         if command.exit_code in (ExitCode.USAGE, ExitCode.BUG):
             self.fail(f"{node.node_id} ends with {command.exit_code}: {command.reason}")
@@ -530,7 +528,7 @@ class Invariants:
         if agent is None or agent.leaves_since_s is None:
             self.fail(f"{node.node_id} leaves, and was not asked to")
             return
-        # The leader waits by its own clock.
+        # The leader measures this time with its own clock.
         limit_s = self.simulation.scenario.settings.let_go_s * node.slowest_rate
         if newest is None or self.world.now_s - agent.leaves_since_s >= limit_s:
             return
@@ -560,7 +558,7 @@ class Invariants:
         )
 
     def _check_refusal(self, node: "Node", command: do.EndRun) -> None:
-        """A run that says its state is lost must not have it."""
+        """A run that reports its state as lost must not be able to restore it."""
         if self.world.now_s - self.stable_since_s < _STABLE_S:
             return
         newest = self._newest_committed(self.newest)

@@ -298,6 +298,18 @@ def test_a_second_run_that_has_made_no_version_is_given_up(
         assert made.newest_plan(FIRST if known else None) == follows
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_second_run_with_the_same_number_does_not_replace_the_voters(known: bool) -> None:
+    """A node without memory has accepted its own generation 1."""
+    second = plan(1, "c", life="second")
+    made = ballot(9, FIRST if known else None)
+    made.take_promise(promise(9, "b", effective=None if known else FIRST, committed=(1, 4)))
+    made.take_promise(promise(9, "c", accepted=second, knows=1))
+    assert made.needs == {(1, 0): who("ab")}
+    assert not made.is_promised()
+    assert made.newest_plan(FIRST if known else None) == FIRST
+
+
 def test_a_second_run_whose_members_are_missing_is_followed() -> None:
     """They may hold what it has committed."""
     made = ballot(9, FIRST)
