@@ -173,6 +173,9 @@ SLOW = 0.5
 SLOW_BETWEEN = 0.125
 """Likewise for a single path between leaf switches. The number of probes that share an uplink in a
 round is unknown, so the rates of such paths vary by themselves."""
+SLOW_SIDE_BETWEEN = 0.25
+"""Likewise for the median of a row or column that has paths between leaf switches only: an uplink
+that two nodes of another leaf share halves these rates."""
 SLOW_RAIL = 1 / 3
 """A rail below this fraction of another rail's rate is slow as a whole. On a shared processor,
 short probes of two equal rails differ by a factor of 2 to 3."""
@@ -285,9 +288,11 @@ def _is_slow(
     paths: Collection[NetworkPath], paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
 ) -> bool:
     """Whether a row or column is slow: by paths inside the leaf, which no uplink limits."""
-    inside = [paces[path] for path in paths if is_inside(path, leaves)]
-    informative = inside if len(inside) > 1 else [paces[path] for path in paths]
-    return len(informative) > 1 and median(informative) < SLOW and max(informative) < QUICK
+    informative, limit = [paces[path] for path in paths if is_inside(path, leaves)], SLOW
+    if len(informative) < 2:
+        limit = SLOW_SIDE_BETWEEN if len(informative) < len(paths) else SLOW
+        informative = [paces[path] for path in paths]
+    return len(informative) > 1 and median(informative) < limit and max(informative) < QUICK
 
 
 def _other(side: Side) -> Side:
