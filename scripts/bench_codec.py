@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""What parity costs on one processor: in place, through pyeclib, and beside a plain copy.
+"""Measure the cost of parity on one processor: in place, through pyeclib, and as a plain copy.
 
     python scripts/bench_codec.py --mb 128 --json codec.json
 
-One thread, GB of data per second of its own processor time, so that what else runs on the machine
-matters little. The data are read from memory, not from the cache, and all memory that is ours was
-written once before. The ways come in turns; each ratio is the median of the ratios in one turn.
+Each way uses one thread. The unit is GB of data per second of the thread's own processor time, so
+that other load on the machine has little influence. The data exceed the cache, and all memory was
+written once before. The ways run in turns; each ratio is the median of the ratios of the turns.
 
-memcpy           the data copied once: the measure of the rest
+memcpy           one copy of the data: the reference
 encode           all parity blocks of a stripe, in place
-update           the same, one data block and one parity block at a time, as blocks arrive
+update           the same for one data block and one parity block at a time, as blocks arrive
 rebuild          m lost data blocks of a stripe, in place
 checked rebuild  the same with the digests of all fragments before and of the blocks after it
-pyeclib encode   pyeclib's own call, given one piece of memory with the data of a stripe in it
-pyeclib decode   likewise, from the fragments that it made, with m data fragments lost
+pyeclib encode   pyeclib's own call, on one piece of memory that holds the data of a stripe
+pyeclib decode   pyeclib's own call, on the fragments it made, with m data fragments lost
 """
 
 import ctypes
@@ -59,9 +59,15 @@ Job = tuple[StripeFacts, list[Fragment]]
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=60)
-    parser.add_argument("--mb", type=int, default=128, help="data in all (default %(default)s)")
-    parser.add_argument("--block-kib", type=int, default=BLOCK_BYTES >> 10, help="of a stripe")
-    parser.add_argument("--rounds", type=int, default=5, help="turns (default %(default)s)")
+    parser.add_argument(
+        "--mb", type=int, default=128, help="MB of data in total (default %(default)s)"
+    )
+    parser.add_argument(
+        "--block-kib", type=int, default=BLOCK_BYTES >> 10, help="KiB of a block of a stripe"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of turns (default %(default)s)"
+    )
     args = parser.parse_args()
     found = conditions()
     figures = codec_figures(
@@ -85,14 +91,14 @@ def codec_figures(
     rounds: int,
     deadline: Deadline,
 ) -> list[dict[str, Any]]:
-    """GB per second of processor time, and that over memcpy's, for each (k, m).
+    """GB per second of processor time, and its ratio to memcpy, for each (k, m).
 
     Args:
         shapes: data and parity blocks of a stripe.
-        num_bytes: of data, at least a stripe of them; more than the cache holds.
-        block_bytes: of a block.
+        num_bytes: size of the data, at least one stripe and larger than the cache.
+        block_bytes: size of a block.
         rounds: turns of all ways.
-        deadline: for all of it.
+        deadline: for the whole measurement.
     """
     found = []
     for k, m in shapes:
@@ -127,7 +133,7 @@ def show_codecs(figures: Sequence[dict[str, Any]]) -> None:
 
 
 class StripeBench:
-    """All ways over the same stripes, which follow one another in memory."""
+    """All ways over the same stripes, which are contiguous in memory."""
 
     def __init__(self, k: int, m: int, *, block_bytes: int, num_bytes: int) -> None:
         from pyeclib.ec_iface import ECDriver
@@ -136,7 +142,7 @@ class StripeBench:
         self._codec: Codec = choose_codec(k, m)
         self._driver = ECDriver(ec_type="isa_l_rs_cauchy", k=k, m=m)
         self._lost = range(min(k, m))
-        # pyeclib takes bytes only, so the data are bytes; nothing is written to them.
+        # pyeclib accepts only bytes, so the data are bytes; nothing is written to them.
         whole = random.Random(1).randbytes(k * block_bytes)
         count = max(1, num_bytes // len(whole))
         self._segments = [whole[at:] + whole[:at] for at in range(count)]
@@ -158,10 +164,10 @@ class StripeBench:
         }
 
     def check(self) -> None:
-        """Go each way of ours once, so that all memory is there, and look at the bytes.
+        """Run each of ftrun's ways once, which allocates all memory, and compare the bytes.
 
         Raises:
-            BenchError: they are wrong.
+            BenchError: the bytes are wrong.
         """
         self._encode()
         self._jobs = [*map(self._job, self._data, self._parity)]
@@ -227,12 +233,12 @@ class StripeBench:
             self._driver.encode(segment)
 
     def _pyeclib_decode(self) -> None:
-        # The fragments of one stripe again and again: all of them would take as much memory again.
+        # The fragments of one stripe serve for all stripes: separate ones would double the memory.
         for _ in self._segments:
             self._driver.decode(self._made)
 
     def _job(self, data: list[memoryview], parity: list[memoryview]) -> Job:
-        """What a checked rebuild of a stripe gets."""
+        """The arguments of a checked rebuild of a stripe."""
         digests = {i: block_digest(block) for i, block in enumerate([*data, *parity])}
         fragments = [
             Fragment(f"n{i}", i, pack(FragmentHeader(OF, Generation(0), i, digests[i])), block)
@@ -244,7 +250,7 @@ class StripeBench:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Fresh memory, every page of it written once."""
+    """New memory, each page of it written once."""
     return memoryview(bytearray(b"\1") * num_bytes)
 
 

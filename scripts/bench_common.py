@@ -1,8 +1,8 @@
-"""What the benchmarks share: launchers as child processes, step files, tables, conditions.
+"""Code that the benchmarks share: launchers as child processes, step files, tables, conditions.
 
-A benchmark starts launchers, breaks what they run, and reads from files what the workers have
-seen. It ends only what it has started itself, and leaves nothing behind: neither processes nor
-files, after success, failure and ^C alike.
+A benchmark starts launchers, injects failures, and reads from files what the workers recorded. It
+ends only the processes it started, and removes all processes and files after success, failure and
+^C.
 """
 
 import argparse
@@ -28,18 +28,18 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 TMPFS = Path("/dev/shm")
-"""Where the peers' files cost the least."""
+"""Folder where files of the peers cost least."""
 
 POLL_S = 0.01
 _STOP_S = 20.0
 
 
 class BenchError(Exception):
-    """A benchmark cannot go on; the message says why."""
+    """A benchmark cannot continue; the message contains the reason."""
 
 
 class Deadline:
-    """The time that a benchmark may take in all."""
+    """The total time that a benchmark may take."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -58,7 +58,7 @@ class Deadline:
 
 @dataclass
 class Launcher:
-    """A launcher that runs, and where its output goes."""
+    """A running launcher and the file of its output."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -73,7 +73,7 @@ class Launcher:
             raise BenchError(f"{self.name} ended with {code}:\n{self.last_output()}")
 
     def note_family(self) -> None:
-        """Remember its processes, so that none is left when it is gone."""
+        """Record its processes, so that none remains after it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.family[child.pid] = child
@@ -83,7 +83,7 @@ class Launcher:
         return "\n".join(f"    {line}" for line in lines[-25:])
 
     def stop(self) -> None:
-        """Ask it to end, then end what is left of it."""
+        """Request its end, then kill the processes that remain."""
         self.note_family()
         if self.process.poll() is None:
             self.process.terminate()
@@ -103,12 +103,12 @@ class Launcher:
 def launched(
     name: str, command: Sequence[object], folder: Path, **variables: str
 ) -> Iterator[Launcher]:
-    """A launcher that lives as long as the block.
+    """A launcher that runs until the block ends.
 
     Args:
         name: for messages.
         command: its words.
-        folder: its working folder; the output lies there too.
+        folder: its working folder, which also gets the output.
         variables: added to the environment.
     """
     output = folder / f"{name}.output"
@@ -135,7 +135,7 @@ def python_path() -> str:
 
 
 def ftrun_command(*flags: object) -> list[object]:
-    """`ftrun`, with restarts enough for a benchmark."""
+    """`ftrun` with enough restarts for a benchmark."""
     return [sys.executable, "-m", "ftrun", "--quiet", "--set", "restart.budget=100000", *flags]
 
 
@@ -144,7 +144,7 @@ def torchrun_command(*flags: object) -> list[object]:
 
 
 def ftrun_status(run_id: str) -> dict[str, Any]:
-    """What `ftrun status --json` says; empty where the run does not answer (yet)."""
+    """The document of `ftrun status --json`; empty while the run does not answer."""
     command = [sys.executable, "-m", "ftrun", "status", run_id, "--json"]
     variables = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
@@ -155,16 +155,16 @@ def ftrun_status(run_id: str) -> dict[str, Any]:
 
 
 def read_journal(folder: Path, run_id: str) -> list[dict[str, Any]]:
-    """The events of a run that was started in `folder`."""
+    """Read the events of a run that was started in `folder`."""
     path = folder / "ftrun-logs" / run_id / "journal.jsonl"
     return read_lines(path) if path.exists() else []
 
 
 @contextlib.contextmanager
 def scratch(base: Path | None = TMPFS) -> Iterator[Path]:
-    """An empty folder in `base` where there is one, removed at the end; tmpfs costs the least.
+    """An empty folder in `base` if that exists, removed at the end; tmpfs costs least.
 
-    SIGTERM and SIGHUP end the benchmark as ^C does, so that the removal happens.
+    SIGTERM and SIGHUP end the benchmark like ^C, so that the folder is removed.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:
@@ -190,7 +190,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class NotesReader:
-    """Follows one worker's file."""
+    """Reads one worker's file incrementally."""
 
     path: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -219,7 +219,7 @@ class NotesReader:
 def wait_for(
     what: str, is_so: Callable[[], bool], launchers: Sequence[Launcher], deadline: Deadline
 ) -> None:
-    """Look again and again.
+    """Poll until the condition holds.
 
     Raises:
         BenchError: a launcher has ended, or the time is over.
@@ -232,7 +232,7 @@ def wait_for(
 
 
 def pause(seconds: float, launchers: Sequence[Launcher], deadline: Deadline) -> None:
-    """Let the time pass; it is part of what is measured here.
+    """Let time pass as part of the measurement.
 
     Raises:
         BenchError: a launcher has ended, or the time is over.
@@ -264,14 +264,14 @@ def conditions() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this checkout; it ends in -dirty if files differ from it."""
+    """The commit of this checkout, with suffix -dirty if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def shown_path(word: str) -> str:
-    """A word of a command; a path in this checkout as seen from its root."""
+    """A word of a command; a path in this checkout relative to its root."""
     path = Path(word).resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) and path.exists() else word
 
@@ -295,7 +295,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns as wide as they need; the first to the left, the rest to the right."""
+    """Print aligned columns; the first is aligned left, the others right."""
     texts = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in texts) for i in range(len(head))]
     print(f"\n{title}\n")
@@ -319,13 +319,18 @@ def show_conditions(found: dict[str, Any]) -> None:
 
 
 def parser_of(doc: str | None, *, timeout_s: float) -> argparse.ArgumentParser:
-    """A parser with the flags that every benchmark has."""
+    """A parser with the flags that each benchmark has."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument(
-        "--timeout", type=float, default=timeout_s, help="seconds in all (default %(default).0f)"
+        "--json", type=Path, metavar="FILE", help="also write the figures to this file"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=timeout_s,
+        help="time limit in seconds (default %(default).0f)",
     )
     return parser
 

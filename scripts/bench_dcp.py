@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""dcp.save and dcp.load over ftrun's memory, beside torch's files on tmpfs and on disk.
+"""Compare dcp.save and dcp.load in ftrun's memory with torch's files on tmpfs and on disk.
 
     python scripts/bench_dcp.py --mb 384 --json dcp.json
 
-Two ranks with --mb of state each, their own, as with FSDP2. ftrun's writer and reader and torch's
-FileSystemWriter and FileSystemReader (which syncs its files, as is its default) come in turns in
-one process per rank. ftrun's save lasts until the snapshot is committed, torch's until its files
-are synced. What is loaded is compared with what was saved; that is not timed.
+Two ranks have --mb of state each, without replicas, as with FSDP2. ftrun's writer and reader and
+torch's FileSystemWriter and FileSystemReader run in turns in one process per rank. The torch writer
+syncs its files, which is its default. ftrun's save ends when the snapshot is committed, torch's
+when its files are synced. The loaded state is compared with the saved state outside the timed part.
 
-save_speedup_tmpfs, save_speedup_disk    torch's time to save over ftrun's
-load_speedup_tmpfs, load_speedup_disk    the same to load (files are in the page cache)
-save_over_memcpy, load_over_memcpy       a warm Tensor.copy_ of the state, on all ranks at once,
-                                         over ftrun's time
+save_speedup_tmpfs, save_speedup_disk    torch's time to save divided by ftrun's
+load_speedup_tmpfs, load_speedup_disk    the same for load (files are in the page cache)
+save_over_memcpy, load_over_memcpy       time of a warm Tensor.copy_ of the state, on all ranks
+                                         at once, divided by ftrun's time
 """
 
 import argparse
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, tmpfs: Path, disk: Path) -> list[dict[str, Any
     words: list[object] = ["--folder", tmpfs, "--tmpfs", tmpfs, "--disk", disk]
     words += ["--mb", args.mb, "--rounds", args.rounds]
     flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID]
-    # A restart would mix two lives in one measurement.
+    # A restart would mix two generations in one measurement.
     command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
     readers = [NotesReader(tmpfs / f"rank{rank}.jsonl") for rank in range(RANKS)]
     deadline = Deadline(args.timeout)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, tmpfs: Path, disk: Path) -> list[dict[str, Any
 
 
 def times(results: list[dict[str, Any]], way: str, what: str) -> list[float]:
-    """By turn, the slowest rank's."""
+    """The slowest rank's time of each turn."""
     return [max(turn) for turn in zip(*(r["ways"][way][what] for r in results), strict=True)]
 
 
@@ -136,13 +136,16 @@ def check_memory(mb: float) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=600)
     parser.add_argument(
-        "--mb", type=float, default=384, help="state of one rank (default %(default).0f)"
+        "--mb", type=float, default=384, help="MB of state of one rank (default %(default).0f)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="turns after the first (default %(default)d)"
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of turns after the first (default %(default)d)",
     )
     parser.add_argument(
-        "--disk", type=Path, default=ROOT, help="a folder on the disk to compare with"
+        "--disk", type=Path, default=ROOT, help="folder on the disk to compare with"
     )
     args = parser.parse_args()
     if min(args.mb, args.rounds) <= 0:

@@ -1,8 +1,8 @@
-"""What bench_dcp.py measures: dcp.save and dcp.load over ftrun's memory and over torch's files.
+"""The worker of bench_dcp.py: dcp.save and dcp.load in ftrun's memory and in torch's files.
 
-The state is this rank's own (nothing is replicated), as FSDP2's would be. The ways come in turns,
-save and load one after the other. A time is from a barrier to the last rank's end. Writes the raw
-times to rank<N>.json; bench_dcp.py makes figures.
+Each rank has its own state without replicas, as with FSDP2. The ways run in turns, save and then
+load. A time runs from a barrier until the last rank has finished. Writes the raw times to
+rank<N>.json; bench_dcp.py computes the figures.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Way:
         save_s = timed(lambda: dcp.save(state, storage_writer=self._writer(path)))
         loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         for tensor in loaded.values():
-            tensor.zero_()  # its pages are there before the clock runs
+            tensor.zero_()  # its pages exist before the clock starts
         load_s = timed(lambda: dcp.load(loaded, storage_reader=self._reader(path)))
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
         dist.barrier()
@@ -101,7 +101,7 @@ def copy(targets: list[Tensor], state: dict[str, Tensor]) -> None:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds until the last rank is through."""
+    """Seconds until the last rank has finished."""
     os.sync()
     dist.barrier()
     started_s = time.monotonic()

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What protection across nodes costs on a link of 1 Gbit/s, and how soon a lost node is restored.
+"""Measure protection across nodes on a link of 1 Gbit/s, and the time to restore a lost node.
 
     python scripts/bench_erasure.py --json erasure.json
 
-Real SMPs on the nodes of a virtual cluster, each with a state of its own and a cable that is
-limited in both directions. This process plays their agents and their workers; there is no torch.
+Real SMPs run on the nodes of a virtual cluster. Each has its own state and a cable that is limited
+in both directions. This process acts as their agents and workers, without torch.
 
-encode      from the seals until every node's version is protected: beside what the cable allows,
-            which is its rate, measured in the same run, / (1 + (m - 1) / k)
-restore     a node is lost; from the new generation until its successor has the state: beside the
-            cable's rate
-parity      memory for others' parity on a node: beside 2 m / k of its own state
-cpu         cables without a limit: processor seconds of all SMPs per GB of state; beside a plain
-            socket's for the bytes that must cross, 1 + (m - 1) / k, and the encoding's alone
+encode      from the seals until each node's version is protected, compared with the time that the
+            cable allows: its rate, measured in the same run, / (1 + (m - 1) / k)
+restore     a node is lost; from the new generation until its successor has the state, compared
+            with the cable's rate
+parity      memory on a node for others' parity, compared with 2 m / k of its own state
+cpu         cables without a limit: processor seconds of all SMPs per GB of state, compared with a
+            plain socket's for the bytes that must cross, 1 + (m - 1) / k, and the encoding alone
 """
 
 import argparse
@@ -134,7 +134,7 @@ class SmpNode:
         )
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
-        """The answer; what is said unasked is kept."""
+        """The answer; events that arrive before it are kept."""
         self.agent.send(body, fds=fds, deadline_s=WAIT_S)
         while self._keep(received := self.agent.receive(deadline_s=WAIT_S)):
             pass
@@ -158,7 +158,7 @@ class SmpNode:
             raise BenchError(f"node{self.rank} does not begin generation {generation}: {answer}")
 
     def employ(self, generation: int, world_size: int) -> None:
-        """The worker, with its arena."""
+        """Start the worker, with its arena."""
         self.worker = self.connect("worker")
         self.worker.generation = generation
         layout = self.layout
@@ -175,7 +175,7 @@ class SmpNode:
         return xxhash.xxh3_64_intdigest(self.layout.header)
 
     def capture(self, at: Version, data: "np.ndarray[Any, Any]") -> None:
-        """Fill a slot with these bytes, other ones in each node and version, and seal it."""
+        """Fill a slot with these bytes, different for each node and version, and seal it."""
         arena, slot = Arena(self.arena_fd, writable=True), at.step % 2
         try:
             arena.write_header(slot, SlotHeader(SlotState.COPYING, at.generation, at.step, 0, 0, 0))
@@ -204,7 +204,7 @@ class SmpNode:
         )
 
     def lose(self) -> None:
-        """Its SMP is killed, and nobody keeps its memory."""
+        """Kill its SMP; no process keeps its memory."""
         self.process.kill()
         self.process.wait(WAIT_S)
         self.worker.close()
@@ -277,7 +277,7 @@ class Group:
             node.begin(self.generation, body)
 
     def protect(self, step: int) -> float:
-        """Seconds from the seals until all nodes say that the version is protected."""
+        """Seconds from the seals until all nodes report that the version is protected."""
         at = version(self.generation, step)
         for node in self.nodes:
             node.capture(at, self._data)
@@ -378,7 +378,7 @@ def cpu_figures(
     group.begin()
     for node in nodes:
         node.employ(0, k + m)
-    group.protect(1)  # the first one makes the memory
+    group.protect(1)  # the first one allocates the memory
     before_s = sum(map(cpu_s, nodes))
     took_s = [group.protect(step) for step in range(2, rounds + 2)]
     all_s = sum(map(cpu_s, nodes)) - before_s
@@ -401,13 +401,13 @@ def cpu_figures(
 
 
 def cpu_s(node: SmpNode) -> float:
-    """What its SMP has used so far."""
+    """Processor seconds that its SMP has used so far."""
     words = Path(f"/proc/{node.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def link_rate(cluster: VirtualCluster) -> tuple[float, float]:
-    """Bytes per second from node 0 to node 1, by one connection; processor seconds of both."""
+    """Bytes per second from node 0 to node 1 over one connection; processor seconds of both."""
     receiver = cluster.run(
         1, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
@@ -445,8 +445,12 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace, found: dict[str
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=300)
-    parser.add_argument("--mb", type=float, default=256, help="per node (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="versions (default %(default)s)")
+    parser.add_argument(
+        "--mb", type=float, default=256, help="MB of state per node (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of versions (default %(default)s)"
+    )
     parser.add_argument(
         "--shape",
         action="append",

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Kill ranks at random moments, and count what is lost and what is torn.
+"""Kill ranks at random moments, and count lost steps and torn states.
 
     python scripts/bench_kills.py --kills 50 --seed 1 --json kills.json
 
-Two ranks under ftrun, each with --mb of state of its own, saved at every step. Most kills come at
-a random moment after the run has gone on, some while it still restores, some hit both ranks.
-After each, the ranks compare all of their state with what it must be at the step that they are
-restored to, bit for bit.
+Two ranks under ftrun have --mb of their own state each, saved at every step. Most kills come at a
+random moment after training has resumed, some while the run still restores; some kill both ranks.
+After each kill, the ranks compare all of their state with its exact value at the restored step, bit
+for bit.
 
-lost_more_than_one: more than one step that all ranks had completed, besides the one in flight,
-had to be repeated. torn: the state was not exactly that of one step on all ranks. Ends with 0
+lost_more_than_one: more than one step that all ranks had completed had to be repeated, in addition
+to the step in flight. torn: the state was not exactly that of one step on all ranks. Exits with 0
 only if both are 0.
 """
 
@@ -56,7 +56,7 @@ BEGINNINGS = ("restored", "anew")
 
 @dataclass
 class Checker:
-    """Follows the ranks' files and judges each recovery."""
+    """Reads the ranks' files and judges each recovery."""
 
     launcher: Launcher
     readers: list[NotesReader]
@@ -66,12 +66,12 @@ class Checker:
     torn: list[str] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     reached: int = 0
-    """Steps that all ranks have completed or were restored to."""
+    """Steps that all ranks have completed or restored."""
     judged: int = 0
-    """The newest generation that has been judged."""
+    """The newest judged generation."""
 
     def generation(self) -> int:
-        """The newest one in which every rank has begun."""
+        """The newest generation in which every rank has begun."""
         return min(
             max((line["generation"] for line in reader.of("begun")), default=-1)
             for reader in self.readers
@@ -81,12 +81,12 @@ class Checker:
         return int(self.readers[rank].of("begun", generation)[-1]["pid"])
 
     def completed(self, generation: int) -> int | None:
-        """Steps that all ranks have completed, if they have completed any in that generation."""
+        """Steps that all ranks have completed; None if none was completed in that generation."""
         found = [reader.of("step", generation) for reader in self.readers]
         return min(lines[-1]["step"] + 1 for lines in found) if all(found) else None
 
     def beginnings(self, generation: int) -> list[dict[str, Any]]:
-        """What each rank began that generation with."""
+        """The step at which each rank began that generation."""
         return [
             line
             for reader in self.readers
@@ -98,14 +98,14 @@ class Checker:
         return self.generation() > after
 
     def has_gone_on(self, after: int) -> bool:
-        """Whether all ranks of a later generation have restored and passed what was reached."""
+        """Whether all ranks of a later generation have restored and passed the previous step."""
         now = self.generation()
         if now <= after or len(self.beginnings(now)) < RANKS:
             return False
         return (self.completed(now) or 0) > self.reached
 
     def judge(self, killed: int, kill_ns: int) -> None:
-        """Wait until the run has gone on after a kill, and look at what it came back with."""
+        """Wait until training has resumed after a kill, and judge the restored state."""
         self.reached = max(self.reached, self.completed(killed) or 0)
         wait_for(
             f"the recovery from the kill in generation {killed}",
@@ -129,7 +129,7 @@ class Checker:
             print(self.evidence(killed, now), flush=True)
 
     def evidence(self, killed: int, now: int) -> str:
-        """What the ranks have seen around a recovery that lost too much."""
+        """Records of the ranks around a recovery that lost too much."""
         lines = [f"  generation {now} lost {self.lost[-1]} completed steps:"]
         for rank, reader in enumerate(self.readers):
             last = reader.of("step", killed)[-3:]
@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def break_it(checker: Checker, args: argparse.Namespace) -> int:
-    """All kills; how many there were."""
+    """Do all kills; return their number."""
     chance = random.Random(args.seed)
     launchers = [checker.launcher]
     wait_for(
@@ -187,13 +187,13 @@ def break_it(checker: Checker, args: argparse.Namespace) -> int:
 
 
 def kill(checker: Checker, chance: random.Random) -> tuple[int, int]:
-    """SIGKILL one rank, now and then both; the generation hit, and when."""
+    """SIGKILL one rank, sometimes both; return the generation that was hit, and the time."""
     generation = checker.generation()
     ranks = range(RANKS) if chance.random() < BOTH else [chance.randrange(RANKS)]
     pids = [checker.pid(rank, generation) for rank in ranks]
     kill_ns = time.monotonic_ns()
     for pid in pids:
-        # ftrun may have ended the other rank in this moment.
+        # ftrun may have ended the other rank at this moment.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return generation, kill_ns
@@ -255,14 +255,20 @@ def report(
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=1200)
-    parser.add_argument("--kills", type=int, default=50, help="(default %(default)s)")
-    parser.add_argument("--mb", type=float, default=256, help="per rank (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments (default %(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=50, help="number of kills (default %(default)s)"
+    )
+    parser.add_argument(
+        "--mb", type=float, default=256, help="MB of state per rank (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the random moments (default %(default)s)"
+    )
     parser.add_argument(
         "--within",
         type=float,
         default=1.5,
-        help="seconds after going on in which a kill comes (default %(default)s)",
+        help="seconds after resuming in which a kill comes (default %(default)s)",
     )
     args = parser.parse_args()
     if args.kills < 1 or args.mb <= 0:

@@ -1,8 +1,8 @@
-"""What bench_kills.py has running: a training whose whole state is known at each step.
+"""The worker of bench_kills.py: a training whose whole state is known at each step.
 
-All gradients are -1, so that SGD with a momentum of 1 and a rate of 1 has, after k steps, a
-momentum of -k and parameters k (k + 1) / 2 above where they began. Both are whole numbers that
-float32 holds exactly up to STEPS_LIMIT. After each restore all of it is compared, bit for bit.
+All gradients are -1. SGD with a momentum of 1 and a rate of 1 then has, after k steps, a momentum
+of -k and parameters k (k + 1) / 2 above their first values. Both are whole numbers that float32
+holds exactly up to STEPS_LIMIT. After each restore the whole state is compared, bit for bit.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from ftrun.worker.context import worker_context
 LAYERS = 8
 STEPS_LIMIT = 5000
 PATTERN = 251  # no power of two: a piece at a wrong place differs
-WORK = 384  # width of the matrices that stand for forward and backward
+WORK = 384  # width of the matrices that represent forward and backward
 
 
 class Known(nn.Module):
-    """Parameters that begin with a pattern of rank and place, and a counter of steps."""
+    """Parameters that start as a pattern of rank and position, and a counter of steps."""
 
     def __init__(self, state_bytes: int, rank: int) -> None:
         super().__init__()
-        size = state_bytes // 2 // 4 // LAYERS  # as much again is momentum; 4 bytes each
+        size = state_bytes // 2 // 4 // LAYERS  # momentum takes the same size; 4 bytes each
         self.layers = nn.ParameterList(
             nn.Parameter(beginning(size, number, rank)) for number in range(LAYERS)
         )
@@ -75,7 +75,7 @@ def main() -> None:
     for step in session.steps(STEPS_LIMIT):
         for _ in range(10):
             work = work @ work
-        dist.all_reduce(torch.ones(1))  # the ranks keep step, as with DDP
+        dist.all_reduce(torch.ones(1))  # keeps the ranks in step, as with DDP
         optimizer.step()
         model.count += 1
         plain["steps"] += 1
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def counts() -> dict[str, int]:
-    """How this rank's snapshots fare, for when something is lost."""
+    """Counters of this rank's snapshots, as evidence when steps are lost."""
     context = worker_context()
     assert context is not None
     page = context.page
@@ -98,7 +98,7 @@ def counts() -> dict[str, int]:
 def wrong_parts(
     model: Known, optimizer: torch.optim.Optimizer, plain: dict[str, int], step: int, rank: int
 ) -> list[str]:
-    """What is not as it is after `step` steps."""
+    """Names of the parts that differ from the known state after `step` steps."""
     wrong = []
     for number, layer in enumerate(model.layers):
         wanted = beginning(layer.numel(), number, rank).add_(step * (step + 1) // 2)

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""What it costs a run to be watched: its steps, and the processors.
+"""Measure the cost of monitoring: in the steps of a run, and on the processors.
 
     python scripts/bench_monitor.py --json monitor.json
 
-Two ranks under DDP on one node, runs with `monitor.enabled` on and off in turns. Of each
+Two ranks under DDP on one node, runs with `monitor.enabled` on and off in turns. Figures of each
+run:
 
 step_ms   the median time of a step, of both ranks together
-agent     processor time of the agent while steps were made, in parts of a core
-server    processor time of the threads in the ranks that answer for the flight recorder
+agent     processor time of the agent during the steps, as a fraction of a core
+server    processor time of the threads in the ranks that serve the flight recorder
 
-Asked: less than 0.5 % of a core for each rank (what the agent spends more than without, and the
-threads in the ranks), and less than 1 % of a step's time.
+Required: less than 0.5 % of a core for each rank (the additional time of the agent, and the threads
+in the ranks), and less than 1 % of a step's time.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def measure(
 ) -> dict[str, float]:
     folder.mkdir()
     flags = ["--nproc-per-node", RANKS, "--run-id", f"bench-monitor-{name}", "--max-restarts", 0]
-    flags += ["--set", "snapshot.every=4"]  # auto may find another interval in each run
+    flags += ["--set", "snapshot.every=4"]  # with auto, each run may choose another interval
     flags += ["--set", f"monitor.enabled={'true' if name == 'on' else 'false'}"]
     command = ftrun_command(*flags, WORKER, "--folder", folder, "--pace", args.pace)
     readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
@@ -97,7 +98,7 @@ def _steps(readers: list[NotesReader]) -> int:
 
 
 def _spent(launcher: Launcher) -> dict[str, float]:
-    """Processor seconds of the agent, and of the threads in the ranks that answer for it."""
+    """Processor seconds of the agent, and of the threads in the ranks that serve it."""
     launcher.note_family()
     spent = {"agent": 0.0, "server": 0.0}
     for one in launcher.family.values():
@@ -135,7 +136,7 @@ def report(
         name: {key: statistics.median(row[key] for row in of) for key in of[0]}
         for name, of in rows.items()
     }
-    # In pairs: what the machine does beside it changes slowly.
+    # In pairs: other load on the machine changes slowly.
     pairs = [
         on["step_ms"] / off["step_ms"] for on, off in zip(rows["on"], rows["off"], strict=True)
     ]
@@ -152,7 +153,7 @@ def report(
         ],
     )
     show_table(
-        "What it costs to be watched",
+        "Cost of monitoring",
         ["", "found", "asked"],
         [
             ["step, on over off", f"{ratio:.4f}", f"< {MAX_STEP_RATIO}"],
@@ -174,9 +175,15 @@ def report(
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=600)
-    parser.add_argument("--rounds", type=int, default=12, help="of each (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6, help="of each (default %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=60, help="steps (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="number of runs of each kind (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=6, help="seconds of each run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=60, help="steps before the measurement (default %(default)s)"
+    )
     parser.add_argument(
         "--pace", type=float, default=0.02, help="seconds slept in a step (default %(default)s)"
     )

@@ -1,4 +1,4 @@
-"""What bench_monitor.py has running: a small DDP training that attaches, and notes each step."""
+"""The worker of bench_monitor.py: a small DDP training that attaches, and records each step."""
 
 import argparse
 import os

@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
-"""What a plan of roads gains, and what a rail that is cut costs.
+"""Measure the gain of a network plan, and the cost of a cut rail.
 
     python scripts/bench_network.py --json network.json
 
-Nodes of a virtual cluster with two rails and two leaf switches, a rank on each. The switches are
-joined by narrow uplinks, and the nodes dealt to them like cards, so that in the order of their
-names every neighbour of the ring is on the other switch. All-reduces of gloo, which are rings:
+The nodes of a virtual cluster have two rails and two leaf switches, and run one rank each. The
+switches are joined by narrow uplinks. Consecutive nodes are on alternating switches, so that in the
+order of their names each neighbour in the ring is on the other switch. The all-reduces are gloo's,
+which are rings:
 
-orders     launched without ftrun, over the first rail, in every order that matters, turn by turn
+orders     launched without ftrun, over the first rail, in each order that matters, in turns
 plan       under ftrun, `--network-plan off` and `on`
 slow       the same with one node's first rail at a tenth of its rate
-cut        a training with snapshots, planned; one node's cable of the rail in use is pulled
+cut        a training with snapshots, planned; the cable of one node's rail in use is cut
 snapshots  a training whose state is encoded between the nodes all the time, and the same without
            snapshots; planned, and with `--network-plan off`
 
-Up to five nodes every ring is tried, in one direction, as links are the same in both. Of more, one
-for each way in which switches can follow each other round the ring: nodes of one switch are alike.
+With up to five nodes every ring is tried, in one direction, because links are equal in both. With
+more nodes, one ring is tried for each order in which switches can follow each other: nodes of one
+switch are equal.
 """
 
 import argparse
@@ -53,7 +55,7 @@ WORKER = ROOT / "scripts" / "bench_network_worker.py"
 STORE_PORT = 29444
 MAX_NODES_FOR_ALL_RINGS = 5
 STRUCK = 1
-"""The node whose rail fails; not the one that leads."""
+"""The node whose rail fails; it is not the leader."""
 CUT_MB, CUT_STATE_MB, CUT_AFTER = 16, 2, 6
 SETTLE_STEPS = 3
 SNAPSHOT_MB, SNAPSHOT_STEPS = 16, 12
@@ -87,7 +89,7 @@ def cluster_of(args: argparse.Namespace) -> VirtualCluster:
 
 
 def orders(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
-    """Each ring's times; the first is that of the nodes' names."""
+    """The times of each ring; the first ring is the order of the nodes' names."""
     folder.mkdir()
     with cluster_of(args) as cluster:
         tried = rings([node.leaf for node in cluster.nodes()])
@@ -117,7 +119,7 @@ def orders(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figure
 
 
 def rings(leaf_of: Sequence[int]) -> list[list[int]]:
-    """Orders that differ as rings; of more nodes than a few, as rings of leaves."""
+    """Orders that differ as rings; with many nodes, orders that differ as rings of leaves."""
     every = len(leaf_of) <= MAX_NODES_FOR_ALL_RINGS
     seen, found = set(), []
     for rest in itertools.permutations(range(1, len(leaf_of))):
@@ -156,7 +158,7 @@ def training(
     mode: str,
     *words: object,
 ) -> NodesRun:
-    """Under `--network-plan` MODE, started."""
+    """A started training under `--network-plan` MODE."""
     script = [WORKER, "train", "--folder", folder, *words]
     flags = ["--network-plan", mode, *FLAGS]
     run = NodesRun(cluster, folder, script, deadline, members=args.nodes, flags=flags)
@@ -189,7 +191,7 @@ def reduced(
     mode: str,
     rounds: int = 0,
 ) -> Figures:
-    """Seconds of all-reduces, the first left out if there are several; and what was chosen."""
+    """Seconds of all-reduces, without the first if there are several, and the chosen plan."""
     skipped = 0 if rounds else 1
     rounds = rounds or args.rounds
     run = training(cluster, folder, args, deadline, mode, "--mb", args.mb)
@@ -205,13 +207,13 @@ def reduced(
 
 
 def network_of(run: NodesRun) -> Figures:
-    """What the run says of its network; empty where it says nothing."""
+    """The run's report about its network; empty if there is none."""
     found: Figures = (status_of(run).get("cluster") or {}).get("network") or {}
     return found
 
 
 def status_of(run: NodesRun) -> Figures:
-    """What `ftrun status --json` says where the lead is; empty where it says nothing."""
+    """`ftrun status --json` on the leader's node; empty if it does not answer."""
     process = run.cluster.run(
         run.leader(),
         [sys.executable, "-m", "ftrun", "status", RUN_ID, "--json"],
@@ -227,7 +229,7 @@ def status_of(run: NodesRun) -> Figures:
 
 
 def cut(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
-    """How many generations and steps it costs, and when the rail is named; several times."""
+    """Generations and steps that each cut costs, and the time until the rail is named."""
     found = []
     for number in range(args.cuts):
         found.append(cut_once(folder / str(number), args, deadline))
@@ -261,7 +263,7 @@ def cut_once(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figu
 
 
 def lost_steps(run: NodesRun, rank: int, at_ns: int) -> int:
-    """Steps that were complete before the first one of the next life, and are made again."""
+    """Steps that were complete before the first step of the next generation, and are repeated."""
     lines = run.readers[rank].read()
     started = next(
         at for at, line in enumerate(lines) if line["kind"] == "begun" and line["ns"] > at_ns
@@ -318,7 +320,7 @@ PARTS: dict[str, Part] = {
 
 
 def slowest(lines: Sequence[Sequence[Figures]]) -> list[float]:
-    """Of every all-reduce the time of the rank that took longest."""
+    """For each all-reduce, the time of the slowest rank."""
     return [max(line["seconds"] for line in turn) for turn in zip(*lines, strict=False)]
 
 
@@ -345,7 +347,7 @@ def show(value: object) -> str:
 
 
 def asked_figures(parts: Figures) -> Figures:
-    """Those that the parts which have run allow."""
+    """The requested figures that the completed parts allow."""
     found: Figures = {}
     on_s = None
     if "orders" in parts:
@@ -376,14 +378,27 @@ def asked_figures(parts: Figures) -> Figures:
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=900)
-    parser.add_argument("--nodes", type=int, default=4, help="4 to 8 (default %(default)s)")
-    parser.add_argument("--mb", type=float, default=64, help="all-reduced (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each (default %(default)s)")
-    parser.add_argument("--cuts", type=int, default=3, help="of a rail (default %(default)s)")
-    parser.add_argument("--rail", default="400mbit", help="of a cable (default %(default)s)")
-    parser.add_argument("--uplink", default="200mbit", help="of a switch (default %(default)s)")
     parser.add_argument(
-        "--state-mb", type=float, default=32, help="in a snapshot, per rank (default %(default)s)"
+        "--nodes", type=int, default=4, help="number of nodes, 4 to 8 (default %(default)s)"
+    )
+    parser.add_argument(
+        "--mb", type=float, default=64, help="MB of an all-reduce (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of turns of each part (default %(default)s)"
+    )
+    parser.add_argument(
+        "--cuts", type=int, default=3, help="number of cuts of a rail (default %(default)s)"
+    )
+    parser.add_argument("--rail", default="400mbit", help="rate of a cable (default %(default)s)")
+    parser.add_argument(
+        "--uplink", default="200mbit", help="rate of the uplink of a switch (default %(default)s)"
+    )
+    parser.add_argument(
+        "--state-mb",
+        type=float,
+        default=32,
+        help="MB of a snapshot, per rank (default %(default)s)",
     )
     parser.add_argument("--only", action="append", choices=PARTS)
     args = parser.parse_args()

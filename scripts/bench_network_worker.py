@@ -1,10 +1,10 @@
-"""What bench_network.py has running on each node: all-reduces, bare or as the steps of a training.
+"""The worker of bench_network.py on each node: all-reduces, bare or as the steps of a training.
 
-sweep    without a launcher: the same processes take one order after the other, turn after turn
-train    under ftrun, until the file `go` is there; with a state of each rank's own, so that nothing
-         is a replica of anything, if there is to be one
+sweep    without a launcher: the same processes run all orders in turns
+train    under ftrun, until the file `go` exists; with snapshots, each rank has its own state, so
+         that nothing is a replica
 
-What is timed is one all-reduce, from a barrier until this rank has the sum, which is looked at.
+One all-reduce is timed from a barrier until this rank has the sum, whose value is checked.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     notes = Notes(args.folder / f"rank{dist.get_rank()}.jsonl")
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes.write("begun", generation=generation, pid=os.getpid(), node=socket.gethostname())
-    # What all look at together, so that none is alone in a collective.
+    # A collective decision: no rank waits alone in a collective.
     end = torch.zeros(1)
     for step in steps(args):
         seconds = reduce_once(data)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def sweep(args: argparse.Namespace, data: Tensor) -> None:
-    """This node's part in every order, named by its number."""
+    """This node's part in each order, identified by its number."""
     own = int(args.node)
     orders: list[list[int]] = json.loads(args.orders)
     notes = Notes(args.folder / f"node{own}.jsonl")
@@ -105,10 +105,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("sweep", "train"))
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--mb", type=float, required=True, help="of the all-reduce")
+    parser.add_argument("--mb", type=float, required=True, help="MB of the all-reduce")
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--state-mb", type=float, default=0.0)
-    parser.add_argument("--attach", action="store_true", help="snapshots of the state")
+    parser.add_argument("--attach", action="store_true", help="take snapshots of the state")
     parser.add_argument("--orders", help="JSON: lists of nodes")
     parser.add_argument("--node")
     parser.add_argument("--store", metavar="HOST:PORT")

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""How long a lost rank or node stops a training over two nodes with a spare; torchrun beside it.
+"""Measure how long a lost rank or node stops a training; compare the rank kill with torchrun.
 
     python scripts/bench_nodes.py --json nodes.json
 
-One rank on each of two members and a spare, on a virtual cluster. One fault after the other; each
-time until every rank has completed a step of the next life, with its state restored.
+Two members run one rank each, with one spare, on a virtual cluster. The faults come in sequence. A
+time ends when each rank has completed a step of the next generation with its state restored.
 
 rank kill       SIGKILL of a rank, in turns
-node reset      a node's processes die and its kernel says so; the spare takes its place
-node power-off  a node is gone without a word, which its peers believe after the deadline
-lead power-off  the same with the node that leads
+node reset      the processes of a node die and its kernel closes connections; the spare replaces it
+node power-off  a node loses power without a packet; its peers detect it by the failure timeout
+lead power-off  the same with the leader's node
 
-A node that was lost is started again and becomes the spare. Beside it torchrun with its c10d
-rendezvous over two such nodes, for the rank kill alone: it does not replace nodes. It watches
+A lost node is started again and becomes the spare. For comparison, torchrun runs with its c10d
+rendezvous over two such nodes, with the rank kill only, because it does not replace nodes. It polls
 every 0.02 s and reads its state with torch.load from files in the page cache.
 """
 
@@ -54,11 +54,11 @@ FLAGS = (
 )
 
 Fault = Callable[[NodesRun, int], int]
-"""Breaks something, given the number of the turn; the time just before, in nanoseconds."""
+"""Injects a fault, given the number of the turn; returns the time just before, in nanoseconds."""
 
 
 class Torchrun(NodesRun):
-    """The same with torchrun in the place of ftrun."""
+    """The same interface with torchrun in place of ftrun."""
 
     def command(self, flags: Sequence[object] = ()) -> list[str]:
         endpoint = f"{self.cluster.address(0)}:{PORT}"
@@ -106,7 +106,7 @@ def measure_torchrun(folder: Path, args: argparse.Namespace, deadline: Deadline)
     with VirtualCluster(MEMBERS) as cluster:
         words = worker_argv(folder, args)
         run = Torchrun(cluster, folder, words, deadline, members=MEMBERS)
-        # It leaves folders of logs there, and reuses one store for all restarts unless told so.
+        # torchrun leaves folders of logs there, and by default reuses one store for all restarts.
         env = {"TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         run.start_all(dict.fromkeys(range(MEMBERS), env))
         return measure("torchrun rank kill", rank_kill, run, min(args.faults, TORCHRUN_KILLS))
@@ -117,7 +117,7 @@ def worker_argv(folder: Path, args: argparse.Namespace) -> list[object]:
 
 
 def measure(name: str, fault: Fault, run: NodesRun, count: int) -> list[float]:
-    """So often; seconds each."""
+    """Seconds of each turn."""
     found = []
     for number in range(count):
         rest(run)
@@ -130,7 +130,7 @@ def measure(name: str, fault: Fault, run: NodesRun, count: int) -> list[float]:
 
 
 def take_in(run: NodesRun, node: int) -> None:
-    """Start it again, and wait until it stands by with a vote."""
+    """Start the node again, and wait until it is a spare with a vote."""
     before = len(run.journals("voters_changed"))
     run.bring_back(node)
     run.wait_for(f"a vote of node{node}", lambda: len(run.journals("voters_changed")) > before)
@@ -144,7 +144,7 @@ def next_step_s(run: NodesRun, at_ns: int) -> float:
 
 
 def rest(run: NodesRun) -> None:
-    """Steps enough for a protected version, time enough for new standbys."""
+    """Wait for enough steps for a protected version, and enough time for new standbys."""
     run.wait_for_generation(0)
     run.wait_for_more_steps(STEPS_BETWEEN)
     end_s = time.monotonic() + REFILL_S
@@ -171,7 +171,7 @@ def leader_power_off(run: NodesRun, number: int) -> int:
 
 
 def follower(run: NodesRun) -> int:
-    """A member's node that does not lead."""
+    """A member's node that is not the leader."""
     leader = run.leader()
     return next(node for node in map(run.node_of, range(MEMBERS)) if node != leader)
 
@@ -188,7 +188,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def control_traffic(is_wanted: bool) -> list[dict[str, Any]]:
-    """What the control messages cost by number of nodes, from the simulation."""
+    """Cost of the control messages by number of nodes, from the simulation."""
     if not is_wanted or not SIMULATE.exists():
         return []
     with scratch() as folder:
@@ -243,9 +243,14 @@ def report(
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=900)
     parser.add_argument(
-        "--state-mb", type=float, default=64, help="of parameters and moments (default %(default)s)"
+        "--state-mb",
+        type=float,
+        default=64,
+        help="MB of parameters and moments (default %(default)s)",
     )
-    parser.add_argument("--faults", type=int, default=5, help="of each (default %(default)s)")
+    parser.add_argument(
+        "--faults", type=int, default=5, help="number of faults of each kind (default %(default)s)"
+    )
     parser.add_argument("--only", action="append", choices=FAULTS)
     parser.add_argument("--traffic", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
-"""What the benchmarks' workers write while they are measured.
+"""The records that the benchmarks' workers write during the measurement.
 
-Apart from bench_common.py, whose imports would be part of what is measured.
+Separate from bench_common.py, whose imports would be part of the measurement.
 """
 
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 class Notes:
-    """A worker's own file: one JSON line for each thing it has seen, whole or not at all."""
+    """A worker's own file: one JSON line for each record, written completely or not at all."""
 
     def __init__(self, path: Path) -> None:
-        # One write of O_APPEND per line: a kill leaves no half of one behind.
+        # One write of O_APPEND per line: a kill leaves no half of one.
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, kind: str, **fields: object) -> None:

@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
-"""How fast committed snapshots become checkpoints on disk, beside dd, torch.save and dcp.save.
+"""Measure checkpoint writes of committed snapshots; compare with dd, torch.save and dcp.save.
 
     python scripts/bench_persist.py --gb 2 --dir /data --json persist.json
 
-All write the same bytes to the same file system, in turns, and each counts until its files are on
-disk (fsync); what was written is removed before the next turn. Each ratio is the median of the
-ratios in one turn.
+All write the same bytes to the same file system, in turns. Each time ends when the files are on
+disk (fsync). The files are removed before the next turn. Each ratio is the median of the ratios of
+the turns.
 
-ftrun       the SMP's writer: two ranks' arenas, digests compared on the way, index, renames
-dd          dd oflag=direct conv=fsync of the same bytes, from memory; where the file system
-            refuses that, without oflag
+ftrun       the SMP's writer: two ranks' arenas, digests compared during the write, index, renames
+dd          dd oflag=direct conv=fsync of the same bytes, from memory; without oflag if the file
+            system rejects it
 torch.save  two files, one after the other, and fsync
 dcp.save    torch.distributed.checkpoint with its file writer, which syncs
-read back   the SMP's loader: into fresh arenas, all digests compared; over a warm copy
+read back   the SMP's loader: into new arenas, all digests compared; relative to a warm copy
 
-Then a training of two ranks runs, and every few seconds a checkpoint is written at a limit of
---limit-mb a second: what a step takes meanwhile, over what it takes between two. Steps are counted
-in whole rounds from one snapshot to the next, so that both have the same share of snapshots.
+Then a training of two ranks runs. Every few seconds a checkpoint is written at a limit of
+--limit-mb a second. The result is the step time during a checkpoint divided by the step time
+between two. Steps are counted in whole intervals from one snapshot to the next, so that both have
+the same share of snapshots.
 """
 
 import argparse
@@ -74,26 +75,35 @@ TENSORS = 32
 WAYS = ("ftrun", "dd", "torch.save", "dcp.save")
 WORKER = ROOT / "scripts" / "bench_steps_worker.py"
 WRITING_S = 4.0
-"""So long a checkpoint is written beside a training, and so long there is none."""
+"""Length of the intervals with and without a checkpoint write during a training."""
 SNAPSHOT_EVERY = 4
 LEAST_ROUNDS = 10
 _FREE = 4
-"""So many times the bytes must be free on disk and in memory."""
+"""Multiple of the bytes that must be free on disk and in memory."""
 
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=900)
-    parser.add_argument("--gb", type=float, default=2.0, help="in all (default %(default)s)")
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
-    parser.add_argument("--rounds", type=int, default=5, help="turns (default %(default)s)")
     parser.add_argument(
-        "--limit-mb", type=float, default=100.0, help="a second (default %(default)s)"
+        "--gb", type=float, default=2.0, help="GB of state in total (default %(default)s)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path.cwd(), help="folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of turns (default %(default)s)"
+    )
+    parser.add_argument(
+        "--limit-mb",
+        type=float,
+        default=100.0,
+        help="write limit in MB per second (default %(default)s)",
     )
     parser.add_argument(
         "--step-seconds",
         type=float,
         default=180.0,
-        help="of training (default %(default)s)",
+        help="seconds of training (default %(default)s)",
     )
     args = parser.parse_args()
     deadline, found = Deadline(args.timeout), conditions()
@@ -117,7 +127,7 @@ def main() -> int:
 def measure(
     fds: dict[Rank, list[int]], disk: Path, memory: Path, *, rounds: int, deadline: Deadline
 ) -> dict[str, Any]:
-    """Every way in turn; GB/s of each, and the ratios."""
+    """Run each way in turn; GB/s of each, and the ratios."""
     source = memory / "bytes"
     images = [Arena(fd[0], writable=False).image(0) for fd in fds.values()]
     with source.open("wb") as file:
@@ -140,7 +150,7 @@ def measure(
             shutil.rmtree(folder)
             os.sync()
         rates["memcpy"] = total / seconds(lambda: copy(images))
-        if turn:  # the first one makes memory and finds the disk's blocks
+        if turn:  # the first one allocates memory and finds the disk's blocks
             turns.append(rates)
     ratio = lambda a, b: median(turn[a] / turn[b] for turn in turns)  # noqa: E731
     return {
@@ -162,7 +172,7 @@ def seconds(act: Callable[[], None]) -> float:
 def write(
     way: str, folder: Path, fds: dict[Rank, list[int]], source: Path, states: list[dict[str, Any]]
 ) -> None:
-    """One turn of one way; on disk when it returns."""
+    """One turn of one way; the data are on disk when it returns."""
     if way == "ftrun":
         means = WriterContext(RunId("bench"), CopyBuffers(lambda: 0), Throttle(threading.Event()))
         writer = CheckpointWriter(means)
@@ -194,7 +204,7 @@ def dd(source: Path, target: Path) -> None:
 
 
 def read_back(folder: Path) -> None:
-    """As after a restart of the machine, but for what the page cache has kept."""
+    """Read as after a restart of the machine, but with the page cache warm."""
     ranks = [Rank(rank) for rank in range(RANKS)]
     loaded = load_checkpoint(str(folder), LoadJob(RANKS, ranks, lambda _: None), threading.Event())
     if loaded is None:
@@ -212,13 +222,13 @@ def copy(images: list[memoryview]) -> None:
 _COPIES: dict[int, bytearray] = {}
 
 
-# --- beside a training ------------------------------------------------------------------------
+# --- during a training ------------------------------------------------------------------------
 
 
 def beside_steps(
     disk: Path, folder: Path, args: argparse.Namespace, deadline: Deadline
 ) -> dict[str, Any]:
-    """What steps take while a checkpoint is written, over what they take between two."""
+    """The step time while a checkpoint is written, relative to the step time between two."""
     run_id = f"bench-persist-{os.getpid()}"
     half_mb = args.limit_mb * WRITING_S / RANKS
     settings = [
@@ -244,7 +254,7 @@ def beside_steps(
     at_s = {one["step"]: one["ns"] / 1e9 for one in lines if "step" in one}
     spans = [(one["monotonic_s"] - one["seconds"], one["monotonic_s"]) for one in written]
     gaps = [(one[1], after[0]) for one, after in pairwise(spans)]
-    # The first is written while the training gets warm.
+    # The first is written while the training warms up.
     inside = [one for span in spans[1:-1] for one in rounds_s(at_s, *span)]
     between = [one for gap in gaps[1:-1] for one in rounds_s(at_s, *gap)]
     if min(len(inside), len(between)) < LEAST_ROUNDS:
@@ -260,12 +270,12 @@ def beside_steps(
 
 
 def rounds_s(at_s: dict[int, float], begin_s: float, end_s: float) -> list[float]:
-    """How long each round of steps took, from one snapshot to the next, that lies in this time.
+    """Duration of each interval of steps, from one snapshot to the next, within this time.
 
     Args:
-        at_s: when each step was over, by its number.
+        at_s: the end of each step, by its number.
         begin_s: of the time, on the same clock.
-        end_s: of it.
+        end_s: of the time.
     """
     ends = [step for step in at_s if step % SNAPSHOT_EVERY == 0 and step + SNAPSHOT_EVERY in at_s]
     rounds = [(at_s[step], at_s[step + SNAPSHOT_EVERY]) for step in ends]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How long a killed rank stops the training: ftrun beside torchrun.
+"""Measure how long a killed rank stops the training, with ftrun and with torchrun.
 
     python scripts/bench_recovery.py --json recovery.json
 
-Two launchers run the same two-rank DDP training; they take turns, and the one whose turn it is
-not stands still. In each turn one rank gets a SIGKILL. The time runs from just before the kill
-until every rank has completed a step of the next life, with its state (parameters and AdamW's
-moments) restored. torchrun has its best case: watching every 0.02 s, a store of its own for each
-restart, and the state read with torch.load from tmpfs.
+Two launchers run the same two-rank DDP training in turns; the other one is suspended. In each turn
+one rank gets a SIGKILL. The time runs from just before the kill until each rank has completed a
+step of the next generation with its state (parameters and AdamW's moments) restored. torchrun runs
+in its best case: it polls every 0.02 s, has a separate store for each restart, and reads the state
+with torch.load from tmpfs.
 """
 
 import argparse
@@ -51,14 +51,15 @@ REFILL_S = 2.0
 RUN_ID = f"bench-recovery-{os.getpid()}"
 PHASES = ("detect", "decide", "stop", "fork", "rendezvous", "build", "restore", "first_step")
 MOMENTS = ("detected", "started", "joined", "restored", "stepped")
-"""Of a recovery, in order: the launcher has noticed the death; the script of every rank runs, with
-torch imported; all ranks are in a process group; all have their state; all have made a step."""
+"""Phases of a recovery, in order: the launcher has detected the death; the script of each rank
+runs, with torch imported; all ranks are in a process group; all have their state; all have
+completed a step."""
 WORKER = Path(__file__).with_name("bench_recovery_worker.py")
 
 
 @dataclass
 class Contender:
-    """One launcher, its ranks' files, and what was measured of it."""
+    """One launcher, the files of its ranks, and its measurements."""
 
     launcher: Launcher
     folder: Path
@@ -67,7 +68,7 @@ class Contender:
     killed: list[tuple[int, int]] = field(default_factory=list)
     """Of each kill: the generation that was hit, and the time in nanoseconds."""
     detected_s: list[float] = field(default_factory=list)
-    """From each kill until the launcher has noticed it."""
+    """From each kill until the launcher has detected it."""
 
     @property
     def hold(self) -> Path:
@@ -80,12 +81,12 @@ class Contender:
         )
 
     def first_step_ns(self, generation: int) -> int | None:
-        """When the last rank completed its first step of that generation, if all have."""
+        """When the last rank completed its first step of that generation; None if not all have."""
         firsts = [reader.of("step", generation) for reader in self.readers]
         return max(lines[0]["ns"] for lines in firsts) if all(firsts) else None
 
     def has_stepped(self, count: int) -> bool:
-        """Whether every rank has done so many steps of the newest generation."""
+        """Whether each rank has completed this number of steps of the newest generation."""
         now = self.generation()
         return all(len(reader.of("step", now)) >= count for reader in self.readers)
 
@@ -107,7 +108,7 @@ class Contender:
         return found
 
     def steps_repeated(self) -> list[int]:
-        """Of each kill: steps that every rank had completed, and that were done again."""
+        """Of each kill: steps that every rank had completed, and that were repeated."""
         found = []
         for generation, _ in self.killed:
             done = min(one.of("step", generation)[-1]["step"] for one in self.readers)
@@ -150,7 +151,7 @@ def start(
         command = torchrun_command(*flags, *script)
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if name == "torchrun":
-        variables["TMPDIR"] = str(folder)  # it leaves a folder of logs there
+        variables["TMPDIR"] = str(folder)  # torchrun leaves a folder of logs there
     launcher = stack.enter_context(launched(name, command, folder, **variables))
     readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
     return Contender(launcher, folder, readers)
@@ -189,7 +190,7 @@ def one_kill(
 
 
 def phases_of(ftrun: Contender, deadline: Deadline) -> dict[str, list[float]]:
-    """What ftrun has measured itself, by phase; `detect` begins at the kill."""
+    """The phases that ftrun itself measured; `detect` begins at the kill."""
     lines: list[dict[str, Any]] = []
 
     def all_there() -> bool:
@@ -214,7 +215,7 @@ def detected_by_torchrun(torchrun: Contender) -> list[float]:
     """From each kill to torchrun's own log line about it, by the time in that line.
 
     Raises:
-        BenchError: it has not one such line for each kill.
+        BenchError: the number of such lines differs from the number of kills.
     """
     clock_ns = time.time_ns() - time.monotonic_ns()
     text = torchrun.launcher.output.read_text(errors="replace")
@@ -299,9 +300,17 @@ def report(
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=600)
     parser.add_argument(
-        "--state-mb", type=float, default=64, help="of parameters and moments (default %(default)s)"
+        "--state-mb",
+        type=float,
+        default=64,
+        help="MB of parameters and moments (default %(default)s)",
     )
-    parser.add_argument("--kills", type=int, default=7, help="of each (default %(default)s)")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=7,
+        help="number of kills of each launcher (default %(default)s)",
+    )
     args = parser.parse_args()
     if args.kills < 1 or args.state_mb <= 0:
         parser.error("--kills and --state-mb are positive")

@@ -1,8 +1,8 @@
-"""What bench_recovery.py has running: a DDP model under ftrun or torchrun.
+"""The worker of bench_recovery.py: a DDP model under ftrun or torchrun.
 
-Under ftrun it attaches its state. Under torchrun it does what is best there: each rank reads its
-own file from tmpfs with torch.load, and writes it once a life, at a moment that costs nothing in
-the measurement. Everything else is the same.
+Under ftrun it attaches its state. Under torchrun it uses the best case: each rank reads its own
+file from tmpfs with torch.load, and writes it once per generation, outside the measured time.
+Everything else is equal.
 """
 
 import argparse
@@ -25,11 +25,11 @@ FOREVER = 1 << 40
 
 
 class Layers(nn.Module):
-    """Square layers whose parameters cost next to nothing to make and to use."""
+    """Square layers whose parameters cost almost nothing to create and to use."""
 
     def __init__(self, state_bytes: int) -> None:
         super().__init__()
-        # Parameters and AdamW's two moments make up the state; 4 bytes each.
+        # The state is the parameters and AdamW's two moments; 4 bytes each.
         self.width = int((state_bytes / 3 / 4 / LAYERS) ** 0.5)
         shape = (self.width, self.width)
         self.layers = nn.ParameterList(
@@ -68,7 +68,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         notes.write("step", step=step, generation=generation)
-        while hold.exists():  # it is the other launcher's turn
+        while hold.exists():  # the other launcher runs now
             time.sleep(HOLD_S)
 
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""How fast a saved state is taken up by other ranks, beside dcp.load; and by the same ones again.
+"""Measure how fast other ranks restore a saved state, compared with dcp.load; and the same ranks.
 
     python scripts/bench_reshard.py --gb 1 --json reshard.json
 
-FSDP2 parameters with AdamW's moments. For each change of the number of ranks some save and others
-take up, from a new model and optimizer: `ftrun.attach` in all, digests compared, from the memory
-that the SMP holds; and, in the next run, get_state_dict, dcp.load of the same state from tmpfs,
-and set_state_dict. What reading ftrun's files into memory takes before its ranks begin is not in
-it, as the files of dcp.load lie in memory. `again`: a killed rank's restore, so many bytes for
-each rank, over a warm copy of as many by all ranks at once.
+The state is FSDP2 parameters with AdamW's moments. For each change of the number of ranks, one run
+saves and another restores with a new model and optimizer. One run measures the whole
+`ftrun.attach`, with digests compared, from the memory of the SMP. The next run measures
+get_state_dict, dcp.load of the same state from tmpfs, and set_state_dict. The time to read ftrun's
+files into memory before its ranks begin is excluded, because the files of dcp.load are in memory.
+`again`: the restore of a killed rank, in bytes per rank, relative to a warm copy of the same size
+by all ranks at once.
 """
 
 import json
@@ -40,11 +41,18 @@ AGAIN_RANKS = 2
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=1200)
-    parser.add_argument("--gb", type=float, default=1.0, help="of all ranks (default %(default)s)")
     parser.add_argument(
-        "--gb-again", type=float, default=1.0, help="of each rank (default %(default)s)"
+        "--gb", type=float, default=1.0, help="GB of state of all ranks (default %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns (default %(default)s)")
+    parser.add_argument(
+        "--gb-again",
+        type=float,
+        default=1.0,
+        help="GB of state of each rank for `again` (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of turns (default %(default)s)"
+    )
     args = parser.parse_args()
     deadline, found = Deadline(args.timeout), conditions()
     changes = [change(before, after, args, deadline) for before, after in CHANGES]
@@ -62,7 +70,7 @@ def main() -> int:
 
 
 def change(before: int, after: int, args: Any, deadline: Deadline) -> dict[str, Any]:
-    """Saved once, taken up some times."""
+    """Save once, restore several times."""
     with scratch() as folder:
         started(folder, before, "save", args.gb, deadline)
         turns = [
@@ -85,7 +93,7 @@ def restored_again(args: Any, deadline: Deadline) -> dict[str, float]:
 
 
 def started(folder: Path, ranks: int, what: str, gb: float, deadline: Deadline) -> dict[str, float]:
-    """One run to its end; what its rank 0 has measured, where it measures."""
+    """Run to the end; the measurements of rank 0, if it measures."""
     figures = folder / "figures.json"
     figures.unlink(missing_ok=True)
     flags = ["--nproc-per-node", ranks, "--run-id", f"bench-reshard-{os.getpid()}"]
@@ -117,7 +125,7 @@ def show(figures: dict[str, Any], args: Any) -> None:
         for one in figures["changes"]
     ]
     show_table(
-        f"{args.gb:g} GB taken up by other ranks, in seconds",
+        f"{args.gb:g} GB restored by other ranks, in seconds",
         ("ranks", "ftrun", "dcp.load", "dcp.load / ftrun"),
         rows,
     )

@@ -1,10 +1,10 @@
-"""What `bench_reshard.py` starts: one training, saved by some ranks and taken up by others.
+"""The worker of `bench_reshard.py`: one training, saved by some ranks and restored by others.
 
-The state is FSDP2's: parameters and AdamW's two moments. `save` makes a step, so that ftrun's
-checkpoint is written when it ends, and writes the same state with dcp.save. `load` attaches, which
-restores; `dcp` gets the state's places, has dcp.load fill them, and sets them: both from a model
-and an optimizer that are new. `again` is killed once, restores what its own arena has, and copies
-as much from warm memory to warm memory.
+The state is FSDP2's: parameters and AdamW's two moments. `save` runs a step, so that ftrun writes a
+checkpoint at its end, and writes the same state with dcp.save. `load` attaches, which restores.
+`dcp` gets the places of the state, lets dcp.load fill them, and sets them. Both use a new model and
+a new optimizer. `again` is killed once, restores its own arena, and copies the same number of bytes
+from warm memory to warm memory.
 """
 
 import argparse
@@ -35,7 +35,7 @@ COMMITTED_S = 2.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("save", "load", "dcp", "again"))
-    parser.add_argument("--gb", type=float, required=True, help="of state, of all ranks")
+    parser.add_argument("--gb", type=float, required=True, help="GB of state of all ranks")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -109,7 +109,7 @@ def bytes_here(model: nn.Module) -> int:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """From when all begin until all have done it, in seconds."""
+    """Seconds from the common start until all ranks have done it."""
     dist.barrier()
     started_s = time.perf_counter()
     act()
@@ -119,7 +119,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def warm_copy_s(num_bytes: int) -> float:
-    """The best of three copies of so much by every rank at once."""
+    """The best of three copies of this number of bytes by every rank at once."""
     source, target = (
         torch.ones(num_bytes, dtype=torch.uint8),
         torch.zeros(num_bytes, dtype=torch.uint8),

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""What a snapshot costs: ftrun beside torch.save to tmpfs and DCP's async_save.
+"""Measure the cost of a snapshot; compare with torch.save to tmpfs and DCP's async_save.
 
     python scripts/bench_snapshot.py --mb 512 --json snapshot.json
 
-Two ranks, each with --mb of parameters and AdamW's moments of its own (nothing is replicated),
-and a snapshot at every step. Forward and backward take about four times as long as a copy of the
-state. Steps without snapshots, with ftrun's and with each peer's come in turns in one process.
+Two ranks have --mb of parameters and AdamW's moments each, without replicas, and take a snapshot at
+every step. Forward and backward take about four times as long as a copy of the state. Steps without
+snapshots, with ftrun's and with each peer's run in turns in one process.
 
-blocked_ms        time the training thread stands still for a snapshot, the wait in the
-                  optimizer's pre-hook included
+blocked_ms        time for which a snapshot blocks the training thread, including the wait in the
+                  optimizer's pre-hook
 boundary_ms       the part of it at the boundary itself
-added_over_copy   step time with less step time without, over the time of a warm Tensor.copy_
-step_overhead     the same over the step time without
-copy_over_memcpy  rate of the snapshot's copy over that of a warm Tensor.copy_, both while the
-                  training stands still, on all ranks at once
-first_over_tenth  the first snapshot beside the tenth, from boundary to seal
-memory_over_two_slots  memory of all snapshots over two times the state
+added_over_copy   step time minus step time without snapshots, divided by the time of a warm
+                  Tensor.copy_
+step_overhead     the same divided by the step time without snapshots
+copy_over_memcpy  rate of the snapshot's copy divided by that of a warm Tensor.copy_, both while
+                  the training is idle, on all ranks at once
+first_over_tenth  time of the first snapshot divided by that of the tenth, from boundary to seal
+memory_over_two_slots  memory of all snapshots divided by two times the state
 """
 
 import argparse
@@ -69,12 +70,12 @@ def main() -> int:
 def run(
     args: argparse.Namespace, folder: Path, deadline: Deadline
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Each rank's raw times, and what `ftrun status` said once all memory was in use."""
+    """Each rank's raw times, and the `ftrun status` document when all memory was in use."""
     words: list[object] = ["--folder", folder, "--mb", args.mb, "--times-copy", args.times_copy]
     words += ["--rounds", args.rounds, "--block", args.block]
     words += ["--no-peers"] if args.no_peers else []
     flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID, "--snapshot-every", 1]
-    # A restart would mix two lives in one measurement.
+    # A restart would mix two generations in one measurement.
     command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
     readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
     results = [folder / f"rank{rank}.json" for rank in range(RANKS)]
@@ -105,7 +106,7 @@ def copy_s(results: list[dict[str, Any]]) -> float:
 
 
 def cost(mode: str, results: list[dict[str, Any]]) -> dict[str, float]:
-    """What is said of ftrun and of each peer alike."""
+    """The figures of ftrun and of each peer."""
     plain_s = median(pooled(results, "plain", "step_s"))
     added_s = median(pooled(results, mode, "step_s")) - plain_s
     return {
@@ -116,7 +117,7 @@ def cost(mode: str, results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def first_over_tenth(times_s: list[list[float]]) -> float:
-    """The worst rank's; the tenth is the median of those around it."""
+    """The worst rank's; the tenth is the median of the snapshots around it."""
     return max(own_s[0] / median(own_s[NEAR_THE_TENTH] or own_s[-1:]) for own_s in times_s)
 
 
@@ -230,20 +231,22 @@ def check_memory(args: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=1200)
-    parser.add_argument("--mb", type=float, default=512, help="per rank (default %(default)s)")
+    parser.add_argument(
+        "--mb", type=float, default=512, help="MB of state per rank (default %(default)s)"
+    )
     parser.add_argument(
         "--times-copy",
         type=float,
         default=4,
-        help="forward and backward, in times of a copy (default %(default)s)",
+        help="time of forward and backward, in times of a copy (default %(default)s)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=4, help="turns of all kinds (default %(default)s)"
+        "--rounds", type=int, default=4, help="number of turns of all kinds (default %(default)s)"
     )
     parser.add_argument(
-        "--block", type=int, default=5, help="steps of a kind in a turn (default %(default)s)"
+        "--block", type=int, default=5, help="steps of one kind in a turn (default %(default)s)"
     )
-    parser.add_argument("--no-peers", action="store_true", help="ftrun alone")
+    parser.add_argument("--no-peers", action="store_true", help="measure ftrun alone")
     args = parser.parse_args()
     if min(args.mb, args.times_copy, args.rounds, args.block) <= 0:
         parser.error("--mb, --times-copy, --rounds and --block are positive")

@@ -1,8 +1,9 @@
-"""What bench_snapshot.py measures: a training with a large state of its own on each rank.
+"""The worker of bench_snapshot.py: a training with a large state of its own on each rank.
 
-Steps with no snapshot, with ftrun's and with those of its peers come in turns, in blocks, in one
-process. A step is timed from one boundary to the next, so that it holds the whole cost of the
-snapshot at its beginning. Writes the raw times to rank<N>.json; bench_snapshot.py makes figures.
+Steps with no snapshot, with ftrun's and with those of its peers run in turns, in blocks, in one
+process. A step is timed from one boundary to the next, so that it contains the whole cost of the
+snapshot at its beginning. Writes the raw times to rank<N>.json; bench_snapshot.py computes the
+figures.
 """
 
 import argparse
@@ -53,7 +54,7 @@ class Layers(nn.Module):
 
 
 class Worker:
-    """One rank's training, and what it has measured."""
+    """One rank's training, and its measurements."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
@@ -85,11 +86,11 @@ class Worker:
 
     def train(self) -> None:
         self.forward_backward()
-        dist.all_reduce(torch.ones(1))  # the ranks keep step, as in any parallel training
+        dist.all_reduce(torch.ones(1))  # keeps the ranks in step, as in any parallel training
         self.optimizer.step()
 
     def block(self, name: str, count: int) -> None:
-        """So many boundaries of one kind, each with the step that follows it."""
+        """Boundaries of one kind, each with the step that follows it."""
         action = self.actions[name]
         for _ in range(count):
             blocked_ns = self.page.get(HeartbeatField.BLOCKED_NS)
@@ -147,7 +148,7 @@ class Worker:
         return time.monotonic() - started_s
 
     def first_snapshots(self) -> tuple[list[float], list[float]]:
-        """How long each of the first took: from its boundary to its seal, and blocked."""
+        """Duration of each of the first snapshots: from its boundary to its seal, and blocked."""
         found, blocked_s = [], []
         for _ in range(FIRST_SNAPSHOTS):
             count = self.page.get(HeartbeatField.SEALED_COUNT)
@@ -159,7 +160,7 @@ class Worker:
         return found, blocked_s
 
     def step_until_sealed(self, count: int) -> None:
-        """Steps until every rank has sealed one: memory that is large is made beside them."""
+        """Step until every rank has sealed a snapshot; large memory is allocated in these steps."""
         give_up_s = time.monotonic() + SEAL_WAIT_S
         while True:
             self.session.step_done()
@@ -172,7 +173,7 @@ class Worker:
                 raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
 
     def idle_snapshots(self) -> tuple[list[float], list[float]]:
-        """Snapshots' copies while nothing else runs, and copy_ in turn with them."""
+        """Copies of snapshots while nothing else runs, in turns with copy_."""
         copies = [torch.empty_like(tensor) for tensor in self.state()]
         self.copy_s(copies)
         snapshots_s, copies_s = [], []
@@ -228,7 +229,7 @@ class Worker:
 
 
 class Peers:
-    """What else there is to save a state with, each to tmpfs, the old file kept for the time."""
+    """Other ways to save a state to tmpfs; each keeps the old file until the new one is done."""
 
     def __init__(self, worker: Worker) -> None:
         self.saves_s: dict[str, list[float]] = {name: [] for name in PEERS}
@@ -285,7 +286,7 @@ class Peers:
         self.most_bytes[name] = max(self.most_bytes[name], stored + staged)
 
     def finish(self) -> None:
-        """The end of a block: nothing goes on in the next one, and no file takes up memory."""
+        """End a block: no work continues in the next one, and no file uses memory."""
         self._wait()
         dist.barrier()
         if self._worker.rank == 0:
@@ -295,7 +296,7 @@ class Peers:
 
 
 def own_bytes() -> int:
-    """Memory of this process that is no file's and no memfd's."""
+    """Memory of this process that belongs to no file and no memfd."""
     found = psutil.Process().memory_info()
     return int(found.rss - found.shared)
 

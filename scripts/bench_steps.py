@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What snapshots and their protection across nodes cost a step, all on the cores there are.
+"""Measure what snapshots and their protection across nodes cost a step, on the cores there are.
 
     python scripts/bench_steps.py --json steps.json
 
-Four nodes with a rank each on a virtual cluster, each rank with a state of its own, so that all of
-it is encoded (3+1). One run after the other, in turns:
+Four nodes run one rank each on a virtual cluster. Each rank has its own state, so that all of it is
+encoded (3+1). The runs come in turns:
 
 off        no snapshots
 memory     snapshots in the memory of each node, `erasure.scheme=none`
 protected  the same, mirrored and encoded between the nodes
 
-The time of a step is the mean over a while, as a snapshot costs a few steps and not each. How often
-there is one is ftrun's own choice (`snapshot.every: auto`, 2 % of a step's time), and is shown; all
-four nodes' ranks, SMPs and agents share this machine's cores.
+The step time is a mean over an interval, because a snapshot costs time in a few steps and not in
+each. ftrun chooses the snapshot interval itself (`snapshot.every: auto`, 2 % of a step's time); the
+table shows it. The ranks, SMPs and agents of all four nodes share this machine's cores.
 """
 
 import argparse
@@ -118,11 +118,21 @@ def report(
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=600)
-    parser.add_argument("--state-mb", type=float, default=64, help="per rank (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=15, help="of each (default %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=30, help="steps (default %(default)s)")
-    parser.add_argument("--every", default="auto", help="steps, or auto (default %(default)s)")
+    parser.add_argument(
+        "--state-mb", type=float, default=64, help="MB of state per rank (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of runs of each kind (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=15, help="seconds of each run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=30, help="steps before the measurement (default %(default)s)"
+    )
+    parser.add_argument(
+        "--every", default="auto", help="snapshot interval in steps, or auto (default %(default)s)"
+    )
     args = parser.parse_args()
     if args.rounds < 1 or args.seconds <= 0 or args.state_mb <= 0:
         parser.error("--rounds, --seconds and --state-mb are positive")

@@ -1,7 +1,7 @@
-"""What bench_steps.py has running: ranks with a state of their own, which all step together.
+"""The worker of bench_steps.py: ranks with a state of their own that step together.
 
-Each rank trains layers of its own, so nothing is a replica of anything and all of it has to be
-encoded; a small all-reduce keeps the ranks in step, as a training's gradients do.
+Each rank trains its own layers, so nothing is a replica and all of it is encoded. A small
+all-reduce keeps the ranks in step, as gradients do in a training.
 """
 
 import argparse

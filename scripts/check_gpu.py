@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Whether a training on one GPU survives kill -9 bit for bit, and what protection costs there.
+"""Check that a training on one GPU survives kill -9 bit for bit, and measure protection there.
 
     python scripts/check_gpu.py --json gpu.json
 
 Needs a GPU and torch with CUDA; no network, no root; at most 5 minutes. Prints a line for each
-check, the important ones first, and ends with 1 if a required figure is missed. `--device cpu` runs
-what needs no GPU, to try the script.
+check, the important ones first, and exits with 1 if a required figure is missed. `--device cpu`
+runs the checks that need no GPU, to test the script.
 """
 
 import argparse
@@ -56,7 +56,7 @@ Lines = list[dict[str, Any]]
 
 
 class Check:
-    """One check: its folder, and how it starts things there."""
+    """One check: its folder, and how it starts processes there."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
@@ -75,7 +75,7 @@ class Check:
         return [*ftrun_command(*flags), *self.plain(what, *more, part=part)[1:]]
 
     def run(self, command: Sequence[object], part: str = "") -> str:
-        """Run a command to its end; empty, or what it printed last if it failed."""
+        """Run a command to its end; empty, or its last output if it failed."""
         folder = self.folder / part
         variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/c"}
         with launched("check", command, folder, **variables) as launcher:
@@ -181,7 +181,7 @@ def memory_mib() -> int:
 
 
 def respawn(check: Check) -> Figures:
-    """One rank over NCCL: kills until the next step, then what the recorder and status say."""
+    """One rank over NCCL: time from a kill to the next step, then flight recorder and status."""
     deadline, reader = Deadline(LIMIT_S), NotesReader(check.folder / "rank0.jsonl")
     before, killed, killed_ns = memory_mib(), -1, 0
     shown: Figures = {"kill_to_step_s": [], "used_mib": []}
@@ -276,7 +276,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=300)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--checks", default="", help="only these, such as exact,standby")
-    parser.add_argument("--variants", default="", help="only these of the check exact")
+    parser.add_argument("--variants", default="", help="only these variants of the check exact")
     return parser.parse_args()
 
 

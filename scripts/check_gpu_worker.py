@@ -1,4 +1,4 @@
-"""What check_gpu.py has running: small trainings that kill themselves, and measurements.
+"""The worker of check_gpu.py: small trainings that kill themselves, and measurements.
 
 Under ftrun: `exact`, `idle`, `respawn`, `cost`; alone: `reference` and `rates`. All write lines to
 rank<N>.jsonl.
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, bool]] = {
 
 
 class Training:
-    """One variant of a small training; every number that it draws is part of its state."""
+    """One variant of a small training; every random number it draws is part of its state."""
 
     def __init__(self, variant: str, device: str) -> None:
         random.seed(1)
@@ -112,7 +112,7 @@ class Training:
             self.optimizer.zero_grad(set_to_none=self.variant != "graph-update")
 
     def run(self, notes: Notes, kill_at: int, *, each: bool) -> None:
-        """Train under `ftrun.attach`; `each`: note the state at every boundary."""
+        """Train under `ftrun.attach`; `each`: record the state at every boundary."""
         own = {name: nullcontext() for name in ("own-stream", "step-stream")}
         streams: dict[str, Any] = own | {self.variant: torch.cuda.stream(self.stream)}
         wait(self.device)
@@ -247,9 +247,9 @@ class Costs:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def sealed(self, boundary: Callable[[], None], shared: SharedPage) -> float:
-        """Seconds from a boundary to the end of its copy, with nothing beside it."""
+        """Seconds from a boundary to the end of its copy, while nothing else runs."""
         count, started_ns = shared.get(HeartbeatField.SEALED_COUNT), time.monotonic_ns()
-        for _ in range(15):  # the first boundaries have no memory yet
+        for _ in range(15):  # the first boundaries allocate memory
             boundary()
             again_s = time.monotonic() + 3
             while time.monotonic() < again_s:
@@ -292,7 +292,7 @@ def rates(device: str) -> dict[str, float]:
 
 
 def respawn(device: str, folder: Path, notes: Notes) -> None:
-    """Steps without end, for kills from outside; a file named `facts` asks for `group_facts`."""
+    """Steps without end, for kills from outside; a file named `facts` requests `group_facts`."""
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes.write("begun", generation=generation, pid=os.getpid())

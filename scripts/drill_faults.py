@@ -1,9 +1,9 @@
-"""The faults of drill_nodes.py: what is done to a run's nodes, when, and what must follow.
+"""The faults of drill_nodes.py: what breaks on the nodes of a run, when, and the required outcome.
 
-A fault starts the run, breaks something at a step or at a named point of ftrun's own code, waits
-until the training goes on, and looks at what only this fault has to show: who came back, as what.
-Node 0 is the endpoint, the lead and the host of rank 0 and of the store, unless said otherwise;
-members come first, spares last.
+A fault starts the run and breaks something at a step or at a named point of ftrun's own code. It
+waits until training resumes, and checks what only this fault must show: which node came back, and
+in which role. Unless noted otherwise, node 0 is the endpoint, the leader and the host of rank 0 and
+of the store. Members come first, spares last.
 """
 
 import signal
@@ -24,23 +24,23 @@ FLAP_S = 1.2
 FREEZE_S = 6.0
 SLOW_RATE = "100mbit"
 NAMED_S = 10.0
-"""A cut link between two members is named within this."""
+"""A cut link between two members is named within this time."""
 DRAINED_S = 2.0
-"""The longest pause between two steps when a node was asked to leave."""
+"""The longest pause between two steps when a node is drained."""
 DELAY_MS, LOSS_PERCENT = 2.0, 1.0
 
 
 @dataclass
 class Breaking:
-    """One run, and what was done to it when."""
+    """One run with the faults injected so far."""
 
     run: NodesRun
     kind: str
     """ddp or fsdp2."""
     hits: list[tuple[int, int]] = field(default_factory=list)
-    """Of each: the generation that was hit, the time in nanoseconds."""
+    """Of each fault: the generation that was hit, the time in nanoseconds."""
     end_ns: int = 0
-    """Until when a run that is not to be started again was watched."""
+    """The end of the observation of a run that must not restart."""
 
     def begin(self, env_of: Mapping[int, Mapping[str, str]] | None = None) -> None:
         self.run.start_all(env_of)
@@ -55,36 +55,36 @@ class Breaking:
         self.hits.append((generation, self.run.signal(node, part, number)))
 
     def recovered(self) -> None:
-        """Until the training goes on in a new generation, for some steps."""
+        """Wait until training resumes in a new generation, for some steps."""
         self.run.wait_for_generation(self.hits[-1][0] + 1)
         self._some_steps()
 
     def unharmed(self) -> None:
-        """Until it has gone on for some steps in the same generation.
+        """Wait until the run has completed some steps in the same generation.
 
         Raises:
-            BenchError: it was started again.
+            BenchError: it was restarted.
         """
         self._some_steps()
         self.end_ns = time.monotonic_ns()
         if self.run.generation != self.hits[0][0]:
             reasons = [line["reason"] for line in self.run.journals("generation_chosen")]
-            raise BenchError(f"the run was started again, and had no reason to: {reasons}")
+            raise BenchError(f"the run was restarted without a reason: {reasons}")
 
     def _some_steps(self) -> None:
         """Not beyond the step where the job waits for its `go`."""
         self.run.wait_for_step(min(self.run.last_step() + STEPS_AFTER, HOLD_AT))
 
     def crash_env(self, point: str) -> dict[str, str]:
-        """For a node: the first process there that comes to this point kills itself."""
+        """For a node: the first process there that reaches this crash point kills itself."""
         return {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(self.run.folder / "crashed")}
 
     def wait_for_crash(self) -> None:
         once = self.run.folder / "crashed"
-        self.run.wait_for("a process to come to the point where it is killed", once.exists)
+        self.run.wait_for("a process to reach its crash point", once.exists)
 
     def joined_again(self, node: int) -> None:
-        """Until a lead has taken this node in again."""
+        """Wait until a leader has accepted this node again."""
         self.run.wait_for(f"node{node} to join again", lambda: self.run.times_joined(node))
 
     def seconds(self) -> float:
@@ -107,7 +107,7 @@ class Breaking:
         return max(pauses_ns) / 1e9
 
 
-# --- a node is gone -----------------------------------------------------------------------------
+# --- a node is lost -----------------------------------------------------------------------------
 
 
 def power_off(it: Breaking) -> None:
@@ -129,7 +129,7 @@ def leader_power_off(it: Breaking) -> None:
 
 
 def store_host(it: Breaking) -> None:
-    """The store is with rank 0; here that is node 1, and node 0 leads."""
+    """The store is on the node of rank 0; here that is node 1, and node 0 leads."""
     for node, place in enumerate((1, 0, 2)):
         it.run.start(node, flags=("--node-rank", place))
     it.run.wait_for_step(BREAK_AT)
@@ -153,7 +153,7 @@ def two_at_once(it: Breaking) -> None:
     it.recovered()
 
 
-# --- a node is there, and not heard -------------------------------------------------------------
+# --- a node is alive, and its heartbeats do not arrive --------------------------------------------
 
 
 def freeze(it: Breaking) -> None:
@@ -173,7 +173,7 @@ def cut(it: Breaking) -> None:
 
 
 def pair_cut(it: Breaking) -> None:
-    """Node 0 leads and is the spare; the members reach it, and not each other."""
+    """Node 0 leads and is the spare; it reaches both members, but they do not reach each other."""
     for node, place in enumerate((2, 0, 1)):
         it.run.start(node, flags=("--node-rank", place))
     it.run.wait_for_step(BREAK_AT)
@@ -190,19 +190,19 @@ def pair_cut(it: Breaking) -> None:
 
 
 def leader_cut(it: Breaking) -> None:
-    """The others go on; the old lead holds its ranks, and comes back as a spare."""
+    """The others continue; the old leader suspends its ranks, and returns as a spare."""
     it.begin()
     it.hit("cut", 0)
     it.run.wait_for_generation(1)
     if not it.run.journal(0, "ranks_suspended"):
-        raise BenchError("the lead that was cut off did not stop its ranks")
+        raise BenchError("the isolated leader did not stop its ranks")
     it.run.cluster.heal(0)
     it.joined_again(0)
     it.recovered()
 
 
 def stale_rejoin(it: Breaking) -> None:
-    """What a node brings back from an old generation is not used, and the node itself is."""
+    """State from an old generation is discarded when its node returns; the node itself is used."""
     it.begin()
     it.hit("cut", 1)
     it.run.wait_for_generation(1)
@@ -216,7 +216,7 @@ def stale_rejoin(it: Breaking) -> None:
 
 
 def one_after_the_other(it: Breaking) -> None:
-    """A node that comes back counts at once: with it the next one may go."""
+    """A node that comes back counts at once, so the next node may then be lost."""
     it.begin()
     it.hit("kill", 1)
     it.run.wait_for_generation(1)
@@ -261,7 +261,7 @@ def capture(it: Breaking) -> None:
 
 
 def encoding(it: Breaking) -> None:
-    is_encoded = it.kind == "fsdp2"  # what DDP has, other nodes have as well
+    is_encoded = it.kind == "fsdp2"  # the state of DDP, which other nodes have as well
     point = "smp.protect.block_added:60" if is_encoded else "smp.protect.mirror_kept:30"
     it.run.start_all({1: it.crash_env(point)})
     it.wait_for_crash()
@@ -270,7 +270,7 @@ def encoding(it: Breaking) -> None:
 
 
 def recovery(it: Breaking) -> None:
-    """The lead's agent dies while it restarts its ranks for a node that was lost."""
+    """The leader's agent dies while it restarts its ranks after the loss of a node."""
     it.begin({0: it.crash_env("agent.restart.launched:2")})
     it.hit("reset", 1)
     it.wait_for_crash()
@@ -279,7 +279,7 @@ def recovery(it: Breaking) -> None:
 
 
 def two_nodes(it: Breaking) -> None:
-    """The node that has taken the lost one's place is lost while it restores."""
+    """The node that replaced the lost one is lost while it restores."""
     it.begin({2: it.crash_env("worker.restore.tensors_loaded")})
     it.hit("reset", 1)
     it.wait_for_crash()
@@ -310,7 +310,7 @@ def agent_kill(it: Breaking) -> None:
 
 
 def agent_stopped(it: Breaking) -> None:
-    """It wakes up when its place is taken."""
+    """The agent continues after its node was replaced."""
     it.begin()
     it.signal(1, "agent", signal.SIGSTOP)
     it.run.wait_for_generation(1)
@@ -319,7 +319,8 @@ def agent_stopped(it: Breaking) -> None:
     it.recovered()
 
 
-# --- a node is asked to leave -------------------------------------------------------------------
+# --- a node is drained
+# -----------------------------------------------------------------------------
 
 
 def drained(it: Breaking) -> None:
@@ -327,9 +328,9 @@ def drained(it: Breaking) -> None:
 
 
 def leader_drained(it: Breaking) -> None:
-    """Another one leads from then on, and starts the ranks once more."""
+    """Another node leads from then on, and restarts the ranks."""
     _leaves(it, 0)
-    it.run.wait_for("another lead", lambda: it.run.leader() != 0)
+    it.run.wait_for("another leader", lambda: it.run.leader() != 0)
     it.run.wait_for_more_steps(STEPS_AFTER)
 
 
@@ -344,7 +345,7 @@ def _leaves(it: Breaking, node: int) -> None:
         it.run.journals("final_snapshot_requested"),
     )
     if stopped["monotonic_s"] - reported["monotonic_s"] < NOTICE_S / 2:
-        raise BenchError("the ranks were stopped before it was clear that the run goes on")
+        raise BenchError("the ranks were stopped before it was certain that the run continues")
     if (code := it.run.wait_for_code(node)) != 128 + signal.SIGTERM:
         raise BenchError(f"node{node} has left with {code}:\n{it.run.text(node)}")
 
@@ -356,7 +357,7 @@ def _let_pass(it: Breaking, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """One of the catalogue."""
+    """One entry of the catalogue."""
 
     name: str
     what: str
@@ -365,15 +366,15 @@ class Fault:
     spares: int = 1
     flags: tuple[str, ...] = ()
     pace: float = 1.0
-    """How much slower than usual the job goes, where much has to happen before its end."""
+    """Factor on the step time of the job, for faults that need much time before its end."""
     most_s: float = 0.0
-    """What it may cost at most; 0: it has no limit."""
+    """The longest time that it may cost; 0: no limit."""
 
 
 _ALL = (
-    Fault("power-off", "a node without a word", power_off),
-    Fault("reset", "a node; its kernel tells the others", reset),
-    Fault("freeze", "a node stands still; thawed when replaced", freeze),
+    Fault("power-off", "a node loses power", power_off),
+    Fault("reset", "a node; its kernel closes connections", reset),
+    Fault("freeze", "a node is frozen; thawed when replaced", freeze),
     Fault("cut", "a node's cable, for good", cut),
     Fault("pair-cut", "the link between the two members, for good", pair_cut),
     Fault(
@@ -390,12 +391,12 @@ _ALL = (
         flags=("--set", "nodes.last_call_timeout_s=1"),
         pace=5.0,
     ),
-    Fault("lead-power-off", "the lead's node", leader_power_off),
-    Fault("lead-cut", "the lead's cable; healed when replaced", leader_cut),
+    Fault("lead-power-off", "the leader's node", leader_power_off),
+    Fault("lead-cut", "the leader's cable; healed when replaced", leader_cut),
     Fault("store-host", "the node of rank 0, which does not lead", store_host),
     Fault("capture", "a node, in the middle of a capture", capture),
     Fault("encoding", "a node, in the middle of the protection of a version", encoding),
-    Fault("recovery", "a node; then the lead's agent, in the recovery", recovery),
+    Fault("recovery", "a node; then the leader's agent, in the recovery", recovery),
     Fault("two-nodes", "a node; then its successor, while it restores", two_nodes, spares=2),
     Fault(
         "two-at-once",
@@ -414,7 +415,7 @@ _ALL = (
     Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
     Fault("drained", "a node gets SIGTERM", drained, most_s=DRAINED_S),
     Fault(
-        "lead-drained", "the lead's node gets SIGTERM", leader_drained, pace=2.0, most_s=DRAINED_S
+        "lead-drained", "the leader's node gets SIGTERM", leader_drained, pace=2.0, most_s=DRAINED_S
     ),
     Fault("agent-stopped", "a node's agent, by SIGSTOP; SIGCONT when replaced", agent_stopped),
 )

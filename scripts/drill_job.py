@@ -1,10 +1,10 @@
-"""What drill_nodes.py has running: a small training with everything an exact resume depends on.
+"""The job of drill_nodes.py: a small training with everything an exact resume depends on.
 
-Batch normalisation (buffers of each rank's own), dropout and noise (random states), AdamW, a
-schedule, a shuffled loader; DDP or FSDP2. The state is large enough to be encoded rather than
-mirrored. Each rank notes every step with its loss, and at the end a digest of all it holds. It
-runs slowly until the file `go` is there, so that what is to be broken can be broken in time, and
-waits for it before its last steps.
+It has batch normalisation (buffers of each rank's own), dropout and noise (random states), AdamW, a
+schedule and a shuffled loader, under DDP or FSDP2. The state is large enough to be encoded and not
+mirrored. Each rank records each step with its loss, and at the end a digest of all its state. The
+job runs slowly until the file `go` exists, so that a fault can be injected in time. It waits for
+that file before its last steps.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             mean = loss.detach() / world_size
-            dist.all_reduce(mean)  # as most scripts do; so a collective left out is not for long
+            dist.all_reduce(mean)  # as in most scripts, so a collective is skipped briefly
             session.report(loss=mean)
             notes.write("step", step=step, loss=loss.item().hex(), **kept(), **where)
             pace(args, step)
@@ -99,7 +99,7 @@ def loader_of(rank: int, world_size: int) -> DataLoader:
 
 
 def pace(args: argparse.Namespace, step: int) -> None:
-    """Take time, so that there is time to break something."""
+    """Slow down, so that there is time to inject a fault."""
     go = args.folder / "go"
     if go.exists():
         return
@@ -109,7 +109,7 @@ def pace(args: argparse.Namespace, step: int) -> None:
 
 
 def kept() -> dict[str, int]:
-    """Newest steps whose state this rank has sealed, and whose state all nodes have protected."""
+    """The newest steps that this rank has sealed and that all nodes have protected."""
     context = worker_context()
     if context is None:
         return {}
@@ -138,8 +138,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kind", choices=("ddp", "fsdp2"), required=True)
-    parser.add_argument("--steps", type=int, required=True, help="a multiple of 10")
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds added to a step")
+    parser.add_argument(
+        "--steps", type=int, required=True, help="number of steps, a multiple of 10"
+    )
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds added to each step")
     return parser.parse_args()
 
 

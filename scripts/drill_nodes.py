@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Break the nodes of a run in every way of the catalogue, and look whether its result is the same.
+"""Inject each fault of the catalogue into a run over nodes, and check that its result is the same.
 
     python scripts/drill_nodes.py --json drill.json
     python scripts/drill_nodes.py --only power-off --job fsdp2
 
-Each fault gets a run of its own on a virtual cluster of its own: one rank on each node, a
-snapshot at every step, DDP or FSDP2. Of each it says
+Each fault gets a run of its own on a virtual cluster of its own: one rank on each node, a snapshot
+at every step, DDP or FSDP2. Figures of each drill:
 
-seconds     from the fault until every rank has completed a step of the next generation; where the
-            run is not to be started again, or a node leaves, the longest pause between two steps
-steps_lost  completed steps that were repeated, all recoveries together
+seconds     from the fault until every rank has completed a step of the next generation; if the run
+            must not restart, or a node is drained, the longest pause between two steps
+steps_lost  completed steps that were repeated, in all recoveries together
 equal       the loss of every step, and all parameters, buffers and moments at the end, are byte
-            for byte those of an undisturbed run of torchrun with as many ranks
+            for byte those of an undisturbed run of torchrun with the same number of ranks
 
-Ends with 1 when a drill does not come to its end, or a byte differs.
+Exits with 1 if a drill does not finish, or a byte differs.
 """
 
 import argparse
@@ -57,7 +57,7 @@ SCRIPT = ROOT / "scripts" / "drill_job.py"
 
 @dataclass
 class Row:
-    """What one drill has shown."""
+    """The result of one drill."""
 
     fault: str
     job: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass
 class Broken:
-    """A run that was broken, as it is seen by whoever judges it."""
+    """A run after its faults, as its judge sees it."""
 
     journal: list[JournalLine[Record]] = field(default_factory=list)
     """Of all nodes, in the order of time."""
@@ -82,20 +82,20 @@ class Broken:
     steps_lost: int | None = None
     recoveries: int = 0
     is_over: bool = False
-    """It has come to its end, so that its result can be compared."""
+    """Whether it has finished, so that its result can be compared."""
     difference: str = ""
     problem: str = ""
 
 
 def job_argv(kind: str, folder: Path, pace: float = 1.0, *, steps: int = STEPS) -> list[str]:
-    """The script of a drill, and what it is told.
+    """The script of a drill, and its arguments.
 
     Args:
         kind: "ddp" or "fsdp2".
         folder: for its notes.
-        pace: so much slower than usual.
-        steps: before the last ten of them it waits to be let go on: a test that counts steps after
-            a fault needs as many as a busy machine makes meanwhile.
+        pace: factor on the usual step time.
+        steps: it waits for the file `go` before the last ten of them. A test that counts steps
+            after a fault needs at least as many as a busy machine completes until it looks.
     """
     words = [SCRIPT, "--folder", folder, "--kind", kind, "--steps", steps]
     words += ["--pace", PACE_S * pace]
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def drill(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -> Row:
-    """One run with one fault. What went wrong is in the row."""
+    """One run with one fault; a failure is in the row."""
     nodes = f"{fault.members}+{fault.spares}" if fault.spares else str(fault.members)
     row = Row(fault.name, kind, nodes, fault.what)
     started_s = time.monotonic()
@@ -145,7 +145,7 @@ def drill(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -> R
 
 
 def break_in(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -> Broken:
-    """One run with one fault, in a cluster of its own. What went wrong is in `problem`."""
+    """One run with one fault, in a cluster of its own; a failure is in `problem`."""
     found = Broken()
     try:
         _break(fault, kind, folder, undisturbed, found)
@@ -183,7 +183,7 @@ def _break(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns, fou
 
 
 def steps_lost(run: NodesRun) -> int:
-    """Steps that every rank had completed, and that were done again."""
+    """Steps that every rank had completed, and that were repeated."""
     lost, done = 0, -1
     for generation in range(run.generation + 1):
         firsts = run.first_steps(generation)
@@ -224,7 +224,7 @@ def report(rows: list[Row], found: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def work_folder(kept: Path | None) -> Iterator[Path]:
-    """Empty; removed at the end, unless it is to be kept."""
+    """An empty folder; removed at the end unless it is kept."""
     if kept is None:
         with scratch(base=None) as folder:  # /dev/shm is each node's own
             yield folder
@@ -237,8 +237,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=2400)
     parser.add_argument("--only", action="append", metavar="FAULT", choices=FAULTS)
     parser.add_argument("--job", action="append", choices=KINDS, help="default: both")
-    parser.add_argument("--list", action="store_true", help="only name the faults")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and notes there")
+    parser.add_argument("--list", action="store_true", help="only print the names of the faults")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep logs and records in this folder"
+    )
     return parser.parse_args()
 
 

@@ -6,12 +6,12 @@
 
 `--measure` writes three files to docs/figures/, all of the same commit and date:
 
-example.json   the example of README.md: one rank is killed, and what ftrun prints
+example.json   the example of README.md: one rank is killed, and the output of ftrun
 recovery.json  scripts/bench_recovery.py: a killed rank under ftrun and under torchrun
-costs.json     `ftrun drill docs/figures/costs.yaml`: what each kind of failure costs
+costs.json     `ftrun drill docs/figures/costs.yaml`: the cost of each kind of failure
 
-The picture and the text of README.md between `<!-- figures: NAME -->` and `<!-- end -->` are made
-from these files only; tests/architecture/test_figures.py compares them.
+The picture and the text of README.md between `<!-- figures: NAME -->` and `<!-- end -->` are
+generated from these files only; tests/architecture/test_figures.py compares them.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def measured_costs(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_repeated(trial: Mapping[str, Any], out: Path) -> int:
-    """Of a trial; if its leader has not counted them, from the notes of its run's ranks."""
+    """Of a trial; if its leader has not counted them, from the records of its run's ranks."""
     if trial["steps_lost"] is not None:
         return int(trial["steps_lost"])
     lost, done = 0, -1
@@ -206,7 +206,7 @@ def steps_repeated(trial: Mapping[str, Any], out: Path) -> int:
 
 
 def notes_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """The steps of each rank, as the job has noted them."""
+    """The steps of each rank, as the job recorded them."""
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("rank*.jsonl"))]
     return [[note for note in map(json.loads, rank) if note["kind"] == "step"] for rank in lines]
 
@@ -253,14 +253,14 @@ def example_text(example: Mapping[str, Any]) -> str:
         f"$ {example['killed']}      # rank 1, from another terminal",
     ]
     for line in example["output"]:
-        # The ranks that are left print the error of their collective before they are stopped.
+        # The surviving ranks print the error of their collective before they are stopped.
         shown = "..." if line.startswith("[rank") else shortened(line)
         lines += [shown] if shown != lines[-1] else []
     return "\n".join(["```", *lines, "```"])
 
 
 def shortened(line: str) -> str:
-    """At most `WIDE` characters, cut between two words."""
+    """Shorten to at most `WIDE` characters, between two words."""
     return line if len(line) <= WIDE else f"{line[: WIDE - 4].rpartition(' ')[0]} ..."
 
 
@@ -387,9 +387,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--measure", action="store_true", help="measure before")
+    parser.add_argument("--measure", action="store_true", help="measure first")
     parser.add_argument(
-        "--kills", type=int, default=7, help="of each launcher (default %(default)s)"
+        "--kills",
+        type=int,
+        default=7,
+        help="number of kills of each launcher (default %(default)s)",
     )
     return parser.parse_args()
 

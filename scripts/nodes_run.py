@@ -1,4 +1,4 @@
-"""A run of ftrun over the nodes of a virtual cluster, as it is seen from outside.
+"""A run of ftrun over the nodes of a virtual cluster, observed from outside.
 
     with VirtualCluster(3) as cluster:
         run = NodesRun(cluster, folder, ["train.py"], Deadline(120), members=2, spares=1)
@@ -8,12 +8,12 @@
         run.wait_for_generation(1)
         run.finish()
 
-Takes in: a cluster, a folder of one's own, the script and its words, the time that it may take.
-          The script notes what its ranks do as drill_job.py does: begun, step, end.
-Gives:    steps and generations from the ranks' own notes, the journals of all nodes, exit codes.
+Takes in: a cluster, a folder of its own, the script and its arguments, the time that it may take.
+          The script records what its ranks do as drill_job.py does: begun, step, end.
+Gives:    steps and generations from the records of the ranks, journals of all nodes, exit codes.
 
-All nodes are on one machine, so that their notes carry the time of one clock. What is started
-here dies with its node.
+All nodes are on one machine, so that their records have the time of one clock. All processes
+started here die with their node.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ Line = dict[str, Any]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a node: this checkout, one thread, nothing of a run that we may be in ourselves."""
+    """For a node: this checkout, one thread, no variables of a run around this process."""
     own = ("FTRUN_", "PET_", "SLURM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
@@ -47,7 +47,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class NodesRun:
-    """One run. Every wait is bounded, and fails with the words of the nodes."""
+    """One run. Every wait is bounded, and fails with the output of the nodes."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class NodesRun:
         self.spares = spares
         self.deadline = deadline
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """The started ftrun of each node, the newest where there were several."""
+        """The started ftrun of each node, the newest if there were several."""
         self.readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(members)]
         self._words = [str(word) for word in words]
         self.lost: set[int] = set()
-        """Nodes that were switched off or reset, and not started again."""
+        """Nodes that were powered off or reset, and not started again."""
         self._flags = [str(flag) for flag in flags]
         self._may_end: set[int] = set()
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,14 +78,14 @@ class NodesRun:
     # --- starting and ending ------------------------------------------------------------------
 
     def start_all(self, env_of: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        """On every node at once; `env_of` adds variables on single ones."""
+        """On every node at once; `env_of` adds variables on single nodes."""
         for node in range(self.members + self.spares):
             self.start(node, (env_of or {}).get(node))
 
     def start(
         self, node: int, env: Mapping[str, str] | None = None, flags: Sequence[object] = ()
     ) -> None:
-        """On one node, with more flags (the later of two wins). Outputs are appended."""
+        """On one node, with additional flags (the later of two wins). Outputs are appended."""
         with self._output(node).open("ab") as output:
             self.processes[node] = self.cluster.run(
                 node,
@@ -108,30 +108,30 @@ class NodesRun:
         return [str(word) for word in (*found, "--snapshot-every", 1, *self._flags, *flags)]
 
     def finish(self) -> None:
-        """Let the job go to its end; every node that is there must end with 0.
+        """Let the job finish; every node that is alive must exit with 0.
 
         Raises:
-            BenchError: one ended with something else, or does not end.
+            BenchError: a node exits with another code, or does not end.
         """
         (self.folder / "go").touch()
         self.wait_for("the end", lambda: all(map(self.has_ended, self.processes)))
 
     def codes(self) -> dict[int, int | None]:
-        """Exit codes by node; None for one that runs."""
+        """Exit codes by node; None for a running one."""
         return {node: process.poll() for node, process in self.processes.items()}
 
     def has_ended(self, node: int) -> bool:
         return self.processes[node].poll() is not None or node in self._may_end
 
     def wait_for_code(self, node: int) -> int:
-        """Let one of them end in its own way; its exit code."""
+        """Wait until one of them ends by itself; its exit code."""
         self.may_end(node)
         process = self.processes[node]
         self.wait_for(f"the end of node{node}", lambda: process.poll() is not None)
         return int(process.returncode)
 
     def bring_back(self, node: int) -> None:
-        """Start a lost node again, and wait until a lead has taken it in."""
+        """Start a lost node again, and wait until a leader has accepted it."""
         if not self.cluster.nodes()[node].is_alive:
             self.cluster.revive(node)
         before = self.times_joined(node)
@@ -139,17 +139,17 @@ class NodesRun:
         self.wait_for(f"node{node} to join again", lambda: self.times_joined(node) > before)
 
     def times_joined(self, node: int) -> int:
-        """How often it has come to a run that had begun, counted by those that led."""
+        """How often it has joined a run that had begun, counted by the leaders."""
         return sum(line["node_id"] == f"node{node}" for line in self.journals("node_joined"))
 
     def may_end(self, *nodes: int) -> None:
-        """These may end from now on, with whatever code, or not at all."""
+        """These nodes may end from now on, with any code, or not at all."""
         self._may_end.update(nodes)
 
     # --- breaking -----------------------------------------------------------------------------
 
     def fault(self, what: str, node: int, *words: Any, **more: Any) -> int:
-        """Do this to a node (`kill`, `reset`, `freeze` ...); the time just before, in ns."""
+        """Inject a fault (`kill`, `reset`, `freeze` ...) into a node; the time before, in ns."""
         if what in ("kill", "reset"):
             self.may_end(node)
             self.lost.add(node)
@@ -165,7 +165,7 @@ class NodesRun:
         return at_ns
 
     def pid_of(self, node: int, part: str) -> int:
-        """Of its `rank`, `agent`, `smp` or `zygote`, as this machine counts.
+        """Of its `rank`, `agent`, `smp` or `zygote`, in this machine's pid namespace.
 
         Raises:
             BenchError: there is none.
@@ -177,11 +177,11 @@ class NodesRun:
         raise BenchError(f"node{node} has no {part}:\n{self.last_output()}")
 
     def processes_of(self, node: int) -> list[Process]:
-        """All that runs on it."""
+        """All processes of the node."""
         init = self.cluster.nodes()[node].init
         return processes_of(init) if init is not None else []
 
-    # --- what the ranks have noted ------------------------------------------------------------
+    # --- the records of the ranks ----------------------------------------------------------------
 
     def steps(self, rank: int, generation: int | None = None) -> list[Line]:
         return self.readers[rank].of("step", generation)
@@ -200,16 +200,16 @@ class NodesRun:
         return [lines[0] for lines in found] if all(found) else []
 
     def next_step_ns(self, after_ns: int) -> int | None:
-        """When the last rank completed the first step of a life begun after that, if all have."""
+        """When the last rank completed the first step of a later generation; None: not all have."""
         found = [_first_step_ns(reader.read(), after_ns) for reader in self.readers]
         return max(filter(None, found)) if all(found) else None
 
     def node_of(self, rank: int) -> int:
-        """Where it runs now."""
+        """The node where this rank runs now."""
         return int(self.readers[rank].of("begun")[-1]["node"].removeprefix("node"))
 
     def wait_for_step(self, step: int, *, generation: int = 0) -> None:
-        """Until every rank has completed it in this generation or a later one."""
+        """Wait until every rank has completed it in this generation or a later one."""
 
         def all_there() -> bool:
             return self.generation >= generation and all(
@@ -219,29 +219,29 @@ class NodesRun:
         self.wait_for(f"step {step} of generation {generation}", all_there)
 
     def wait_for_more_steps(self, count: int) -> None:
-        """Until every rank has completed so many more."""
+        """Wait until every rank has completed this number of additional steps."""
         self.wait_for_step(self.last_step() + count)
 
     def last_step(self) -> int:
-        """That every rank has completed."""
+        """The newest step that every rank has completed."""
         return min(reader.of("step")[-1]["step"] for reader in self.readers)
 
     def wait_for_generation(self, number: int) -> int:
-        """Until every rank has completed a step of it, or of a later one; which one."""
+        """Wait until every rank has completed a step of it or of a later one; return which one."""
         self.wait_for(f"a step of generation {number}", lambda: self.generation >= number)
         return self.generation
 
-    # --- what the nodes say -------------------------------------------------------------------
+    # --- the records of the nodes ----------------------------------------------------------------
 
     def leader(self) -> int:
-        """The node that has brought about the newest generation."""
+        """The node that started the newest generation."""
         newest = self.journals("generation_chosen")[-1]
         return next(
             node for node in self.processes if newest in self.journal(node, "generation_chosen")
         )
 
     def journal(self, node: int, kind: str = "") -> list[Line]:
-        """What this node has written down."""
+        """The journal of this node."""
         path = self.folder / "ftrun-logs" / RUN_ID / f"node{node}" / "journal.jsonl"
         if not path.exists():
             return []
@@ -258,7 +258,7 @@ class NodesRun:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def last_output(self) -> str:
-        """The end of what every node has printed."""
+        """The end of the output of every node."""
         found = []
         for node in self.processes:
             lines = self.text(node).splitlines()[-LAST_LINES:]
@@ -268,7 +268,7 @@ class NodesRun:
     # --- waiting ------------------------------------------------------------------------------
 
     def wait_for(self, what: str, is_so: Callable[[], object]) -> None:
-        """Look again and again.
+        """Poll until the condition holds.
 
         Raises:
             BenchError: a node has failed, or the time is over.
@@ -300,7 +300,7 @@ class NodesRun:
         return f"ftrun.{part}".encode() in words
 
     def _ranks_on(self, node: int) -> set[int]:
-        """Pids of the newest workers there, as the node counts."""
+        """Pids of the newest workers there, in the node's pid namespace."""
         newest = [reader.of("begun")[-1] for reader in self.readers if reader.of("begun")]
         return {line["pid"] for line in newest if line["node"] == f"node{node}"}
 
@@ -315,7 +315,7 @@ def _first_step_ns(lines: Sequence[Line], after_ns: int) -> int | None:
 
 
 def _pid_inside(pid: int) -> int:
-    """As its own namespace counts."""
+    """Its pid in its own namespace."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])

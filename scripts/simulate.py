@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Run the protocol between nodes in one process, with made-up time, network and faults.
+"""Run the protocol between nodes in one process, with simulated time, network and faults.
 
-    python scripts/simulate.py --seed 4711 --mode safety      one world, with its whole story
-    python scripts/simulate.py --seeds 1000000                many; what was not as it must be
+    python scripts/simulate.py --seed 4711 --mode safety      one world, with its whole trace
+    python scripts/simulate.py --seeds 1000000                many; all violations
     python scripts/simulate.py --seeds 400000 --from 600000   the rest, after ^C
-    python scripts/simulate.py --traffic 8,64,512,4096        what a quiet run of many nodes costs
+    python scripts/simulate.py --traffic 8,64,512,4096        cost of a run of many nodes at rest
 
-A seed stands for one world: so many nodes, these faults, that chance. The same seed is the same
-run, on every machine. Each seed is run in two modes:
+A seed determines one world: the number of nodes, the faults, the random choices. The same seed
+gives the same run on every machine. Each seed is run in two modes:
 
-safety     faults until the end; nothing may ever be as it must not be
-liveness   the faults stop; then the run must go on, and come to its end
+safety     faults until the end; no invariant may ever be violated
+liveness   the faults stop; then the run must continue, and finish
 
-What is looked at after every event stands in tests/simulation/invariants.py. Ends with 1 when
-something was not as it must be; each such world is named with the command that runs it again.
-^C ends at once, and shows what was found so far and how to continue. With the same --json FILE the
-figures of the first part are added to those of the rest.
+tests/simulation/invariants.py lists the checks after each event. Exits with 1 after a violation;
+the output names each such world with the command that runs it again. ^C ends at once, and prints
+the results so far and how to continue. With the same --json FILE the figures of the first part are
+added to those of the rest.
 """
 
 import argparse
@@ -50,11 +50,11 @@ from simulation.traffic import (  # noqa: E402
 )
 
 CHUNK = 50
-"""Seeds that a process is given at once."""
+"""Number of seeds in one chunk for a process."""
 CHUNKS_PER_PROCESS = 400
-"""Then it is replaced, whatever it may have gathered."""
+"""After this number of chunks a process is replaced, which limits its memory."""
 MAX_KEPT = 50
-"""Violations that are shown; the rest is counted."""
+"""Violations that are printed; the rest is only counted."""
 HANGS_AFTER_S = 60.0
 """A run takes some hundredths of a second."""
 REPORT_EVERY_S = 10.0
@@ -71,7 +71,7 @@ Chunk = tuple[int, int, tuple[str, ...], bool, bool]
 
 @dataclass
 class Tally:
-    """What has come of some seeds."""
+    """The result of some seeds."""
 
     runs: int = 0
     events: int = 0
@@ -81,7 +81,7 @@ class Tally:
     happened: Counter[str] = field(default_factory=Counter)
     num_violations: int = 0
     violations: list[tuple[int, str, str]] = field(default_factory=list)
-    """Seed, mode, what; the first few."""
+    """Seed, mode, violation; the first few."""
     seconds: float = 0.0
 
     @classmethod
@@ -113,7 +113,7 @@ class Tally:
             self.violations.append((outcome.seed, outcome.mode, what[:_WIDTH]))
 
     def add(self, other: "Tally") -> None:
-        """Count in what another process has found."""
+        """Add the figures of another process."""
         self.runs += other.runs
         self.events += other.events
         self.virtual_s += other.virtual_s
@@ -137,7 +137,7 @@ def main() -> int:
 
 
 def replay(seed: int, mode: str, mishaps: bool) -> int:
-    """Tell the whole story of one world."""
+    """Print the whole trace of one world."""
 
     def prepare(simulation: Simulation) -> None:
         if mishaps:
@@ -197,7 +197,7 @@ def run_many(args: argparse.Namespace) -> int:
 
 
 def tallies(args: argparse.Namespace) -> Iterator[Tally]:
-    """What comes of the seeds, chunk by chunk."""
+    """The results of the seeds, chunk by chunk."""
     end = args.first + args.seeds
     chunks = (
         (first, min(first + CHUNK, end), args.modes, args.twice, args.mishaps)
@@ -207,9 +207,9 @@ def tallies(args: argparse.Namespace) -> Iterator[Tally]:
         yield from map(run_chunk, chunks)
         return
     context = multiprocessing.get_context("spawn")
-    # Leaving it, in whatever way, ends all of its processes.
+    # Leaving the block ends all of its processes.
     with context.Pool(args.jobs, ignore_interrupt, (), CHUNKS_PER_PROCESS) as pool:
-        # In order, so that what is counted is all that comes before one seed.
+        # In order, so that the count covers all seeds before one seed.
         yield from pool.imap(run_chunk, chunks)
 
 
@@ -228,13 +228,13 @@ def run_chunk(chunk: Chunk) -> Tally:
 
 
 def ignore_interrupt() -> None:
-    """^C is the first process's business."""
+    """The first process handles ^C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def hangs_are_errors() -> Iterator[None]:
-    """A decision that never ends is an exception, which names the seed."""
+    """A decision that never ends raises an exception, which names the seed."""
 
     def hangs(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"one run has used the processor for more than {HANGS_AFTER_S:.0f} s")
@@ -339,14 +339,14 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, metavar="S", help="tell the story of this one")
-    what.add_argument("--seeds", type=int, metavar="N", help="run so many, and count")
+    what.add_argument("--seed", type=int, metavar="S", help="print the trace of this seed")
+    what.add_argument("--seeds", type=int, metavar="N", help="run this number of seeds, and count")
     what.add_argument(
         "--traffic",
         nargs="?",
         const=TRAFFIC,
         metavar="N,N,...",
-        help=f"what quiet runs with so many nodes cost ({TRAFFIC})",
+        help=f"cost of runs at rest with these numbers of nodes ({TRAFFIC})",
     )
     parser.add_argument("--mode", choices=MODES, help="(default: both, one after the other)")
     parser.add_argument(
@@ -361,13 +361,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mishaps",
         action="store_true",
-        help="with clocks of other rates, firewalls that refuse, ranks that outlive their agent or "
+        help="with clocks of other rates, firewalls that refuse, ranks that survive their agent or "
         "cannot be killed, dead threads, and checkpoints that do not load",
     )
     parser.add_argument(
         "--twice", action="store_true", help="run each of --seeds again, and compare"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the figures to this file"
+    )
     args = parser.parse_args()
     if args.jobs < 1 or (args.seeds is not None and args.seeds < 1):
         parser.error("--seeds and --jobs are positive")

@@ -4,25 +4,26 @@
     sudo python scripts/soak.py --kills 1200 --json soak.json
     sudo python scripts/soak.py --kills 20 --only agent --keep logs
 
-Each training has one rank on each of three virtual nodes, a spare, a snapshot at every step, DDP
-or FSDP2 in turns. Every few seconds, at a random moment, one thing of these is killed:
+Each training has one rank on each of three virtual nodes, a spare, a snapshot at every step, and
+DDP or FSDP2 in turns. Every few seconds, at a random moment, it gets one of these faults:
 
-rank smp zygote agent  a process, by SIGKILL; some while the run still recovers from another one
+rank smp zygote agent  a process, by SIGKILL; sometimes while the run still recovers from another
 stub                   the started ftrun of a node, by SIGKILL; it is started again
-node leader            a node (the one that leads) loses its power, or all its processes; it comes
-                       back as a spare
-link                   the cable of a node or what joins two nodes, for 0.2 to 12 s
+node leader            a node (or the leader's) loses power, or all its processes; it returns as a
+                       spare
+link                   the cable of a node or the link between two nodes, for 0.2 to 12 s
 
-The last four come when the run says that it survives the loss of any node. Of each training:
+The last four come only when the run reports that it survives the loss of any node. Figures of each
+training:
 
-steps_repeated_max             completed steps that one recovery made again
+steps_repeated_max             completed steps that one recovery repeated
 lost_more_than_promised        recoveries to a version before the newest committed one
 equal                          losses and final state are byte for byte those of torchrun
 effective_training_time_ratio  completed steps times the usual time of a step, per second
 
-A training is a piece: after ^C the same command goes on with the next whole one, and --json keeps
-those that are complete. Limits that are raised for a soak are in the JSON. Ends with 0 if all is
-equal and nothing is lost.
+After ^C the same command continues with the next whole training; --json keeps the complete ones.
+The JSON contains the limits that are raised for a soak. Exits with 0 if all results are equal and
+nothing is lost.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def is_good(found: Piece) -> bool:
 def soak(
     args: argparse.Namespace, number: int, kills: int, folder: Path, undisturbed: BaselineRuns
 ) -> Piece:
-    """One training; its logs are kept if it fails, or if asked for."""
+    """One training; its logs are kept after a failure, or on request."""
     seed, job = f"{args.seed}-{number}", (args.job or JOBS)[number % len(args.job or JOBS)]
     kinds = deck(args.only or KINDS, kills, random.Random(seed))
     expected = outcome_of_undisturbed(job, steps_for(kills), undisturbed)
@@ -120,7 +121,7 @@ def keep_logs(args: argparse.Namespace, found: Training, logs: Path) -> None:
 
 
 def commit() -> str:
-    """The checkout; `+` behind it: with changes."""
+    """The commit of the checkout; suffix `+`: with changes."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, check=False)
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True,
@@ -162,14 +163,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=1200, help="in all (default %(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=1200, help="number of kills in total (default %(default)s)"
+    )
     parser.add_argument("--training-kills", type=int, default=100, metavar="N",
-                        help="of one training (default %(default)s)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1, help="of kinds and moments (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="read and written: the pieces")
+                        help="number of kills of one training (default %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of kinds and moments (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file of the complete trainings, read and written"
+    )
     parser.add_argument("--only", action="append", metavar="KIND", choices=KINDS)
     parser.add_argument("--job", action="append", choices=JOBS, help="default: both, in turns")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave all logs there")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all logs in this folder")
     args = parser.parse_args()
     if args.kills < 1 or args.training_kills < 1:
         parser.error("--kills and --training-kills are positive")

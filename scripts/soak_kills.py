@@ -1,9 +1,9 @@
-"""The kills of a soak: what is broken, on which node, and what brings it back.
+"""The faults of a soak: what breaks, on which node, and how it is repaired.
 
-Takes in: a run, a source of chances. Gives: one broken thing, and words that say which.
+Takes in: a run, a source of random numbers. Gives: one injected fault, and its description.
 
-A process is killed at any moment, also while the run recovers from a killed process. A node, a
-link or a launcher is taken away only when the run says that it survives the loss of any node.
+A process is killed at any moment, also while the run recovers from a killed process. A node, a link
+or a launcher fails only when the run reports that it survives the loss of any node.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ FLAP_S = 1.8
 """Below the time after which a node without its leader suspends its ranks."""
 CUT_S = 12.0
 PAIR_CUT_S = 6.0
-"""Below the time after which one end is set aside for an hour, and would be no spare any more."""
+"""Below the time after which one end is excluded for an hour, and could not be a spare."""
 PART_KILLS_MAX = 4
 """Of each part of one launcher: it restarts an agent, and an agent an SMP and a zygote, five
 times in ten minutes, which no setting raises."""
@@ -34,7 +34,7 @@ times in ten minutes, which no setting raises."""
 
 @dataclass
 class Kills:
-    """Breaks one thing after the other."""
+    """Injects one fault after the other."""
 
     run: SoakRun
     chance: random.Random
@@ -44,7 +44,7 @@ class Kills:
         """By part and node, since its launcher was started."""
 
     def kill(self, kind: str) -> str:
-        """Break a thing of this kind; which one. Raises: BenchError: there is none to break."""
+        """Inject a fault of this kind; its description. Raises: BenchError: it has no target."""
         acts: dict[str, Callable[[], str]] = {
             "stub": self._stub,
             "node": self._node,
@@ -64,7 +64,7 @@ class Kills:
         return f"node{node}"
 
     def _signal(self, part: str, nodes: list[int]) -> int:
-        """SIGKILL to this part of a node that has one now; which node."""
+        """SIGKILL this part of a node that has one now; the node."""
         found: list[int] = []
 
         def is_killed() -> bool:

@@ -1,9 +1,9 @@
-"""What the ranks of a soak have noted: completed steps, restored steps, committed versions.
+"""The records of the ranks of a soak: completed steps, restored steps, committed versions.
 
 Takes in: the notes files of drill_job.py, one for each rank.
 Gives:    per generation the step that all ranks restored and the last one that all completed.
 
-Only new lines are read, because a training of 100 kills notes thousands of steps.
+Only new lines are read, because a training of 100 kills records thousands of steps.
 """
 
 import json
@@ -22,22 +22,22 @@ class Life:
     restored: int | None = None
     """The step boundary at which it began."""
     done: int = 0
-    """Steps completed since the start of the training; 0: none in this life."""
+    """Steps completed since the start of the training; 0: none in this generation."""
     first_ns: int = 0
     """When it completed its first step."""
 
 
 @dataclass
 class RankNotes:
-    """Follows the notes of one rank."""
+    """Reads the records of one rank incrementally."""
 
     path: Path
     lives: dict[int, Life] = field(default_factory=dict)
     committed: int = 0
-    """The newest committed step that it has seen."""
+    """The newest committed step in its records."""
     sealed: int = 0
     intervals_ns: list[int] = field(default_factory=list)
-    """Between two steps of one life."""
+    """Between two steps of one generation."""
     problems: list[str] = field(default_factory=list)
     _read_bytes: int = 0
     _last: Line | None = None
@@ -94,7 +94,7 @@ class TrainingNotes:
         return sorted(set.intersection(*found))
 
     def restored(self, generation: int) -> list[int]:
-        """The step boundary at which each rank began that generation; all the same if right."""
+        """The step boundary at which each rank began that generation; equal in a correct run."""
         return [self.ranks[i].lives[generation].restored or 0 for i in range(len(self.ranks))]
 
     def done(self, *, before: int | None = None) -> int:
@@ -109,7 +109,7 @@ class TrainingNotes:
 
     @property
     def committed(self) -> int:
-        """The newest step that any rank has seen committed."""
+        """The newest step that any rank recorded as committed."""
         return max(rank.committed for rank in self.ranks)
 
     @property

@@ -1,10 +1,10 @@
-"""A run of a soak: nodes that are broken come back by themselves, and status says when to go on.
+"""A run of a soak: broken nodes return by themselves, and status shows when the next may fail.
 
-Takes in: a virtual cluster; what soak_kills.py does to its nodes.
-Gives:    what the run says of itself, and waits that are bounded one by one.
+Takes in: a virtual cluster; the faults that soak_kills.py injects.
+Gives:    the status of the run, and waits that are bounded one by one.
 
-What is to happen later (a node that starts again, a cable that is plugged in) happens in the
-waits, and so nothing is left to a thread.
+Delayed actions (starting a node, reconnecting a cable) run inside the waits, so that no thread is
+needed.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from ftrun.wire.messages.status import StatusView
 from ftrun.wire.run_environment import RunFolder
 
 WAIT_S = 150.0
-"""For one recovery; a node that starts on a busy machine takes most of it."""
+"""For one recovery; the start of a node on a busy machine takes most of it."""
 _POLL_S = 0.02
 _STATUS_EVERY_S = 0.25
 
 
 @dataclass
 class Later:
-    """Something to be done to a node at a time or, if later, once `is_due`."""
+    """An action on a node at a time or, if later, once `is_due`."""
 
     node: int
     at_s: float
@@ -51,7 +51,8 @@ class SoakRun(NodesRun):
         self.start_all()
         self.await_so("the first steps", lambda: self.notes.done() >= 3)
 
-    # --- what it says ---------------------------------------------------------------------------
+    # --- its status
+    # ---------------------------------------------------------------------------------
 
     def status(self) -> StatusView | None:
         """Of the first node that knows the whole run; None: there is none now."""
@@ -62,7 +63,7 @@ class SoakRun(NodesRun):
         return None
 
     def is_protected(self) -> bool:
-        """Whether the run says that it survives any node, and has a spare to go on with."""
+        """Whether the run reports that it survives the loss of any node, and has a spare."""
         view = self.status()
         summary = view.summary if view is not None else ""
         return "survives any" in summary and "1 spare" in summary and "lost:" not in summary
@@ -84,7 +85,7 @@ class SoakRun(NodesRun):
     # --- waiting --------------------------------------------------------------------------------
 
     def await_so(self, what: str, is_so: Callable[[], object], *, every_s: float = _POLL_S) -> None:
-        """Until it is so; does what is due meanwhile.
+        """Wait until the condition holds; perform the actions that are due.
 
         Raises:
             BenchError: a node has failed, or this has taken `WAIT_S`.
@@ -103,7 +104,7 @@ class SoakRun(NodesRun):
         self.await_so("a pause", lambda: time.monotonic() >= end_s)
 
     def await_protection(self) -> None:
-        """Until nothing is to be done, and the run says that the next node may go."""
+        """Wait until no action is pending, and the run reports that the next node may be lost."""
         self.await_so(
             "a protected state",
             lambda: not self.later and self.is_protected(),
@@ -111,7 +112,7 @@ class SoakRun(NodesRun):
         )
 
     def await_next_steps(self) -> None:
-        """Until all ranks have gone on beyond every step that they had completed."""
+        """Wait until all ranks are beyond every step that they had completed."""
         wanted = self.notes.done() + 2
         self.await_so(f"{wanted} completed steps", lambda: self.notes.done() >= wanted)
 
@@ -127,7 +128,7 @@ class SoakRun(NodesRun):
         self.later.append(Later(node, time.monotonic() + delay_s, act, is_due))
 
     def comes_back(self, node: int, delay_s: float) -> None:
-        """It starts again, as a new machine if it has lost its power."""
+        """Start it again, as a new machine if it has lost its power."""
 
         def again() -> None:
             if not self.cluster.nodes()[node].is_alive:
@@ -138,7 +139,7 @@ class SoakRun(NodesRun):
         self.do_later(node, delay_s, again)
 
     def whole_nodes(self) -> list[int]:
-        """Those that run, and to which nothing is to be done."""
+        """Nodes that run and have no pending action."""
         broken = {one.node for one in self.later}
         return [
             node
@@ -156,7 +157,7 @@ class SoakRun(NodesRun):
     # --- the end --------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Let the training go to its end. Raises: BenchError: a node did not end with 0."""
+        """Let the training finish. Raises: BenchError: a node did not exit with 0."""
         (self.folder / "go").touch()
         done = -1
         while not all(process.poll() is not None for process in self.processes.values()):
@@ -166,7 +167,7 @@ class SoakRun(NodesRun):
             raise BenchError("processes are left behind: " + ", ".join(left))
 
     def _await_more_of(self, done: int) -> int:
-        """Until more steps are completed, or all have ended."""
+        """Wait until more steps are completed, or all have ended."""
         self.await_so(
             "the end",
             lambda: (
@@ -178,7 +179,7 @@ class SoakRun(NodesRun):
         return self.notes.done()
 
     def _left_behind(self) -> Iterator[str]:
-        """What runs on a node whose ftrun has ended."""
+        """Processes on a node whose ftrun has ended."""
         for node in self.processes:
             for process in self.processes_of(node):
                 with contextlib.suppress(OSError):

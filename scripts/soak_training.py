@@ -1,11 +1,11 @@
-"""One training of a soak: kills until there were enough, then the comparison at its end.
+"""One training of a soak: a number of kills, then the comparison at its end.
 
-Takes in: a folder, a seed, how many kills of which kinds, the outcome of the undisturbed run.
-Gives:    a `Training`, which is a row of the JSON; what went wrong is in `problem`.
+Takes in: a folder, a seed, the number and kinds of kills, the outcome of the undisturbed run.
+Gives:    a `Training`, which is a row of the JSON; a failure is in `problem`.
 
-Promised is, at each kill, the newest step that any rank has seen committed: no recovery may go
-back behind it. A recovery after the kill of a process alone repeats fewer steps, because the
-memory of all nodes is there.
+At each kill, the promise is the newest step that any rank recorded as committed: no recovery may go
+back behind it. A recovery after the kill of a process alone repeats fewer steps, because the memory
+of all nodes is still available.
 """
 
 import random
@@ -31,13 +31,13 @@ BUDGETS = {
     "restart.same_cause_limit": 1000,
     "nodes.max_failures_per_hour": 1000,
 }
-"""Limits that end a run, or exclude a node, after a few failures; a soak is nothing else."""
+"""Raises limits that end a run, or exclude a node, after a few failures; a soak has many."""
 PACE = 16.0
-"""Slower than a drill: 0.48 s for a step, so that a training has as few steps as it needs."""
+"""Slower than a drill: 0.48 s for a step, so that a training has only the steps it needs."""
 STEPS_PER_KILL = 7
 STEPS_AT_LEAST = 300
 STEPS_LEFT = 20
-"""A training ends with fewer kills if only these steps are left; the next one makes the others."""
+"""A training ends with fewer kills if only these steps remain; the next one does the others."""
 PAUSE_S = (0.2, 1.5)
 """Between the end of a recovery and the next kill."""
 EARLY, EARLY_PAUSE_S = 0.15, 1.0
@@ -48,7 +48,7 @@ __all__ = ["BUDGETS", "KINDS", "BaselineRuns", "Training", "train"]
 
 @dataclass
 class Kill:
-    """One kill, and what followed it."""
+    """One kill and its recovery."""
 
     kind: str
     at_s: float
@@ -59,16 +59,16 @@ class Kill:
     """Committed at the kill."""
     what: str = ""
     restored: int | None = None
-    """Where the run went on; None: without a restart, or another kill came first."""
+    """Step from which the run resumed; None: without a restart, or another kill came first."""
     repeated: int = 0
-    """Completed steps that were made again."""
+    """Completed steps that were repeated."""
     seconds: float = 0.0
     """Until all ranks had completed new steps."""
 
 
 @dataclass
 class Training:
-    """What one training has shown."""
+    """The result of one training."""
 
     seed: str
     job: str
@@ -87,12 +87,12 @@ class Training:
 
 
 def steps_for(kills: int) -> int:
-    """Steps in whole epochs of the job; it waits before the last ten until all kills are made."""
+    """Steps in whole epochs of the job; it waits before the last ten until all kills are done."""
     return -(-max(STEPS_AT_LEAST, STEPS_PER_KILL * kills) // 10) * 10
 
 
 def deck(kinds: Sequence[str], kills: int, chance: random.Random) -> list[str]:
-    """Equally many of each kind, in a random order."""
+    """The same number of each kind, in a random order."""
     found = [kinds[number % len(kinds)] for number in range(kills)]
     chance.shuffle(found)
     return found
@@ -101,7 +101,7 @@ def deck(kinds: Sequence[str], kills: int, chance: random.Random) -> list[str]:
 def train(
     folder: Path, seed: str, job: str, kinds: Sequence[str], expected: Sequence[Outcome]
 ) -> Training:
-    """One training with these kills, in their order, on a cluster of its own."""
+    """One training with these kills, in this order, on a cluster of its own."""
     found = Training(seed, job, steps_for(len(kinds)))
     try:
         with VirtualCluster(MEMBERS + SPARES) as cluster:
@@ -181,7 +181,7 @@ class _Soak:
         self._found.kills = len(self._found.rows)
 
     def _recover(self) -> None:
-        """Until the training goes on; then judge what it came back with."""
+        """Wait until training resumes; then judge the restored state."""
         if not self._open:
             return
         self._run.await_next_steps()

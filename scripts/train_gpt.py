@@ -3,12 +3,12 @@
 
     python scripts/train_gpt.py                            one process, a session without snapshots
     torchrun --nproc-per-node 2 scripts/train_gpt.py       two ranks, the same
-    ftrun --nproc-per-node 2 scripts/train_gpt.py          two ranks that outlive their failures
+    ftrun --nproc-per-node 2 scripts/train_gpt.py          two ranks that survive failures
 
-The script is the same for all three. What it does for ftrun are the lines with `session` and
-`ftrun`: attach what changes from step to step, and loop over `session.steps`. A rank that dies
-is replaced, and the run goes on as if it had not: every loss, and the digest of the parameters
-that is printed last, are the same to the last bit.
+The script is the same for all three. The lines with `session` and `ftrun` are its only use of
+ftrun: it attaches the state that changes from step to step, and loops over `session.steps`. A rank
+that dies is replaced, and the run continues with the same result: every loss, and the digest of the
+parameters that is printed last, are equal to the last bit.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BYTES = 256
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers for each position by itself."""
+    """Attention to previous positions, then two layers for each position."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The next byte, from those before it."""
+    """Predicts the next byte from those before it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def main() -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     if dist.is_initialized():
         model = DistributedDataParallel(model)
-    torch.manual_seed(args.seed + 1 + rank)  # dropout, and so the rest, differ
+    torch.manual_seed(args.seed + 1 + rank)  # dropout, and so all later random numbers, differ
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_cosine(args))
     order = torch.Generator().manual_seed(args.seed + 1 + rank)
@@ -138,14 +138,14 @@ def standard_library() -> Tensor:
 def batch(
     source: Tensor, order: torch.Generator, args: argparse.Namespace, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Pieces of the source from random places, which `order` chooses, and what follows them."""
+    """Parts of the source at random places, which `order` chooses, each with its next byte."""
     starts = torch.randint(len(source) - args.context - 1, (args.batch, 1), generator=order)
     pieces = source[starts + torch.arange(args.context + 1)].long().to(device)
     return pieces[:, :-1], pieces[:, 1:]
 
 
 def warm_up_then_cosine(args: argparse.Namespace) -> Callable[[int], float]:
-    """What the learning rate is multiplied with at each step."""
+    """Factor on the learning rate at each step."""
 
     def factor(step: int) -> float:
         if step < args.warm_up:
@@ -157,14 +157,14 @@ def warm_up_then_cosine(args: argparse.Namespace) -> Callable[[int], float]:
 
 
 def send(step: int, loss: float, args: argparse.Namespace) -> None:
-    """The loss for people and, exactly, for comparison."""
+    """The loss rounded for readers and exact for comparison."""
     if step % args.print_every == 0 or step == args.steps - 1:
         print(f"step {step:4d}  loss {loss:.4f}  {loss.hex()}", flush=True)
     log(args, step=step, loss=loss.hex())
 
 
 def log(args: argparse.Namespace, **fields: object) -> None:
-    """One JSON line at the end of the file, for whoever checks the run."""
+    """Append one JSON line to the file, for a later comparison."""
     if args.losses is not None:
         generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         with args.losses.open("a", encoding="utf-8") as file:
@@ -184,20 +184,41 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     size = parser.add_argument_group("the model")
-    size.add_argument("--layers", type=int, default=4, help="blocks (default %(default)s)")
-    size.add_argument("--width", type=int, default=192, help="of each (default %(default)s)")
-    size.add_argument("--heads", type=int, default=6, help="of attention (default %(default)s)")
-    size.add_argument("--context", type=int, default=128, help="bytes (default %(default)s)")
-    size.add_argument("--dropout", type=float, default=0.1, help="(default %(default)s)")
+    size.add_argument(
+        "--layers", type=int, default=4, help="number of blocks (default %(default)s)"
+    )
+    size.add_argument(
+        "--width", type=int, default=192, help="width of each block (default %(default)s)"
+    )
+    size.add_argument(
+        "--heads", type=int, default=6, help="number of attention heads (default %(default)s)"
+    )
+    size.add_argument(
+        "--context", type=int, default=128, help="context length in bytes (default %(default)s)"
+    )
+    size.add_argument(
+        "--dropout", type=float, default=0.1, help="dropout rate (default %(default)s)"
+    )
     how = parser.add_argument_group("the training")
-    how.add_argument("--steps", type=int, default=200, help="in all (default %(default)s)")
-    how.add_argument("--batch", type=int, default=4, help="pieces per rank (default %(default)s)")
-    how.add_argument("--lr", type=float, default=2e-3, help="at its peak (default %(default)s)")
-    how.add_argument("--warm-up", type=int, default=20, help="steps (default %(default)s)")
-    how.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    out = parser.add_argument_group("what it says")
-    out.add_argument("--print-every", type=int, default=20, help="steps (default %(default)s)")
-    out.add_argument("--losses", type=Path, help="append each exact loss there, as JSON lines")
+    how.add_argument("--steps", type=int, default=200, help="number of steps (default %(default)s)")
+    how.add_argument(
+        "--batch", type=int, default=4, help="sequences per rank (default %(default)s)"
+    )
+    how.add_argument(
+        "--lr", type=float, default=2e-3, help="peak learning rate (default %(default)s)"
+    )
+    how.add_argument("--warm-up", type=int, default=20, help="warm-up steps (default %(default)s)")
+    how.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
+    out = parser.add_argument_group("the output")
+    out.add_argument(
+        "--print-every",
+        type=int,
+        default=20,
+        help="interval of printed losses, in steps (default %(default)s)",
+    )
+    out.add_argument(
+        "--losses", type=Path, help="append each exact loss to this file, as JSON lines"
+    )
     return parser.parse_args()
 
 

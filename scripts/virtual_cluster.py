@@ -5,19 +5,19 @@
         cluster.run("node1", ["curl", f"http://{cluster.address('node0')}:8000"]).wait()
         cluster.kill("node0")
 
-Takes in: how many nodes, joined by what; commands to run in them; failures to happen.
+Takes in: the number of nodes and their network; commands to run in them; failures to inject.
 Gives:    nodes node0, node1 ... with an address, hostname, /etc/hosts, /dev/shm, /run, processes
-          and process ids of their own, on a network of their own; everything else, the file system
-          above all, is the machine's. `run` gives children of the caller. With several rails a
-          node has eth0, eth1 ..., each in another network; with several leaves not all nodes of a
-          rail are plugged into the same switch (see virtual_link).
-Survives: of a cluster in a `with` block nothing, however the block or its process ends; one kept
-          by the command line (`scripts/vcluster`) lives until `down`.
+          and process ids of their own, on a network of their own. Everything else is the
+          machine's, above all the file system. `run` gives children of the caller. With several
+          rails a node has eth0, eth1 ..., each in another network. With several leaves not all
+          nodes of a rail are connected to the same switch (see virtual_link).
+Survives: nothing of a cluster in a `with` block, however the block or its process ends; a cluster
+          of the command line (`scripts/vcluster`) lives until `down`.
 
-Rule 1: what is known of a cluster stands in its folder, so that several processes can handle it.
-        It is read and written under a lock, and never told by a pid alone (see virtual_node).
-Rule 2: a process that holds a namespace lives on only when it is written down: until then it
-        waits for a word from the one who writes.
+Rule 1: the state of a cluster is in its folder, so that several processes can handle it. It is
+        read and written under a lock. A pid alone never identifies a process (see virtual_node).
+Rule 2: a process that holds a namespace stays alive only after it is recorded: until then it
+        waits for a line from the process that records it.
 """
 
 import contextlib
@@ -61,13 +61,13 @@ env --ignore-signal=CHLD true
 """
 
 _commands: list[subprocess.Popen[Any]] = []
-"""What this process has started in nodes and not yet reaped."""
+"""Processes that this process started in nodes and did not reap yet."""
 _commands_lock = threading.Lock()
 
 
 @functools.cache
 def available() -> str | None:
-    """Why there can be no virtual cluster here; None where there can be one."""
+    """The reason why a virtual cluster is not possible here; None if it is possible."""
     missing = [command for command in _COMMANDS if shutil.which(command) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: iproute2, util-linux, coreutils)"
@@ -90,7 +90,7 @@ def available() -> str | None:
 
 
 class VirtualCluster:
-    """N nodes on this machine. A node is named node0, node1 ..., or by its number."""
+    """N nodes on this machine. A node is identified by node0, node1 ..., or by its number."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class VirtualCluster:
         kept: bool = False,
         **network: Any,
     ) -> None:
-        """Nothing is started before `up`, or a `with` block.
+        """Prepares a cluster; it starts with `up`, or with a `with` block.
 
         `shm`: size of each node's /dev/shm (bytes, or with k, m, g); it takes memory when used.
         `kept`: it outlives this process. `network`: rails=2, leaves=2, uplink="400mbit" ..., see
@@ -120,7 +120,7 @@ class VirtualCluster:
 
     @staticmethod
     def existing(name: str) -> "VirtualCluster":
-        """The one of that name, started by whomever. Raises: ClusterError: there is none."""
+        """The cluster of that name, started by any process. Raises: ClusterError: there is none."""
         state = State.load(root() / checked(name))
         if state is None:
             raise ClusterError(f"there is no cluster {name!r}: scripts/vcluster up N makes one")
@@ -141,16 +141,16 @@ class VirtualCluster:
     # --- all of it -----------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Start it; what earlier runs have left behind is removed.
+        """Start it; remains of earlier runs are removed.
 
-        Raises: ClusterError: it cannot be had here (see `available`), or the name is taken.
+        Raises: ClusterError: it is not possible here (see `available`), or the name is taken.
         """
         if reason := available():
             raise ClusterError(f"no virtual cluster: {reason}")
         with locked():
             _remove_left_overs()
             if self._folder.exists():
-                raise ClusterError(f"cluster {self.name!r} is there: scripts/vcluster down first")
+                raise ClusterError(f"cluster {self.name!r} exists: scripts/vcluster down first")
             owner = None if self._kept else Process.of(os.getpid())
             state = State(self.name, self._shm, owner, self._network)
             try:
@@ -160,13 +160,13 @@ class VirtualCluster:
                 raise
 
     def down(self) -> None:
-        """Remove all of it; nothing is there any more when this gives, or was not before."""
+        """Remove all of it; it succeeds also if there was no cluster."""
         with locked():
             state = State.load(self._folder)
             self._remove(state or State(self.name, self._shm, None))
 
     def nodes(self) -> list[Node]:
-        """What is known of each."""
+        """The recorded state of each node."""
         return self._known().nodes
 
     def address(self, node: int | str, rail: int = 0) -> str:
@@ -185,9 +185,9 @@ class VirtualCluster:
     ) -> "subprocess.Popen[Any]":
         """Start a command in a node. `options` are Popen's (stdout, stderr, text ...).
 
-        It is a child of the caller, who waits for it; signals and exit code are its own. It dies
-        with the node. XDG_RUNTIME_DIR is the node's. Raises: ClusterError: the node is dead or
-        frozen.
+        The command is a child of the caller, which waits for it; signals and exit code are its own.
+        It dies with the node. XDG_RUNTIME_DIR is the node's. Raises: ClusterError: the node is dead
+        or frozen.
         """
         found = self._known_node(node)
         init = alive(found)
@@ -203,7 +203,7 @@ class VirtualCluster:
         return command
 
     def kill(self, node: int | str) -> None:
-        """Cut its power: every process dies at once, and not one packet tells the others."""
+        """Cut its power: every process dies at once, and no packet informs the other nodes."""
         with self._changing(node) as (state, found):
             switch = _switch(state)
             for port in link.ports(found):
@@ -213,9 +213,9 @@ class VirtualCluster:
                 switch.unplug(port)
 
     def reset(self, node: int | str) -> None:
-        """Kill every process; its kernel lives, so that peers are told (FIN, RST) at once.
+        """Kill every process; its kernel lives and informs the peers (FIN, RST) at once.
 
-        Address, namespaces and /dev/shm stay, and commands can be run in it again.
+        Address, namespaces and /dev/shm stay, and it can run new commands.
         """
         with self._changing(node) as (_, found):
             node_of.signal_all(alive(found), "KILL")
@@ -223,11 +223,11 @@ class VirtualCluster:
             _reap_commands()
 
     def revive(self, node: int | str) -> None:
-        """Start a dead node again: empty, with the old name and address, and a cable as new."""
+        """Start a dead node again: empty, with the old name and address, and a new cable."""
         with self._changing(node) as (state, found):
             if found.is_alive:
                 raise ClusterError(f"{found.name} is alive: kill it first")
-            self._end(state, found)  # it may have died by itself
+            self._end(state, found)  # it may have ended without `kill`
             for port in link.ports(found):
                 _switch(state).unplug(port)
                 for peer in state.nodes:
@@ -242,7 +242,7 @@ class VirtualCluster:
     def cut(
         self, node: int | str, *, peer: int | str | None = None, rail: int | None = None
     ) -> None:
-        """Pull its cables, or only what it and `peer` say to each other gets lost. All live on.
+        """Cut its cables, or drop only the packets between it and `peer`. All processes stay alive.
 
         `rail`: only on this one.
         """
@@ -268,7 +268,7 @@ class VirtualCluster:
                     link.join(found, other, port.rail)
 
     def freeze(self, node: int | str) -> None:
-        """Hold every process. The kernel lives: it accepts and acknowledges, nobody answers."""
+        """Freeze every process. The kernel accepts and acknowledges; no process answers."""
         with self._changing(node) as (_, found):
             init = alive(found)
             if found.frozen_by:
@@ -280,7 +280,7 @@ class VirtualCluster:
                 found.frozen_by = "signals"
 
     def thaw(self, node: int | str) -> None:
-        """Let them go on."""
+        """Let its processes continue."""
         with self._changing(node) as (_, found):
             alive(found)
             self._thaw(found)
@@ -304,11 +304,10 @@ class VirtualCluster:
     def delay(
         self, node: int | str, ms: float, *, loss_percent: float = 0.0, rail: int | None = None
     ) -> None:
-        """Make its cables longer: so many ms in each direction; 0 and no loss: as they were.
+        """Delay its cables by this time in each direction; 0 without loss restores them.
 
-        Connections outlive it. `loss_percent`: of the frames; up to 64 KiB of TCP are one.
-        `rail`: only this one. Raises: ClusterError: a number is wrong, or /dev/net/tun is not
-        there.
+        Connections survive it. `loss_percent`: of the frames; up to 64 KiB of TCP are one. `rail`:
+        only this one. Raises: ClusterError: a number is wrong, or /dev/net/tun does not exist.
         """
         if not 0 <= ms <= link.MAX_DELAY_MS or not 0 <= loss_percent <= 100:
             raise ClusterError(
@@ -338,7 +337,7 @@ class VirtualCluster:
 
     @contextlib.contextmanager
     def _changing(self, node: int | str) -> Iterator[tuple[State, Node]]:
-        """The state and one node, to be changed; written also when something has failed."""
+        """The state and one node, to be changed; written also after a failure."""
         with locked():
             state = self._known()
             try:
@@ -371,7 +370,7 @@ class VirtualCluster:
         self._start_nodes(state, state.nodes)
 
     def _start_nodes(self, state: State, nodes: list[Node]) -> None:
-        """All at once, as most of the time is the kernel's."""
+        """Start all at once, because most of the time is spent in the kernel."""
         started = [(node, self._hold(node.name, self._init_command(node))) for node in nodes]
         for node, holder in started:
             node.init = holder.process()
@@ -398,7 +397,7 @@ class VirtualCluster:
         return self._holders[name]
 
     def _end(self, state: State, node: Node) -> None:
-        """End all its processes, and what was there only for them."""
+        """End all its processes, and remove their resources."""
         if node.init is not None:
             node_of.kill_node(node.init)
         for port in link.ports(node):
@@ -433,7 +432,7 @@ class VirtualCluster:
         self._reap(_delayer(port))
 
     def _let_go(self) -> None:
-        """Of what shall outlive this process."""
+        """Release a cluster that shall outlive this process."""
         if self._kept:
             for name in list(self._holders):
                 self._holders.pop(name).let_go()
@@ -447,7 +446,7 @@ class VirtualCluster:
         node.frozen_by = ""
 
     def _remove(self, state: State) -> None:
-        with contextlib.ExitStack() as rest:  # what follows is done also when a part has failed
+        with contextlib.ExitStack() as rest:  # the rest is removed also after a failure
             rest.callback(shutil.rmtree, self._folder, ignore_errors=True)
             for name in list(self._holders):
                 rest.callback(self._reap, name)
@@ -463,7 +462,7 @@ class VirtualCluster:
 
 
 def _reap_commands() -> None:
-    """Those that have ended. Their exit codes stay in the Popen that the caller has.
+    """Reap the commands that have ended. Their exit codes stay in the Popen that the caller has.
 
     The first process of a node does not end before the others are reaped.
     """

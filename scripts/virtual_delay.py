@@ -1,13 +1,13 @@
-"""A length of cable with a delay, and with losses: two TAP devices and a process between them.
+"""A part of a cable with a delay, and with losses: two TAP devices and a process between them.
 
 Runs in:  the network namespace of a switch, as `virtual_delay.py NEAR FAR MS LOSS owned|kept`.
 Takes in: names for the two devices, milliseconds in each direction, percent of frames lost.
-Gives:    its pid and, after a line on stdin, `ready`: there are the two devices then, and frames
-          go from one to the other. An owned one ends at the end of its stdin.
+Gives:    its pid and, after a line on stdin, `ready`: then the two devices exist, and frames
+          pass from one to the other. An owned one ends at the end of its stdin.
 
-The kernel's own way, netem, is often not built in. Frames of up to 64 KiB cross whole (the kernel
-takes them apart at the far end, or never), so one process carries some hundred megabytes a second.
-One such frame is lost as a whole.
+The kernel's own netem is often not built in. Frames of up to 64 KiB cross whole (the kernel splits
+them at the far end, or never), so one process carries some hundred megabytes a second. Such a frame
+is lost as a whole.
 """
 
 import collections
@@ -28,12 +28,12 @@ _WITH_OFFLOAD_HEADER = 0x4000
 _CHECKSUM_AND_TCP_SEGMENTS = 1 | 2 | 4
 _FRAME_BYTES = 70000
 _MAX_QUEUED_BYTES = 64 << 20
-"""In one direction; what is more than that is lost, as in a full switch."""
+"""In one direction; more is dropped, as in a full switch."""
 _FRAMES_AT_ONCE = 64
 
 
 class Direction:
-    """Frames on their way from one device to the other, in order."""
+    """Frames in transit from one device to the other, in order."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source = source
@@ -46,11 +46,11 @@ class Direction:
         return self._frames[0][0] if self._frames else None
 
     def take_in(self, delay_s: float, loss: float) -> None:
-        """Read what is there. `loss`: the part of the frames that gets lost, 0 to 1."""
+        """Read the frames that have arrived. `loss`: the fraction of frames to drop, 0 to 1."""
         for _ in range(_FRAMES_AT_ONCE):
             try:
                 frame = os.read(self.source, _FRAME_BYTES)
-            except OSError:  # nothing more, or the device is down
+            except OSError:  # no more frames, or the device is down
                 return
             is_full = self._queued_bytes + len(frame) > _MAX_QUEUED_BYTES
             if not is_full and (not loss or random.random() >= loss):
@@ -58,12 +58,12 @@ class Direction:
                 self._queued_bytes += len(frame)
 
     def give_out(self) -> None:
-        """Write what has been on its way for long enough."""
+        """Write the frames whose delay is over."""
         now_s = time.monotonic()
         while self._frames and self._frames[0][0] <= now_s:
             _, frame = self._frames.popleft()
             self._queued_bytes -= len(frame)
-            with contextlib.suppress(OSError):  # as with any frame that meets a device that is down
+            with contextlib.suppress(OSError):  # the device is down, and drops frames as any does
                 os.write(self._target, frame)
 
 

@@ -1,16 +1,16 @@
 """The network of a virtual cluster: bridges in a namespace of their own, cables to each node.
 
-Takes in: the switch's process, the nodes' first processes, what their cables shall be like.
-Gives:    links that are up, down, slow or closed for one pair. Nothing is made in the network of
-          the host: both ends of a cable are born in the namespaces they belong to.
+Takes in: the switch's process, the nodes' first processes, the properties of their cables.
+Gives:    links that are up, down, slow or blocked for one pair. The network of the host does not
+          change: both ends of a cable are created in the namespaces they belong to.
 
-Each rail is a network of its own: a bridge for each leaf and, where there are several, another
-bridge that joins them, the spine. From one leaf to another a packet goes over two uplinks.
+Each rail is a network of its own: a bridge for each leaf and, if there are several, another bridge
+that joins them, the spine. A packet from one leaf to another passes two uplinks.
 
-Rule 1: cables are cut at the switch's end. The node's own end keeps its addresses and routes, its
-        processes see packets that are not answered and nothing else, as with a real switch.
+Rule 1: cables are cut at the switch's end. The node's own end keeps its addresses and routes. Its
+        processes see only packets without an answer, as with a real switch.
 Rule 2: a node has the same hardware address all its life and after `revive`; otherwise its peers
-        would speak to the old one for half a minute.
+        would send to the old one for half a minute.
 """
 
 import re
@@ -28,7 +28,7 @@ MAX_RAILS = 8
 MAX_LEAVES = 32
 MAX_DELAY_MS = 10_000
 _NOWHERE = "02:77:00:00:ff:ff"
-"""The bridges' own address: they have no use for what is sent there, and drop it in silence."""
+"""The bridges' own address: they do not use packets that are sent there, and drop them."""
 
 _SWITCH = """
 set -e
@@ -43,7 +43,7 @@ _DELAY = Path(__file__).with_name("virtual_delay.py")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MIN_BURST_BYTES = 256 * 1024
-"""Below it the kernel takes packets of 64 KiB apart, at ten times the cost."""
+"""Below this size the kernel splits packets of 64 KiB, at ten times the cost."""
 
 
 def address(index: int, rail: int = 0) -> str:
@@ -56,7 +56,7 @@ def device_of(rail: int) -> str:
 
 @dataclass(frozen=True)
 class Port:
-    """Where a node's cable is plugged in."""
+    """The port of a switch to which a node's cable is connected."""
 
     index: int
     """Of the node."""
@@ -100,7 +100,7 @@ def ports(node: Node, rail: int | None = None) -> list[Port]:
 
 
 def checked(network: Network, nodes: int) -> Network:
-    """Raises: ClusterError: there is no such network for so many nodes."""
+    """Raises: ClusterError: such a network is not possible for this number of nodes."""
     for count, most, what in (
         (network.rails, MAX_RAILS, "rails"),
         (network.leaves, MAX_LEAVES, "leaves"),
@@ -124,7 +124,7 @@ def switch_command(name: str) -> list[str]:
 
 
 class Switch:
-    """What can be done at the switch. `process` holds its namespace."""
+    """Operations at the switch. `process` holds its namespace."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -149,7 +149,7 @@ class Switch:
         inside(self.process, ["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
     def plug(self, cables: dict[Port, Process], rate: str) -> None:
-        """Lay these cables to nodes; their ends in the nodes are down as yet, and not limited."""
+        """Create these cables to nodes; their ends in the nodes are down and without a limit."""
         lines = []
         for port, init in cables.items():
             far = f"{port.device} address {port.hardware_address} netns {init.pid}"
@@ -168,7 +168,7 @@ class Switch:
         self.ip(f"link set {port.name} up")
 
     def lengthen(self, port: Port) -> None:
-        """Lead a node's cable through the two devices of `delay_command`, which are there."""
+        """Pass a node's cable through the two devices of `delay_command`, which exist."""
         near, far, between = port.delay_devices
         self.ip(
             f"link add {between} type bridge mcast_snooping 0",
@@ -179,7 +179,7 @@ class Switch:
         )
 
     def shorten(self, port: Port) -> None:
-        """The cable as it was; the two devices go with their process."""
+        """Restore the cable; the two devices end with their process."""
         _, _, between = port.delay_devices
         self._try(port.name, f"link set {port.name} master {port.bridge}")
         self._try(between, f"link delete {between}")
@@ -192,7 +192,7 @@ class Switch:
         return [*enter, sys.executable, "-I", "-S", str(_DELAY), *words]
 
     def _try(self, device: str, line: str) -> None:
-        """With a device that may be gone, or goes just now, as the kernel has noticed a death."""
+        """For a device that the kernel may remove at this moment, after a death."""
         try:
             self.ip(line)
         except ClusterError:
@@ -211,7 +211,7 @@ def _uplinks(network: Network, rail: int) -> list[tuple[str, str]]:
 
 
 def part(one: Node, other: Node, rail: int) -> None:
-    """What these two say to each other over this rail gets lost, in silence."""
+    """Drop all packets between these two over this rail."""
     if one is other:
         raise ClusterError(f"{one.name} cannot be cut from itself")
     for near, far in ((one, other), (other, one)):
@@ -221,7 +221,7 @@ def part(one: Node, other: Node, rail: int) -> None:
 
 
 def join(one: Node, other: Node, rail: int) -> None:
-    """Undo `part`, if it was."""
+    """Undo `part`, if it was done."""
     if other.name not in one.cables[rail].cut_from:
         return
     for near, far in ((one, other), (other, one)):
@@ -232,7 +232,7 @@ def join(one: Node, other: Node, rail: int) -> None:
 
 
 def _close_to(init: Process, peer: str, device: str) -> None:
-    """What this node sends to that address gets lost from now on, in silence."""
+    """Drop all packets from this node to that address."""
     inside(init, ["ip", "neigh", "replace", peer, "lladdr", _NOWHERE, "dev", device])
 
 
@@ -244,15 +244,15 @@ def bits_per_s(rate: str) -> float:
     """Raises: ClusterError: `rate` is not like 100mbit."""
     matched = _RATE.fullmatch(rate)
     if not matched or float(matched[1]) <= 0:
-        raise ClusterError(f"a rate of {rate!r} is none: 500kbit, 100mbit, 2.5gbit, or off")
+        raise ClusterError(f"the value {rate!r} is not a rate: 500kbit, 100mbit, 2.5gbit, or off")
     return float(matched[1]) * _UNITS[matched[2]]
 
 
 def limit(namespace: Process, devices: Sequence[str], rate: str) -> None:
-    """What leaves by each of these devices is at most so much; empty: without a limit."""
+    """Limit the rate at which packets leave by each of these devices; empty: no limit."""
     lines = []
     for device in devices:
-        # What is there by default cannot be deleted; what is deleted gives way to the default.
+        # The default cannot be deleted; after a deletion the default applies.
         lines.append(f"qdisc replace dev {device} root pfifo")
         lines.append(f"qdisc delete dev {device} root")
         if rate:
@@ -265,7 +265,7 @@ def limit(namespace: Process, devices: Sequence[str], rate: str) -> None:
 
 
 def inside(namespace: Process, command: list[str], text: str = "") -> str:
-    """Run a command in the network of this process; gives what it prints.
+    """Run a command in the network of this process; gives its output.
 
     Not `ip netns exec`, which would mount another /sys.
     """

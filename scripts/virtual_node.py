@@ -3,14 +3,14 @@
 Takes in: names, addresses, sizes, and the commands to run in the node.
 Gives:    processes that see the node's hostname, network, process ids, /proc, /dev/shm and /run.
 
-Rule 1: a process is named by its pid and start time together, so that a pid which the kernel has
-        given to someone else is never signalled.
+Rule 1: a process is identified by its pid and start time together, so that a reused pid is never
+        signalled.
 Rule 2: a command in a node is a child of the caller, without a process between: its pid, signals
-        and exit code are the command's own. For that the calling thread says for one moment that
-        its children are born in the node (setns of a pid namespace changes nothing else).
+        and exit code are the command's own. For this the calling thread sets for one moment that
+        its children start in the node (setns of a pid namespace changes nothing else).
 Rule 3: when the first process of a pid namespace is killed, the kernel kills all others in it.
-        It stays until the parents have reaped them, and is dead all the same: what counts is that
-        no other process of the node runs.
+        It remains until the parents have reaped them, but counts as dead: the test is that no
+        other process of the node runs.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 WAIT_S = 20.0
-"""What the kernel may take for anything here; it takes milliseconds."""
+"""Limit for any operation of the kernel; it takes milliseconds."""
 
 _CLONE_NEWPID = 0x20000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,12 +36,12 @@ _INIT = Path(__file__).with_suffix(".sh")
 
 
 class ClusterError(Exception):
-    """A virtual cluster cannot do what was asked; the message says why, and what to do."""
+    """A virtual cluster cannot do what was requested; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that is somebody else's child, or will be."""
+    """A process that is another process's child, or will be."""
 
     pid: int
     started: int
@@ -64,7 +64,7 @@ class Process:
         return fields[0] not in "ZX" or int(fields[17]) > 1
 
     def kill(self) -> None:
-        """SIGKILL, if it is still there."""
+        """SIGKILL it, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -74,7 +74,7 @@ class Process:
                 os.close(handle)
 
     def wait(self) -> None:
-        """Until it has ended. Raises: ClusterError: it does not."""
+        """Wait until it has ended. Raises: ClusterError: it does not end."""
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -97,7 +97,7 @@ def _wait_for(descriptor: int, what: str) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(WAIT_S * 1000):
-        raise ClusterError(f"waited {WAIT_S:.0f} s in vain for {what}")
+        raise ClusterError(f"limit of {WAIT_S:.0f} s exceeded for {what}")
 
 
 # --- the processes that hold namespaces ------------------------------------------------------
@@ -105,14 +105,14 @@ def _wait_for(descriptor: int, what: str) -> None:
 
 def init_command(*words: str) -> list[str]:
     """The first process of a node: name, hosts file, size of /dev/shm, addresses."""
-    # Only the second unshare is in the node: nobody outside holds its network.
+    # Only the second unshare is in the node: no process outside holds its network.
     outer = ["unshare", "--pid", "--fork", "--"]
     inner = ["unshare", "--net", "--mount", "--uts", "--ipc", "--"]
     return [*outer, *inner, "sh", str(_INIT), *words]
 
 
 class Holder:
-    """A process that is nothing but a namespace: while it is started, and as long as it is owned.
+    """A process that only holds a namespace: during its start, or as long as it has an owner.
 
     An owned one ends with its owner, however that ends: it waits for the end of a pipe.
     """
@@ -134,7 +134,7 @@ class Holder:
         return Process.of(int(self._line()))
 
     def go(self) -> None:
-        """What it needs is there."""
+        """The resources that it needs exist."""
         _pipe(self._parent.stdin).write(b"go\n")
         _pipe(self._parent.stdin).flush()
 
@@ -143,12 +143,12 @@ class Holder:
             raise ClusterError(f"{self.name} did not start: {self._errors()}")
 
     def let_go(self) -> None:
-        """It lives on when this process has ended, and nobody here waits for it."""
+        """It stays alive when this process has ended, and is not reaped here."""
         self.close()
         self._parent.returncode = 0
 
     def close(self) -> None:
-        """Ends it, if it is owned."""
+        """End it, if it is owned."""
         for pipe in (self._parent.stdin, self._parent.stdout):
             with contextlib.suppress(OSError):
                 _pipe(pipe).close()
@@ -186,7 +186,7 @@ def start_in(
 ) -> "subprocess.Popen[Any]":
     """Start a command in the node of `init`, as a child of the caller. `options`: Popen's."""
     enter = ["nsenter", "--target", str(init.pid), "--net", "--mount", "--uts", "--ipc", "--"]
-    # A working directory from outside would be unreachable inside: it is entered by its path.
+    # A working directory from outside would be unreachable inside: the command enters it by path.
     enter += ["sh", "-c", 'cd "$0" && exec "$@"', cwd]
     with _children_born_in(init):
         return subprocess.Popen([*enter, *argv], env=env, **options)
@@ -201,7 +201,7 @@ def _children_born_in(init: Process) -> Iterator[None]:
         os.close(own)
         raise ClusterError("the node has just died") from None
     try:
-        if not init.is_alive:  # else `theirs` may be another's, see rule 1
+        if not init.is_alive:  # else `theirs` may be another process's, see rule 1
             raise ClusterError("the node has just died")
         _set_namespace(theirs)
         yield
@@ -212,7 +212,7 @@ def _children_born_in(init: Process) -> Iterator[None]:
 
 
 def may_come_back() -> bool:
-    """Whether this process may say that its children are born where it is itself."""
+    """Whether this process may set back its namespace for children to its own."""
     own = os.open("/proc/thread-self/ns/pid", os.O_RDONLY)
     try:
         _set_namespace(own)
@@ -236,7 +236,7 @@ def processes_of(init: Process) -> list[Process]:
 
 
 def _pid_namespace(pid: int) -> str:
-    """Empty, when it has ended, or is one that nobody may look at."""
+    """Empty if it has ended, or if this user may not read it."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
@@ -255,13 +255,13 @@ def _processes_in(namespace: str) -> list[Process]:
 
 
 def kill_node(init: Process) -> None:
-    """Its first process and so all of them; gives when none runs any more."""
+    """Kill its first process and so all of them; returns when none runs any more."""
     namespace = _pid_namespace(init.pid)
     others = processes_of(init)
     init.kill()
     if not others:
         init.wait()
-    while others:  # and those that were born meanwhile
+    while others:  # and those that were started in between
         for process in others:
             process.wait()
         others = [process for process in _processes_in(namespace) if process.pid != init.pid]
@@ -270,14 +270,14 @@ def kill_node(init: Process) -> None:
 def signal_all(init: Process, name: str) -> None:
     """Send a signal to every process of the node but the first, at one instant for all."""
     before = processes_of(init)
-    # -1 is everyone whom the sender sees, but for itself and the first process.
+    # -1 is every process that the sender sees, except itself and the first process.
     sender = start_in(
         init,
         ["sh", "-c", f"kill -s {name} -- -1"],
         env={"PATH": os.environ.get("PATH", os.defpath)},
         cwd="/",
         stdin=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # nobody there is no error
+        stderr=subprocess.DEVNULL,  # a node without other processes is no error
     )
     sender.wait(WAIT_S)
     if name == "KILL":
@@ -291,7 +291,7 @@ def _is_stopped(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True  # it is gone
+        return True  # it has ended
     return state in "TtZX"
 
 
@@ -299,7 +299,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def freeze(init: Process, name: str) -> Path:
-    """Hold all processes of a node, unseen by them, in a cgroup `name` (version 2) made for it.
+    """Freeze all processes of a node, unseen by them, in a new cgroup `name` (version 2).
 
     Gives that cgroup, for `thaw`. Raises: OSError: cgroups cannot be changed here.
     """
@@ -307,7 +307,8 @@ def freeze(init: Process, name: str) -> Path:
     group.mkdir(exist_ok=True)
     try:
         (group / "cgroup.freeze").write_text("1")
-        # What comes in freezes; what is not yet in may still fork: until there is none.
+        # A process in the cgroup freezes; one that is not yet in it may still fork: repeat until
+        # none is.
         while outside := {process.pid for process in processes_of(init)} - _members(group):
             _move(outside, group)
         _until(lambda: "frozen 1" in (group / "cgroup.events").read_text(), "the freeze")
@@ -318,7 +319,7 @@ def freeze(init: Process, name: str) -> Path:
 
 
 def thaw(group: Path) -> None:
-    """Let them go on, back in the cgroup they came from. Also when they, or it, are gone."""
+    """Let them continue, in their previous cgroup. Works also if they, or it, have ended."""
     with contextlib.suppress(FileNotFoundError):
         (group / "cgroup.freeze").write_text("0")
         _until(lambda: _is_removed(group), f"the end of {group}")
@@ -329,7 +330,7 @@ def _is_removed(group: Path) -> bool:
     try:
         group.rmdir()
     except OSError as error:
-        # A process that is just ending is listed no more, and still counts.
+        # A process that is just ending is not listed, but still counts.
         if error.errno != errno.EBUSY:
             raise
         return False
@@ -361,5 +362,5 @@ def _until(is_so: Callable[[], bool], what: str) -> None:
     give_up_s = time.monotonic() + WAIT_S
     while not is_so():
         if time.monotonic() > give_up_s:
-            raise ClusterError(f"waited {WAIT_S:.0f} s in vain for {what}")
+            raise ClusterError(f"limit of {WAIT_S:.0f} s exceeded for {what}")
         time.sleep(0.002)

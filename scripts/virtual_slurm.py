@@ -4,12 +4,12 @@
         step = slurm.srun(["-N3", "--ntasks-per-node=1", "hostname"], stdout=subprocess.PIPE)
         slurm.kill("node3")
 
-Takes in: how many nodes to compute on; commands for its users.
+Takes in: the number of compute nodes; commands for its users.
 Gives:    node0, where users log in and slurmctld runs, and node1, node2 ... with a slurmd each.
 Survives: nothing: all daemons die with their nodes, and the folder with the `with` block.
 
-Needs root, and Debian's slurmctld, slurmd, slurm-client and munge. Nothing of a Slurm that is
-installed and in use here is touched: configuration, keys, sockets and ports are this cluster's.
+Needs root, and Debian's slurmctld, slurmd, slurm-client and munge. It does not touch a Slurm that
+is installed and in use here: configuration, keys, sockets and ports are this cluster's.
 
 Rule 1: no daemon goes into the background, so that each is a child of the caller and dies with
         its node.
@@ -30,13 +30,13 @@ from virtual_cluster import ClusterError, VirtualCluster
 from virtual_cluster import available as cluster_available
 
 NODE_DOWN_S = 6
-"""Slurm's own default is 300: how long a node may be silent before it is DOWN."""
+"""Time without an answer after which a node is DOWN. Slurm's own default is 300."""
 
 KILL_WAIT_S = 30
 """Slurm's default: from SIGTERM of a cancelled job to SIGKILL."""
 
 _CREDENTIAL_S = 5
-"""Slurm waits so long before a requeued job begins; its own default is 120."""
+"""Delay before a requeued job begins. Slurm's own default is 120."""
 
 _CPUS = 4
 _MEMORY_MB = 2000
@@ -48,7 +48,7 @@ _NEEDED = ("slurmctld", "slurmd", "srun", "sinfo", "scancel", "munged")
 
 
 def available() -> str | None:
-    """Why there can be no Slurm here; None where there can be one."""
+    """The reason why Slurm is not possible here; None if it is possible."""
     search = _with_daemons(os.environ)["PATH"]
     missing = [name for name in _NEEDED if shutil.which(name, path=search) is None]
     if missing:
@@ -86,7 +86,7 @@ class VirtualSlurm:
     def up(self) -> None:
         """Start it, and wait until every node may be used.
 
-        Raises: ClusterError: it cannot be had here (see `available`), or it does not start.
+        Raises: ClusterError: it is not possible here (see `available`), or it does not start.
         """
         if reason := available():
             raise ClusterError(f"no Slurm: {reason}")
@@ -107,7 +107,7 @@ class VirtualSlurm:
 
     def down(self) -> None:
         """Remove all of it."""
-        with contextlib.ExitStack() as rest:  # what follows is done also when a part has failed
+        with contextlib.ExitStack() as rest:  # the rest is removed also after a failure
             rest.callback(shutil.rmtree, self._folder, ignore_errors=True)
             rest.callback(self._reap)
             rest.callback(self.cluster.down)
@@ -117,18 +117,18 @@ class VirtualSlurm:
     def srun(
         self, words: Sequence[object], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
-        """`srun` with these words on node0, as a child of the caller. `options`: Popen's."""
+        """`srun` with these arguments on node0, as a child of the caller. `options`: Popen's."""
         return self.run(["srun", *words], env=env, **options)
 
     def run(
         self, words: Sequence[object], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
-        """A command on node0, which finds this Slurm."""
+        """A command on node0, which uses this Slurm."""
         variables = self._variables(os.environ if env is None else env)
         return self.cluster.run("node0", [str(word) for word in words], env=variables, **options)
 
     def ask(self, *words: object) -> str:
-        """What a command on node0 prints, such as `ask("squeue", "-h", "-o", "%i %T")`.
+        """The output of a command on node0, such as `ask("squeue", "-h", "-o", "%i %T")`.
 
         Raises: ClusterError: it does not succeed.
         """
@@ -139,18 +139,18 @@ class VirtualSlurm:
         return str(output).strip()
 
     def states(self) -> dict[str, str]:
-        """Of every node, as sinfo says: idle, mixed, down* ...; empty while nobody answers."""
+        """Of every node, as in sinfo: idle, mixed, down* ...; empty while there is no answer."""
         with contextlib.suppress(ClusterError):
             lines = self.ask("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
             return dict(line.split(maxsplit=1) for line in lines)
         return {}
 
     def wait_until_idle(self, *names: str) -> None:
-        """Raises: ClusterError: one of them cannot be used, within a minute."""
+        """Raises: ClusterError: a node is not usable within a minute."""
         self.wait_until(lambda states: all(states.get(name) == "idle" for name in names))
 
     def wait_until_down(self, name: str) -> None:
-        """Until Slurm has noticed. Raises: ClusterError: it does not, within a minute."""
+        """Until Slurm has marked it. Raises: ClusterError: it does not, within a minute."""
         self.wait_until(lambda states: states.get(name, "").startswith("down"))
 
     def wait_until(self, is_so: Any) -> None:
@@ -164,7 +164,7 @@ class VirtualSlurm:
     # --- breaking it --------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """Power off."""
+        """Power it off."""
         self.cluster.kill(name)
         self._daemons.pop(name, None)
 
@@ -206,7 +206,7 @@ class VirtualSlurm:
             "SlurmdSpoolDir": f"{self._folder}/spool-%n",
             "SlurmctldPidFile": f"{self._folder}/slurmctld.pid",
             "SlurmdPidFile": f"{self._folder}/%n.pid",
-            # No cgroup, no systemd: processes are known by their parents.
+            # No cgroup, no systemd: processes are identified by their parents.
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "JobAcctGatherType": "jobacct_gather/none",
@@ -274,5 +274,5 @@ class VirtualSlurm:
 
 
 def _with_daemons(given: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which programs for administrators are found too."""
+    """Variables with which programs for administrators are found as well."""
     return {**given, "PATH": os.pathsep.join([given.get("PATH", os.defpath), *_SBIN])}

@@ -1,10 +1,10 @@
-"""What is written down of a virtual cluster, where, and under which lock.
+"""The recorded state of a virtual cluster: its place and its lock.
 
-Takes in: names. Gives: the state of a cluster as it stands in its folder, to whichever process.
+Takes in: names. Gives: the state of a cluster in its folder, to any process.
 
-Rule 1: a change is made under the lock, and the file is replaced as a whole; who only reads needs
-        no lock.
-Rule 2: no process is known by its pid alone (see virtual_node).
+Rule 1: a change is made under the lock, and the file is replaced as a whole; a reader needs no
+        lock.
+Rule 2: no process is identified by its pid alone (see virtual_node).
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from typing import Any
 from virtual_node import ClusterError, Process
 
 _FORMAT = 2
-"""Of the file. Checkouts that write another one do not see each other's clusters."""
+"""Of the file. Checkouts that write another version do not see each other's clusters."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 
 @dataclass
 class Network:
-    """What the nodes of a cluster are joined by."""
+    """The network between the nodes of a cluster."""
 
     rails: int = 1
-    """Interfaces of each node; each has a network of its own, apart from the others."""
+    """Interfaces of each node; each has a network of its own."""
     leaves: int = 1
-    """Switches of each rail that nodes are plugged into."""
+    """Switches of each rail to which nodes are connected."""
     uplink: str = ""
-    """What a leaf has to the others, in each direction, such as 400mbit; empty: no limit."""
+    """Rate from a leaf to the others, in each direction, such as 400mbit; empty: no limit."""
     rail_rate: str = ""
-    """What a node's cable has, in each direction; empty: no limit."""
+    """Rate of a node's cable, in each direction; empty: no limit."""
     leaf_of: list[int] = field(default_factory=list)
-    """The leaf of each node; empty: dealt like cards, node0 to leaf0, node1 to leaf1 ..."""
+    """The leaf of each node; empty: in turns, node0 to leaf0, node1 to leaf1 ..."""
 
     def leaf(self, index: int) -> int:
         return self.leaf_of[index] if self.leaf_of else index % self.leaves
@@ -46,14 +46,14 @@ class Network:
 
 @dataclass
 class Cable:
-    """What is known of one cable of a node, from its interface to its leaf."""
+    """The state of one cable of a node, from its interface to its leaf."""
 
     address: str
     is_cut: bool = False
     cut_from: list[str] = field(default_factory=list)
-    """Names of the nodes to which no packet comes over this rail, nor from them."""
+    """Names of the nodes with which no packet passes over this rail, in either direction."""
     rate: str = ""
-    """It is slower than it was made; empty: it is not."""
+    """A rate below the first one; empty: it has its first rate."""
     delay_ms: float = 0.0
     loss_percent: float = 0.0
     delayer: Process | None = None
@@ -71,7 +71,7 @@ class Cable:
 
 @dataclass
 class Node:
-    """What is known of one node."""
+    """The state of one node."""
 
     name: str
     index: int
@@ -81,11 +81,11 @@ class Node:
     init: Process | None = None
     """Its first process; None: it is dead."""
     frozen_by: str = ""
-    """The cgroup that holds it, or `signals`; empty: it is not frozen."""
+    """The cgroup that freezes it, or `signals`; empty: it is not frozen."""
 
     @property
     def address(self) -> str:
-        """That its name stands for."""
+        """The address of its name."""
         return self.cables[0].address
 
     @property
@@ -94,7 +94,7 @@ class Node:
 
     @property
     def state(self) -> str:
-        """In words; what all its cables have in common is said once."""
+        """In words; the common state of all its cables is printed once."""
         if not self.is_alive:
             return "dead"
         found = ["frozen" if self.frozen_by else "up"]
@@ -107,7 +107,7 @@ class Node:
 
 @dataclass
 class State:
-    """What the folder of a cluster says."""
+    """The content of a cluster's file."""
 
     name: str
     shm: str
@@ -119,7 +119,7 @@ class State:
 
     @property
     def is_left_over(self) -> bool:
-        """Its owner is gone, or all of itself (the machine was started anew)."""
+        """Its owner has ended, or all its processes have (the machine was restarted)."""
         if self.owner is not None:
             return not self.owner.is_alive
         return self.switch is None or not self.switch.is_alive
@@ -180,13 +180,13 @@ def root() -> Path:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """One change at a time, of all clusters. The folder goes when the last cluster has gone."""
+    """One change at a time, of all clusters. The folder is removed with the last cluster."""
     folder = root()
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        # Whoever had the lock before may have removed the folder.
+        # The previous owner of the lock may have removed the folder.
         if folder.exists() and os.fstat(handle).st_ino == folder.stat().st_ino:
             break
         os.close(handle)
@@ -195,13 +195,13 @@ def locked() -> Iterator[None]:
             raise ClusterError(f"{folder} is another user's")
         yield
     finally:
-        with contextlib.suppress(OSError):  # there are clusters left
+        with contextlib.suppress(OSError):  # other clusters exist
             folder.rmdir()
         os.close(handle)
 
 
 def clusters() -> list[str]:
-    """Names of all clusters of this user, those that were left over included."""
+    """Names of all clusters of this user, including those that were left over."""
     folder = root()
     return (
         sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []

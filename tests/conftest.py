@@ -1,6 +1,7 @@
-"""For all tests: no property has a limit of time, and any order of tests passes.
+"""Configuration of all tests: properties have no time limit, and tests pass in any order.
 
-`--shuffle SEED` runs files, and the tests of each file, in another order; the same for a seed.
+`--shuffle SEED` runs files, and the tests of each file, in another order, which depends on the seed
+only.
 """
 
 import random
@@ -17,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A file's tests stay together: they share what is made once for a module."""
+    """The tests of a file stay together: they share objects of the module."""
     seed = config.getoption("--shuffle")
     if seed is None:
         return

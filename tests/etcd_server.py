@@ -1,4 +1,4 @@
-"""One etcd of a test's own (Debian's etcd-server): killed, frozen and started again as needed."""
+"""An etcd for one test (Debian's etcd-server): killed, frozen and started again as needed."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ Run = Callable[..., "subprocess.Popen[Any]"]
 
 
 def available() -> str:
-    """Why no etcd can be started here; empty where one can."""
+    """The reason why no etcd can be started here; empty if one can."""
     return "" if shutil.which("etcd") else "etcd is not installed (Debian: etcd-server)"
 
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 class Certificates:
-    """A CA of a test's own, and what it signs; by openssl."""
+    """A CA for a test, and its certificates; by openssl."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Certificates:
         )
 
     def of(self, name: str, host: str = "") -> tuple[str, str]:
-        """Certificate and key of somebody; a server's is for its address."""
+        """Certificate and key of a client or server; a server's is for its address."""
         cert, key, asks = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
         if not cert.exists():
             extra = self._folder / f"{name}.extra"
@@ -75,14 +75,14 @@ class EtcdServer:
         run: "Run | None" = None,
         tls: "Certificates | None" = None,
     ) -> None:
-        """Not started yet.
+        """Prepares an etcd; `start` starts it.
 
         Args:
-            folder: where its data lie.
+            folder: of its data.
             host: the address it listens at.
             port: for clients; 0: a free one.
-            run: starts a command where it is to be, such as in a node of a virtual cluster.
-            tls: it speaks nothing else, and asks for a certificate of who comes.
+            run: starts a command at its place, such as in a node of a virtual cluster.
+            tls: it accepts only TLS, and requires client certificates.
         """
         self.folder = folder
         self.host = host
@@ -101,7 +101,7 @@ class EtcdServer:
         return f"{self.host}:{self.port}"
 
     def start(self) -> None:
-        """Begin, or go on with what it has stored; returns once it answers."""
+        """Start with the stored data, if there are any; returns once it answers."""
         client, peer = f"{self._scheme}://{self.endpoint}", f"http://{self.host}:{self._peer_port}"
         words = ["etcd", "--data-dir", str(self.folder / "etcd"), "--name", "one"]
         words += ["--listen-client-urls", client, "--advertise-client-urls", client]
@@ -122,7 +122,7 @@ class EtcdServer:
             time.sleep(0.05)
 
     def answers(self) -> bool:
-        """Whether it has a leader, and so takes what is written."""
+        """Whether it has a leader, and so accepts writes."""
         words = [sys.executable, "-c", _ASK, f"{self._scheme}://{self.endpoint}/health"]
         if self._tls is not None:
             words += [self._tls.ca, *self._tls.of("asker")]
@@ -130,14 +130,14 @@ class EtcdServer:
         return asks.wait() == 0
 
     def kill(self) -> None:
-        """SIGKILL; what it has stored stays."""
+        """SIGKILL; its stored data stay."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def pause(self) -> None:
-        """It takes connections and answers nothing."""
+        """It accepts connections and answers nothing."""
         if self._process is not None:
             stop(self._process.pid)
 
@@ -146,7 +146,7 @@ class EtcdServer:
             self._process.send_signal(signal.SIGCONT)
 
     def forget(self) -> None:
-        """Kill it, and remove what it has stored."""
+        """Kill it, and remove its stored data."""
         self.kill()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / "etcd")

@@ -1,7 +1,7 @@
-"""Runs that fail by chance, played through event by event, to compare formulas with.
+"""Runs with random failures, simulated event by event, to compare formulas with.
 
-Nothing here knows a formula of `ftrun.tools.estimate`: a clock, a die, what was saved and what is
-lost.
+The simulation uses no formula of `ftrun.tools.estimate`. It has a clock, random numbers, the saved
+work and the lost work.
 """
 
 import math
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 SURE = 3.29
-"""Standard errors: 99.9 % of the means of a normal distribution are as near."""
+"""Standard errors: 99.9 % of the means of a normal distribution are this near."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one kind of failure costs.
+    """The cost of one kind of failure.
 
     Args:
         share: of all failures.
         dead_s: until the next step.
-        lag_s: a save that is younger than this at the failure is of no use.
-        needs_disk: memory is of no use.
+        lag_s: a save that is younger than this at the failure is not usable.
+        needs_disk: memory is not usable.
     """
 
     share: float
@@ -33,7 +33,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Run:
-    """A training that saves its state after so much work each time."""
+    """A training that saves its state after a fixed amount of work."""
 
     interval_s: float
     save_s: float
@@ -42,7 +42,7 @@ class Run:
     disk_every_s: float = math.inf
 
     def goodput(self, dice: random.Random, lives: int) -> float:
-        """Work that has lasted, over all time, until so many failures have come."""
+        """Remaining work divided by total time, after this number of failures."""
         shares = [kind.share for kind in self.kinds]
 
         def on_disk(work_s: float) -> float:
@@ -73,7 +73,7 @@ class Run:
 def interval_of(
     sample: Callable[[random.Random], float], *, runs: int, seed: int
 ) -> tuple[float, float]:
-    """Mean of a figure over runs with dice of their own, and how far off it may be."""
+    """Mean of a figure over runs with different random numbers, and its error bound."""
     found = [sample(random.Random(f"{seed}-{number}")) for number in range(runs)]
     return fmean(found), SURE * stdev(found) / math.sqrt(runs)
 
@@ -85,10 +85,10 @@ class Fleet:
     Args:
         groups: the nodes of each.
         domain_of: each node.
-        parity: so many nodes of a group may be gone at the same time.
+        parity: number of nodes of a group that may be lost at the same time.
         node_per_s: losses of one node.
         domains_per_s: losses of any domain.
-        window_s: so long a lost node is gone.
+        window_s: time for which a lost node is missing.
     """
 
     groups: Sequence[Sequence[str]]
@@ -99,7 +99,7 @@ class Fleet:
     window_s: float
 
     def losses(self, dice: random.Random, over_s: float) -> int:
-        """How often a group has lost more nodes than it bears, while the clock runs for so long."""
+        """How often a group loses more nodes than its parity tolerates, in this time."""
         home = {node: number for number, group in enumerate(self.groups) for node in group}
         nodes, domains = sorted(home), sorted(set(self.domain_of.values()))
         back_s = dict.fromkeys(nodes, 0.0)
@@ -127,7 +127,7 @@ def time_without_enough(
     spares: int,
     over_s: float,
 ) -> float:
-    """The part of the time in which more nodes are in repair than there are spares."""
+    """The fraction of time in which more nodes are in repair than there are spares."""
     now_s, turns = 0.0, []
     while (now_s := now_s + dice.expovariate(lost_per_s)) < over_s:
         turns += [(now_s, 1), (now_s + repair_s(dice), -1)]

@@ -1,7 +1,7 @@
-"""A real FTP server on loopback, in a thread of the test: pyftpdlib, with faults on order.
+"""A real FTP server on loopback, in a thread of the test: pyftpdlib, with injected faults.
 
-It stands for any remote store: one connection, names and streams; whole folders, but no rename
-that we use, no lock and no link.
+It represents any remote store: one connection, names and streams; whole folders, but no rename that
+ftrun uses, no lock and no link.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # asyncore, gone from python 3.12 on
+    warnings.simplefilter("ignore", DeprecationWarning)  # asyncore, removed in python 3.12
     from pyftpdlib.authorizers import DummyAuthorizer
     from pyftpdlib.handlers import DTPHandler, FTPHandler
     from pyftpdlib.ioloop import IOLoop
@@ -28,13 +28,13 @@ class FtpServer:
     """One server; started by its constructor.
 
     Args:
-        root: what a login sees as /.
+        root: the folder that a login sees as /.
         host: where it listens.
-        port: 0: any that is free.
-        die_at: at this change (a file begun, in the middle of, a name made or removed) it dies with
-            all its connections, as a killed process does; 0: never.
-        quota_bytes: so much is taken in all, then its disk is full.
-        may_write: the login's right.
+        port: 0: any free port.
+        die_at: the number of a change (a file begun, its middle, a name created or removed) at
+            which it dies with all its connections, as a killed process does; 0: never.
+        quota_bytes: it accepts this number of bytes, then its disk is full.
+        may_write: the login's permission.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FtpServer:
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.changes = 0
-        """So many have been seen."""
+        """Number of changes so far."""
         self.is_dead = False
         self._die_at = die_at
         self._left_bytes = quota_bytes
@@ -71,7 +71,7 @@ class FtpServer:
         return url_of("127.0.0.1", self.port, path)
 
     def freeze(self) -> None:
-        """It takes connections and bytes, as far as its kernel does, and says nothing."""
+        """It accepts connections and bytes, within its kernel's buffers, and sends nothing."""
         self._frozen.set()
 
     def thaw(self) -> None:
@@ -82,7 +82,7 @@ class FtpServer:
         self._thread.join(10)
 
     def change(self) -> None:
-        """One more; the last one, perhaps."""
+        """Count one change; the server may die at it."""
         self.changes += 1
         if self.changes == self._die_at:
             raise SystemExit
@@ -140,7 +140,7 @@ class _Data(DTPHandler):  # type: ignore[misc]
 
 
 class _Writing:
-    """A file whose bytes go another way."""
+    """A file whose bytes pass through the server's faults."""
 
     def __init__(self, file: Any, write: Any) -> None:
         self._file = file
@@ -160,7 +160,7 @@ def ftp_server(root: Path, **how: Any) -> Iterator[FtpServer]:
 
 
 def main() -> None:
-    """`python -m tests.ftp_server FOLDER HOST PORT`: until it is killed."""
+    """`python -m tests.ftp_server FOLDER HOST PORT`: runs until it is killed."""
     folder, host, port = sys.argv[1:]
     FtpServer(Path(folder), host=host, port=int(port))
     threading.Event().wait()

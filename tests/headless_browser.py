@@ -1,12 +1,12 @@
-"""A real browser without a window, for tests of pages: chromium, spoken to over a pipe.
+"""A real headless browser, for tests of pages: chromium, controlled over a pipe.
 
     with Browser() as browser:
         page = browser.open(path, width=1100, dark=True)
         assert page.requests == [path.as_uri()]
         page.picture(picture_path)
 
-It is the browser's own debugging protocol (JSON, each message ended by a zero byte, on descriptors
-3 and 4), so nothing but the browser is needed. `found()` says where it is, or None.
+It uses the browser's own debugging protocol (JSON, each message ended by a zero byte, on
+descriptors 3 and 4), so that it needs nothing but the browser. `found()` returns its path, or None.
 """
 
 import base64
@@ -46,21 +46,21 @@ def found() -> str | None:
 
 
 class Page:
-    """One page that has been loaded."""
+    """One loaded page."""
 
     def __init__(self, browser: "Browser", session: str) -> None:
         self._browser = browser
         self._session = session
         self.requests: list[str] = []
-        """Every address that was asked for, the page itself included."""
+        """Every requested address, including that of the page itself."""
         self.complaints: list[str] = []
-        """Whatever the browser has written to its console."""
+        """The messages that the browser has written to its console."""
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.ask(method, params, self._session, self)
 
     def value(self, expression: str) -> Any:
-        """What an expression of JavaScript gives; works with a page that allows no script."""
+        """The value of an expression of JavaScript; works also in a page that allows no script."""
         found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -88,7 +88,7 @@ class Page:
 
 
 class Browser:
-    """Starts one; ends it and all that it has left."""
+    """Starts one; ends it and removes all its remains."""
 
     def __init__(self) -> None:
         path = found()
@@ -98,7 +98,7 @@ class Browser:
         self._buffer = b""
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
-        # Both above 4, so that the two copies do not write over what is still to be copied.
+        # Both above 4, so that the two copies do not overwrite descriptors still to be copied.
         high = [os.dup(os.dup(os.dup(fd))) for fd in (theirs_in, theirs_out)]
         log = os.open(os.path.join(self._folder, "log"), os.O_WRONLY | os.O_CREAT, 0o600)
         self._pid = os.posix_spawn(
@@ -171,7 +171,7 @@ class Browser:
     def ask(
         self, method: str, params: dict[str, Any], session: str = "", page: Page | None = None
     ) -> dict[str, Any]:
-        """The answer; what is told meanwhile goes to the page."""
+        """The answer; events that arrive before it go to the page."""
         number = self.send(method, params, session)
         deadline_s = time.monotonic() + _ANSWER_S
         while True:

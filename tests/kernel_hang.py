@@ -1,6 +1,6 @@
-"""Processes that do not die of SIGKILL until they are let go, as behind a hung file system.
+"""Processes that do not die of SIGKILL until they are released, as on a hung file system.
 
-A cgroup of version 1 holds them in state D. One of version 2 does not: SIGKILL ends what it holds.
+A cgroup of version 1 holds them in state D. One of version 2 does not: SIGKILL ends its processes.
 """
 
 import time
@@ -32,7 +32,7 @@ class KernelHang:
 
 @contextmanager
 def kernel_hang() -> Iterator[KernelHang]:
-    """Make one; the test is skipped where that is not allowed."""
+    """Make one; the test is skipped if that is not allowed."""
     folder = _ROOT / f"ftrun-test-{uuid4().hex[:8]}"
     try:
         folder.mkdir()
@@ -52,6 +52,6 @@ def _remove(folder: Path) -> None:
         for pid in (folder / "cgroup.procs").read_text().split():
             with suppress(OSError):  # it has just ended
                 (_ROOT / "cgroup.procs").write_text(pid)
-        with suppress(OSError):  # what is just ending still counts
+        with suppress(OSError):  # a process that is just ending still counts
             folder.rmdir()
         assert time.monotonic() < give_up_s, f"{folder} cannot be removed"

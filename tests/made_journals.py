@@ -1,7 +1,7 @@
-"""Journals made by hand, in the form that agents write them, for tests of the report.
+"""Handwritten journals in the format of agents, for tests of the report.
 
-Recorded ones lie in tests/unit/cli/journals. These are for what a small machine cannot record:
-hundreds of ranks, days of training, hostile words.
+Recorded journals are in tests/unit/cli/journals. These cover situations that a small machine cannot
+record: hundreds of ranks, days of training, malicious text.
 """
 
 import json
@@ -25,7 +25,7 @@ WAITING = [
 
 
 class MadeJournal:
-    """Lines, one after the other; `t` is the time since the run began."""
+    """Lines in sequence; `t` is the time since the run began."""
 
     def __init__(self, *, run_id: str = "big-1", ranks: int = 8, nodes: int = 2) -> None:
         self.ranks = ranks
@@ -88,7 +88,7 @@ class MadeJournal:
                 "stack": WAITING if waits else STACK, "blocked_in": "", "child": ""}  # fmt: skip
 
     def hang(self, t: float, step: int, culprit: int, **extra: Any) -> None:
-        """Twelve seconds of silence, a verdict, and all ranks started again."""
+        """Twelve seconds without an answer, a verdict, and a restart of all ranks."""
         self.incidents += 1
         number = self.incidents
         node = self.nodes[culprit // self.per_node]
@@ -166,7 +166,7 @@ class MadeJournal:
         self.recover(t + 0.001, text, step, None)
 
     def slow_link(self, t: float, step: int) -> None:
-        """Reported, not acted on; with the matrix."""
+        """Reported, without an action; with the matrix."""
         self.incidents += 1
         a, b = self.nodes[1], self.nodes[2]
         text = f"the link from {a} to {b} is slow: 81 ms for a megabyte, the others take 9 ms"

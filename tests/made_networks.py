@@ -1,8 +1,8 @@
-"""Networks as a survey tells of them: made by hand, with the faults that are asked for.
+"""Handwritten results of a network survey, with requested faults.
 
     made_network(nodes=8, leaves=2, slow={("node6", "eth1")}, cut={("node2", "node5", "eth0")})
 
-Rates differ a little from road to road, the same each time.
+Rates differ a little from path to path, equally in each run.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,15 +36,15 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
     """The part `network` of a status document.
 
     Args:
-        nodes: node0, node1 ...; they hang on their leaves in turn.
+        nodes: node0, node1 ...; they are attached to their leaves in turn.
         rails: their names; one network each.
         leaves: 0: not known.
-        rate_per_s: of a road inside of a leaf, in bytes.
-        between: that of one between two leaves is so much of it.
-        slow: node and rail, which sends and receives with a tenth.
-        dead: node and rail that nobody reaches.
-        cut: source, destination and rail of single dead roads.
-        every: each so many-th road was probed, by the distance of its ends.
+        rate_per_s: of a path inside a leaf, in bytes.
+        between: ratio of the rate of a path between two leaves to that rate.
+        slow: node and rail, which sends and receives with a tenth of the rate.
+        dead: node and rail that no node reaches.
+        cut: source, destination and rail of single dead paths.
+        every: one of this number of paths was probed, by the distance of its ends.
         mode: of --network-plan.
         is_applied: the plan is.
     """

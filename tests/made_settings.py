@@ -24,7 +24,7 @@ def node(size: ClusterSize, host: str = "a.local", port: int = 29400) -> NodesSp
 def made_settings(
     size: ClusterSize, host: str = "a.local", **changes: object
 ) -> MembershipSettings:
-    """Defaults without a plan of roads, for which a test has to have some."""
+    """Defaults without a network plan, which needs paths in the test."""
     profile = Profile(network=NetworkConfig(plan="off"))
     return changed(MembershipSettings(profile=profile, node=node(size, host)), **changes)
 

@@ -1,7 +1,7 @@
-"""What Kubernetes' custom resource definitions say of the fields that we use, asked of a manifest.
+"""Checks a manifest against Kubernetes' custom resource definitions of the fields that ftrun uses.
 
-`tests/unit/cli/manifest_fields.yaml` has names, types, limits and choices of these fields only, in
-the form of a JSON schema; a field that is not there is an error, as it is in a cluster.
+`tests/unit/cli/manifest_fields.yaml` has names, types, limits and choices of these fields only, as
+a JSON schema. An unknown field is an error, as in a cluster.
 """
 
 import re
@@ -18,7 +18,7 @@ _TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
-    """Everything in which a document is not of its kind; empty where it is."""
+    """All differences between a document and its schema; empty if there are none."""
     schemas = _schemas()
     kind = f"{document.get('apiVersion')} {document.get('kind')}"
     return list(_wrong(document, schemas[kind], kind)) if kind in schemas else [f"no {kind}"]
@@ -34,7 +34,7 @@ def _wrong(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
     if schema.get("x-kubernetes-int-or-string"):
         is_quantity = isinstance(value, str) and QUANTITY.fullmatch(value) is not None
         if not is_quantity and (not isinstance(value, int) or isinstance(value, bool)):
-            yield f"{at}: {value!r} is no quantity"
+            yield f"{at}: {value!r} is not a quantity"
         return
     wanted = schema.get("type", "object")
     if not isinstance(value, _TYPES[wanted]) or (wanted == "integer" and isinstance(value, bool)):
@@ -50,7 +50,7 @@ def _wrong(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
 
 def _beyond(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
     if "enum" in schema and value not in schema["enum"]:
-        yield f"{at}: {value!r} is none of {schema['enum']}"
+        yield f"{at}: {value!r} is not one of {schema['enum']}"
     for limit in ("maxItems", "maxLength"):
         if limit in schema and len(value) > schema[limit]:
             yield f"{at}: {len(value)} long, and {schema[limit]} may be"

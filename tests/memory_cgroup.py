@@ -1,4 +1,4 @@
-"""A memory cgroup of a test's own, in which processes find less memory than the machine has."""
+"""A memory cgroup for one test, whose processes have less memory than the machine."""
 
 import contextlib
 import os
@@ -29,12 +29,12 @@ class MemoryCgroup:
         self._limit.write_text(str(num_bytes))
 
     def add(self, pid: int) -> None:
-        """Move a process here; memory that it has taken before stays where it is counted."""
+        """Move a process here; memory that it already uses stays counted in its previous cgroup."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     @contextmanager
     def for_children(self) -> Iterator[None]:
-        """Processes that this one starts meanwhile begin here."""
+        """Processes that this one starts inside the block begin here."""
         self.add(os.getpid())
         try:
             yield
@@ -42,7 +42,7 @@ class MemoryCgroup:
             (self.folder.parent / "cgroup.procs").write_text(str(os.getpid()))
 
     def remove(self) -> None:
-        """Move what is left to the cgroup above, and remove this one."""
+        """Move the remaining processes to the cgroup above, and remove this one."""
         give_up_s = time.monotonic() + WAIT_S
         while self.folder.exists():
             for pid in (self.folder / "cgroup.procs").read_text().split():
@@ -55,7 +55,7 @@ class MemoryCgroup:
 
 @contextmanager
 def memory_cgroup() -> Iterator[MemoryCgroup]:
-    """Make one; the test is skipped where that is not allowed."""
+    """Make one; the test is skipped if that is not allowed."""
     made = _make()
     if made is None:
         pytest.skip("needs an own cgroup")

@@ -1,4 +1,4 @@
-"""A process that is stopped, and not only told to stop: a busy machine takes a moment."""
+"""Stops a process and waits until it is stopped: a busy machine takes a moment."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ WAIT_S = 150.0
 
 
 def stop(pid: int) -> None:
-    """Stop it, with all its threads; whoever calls lets it go on."""
+    """Stop it, with all its threads; the caller sends SIGCONT."""
     os.kill(pid, signal.SIGSTOP)
     give_up_s = time.monotonic() + WAIT_S
     while any(state(one) not in "TtZX" for one in Path(f"/proc/{pid}/task").iterdir()):
@@ -18,7 +18,7 @@ def stop(pid: int) -> None:
 
 
 def state(process: Path) -> str:
-    """A letter, as the kernel has it in a folder of /proc; X where it has gone."""
+    """A letter, as in the kernel's folder of /proc; X if the process has ended."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

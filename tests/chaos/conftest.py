@@ -1,4 +1,4 @@
-"""A training that can be killed anywhere, and the result it must have all the same."""
+"""A training that can be killed at any moment, and its required result."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ __all__ = ["Checked", "Run", "Start", "script", "start"]
 
 STEPS = 120
 HOLD = "hold"
-"""While this file is there, the last steps are not made."""
+"""While this file exists, the last steps are not executed."""
 
 TRAIN = """
 import hashlib, os, random, sys
@@ -65,7 +65,7 @@ dist.destroy_process_group()
 
 
 class Checked:
-    """What an undisturbed run gives."""
+    """The result of an undisturbed run."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "train.py").write_text(TRAIN)
@@ -78,7 +78,7 @@ class Checked:
         self.losses = [losses(folder, rank) for rank in (0, 1)]
 
     def check(self, run: Run) -> None:
-        """A disturbed run has ended with the same parameters, by way of the same losses."""
+        """A disturbed run has ended with the same parameters, after the same losses."""
         assert digests(run) == self.digests
         for rank in (0, 1):
             found = losses(run.folder, rank)
@@ -106,7 +106,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Checked:
 
 @pytest.fixture
 def train(tmp_path: Path) -> tuple[str, ...]:
-    """Words that start the training at a pace that leaves time to kill something.
+    """Arguments that start the training at a pace that leaves time to kill something.
 
     It waits for `let_end` before its last steps: on a busy machine that takes longer than steps.
     """
@@ -116,12 +116,12 @@ def train(tmp_path: Path) -> tuple[str, ...]:
 
 
 def let_end(run: Run) -> None:
-    """What was to be broken is broken: this run, and those after it, may come to their end."""
+    """Let this run, and those after it, finish."""
     (run.folder / HOLD).unlink(missing_ok=True)
 
 
 def wait_for_memory(run: Run, step: int) -> None:
-    """Until this step is committed, so that no kill takes the run back behind it."""
+    """Wait until this step is committed, so that no kill takes the run back behind it."""
 
     def is_committed() -> bool:
         found = (run.status().get("snapshots") or {}).get("step")  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def wait_for_memory(run: Run, step: int) -> None:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Until a process has ended that is on its way out, with all threads: one may write yet."""
+    """Wait until a process that is ending has ended, with all threads: one may still write."""
     give_up_s = time.monotonic() + WAIT_S
     while _is_there(pid):
         if time.monotonic() > give_up_s:

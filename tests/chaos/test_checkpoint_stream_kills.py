@@ -70,7 +70,7 @@ print(f"digest {{dist.get_rank()}} {{digest.hexdigest()}}", flush=True)
 
 
 def begins(run: Run) -> list[tuple[int, int, int]]:
-    """Rank, step and bytes of each beginning."""
+    """Rank, step and bytes of the start of each generation."""
     found = re.findall(r"begin (\d+) (\d+) (-?\d+)", run.text)
     return [(int(rank), int(step), int(num_bytes)) for rank, step, num_bytes in found]
 
@@ -82,7 +82,7 @@ def digests(run: Run) -> set[str]:
 def test_what_is_written_while_it_is_captured_is_continued_from(
     start: Start, script: Write
 ) -> None:
-    """A rank is killed meanwhile, then the whole run; another number of ranks takes it up.
+    """A rank is killed during the write, then the whole run; another number of ranks restores it.
 
     One rank, so that the SMP has a processor while it copies.
     """
@@ -94,7 +94,7 @@ def test_what_is_written_while_it_is_captured_is_continued_from(
     def num_ahead() -> int:
         return sum(bool(line["ahead_s"]) for line in one.journal("checkpoint_written"))
 
-    one.wait_until("one was begun before its capture's end", num_ahead)
+    one.wait_until("one was begun before the end of its capture", num_ahead)
     (pid,) = one.journal("generation_started")[-1]["pids"]  # type: ignore[misc]
     os.kill(pid, signal.SIGKILL)
     seen = num_ahead()
@@ -125,5 +125,5 @@ def test_a_load_needs_no_more_than_a_layer_next_to_the_state(
     assert second.wait() == 0, second.text
     for _, step, num_bytes in begins(second):
         assert step == 3
-        # Of 134 MB; modules that are loaded on the way are among it.
+        # Of 134 MB; it includes modules that are loaded at this time.
         assert num_bytes < 2 * LAYER_BYTES, f"{num_bytes / LAYER_BYTES:.2f} layers"

@@ -1,4 +1,4 @@
-"""What the SMP has written is what the next run goes on from."""
+"""The next run resumes from the checkpoint that the SMP has written."""
 
 import os
 import re
@@ -27,7 +27,7 @@ KEPT = ("--checkpoint-dir", "saved")
 
 
 def first_step(run: Run) -> int:
-    """The step at which its newest life began."""
+    """The step at which its newest generation began."""
     started = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
     return int(started[-1].rpartition("=")[2])
 
@@ -52,7 +52,7 @@ def test_sigterm_saves_the_last_step_and_the_next_run_continues(
 def test_what_was_sent_to_a_url_is_continued_from(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
-    """SIGTERM; the second run has a failure of its own before it has sent anything."""
+    """SIGTERM; the second run has a failure of its own before it has sent a checkpoint."""
     with ftp_server(tmp_path / "store") as server:
         kept = ("--checkpoint-dir", server.url())
         run = start(*kept, "--checkpoint-every", "0.3", *train)
@@ -80,7 +80,7 @@ def test_what_was_sent_to_a_url_is_continued_from(
 def test_a_url_that_goes_away_is_reported_and_comes_back(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
-    port = free_port()  # one that the kernel gives to nobody else meanwhile
+    port = free_port()  # a port that the kernel gives to no other process in between
     with ftp_server(tmp_path / "store", port=port) as server:
         kept = ("--checkpoint-dir", server.url())
         words = ("--checkpoint-every", "0.2", "--set", "stop.grace_s=4")
@@ -144,7 +144,7 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
 def test_resume_reports_where_to_begin_and_what_others_left_stays_out(
     start: Start, train: tuple[str, ...], undisturbed: Checked, operation: str
 ) -> None:
-    """A failure before the run's own first checkpoint takes it back to where it began."""
+    """A failure before the run's own first checkpoint takes it back to its restored step."""
     run = start(*KEPT, *train)
     run.wait_for_step(20)
     run.process.send_signal(signal.SIGTERM)
@@ -294,7 +294,7 @@ dist.destroy_process_group()
 
 
 def reported(text: str, word: str) -> set[str]:
-    """What the ranks have said, which should be the same."""
+    """The output of the ranks, which must be equal."""
     return set(re.findall(rf"{word} (step=.*)", text))
 
 
@@ -331,7 +331,7 @@ def test_another_number_of_nodes_continues_from_a_shared_directory(
 
 
 def text_of_nodes(folder: Path, nodes: int, run_id: str, *words: str) -> str:
-    """What a run has said that had all its nodes on this machine; it must have ended well."""
+    """The output of a run that had all its nodes on this machine; it must have ended well."""
     names = [f"{run_id}.n{node}" for node in range(nodes)]
     with nodes_of(folder, names, run_id, "--nnodes", str(nodes), *KEPT, *words) as started:
         codes = [process.wait(WAIT_S) for process in started]
@@ -389,7 +389,7 @@ def agent_of(stub: int) -> int:
 def test_sigterm_to_all_nodes_soon_after_a_kill_of_an_agent_still_saves_the_snapshot(
     train: tuple[str, ...], tmp_path: Path, members: int, spares: int, victim: int
 ) -> None:
-    """The next agent of that node knows of no commit; all nodes write what all of them hold."""
+    """The next agent of that node knows of no commit; all nodes write the step that all hold."""
     names = [f"n{node}" for node in range(members + spares)]
     flags = ("--nnodes", str(members), "--spares", str(spares), "--erasure", "none", *KEPT)
     words = (*flags, "--snapshot-every", "1", "--nproc-per-node", "1", *train[2:-1], "0.05")
@@ -474,7 +474,7 @@ def test_sigterm_soon_after_a_kill_of_the_agent_still_saves_the_snapshot(
 def test_an_agent_killed_while_the_run_is_stopped_is_followed_by_one_that_saves(
     start: Start, train: tuple[str, ...]
 ) -> None:
-    """Ranks do not come to a boundary, so the first agent waits when it is killed."""
+    """Ranks do not reach a boundary, so the first agent waits when it is killed."""
     run = start(*KEPT, *train)
     run.wait_for_step(20)
     wait_for_memory(run, 15)

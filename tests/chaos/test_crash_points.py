@@ -1,8 +1,7 @@
-"""A kill at any named point of capture, seal, commit, restart and restore changes no bit.
+"""A kill at any crash point of capture, seal, commit, restart and restore changes no bit.
 
-One run counts which points it passes; then there is one run for each of them, killed there; for
-every sixteenth of them where not all is run. So a point that somebody adds is tested without a word
-here.
+One run counts the crash points that it passes. Then one run per point is killed there; without
+--full, only for every sixteenth point. A new crash point is thus tested without a change here.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ KILL_RANK = """
 
 
 def disturbed(folder: Path, env: dict[str, str]) -> Run:
-    """A run in which rank 1 is killed at step 25, so that there is a restart to be killed in."""
+    """A run in which rank 1 is killed at step 25, so that its restart can be killed too."""
     at = TRAIN.index("    optimizer.step()")
     (folder / "train.py").write_text(TRAIN[:at] + KILL_RANK.lstrip("\n") + TRAIN[at:])
     words = ("--nproc-per-node", "2", "--checkpoint-dir", "saved", "--checkpoint-every", "0.5")

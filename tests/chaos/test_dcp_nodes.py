@@ -1,7 +1,6 @@
 """A training that only calls dcp.save and dcp.load loses a rank or a node of several.
 
-What DCP gives to one rank has to be read by others on other nodes: from a node that lives, or out
-of parity.
+Other ranks on other nodes must read what DCP gives to one rank: from a living node, or from parity.
 """
 
 from collections.abc import Callable
@@ -44,7 +43,7 @@ def test_another_node_has_what_a_rank_needs(
     start: Start, script: Callable[..., str], tmp_path: Path, kind: str, fault: str
 ) -> None:
     text = example(kills=PACE).replace(LOOP, NOTES + LOOP)
-    text = text.replace('tell("ends")\n', 'note("end", told=tell("ends"))\n')
+    text = text.replace('report_state("ends")\n', 'note("end", result=report_state("ends"))\n')
     words = [script(text), kind, STEPS]
     with VirtualCluster(3) as cluster:
         run = NodesRun(cluster, tmp_path, words, Deadline(120), members=2, spares=1)
@@ -57,6 +56,6 @@ def test_another_node_has_what_a_rank_needs(
         run.wait_for_generation(1)
         run.finish()
         started = [reader.of("begun", 1)[0]["step"] for reader in run.readers]
-        ends = {reader.of("end")[-1]["told"] for reader in run.readers}
+        ends = {reader.of("end")[-1]["result"] for reader in run.readers}
     assert started[0] == started[1] >= 8
     assert ends == {undisturbed(start, script, kind, STEPS)}

@@ -1,4 +1,4 @@
-"""Nodes go silent, and an etcd breaks the tie; the etcd dies, is cut off and comes back meanwhile.
+"""Nodes become unresponsive, and an etcd breaks the tie; it dies, is cut off and returns as well.
 
 Real agents, ranks and networks on a virtual cluster, and a real etcd in a node of its own.
 """
@@ -28,11 +28,11 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 120.0
 SHORT = ("--set", "nodes.last_call_timeout_s=5")
-"""A run that may begin with one node waits this long for the other one, and voters as long before
-they change."""
+"""Time for which a run that may begin with one node waits for the other one, and after which
+voters change."""
 PATIENT = ("--set", "nodes.failure_timeout_s=12", "--set", "nodes.self_fencing_timeout_s=10")
-"""For a run that must not be started again: an agent that gets no processor for 3 s counts as lost,
-and two nodes without their etcd have no majority that could go on without it."""
+"""For a run that must not restart: an agent without a processor for 3 s counts as lost, and two
+nodes without their etcd have no majority that could continue without it."""
 
 
 class Cluster:
@@ -89,7 +89,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> BaselineRuns:
 
 
 def one_or_two(make: Make, *flags: str, tls: bool = False) -> tuple[Cluster, NodesRun]:
-    """Two nodes have begun, and may go on as one."""
+    """Two nodes have begun, and may continue as one."""
     cluster = make(2, tls=tls)
     run = cluster.run(2, "--nnodes", "1:2", *SHORT, *flags)
     run.start_all()
@@ -98,7 +98,7 @@ def one_or_two(make: Make, *flags: str, tls: bool = False) -> tuple[Cluster, Nod
 
 
 def two_and_spares(make: Make, spares: int) -> tuple[Cluster, NodesRun]:
-    """Two nodes have begun a training whose result is known, and so many stand by."""
+    """Two nodes have begun a training whose result is known, with this number of spares."""
     cluster = make(2 + spares)
     run = cluster.run(2, spares=spares, words=job_argv("ddp", cluster.folder))
     run.start_all()
@@ -107,7 +107,7 @@ def two_and_spares(make: Make, spares: int) -> tuple[Cluster, NodesRun]:
 
 
 def check(run: NodesRun, undisturbed: BaselineRuns, members: int) -> None:
-    """It goes on; every loss and parameter is that of an undisturbed run of torchrun."""
+    """The run continues; every loss and parameter is that of an undisturbed run of torchrun."""
     run.wait_for_generation(1)
     run.wait_for_more_steps(15)
     run.finish()
@@ -118,7 +118,7 @@ def check(run: NodesRun, undisturbed: BaselineRuns, members: int) -> None:
 
 
 def status(run: NodesRun, node: int) -> str:
-    """What `ftrun status` says there."""
+    """The output of `ftrun status` there."""
     words = [sys.executable, "-m", "ftrun", "status"]
     asks = run.cluster.run(node, words, env=environment(), stdout=subprocess.PIPE, text=True)
     said, _ = asks.communicate(timeout=WAIT_S)
@@ -133,24 +133,24 @@ def voter_revisions(run: NodesRun) -> list[str]:
     return [str(line["text"]) for line in run.journals("voters_changed")]
 
 
-def test_two_nodes_bear_a_dead_etcd_and_then_an_unresponsive_node(make: Make) -> None:
+def test_two_nodes_survive_a_dead_etcd_and_then_an_unresponsive_node(make: Make) -> None:
     cluster, run = one_or_two(make, *PATIENT)
     started = run.generation  # 1 if the other node came late
     assert not run.journals("two_voters_warning")
 
     cluster.nodes.reset(cluster.at)  # etcd is killed
-    run.wait_for("word of it", noted(run, "witness_unreachable"))
-    run.wait_for("a roster without it", lambda: voter_revisions(run)[-1:] == [_TWO])
+    run.wait_for("the report of its loss", noted(run, "witness_unreachable"))
+    run.wait_for("voters without it", lambda: voter_revisions(run)[-1:] == [_TWO])
     run.wait_for_more_steps(5)
     assert f"etcd is out of reach at {cluster.etcd.endpoint}: the connection" in status(run, 1)
     cluster.etcd.start()
-    run.wait_for("word of its return", noted(run, "witness_reachable"))
-    run.wait_for("a roster with it", lambda: voter_revisions(run)[-1] == _TWO_AND_IT)
+    run.wait_for("the report of its return", noted(run, "witness_reachable"))
+    run.wait_for("voters with it", lambda: voter_revisions(run)[-1] == _TWO_AND_IT)
     run.wait_for_more_steps(5)
     assert run.generation == started, [line["reason"] for line in run.journals("generation_chosen")]
 
     leader = run.leader()
-    run.fault("kill", leader)  # its power is cut: silence
+    run.fault("kill", leader)  # its power is cut: it sends nothing
     run.wait_for("steps of one node alone", lambda: len(run.steps(0, started + 1)) > 5)
     assert (
         run.journals("generation_chosen")[-1]["text"]
@@ -216,7 +216,7 @@ def test_two_nodes_without_one_another_and_without_etcd_pause_until_it_is_back(m
     assert not run.steps(0, 1)
     cluster.nodes.heal(cluster.at)
     run.wait_for("steps of one node alone", lambda: len(run.steps(0, 1)) > 5)
-    run.bring_back(1 - leader)  # it knows of nothing, and finds the run there
+    run.bring_back(1 - leader)  # it has no state of the run, and finds it there
     run.wait_for("a step of both", lambda: run.first_steps(run.generation))
 
 
@@ -226,7 +226,7 @@ def test_of_two_ranks_that_do_not_receive_from_each_other_one_continues(make: Ma
     leader = run.leader()
     cluster.nodes.cut(0, peer=1)
     run.wait_for("a pause of the other", lambda: run.journal(1 - leader, "run_paused"))
-    run.wait_for("steps of the lead alone", lambda: len(run.steps(0, 1)) > 5)
+    run.wait_for("steps of the leader alone", lambda: len(run.steps(0, 1)) > 5)
     assert run.leader() == leader
     cluster.nodes.heal(0, peer=1)
     run.wait_for("a step of both", lambda: run.first_steps(run.generation))
@@ -245,10 +245,10 @@ def test_etcd_that_is_cut_off_and_frozen_costs_no_generation(make: Make) -> None
         start=1,
     ):
         break_it(cluster.at)
-        run.wait_for("word of it", noted(run, "witness_unreachable", times))
+        run.wait_for("the report of its loss", noted(run, "witness_unreachable", times))
         run.wait_for_more_steps(20)
         mend(cluster.at)
-        run.wait_for("word of its return", noted(run, "witness_reachable", times))
+        run.wait_for("the report of its return", noted(run, "witness_reachable", times))
     assert run.generation == 0
 
 

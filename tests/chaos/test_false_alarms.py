@@ -1,6 +1,6 @@
-"""What only takes long is never taken for a hang: no restart, whatever the deadline says.
+"""A long operation is never diagnosed as a hang: no restart, whatever the failure timeout is.
 
-Deadlines are a fifth of the usual ones, so that what takes long need not take so long here.
+Timeouts are a fifth of the usual ones, so that the operations are shorter here.
 """
 
 import os
@@ -39,7 +39,7 @@ def check_undisturbed(run: Run) -> None:
 
 
 ALWAYS = ("eval-here",)
-"""The others in scripts/test --full."""
+"""The others run with scripts/test --full."""
 
 ONLY_IN_FULL = (
     "checkpoint", "slow-data", "slow-start", "first-step", "eval-everywhere", "eval-said",
@@ -55,7 +55,7 @@ def test_what_takes_long_is_left_alone(start: Start, what: str) -> None:
 
 
 def test_a_machine_that_was_paused(start: Start) -> None:
-    """A laptop that was suspended: everything stops, and everything goes on."""
+    """A laptop that was suspended: all processes stop, and all continue."""
     run = begin(start, "stands-still")
     run.wait_for_step(3)
     pids = [*run.pids(), run.pid_of("agent"), run.pid_of("smp"), run.pid_of("zygote")]

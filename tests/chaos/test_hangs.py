@@ -1,4 +1,4 @@
-"""Every way of standing still is named after who does it, ended, and changes no bit of a result."""
+"""Each kind of hang is diagnosed with its culprit, ended, and changes no bit of the result."""
 
 import re
 from pathlib import Path
@@ -25,14 +25,14 @@ KINDS = {
     "lock": "hang in computation",
 }
 ALWAYS = ("sleep", "skip")
-"""The others in scripts/test --full."""
+"""The others run with scripts/test --full."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]
 
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of all ranks after a run in which nothing goes wrong."""
+    """Of all ranks after a run without a fault."""
     run = Run(tmp_path_factory.mktemp("quiet"), *FLAGS, str(SCRIPT), "nothing", "0")
     try:
         assert run.wait() == 0, run.text

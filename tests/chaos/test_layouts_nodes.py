@@ -1,7 +1,7 @@
-"""A training on plain tensors loses a node of several and goes on in another layout, bit for bit.
+"""A training on plain tensors loses a node of several and continues in another layout, bitwise.
 
-The parts that a rank needs lie on other nodes, or only in parity. What ranks have is put together
-and compared step by step by code that knows no rules (tensor_parallel_training.py).
+The parts that a rank needs are on other nodes, or only in parity. Code that does not use the rules
+(tensor_parallel_training.py) joins the parts of the ranks and compares them step by step.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def run_of(
 
 
 def check(run: NodesRun, sizes: list[int]) -> None:
-    """Each generation has begun with what ranks had after that step in the one before.
+    """Each generation has begun with the ranks' state after that step in the one before.
 
     Args:
         run: it is over.

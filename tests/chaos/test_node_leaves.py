@@ -1,4 +1,4 @@
-"""SIGTERM to one node lets it leave, to all of them stops the run; and who comes too late ends."""
+"""SIGTERM to one node drains it, to all nodes stops the run; an agent that comes too late ends."""
 
 import signal
 import time
@@ -86,7 +86,7 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
 def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_result(
     tmp_path: Path,
 ) -> None:
-    """It finds no leader, and reads the record of the run beside the checkpoints."""
+    """It finds no leader, and reads the record of the run next to the checkpoints."""
     with VirtualCluster(3) as cluster:
         flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
         words = job_argv("ddp", tmp_path)

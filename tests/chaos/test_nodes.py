@@ -1,7 +1,7 @@
-"""Nodes die, freeze, are cut off and come back, and the result stays that of a quiet run.
+"""Nodes die, freeze, are cut off and return, and the result is that of an undisturbed run.
 
-Real agents, ranks and networks, on a virtual cluster. One fault of each kind runs always; the rest
-of the catalogue, which is in scripts/drill_faults.py, in scripts/test --full.
+Real agents, ranks and networks, on a virtual cluster. One fault of each kind runs always. The rest
+of the catalogue, which is in scripts/drill_faults.py, runs with scripts/test --full.
 """
 
 import os
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 200.0
 NO_ZYGOTE = ("--set", "start.mode=fresh")
-"""Where no rank is ever started, and time is dear."""
+"""A run that never starts a rank, so that its timeouts are short."""
 
 ALWAYS = [
     ("power-off", "fsdp2"),
@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> BaselineRuns:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Start]:
-    """A run with so many members, not started yet, on a cluster with nodes to spare."""
+    """A run with this number of members, not started yet, on a cluster with nodes to spare."""
     clusters = []
 
     def make(
@@ -109,9 +109,9 @@ def test_a_node_that_gets_sigterm_costs_no_step_and_a_short_pause(
 def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_checkpoint(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
-    """The newest checkpoint is damaged in the shard of the node that takes the lost one's place.
+    """The newest checkpoint is damaged in the shard of the node that replaces the lost one.
 
-    All nodes fall back to the checkpoint before it, say so, and end as if undisturbed.
+    All nodes fall back to the checkpoint before it, report that, and end as if undisturbed.
     """
     ranks = range(2)
     names = tuple(f"rank{rank}.jsonl" for rank in ranks)
@@ -151,7 +151,7 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
 
 
 @pytest.mark.full
-def test_more_lost_nodes_than_parity_bears_cost_the_steps_since_the_checkpoint(
+def test_more_lost_nodes_than_parity_tolerates_cost_the_steps_since_the_checkpoint(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """Two of three members at once, with 2+1."""
@@ -191,7 +191,7 @@ def test_other_fault_changes_no_byte(
 def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
-    """Nothing but the memory of its node has its shard; a spare takes its place with that."""
+    """Only the memory of its node has its shard; a spare takes its place with that."""
     names = ("rank0.jsonl", "rank1.jsonl")
     expected = undisturbed.of(
         DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
@@ -221,7 +221,7 @@ def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
 def test_a_stopped_agent_of_the_only_member_trains_alone(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
-    """Its rank runs on, and stands still before its successor on a spare begins."""
+    """Its rank continues, and is suspended before its successor on a spare begins."""
     words = job_argv("ddp", Path("FOLDER"))
     expected = undisturbed.of(DrillJob("ddp", tuple(words), ("rank0.jsonl",), STEPS), 1)
     flags = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 0.5)
@@ -279,11 +279,11 @@ def test_an_smp_that_dies_while_the_next_agent_of_its_node_starts_is_followed_by
     assert run.journal(1, "smp_unreachable"), "it was killed too late for this test"
     assert run.journal(1, "smp_respawned")
     run.finish()
-    assert run.first_steps(run.generation)[0]["step"] > 1, "it did not go on from memory"
+    assert run.first_steps(run.generation)[0]["step"] > 1, "it did not resume from memory"
 
 
 def test_two_nodes_that_refuse_each_other_pause_and_none_takes_over(nodes: Start) -> None:
-    """A firewall between them resets connections; each other's kernel seems to say "dead"."""
+    """A firewall between them resets connections; each other's kernel seems to report a death."""
     run = nodes(2, "--nnodes", "1:2")
     run.start_all()
     run.wait_for_step(5)

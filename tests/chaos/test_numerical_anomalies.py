@@ -1,4 +1,4 @@
-"""A batch that makes the loss infinite: the run goes on from before it, and without it."""
+"""A batch makes the loss infinite: the run resumes from before it, and skips it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Any part of ftrun may be killed, and any two at once: the result stays that of a quiet run."""
+"""Any part of ftrun may be killed, and any two at once: the result does not change."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.integration.conftest import Run, Start, is_gone
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
 ALWAYS = {("smp", "agent")}
-"""The others in scripts/test --full."""
+"""The others run with scripts/test --full."""
 
 TOGETHER = [
     pytest.param(
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]
 
 
 def kill(run: Run, parts: tuple[str, ...]) -> None:
-    """SIGKILL to all of them, as close together as can be."""
+    """SIGKILL all of them, as close together as possible."""
     pids = [run.pids()[1] if part == "rank" else run.pid_of(part) for part in parts]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_the_agent_dies_before_a_new_smp_has_the_memory(
         undisturbed.check(run)
         started = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
         assert int(started[-1].rpartition("=")[2]) >= KILL_AT - 2, run.text
-        assert len(run.journal("generation_started")) == 2, "no rank stood still"
+        assert len(run.journal("generation_started")) == 2, "no rank hangs"
     finally:
         run.end()
 

@@ -1,4 +1,4 @@
-"""A rail is cut where there is another one: nobody is missed, and not one step is done twice."""
+"""A rail is cut while another one works: no node counts as lost, and no step is repeated."""
 
 import json
 import secrets
@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 NODES = 3
 MORE_STEPS = 40
 HELD_S = 1.9
-"""Ranks are held after 2 s."""
+"""Ranks are suspended after 2 s."""
 TRIES = 3
-"""So often a rail is cut where the machine stands still for a second just then."""
+"""Number of attempts: the machine may pause for a second during a cut."""
 TRAINED_OVER = {"GLOO_SOCKET_IFNAME": "eth1"}
 
 
@@ -82,7 +82,7 @@ def steps_done(run: NodesRun) -> list[list[int]]:
 
 
 def check_undisturbed(run: NodesRun) -> None:
-    """The run comes to its end in its first generation, with every step done once."""
+    """The run ends in its first generation, with every step done once."""
     run.finish()
     assert len(run.journals("generation_chosen")) == 1
     assert not run.journals("node_lost")
@@ -93,25 +93,25 @@ def check_undisturbed(run: NodesRun) -> None:
 
 
 def other_rails(run: NodesRun, node: int) -> list[dict[str, Any]]:
-    """Words that this node, or another about it, is spoken with over another rail."""
+    """Journal lines which report that this node, or a peer of it, uses another rail."""
     found = run.journals("connection_failed_over")
     return [line for line in found if f"node{node}" in (line["to"], line["node"])]
 
 
 def protected_step(run: NodesRun) -> int:
-    """The newest that every node holds, with its part for the others."""
+    """The newest step that every node holds, with its part for the others."""
     nodes = status(run, 0)["cluster"]["nodes"]
     assert not any(node["unprotected_reason"] for node in nodes)
     return int(min(node["ready"][1] for node in nodes))
 
 
 def cut_off(start: Start, node: int, cut: Callable[[NodesRun], int]) -> NodesRun:
-    """A run in which another rail was found before ranks are held.
+    """A run in which another rail was found before ranks are suspended.
 
     Args:
-        start: makes a run.
-        node: that is cut off.
-        cut: does it; gives the time just before, in ns.
+        start: starts a run.
+        node: the node that is cut off.
+        cut: cuts it off; gives the time just before, in ns.
     """
     took_s: list[float] = []
     while len(took_s) < TRIES:
@@ -121,18 +121,18 @@ def cut_off(start: Start, node: int, cut: Callable[[NodesRun], int]) -> NodesRun
         took_s.append(other_rails(run, node)[0]["monotonic_s"] - at_ns / 1e9)
         if took_s[-1] < HELD_S:
             return run
-    pytest.fail(f"another rail is found after {took_s} s, and ranks are held after 2 s")
+    pytest.fail(f"another rail is found after {took_s} s, and ranks are suspended after 2 s")
 
 
 def check_goes_on(run: NodesRun) -> None:
-    """Nobody has waited for a node that was cut off, and its memory is protected on."""
+    """No rank waited for a node that was cut off, and its memory is still protected."""
     cut_at = run.last_step()
     run.wait_for_more_steps(MORE_STEPS)
     run.wait_for("protected steps", lambda: protected_step(run) > cut_at + MORE_STEPS // 2)
 
 
 def lose_one_way(run: NodesRun, node: int, other: int) -> None:
-    """What this node sends to the other one over eth0 gets lost; what comes is whole."""
+    """Drop the packets from this node to the other one over eth0, but not those in reverse."""
     nowhere = ["lladdr", "02:00:00:00:ff:ff", "dev", "eth0"]
     words = ["ip", "neigh", "replace", run.cluster.address(other), *nowhere]
     assert run.cluster.run(node, words).wait() == 0

@@ -1,4 +1,4 @@
-"""A rail is cut or slowed in the middle of a training, and the run goes on over the other one.
+"""A rail is cut or slowed in the middle of a training, and the run continues over the other one.
 
 Real agents, ranks and networks, on a virtual cluster with two rails and two leaf switches.
 """
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 WAIT_S = 120.0
 MEMBERS = 3
 LONG = 400
-"""Steps: it takes a while until a slow rail is told from a slow moment."""
+"""Steps until a slow rail is distinguished from a slow moment."""
 
 SCRIPT = """
 import json, os, sys
@@ -63,13 +63,13 @@ def paths(tmp_path: Path) -> Iterator[Start]:
 
 
 def rail_in_use(run: NodesRun) -> int:
-    """The best rail of the newest plan, as the virtual cluster counts them."""
+    """The best rail of the newest plan, as the virtual cluster numbers them."""
     name = run.journals("network_plan")[-1]["rails"][0]
     return int(str(name).removeprefix("eth"))
 
 
 def problems(run: NodesRun, folder: Path, steps: int = STEPS) -> str:
-    """What differs from an undisturbed run."""
+    """Differences from an undisturbed run."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
     job = DrillJob("ddp", tuple(job_argv("ddp", Path("FOLDER"), steps=steps)), names, steps)
     expected = BaselineRuns(folder / "torchrun").of(job, MEMBERS)
@@ -88,7 +88,7 @@ def test_a_cut_rail_costs_one_generation(paths: Start, tmp_path: Path) -> None:
     assert named
     assert f"eth{rail}" in named[0]["text"]
     assert run.generation == 1
-    # None where the blocks of the last snapshot are at the other nodes by the next boundary.
+    # None if the blocks of the last snapshot are at the other nodes by the next boundary.
     assert steps_lost(run) <= 1
     assert not run.journals("node_lost")
     assert run.journals("network_plan")[-1]["rails"] == [f"eth{1 - rail}"]

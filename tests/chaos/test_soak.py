@@ -1,4 +1,4 @@
-"""A short piece of scripts/soak.py, and what it counts."""
+"""A short part of scripts/soak.py, and its counters."""
 
 import json
 import random

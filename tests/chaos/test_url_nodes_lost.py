@@ -1,4 +1,4 @@
-"""Every node loses power, and the run goes on from what was sent to a URL."""
+"""Every node loses power, and the next run resumes from the checkpoint at a URL."""
 
 import sys
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def cluster() -> Iterator[VirtualCluster]:
 
 @pytest.fixture
 def store(cluster: VirtualCluster, tmp_path: Path) -> Iterator[str]:
-    """Where its FTP server is; the last process of its node is waited for before the node goes."""
+    """The URL of its FTP server; the last process of its node ends before the node does."""
     host = cluster.address(STORE)
     words = [sys.executable, "-m", "tests.ftp_server", str(tmp_path / "store"), host, str(PORT)]
     server = cluster.run(STORE, words, cwd=ROOT)
@@ -75,7 +75,7 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
                     for reader, one in zip(run.readers, started, strict=True)),
     )  # fmt: skip
     (began_at,) = {reader.of("attached")[-1]["step"] for reader in run.readers}
-    assert began_at >= saved_at  # one more, where power was cut before it was written down
+    assert began_at >= saved_at  # one more, if power was cut before it was recorded
     run.finish()
     outcomes = [outcome_of(folder / name) for name in names]
     assert not difference(expected, outcomes)

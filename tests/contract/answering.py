@@ -1,4 +1,4 @@
-"""Agents for tests: one that answers a connection, one that stays silent, and a refusing port."""
+"""Agents for tests: one that answers a connection, one that sends nothing, and a refusing port."""
 
 import select
 import socket
@@ -45,7 +45,7 @@ def answering(
         yield listener.getsockname()
     finally:
         done.set()
-        # Closing alone would not wake who waits in accept.
+        # Closing alone would not wake the thread that waits in accept.
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         listener.close()

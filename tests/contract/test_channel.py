@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
-    gc.collect()  # what other tests have left is not to be counted
+    gc.collect()  # what other tests have left is not counted
     before = len(os.listdir("/proc/self/fd"))
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     left, right = Channel(a, run_id="run", peer="b"), Channel(b, run_id="run", peer="a")
@@ -119,7 +119,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
     os.close(fd)
 
     def answer() -> None:
-        answerer.send(Refused("nobody has asked"))
+        answerer.send(Refused("no process has asked"))
         asked = answerer.receive(deadline_s=TIMEOUT_S)
         answerer.send(Done(), question=asked.envelope.question)
 
@@ -127,7 +127,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
     thread.start()
     assert requester.ask(PersistRunState(b"x"), deadline_s=TIMEOUT_S).body == Done()
     thread.join(TIMEOUT_S)
-    assert requester.receive(deadline_s=TIMEOUT_S).body == Refused("nobody has asked")
+    assert requester.receive(deadline_s=TIMEOUT_S).body == Refused("no process has asked")
 
 
 def test_no_answer_is_a_timeout_after_the_deadline(ends: tuple[Channel, Channel]) -> None:
@@ -165,7 +165,7 @@ def test_connect_sends_hello_to_a_listener(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     path = folder / "test.sock"
-    path.touch()  # a stale socket, or whatever lies there
+    path.touch()  # a stale socket, or any other file there
     server = listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [one.name for one in folder.iterdir()] == ["test.sock"]

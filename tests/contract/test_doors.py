@@ -112,7 +112,7 @@ def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @contextlib.contextmanager
 def smp(secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of an SMP with few slots and a long patience."""
+    """The port of an SMP with few slots and a long timeout."""
     monkeypatch.setattr(peers, "_MAX_HANDSHAKES", SLOTS)
     listening = PeerListener()
     port = listening.listen([HOST], secret)
@@ -128,7 +128,7 @@ def smp_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def unknown_peer(stack: contextlib.ExitStack, port: int, at: int) -> socket.socket:
-    """A connection that has sent its first message, which needs no secret, and is then silent."""
+    """A connection that sends its first message, which needs no secret, and then nothing more."""
     source = (f"127.0.0.{70 + at}", 0)
     sock = stack.enter_context(socket.create_connection((HOST, port), WAIT_S, source))
     hello = handshake._HELLO.pack(b"ftrun/hs", PROTOCOL_VERSION, True, os.urandom(32))

@@ -39,17 +39,17 @@ if reason := available():
 
 WAIT_S = 60.0
 LEASE_S = 60.0
-"""It does not end while a test runs, however busy the machine is."""
+"""Does not end while a test runs, however busy the machine is."""
 SHORT_S = 2.0
 """Of a lease that is to end."""
 TRIES = 5
-"""The quickest of some, so that it is the client's time and not the machine's."""
+"""Attempts of which the quickest counts, so that it is the client's time and not the machine's."""
 JOB = "/home/user/train.py with --nnodes/--spares 2"
 
 
 @contextmanager
 def started(folder: Path, tls: Certificates | None = None) -> Iterator[EtcdServer]:
-    """Start an etcd; if another process takes one of its ports first, try once more."""
+    """Start an etcd; repeat if another process takes one of its ports first."""
     for left in (2, 1, 0):
         server = EtcdServer(folder / f"etcd-{left}", tls=tls)
         try:
@@ -89,7 +89,7 @@ def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def haste(timeout: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of a run, for tests of the time until a request is given up."""
+    """The limit of a run, for tests of the time until a request is abandoned."""
     monkeypatch.setattr(etcd_register, "TRY_S", TRY_S)
     monkeypatch.setattr(etcd_register, "ANSWER_S", ANSWER_S)
 
@@ -256,7 +256,7 @@ def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: st
         assert Node("a", made).ask(WitnessOperation.CLAIM).granted
 
 
-# --- what is known before training starts -----------------------------------------------------
+# --- before training starts ---------------------------------------------------------------------
 
 
 def test_no_listener_is_reported_with_where_and_after_how_long(run_id: str) -> None:
@@ -302,7 +302,7 @@ def http_server(version: str) -> Iterator[tuple[str, int]]:
             self.wfile.write(b"404 page not found")
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
-            """Not in the test's output."""
+            """Keep the test's output clean."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -419,7 +419,7 @@ def test_tls_on_one_side_only_is_reported(
         (shared, EtcdTls(ca=certificates.ca), "as an etcd without TLS does"),
     ):
         at = [(server.host, server.port)]
-        # Where the rest of a question comes after the end, it is a reset that is seen.
+        # If the rest of a request arrives after the end, the client sees a reset.
         for _ in range(TRIES):
             made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
             with pytest.raises(EtcdUnreachable) as caught:

@@ -1,4 +1,4 @@
-"""Messages do not depend on how a stream is divided, and nothing else is accepted."""
+"""Messages do not depend on how a stream is divided; other bytes are rejected."""
 
 import contextlib
 import struct

@@ -1,4 +1,4 @@
-"""Only two sides that prove the same secret and fit together get a session."""
+"""Only two compatible sides that prove the same secret get a session."""
 
 import os
 import socket
@@ -374,7 +374,7 @@ def test_noise_is_refused_and_nothing_else_happens(noise: bytes, greet: bool) ->
     assert b"node-b" not in message
 
 
-# --- somebody in the middle -----------------------------------------------------------------
+# --- an attacker in the middle --------------------------------------------------------------
 
 
 def through(touch: Callable[[str, int, bytes], bytes | None]) -> tuple[Outcome, Outcome]:

@@ -36,9 +36,9 @@ from tests.contract.answering import wait_until_full
 
 TIMEOUT_S = 60.0
 QUIET_S = 2.0
-"""Longer than it takes to dial anew."""
+"""Longer than a new connection takes."""
 TRIES = 3
-"""The quickest of some, so that it is the agent's time and not the machine's."""
+"""Attempts of which the quickest counts, so that it is the agent's time and not the machine's."""
 
 SECRET = make_secret()
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
@@ -65,7 +65,7 @@ def wait_for(what: str, is_so: Callable[[], object]) -> None:
 
 @dataclass
 class FakeLeader:
-    """The other agent, played by the test; it listens on two rails."""
+    """The other agent, simulated by the test; it listens on two rails."""
 
     stack: ExitStack
     incarnation: int = 5
@@ -266,7 +266,7 @@ def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
 
 
 def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
-    """The seconds that an action takes; tried once more if that is too long."""
+    """The seconds that an action takes; repeated if that is too long."""
     took_s: list[float] = []
     while not took_s or (min(took_s) >= enough_s and len(took_s) < TRIES):
         with ExitStack() as stack:
@@ -291,7 +291,7 @@ def test_a_connection_that_is_cut_off_is_recreated_over_another_rail() -> None:
         assert not agent.notes("leader_lost")
         return took_s
 
-    assert quickest(scene, 1.8) < 1.8, "ranks are held after 2 s"
+    assert quickest(scene, 1.8) < 1.8, "ranks are suspended after 2 s"
 
 
 @pytest.mark.slow
@@ -339,7 +339,7 @@ def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
     leader.leave(FIRST)
     leader.leave(SECOND)
     followed.close()
-    wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
+    wait_for("the leader to be lost", lambda: agent.notes("leader_lost"))
     assert "refuses the connection" in agent.notes("leader_lost")[0].text
 
 
@@ -349,7 +349,7 @@ def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
 ) -> None:
     leader.cut(FIRST)
     port = leader.port(SECOND)
-    leader.leave(SECOND)  # as where a firewall refuses what never was let through
+    leader.leave(SECOND)  # as with a firewall that refuses connections it never allowed
     followed.close()
     time.sleep(QUIET_S)
     assert not agent.notes("leader_lost")
@@ -358,7 +358,7 @@ def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
     received(again, Heartbeat)
     leader.leave(SECOND)
     again.close()
-    wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
+    wait_for("the leader to be lost", lambda: agent.notes("leader_lost"))
 
 
 def test_an_agent_started_again_may_speak_from_another_rail_of_its_machine(

@@ -37,7 +37,7 @@ SECRET = make_secret()
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the limit of half a second, which is for networks and not for busy machines."""
+    """Raise the limit of half a second, which suits networks and not busy machines."""
     for name in ("DIAL_S", "SHORT_DIAL_S", "TRY_S", "SHORT_TRY_S", "SERVE_S"):
         monkeypatch.setattr(path_probe, name, WAIT_S)
 
@@ -59,7 +59,7 @@ def agent(
 
 
 def test_a_path_has_a_round_trip_and_a_rate() -> None:
-    # The quickest of some, so that it is the road's rate and not the machine's.
+    # The quickest of some, so that it is the path's rate and not the machine's.
     for _ in range(5):
         with agent() as order:
             found = probe_path(order, "here", who("here", "path"), SECRET)

@@ -43,7 +43,7 @@ def tcp_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def met(secret: Secret | None) -> tuple[socket.socket, AuthSession, socket.socket, AuthSession]:
-    """Two sockets with a handshake behind them."""
+    """Two sockets after their handshake."""
     left, right = tcp_sockets()
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept_handshake, right, B, secret, deadline_s=TIMEOUT_S)
@@ -53,7 +53,7 @@ def met(secret: Secret | None) -> tuple[socket.socket, AuthSession, socket.socke
 
 @contextmanager
 def ends(secret: Secret | None) -> Iterator[tuple[Connection, Connection]]:
-    gc.collect()  # what other tests have left is not to be counted
+    gc.collect()  # what other tests have left is not counted
     before = len(os.listdir("/proc/self/fd"))
     left, mine, right, theirs = met(secret)
     a, b = PeerConnection(left, mine, Envelope), PeerConnection(right, theirs, Envelope)
@@ -95,12 +95,12 @@ def frames(session: AuthSession, count: int, *, first: int = 0, **other: object)
 
 
 def swapped(session: AuthSession) -> AuthSession:
-    """The same session as B has it."""
+    """The same session at B."""
     return AuthSession(B, A, session.receive_key, session.send_key, session.is_authenticated)
 
 
 def fed(session: AuthSession, data: bytes) -> tuple[list[str], Exception | None]:
-    """What B makes of these bytes from A, and how it ends."""
+    """The messages that B reads from these bytes of A, and how the stream ends."""
     left, right = tcp_sockets()
     connection = PeerConnection(right, swapped(session), Envelope)
     found: list[str] = []

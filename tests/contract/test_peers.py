@@ -21,9 +21,9 @@ from ftrun.wire.transport.tcp import dial, listen_tcp
 
 WAIT_S = 60.0
 TIMEOUT_S = 1.0
-"""Where the end of it is waited for."""
+"""Timeout of tests that wait for its end."""
 LONG_S = 30.0
-"""Where it must not end, however busy the machine is."""
+"""Timeout that must not end, however busy the machine is."""
 SECRET = make_secret()
 HOST = "127.0.0.1"
 
@@ -102,7 +102,7 @@ def test_a_node_that_does_not_connect_again_is_reported_in_the_end(here: Here) -
 def test_a_node_that_connects_again_is_not_lost(here: Here) -> None:
     here.linked_by_b().close()
     second = here.linked_by_b()
-    # The thread of the first link has waited for the second, and ends with nothing to tell.
+    # The thread of the first link has waited for the second, and ends without an event.
     give_up_s = time.monotonic() + LONG_S / 2
     while [thread.name for thread in threading.enumerate()].count("ftrun-from-b") > 1:
         assert time.monotonic() < give_up_s

@@ -1,4 +1,4 @@
-"""A socket listens at one address, and the states of a silent peer are distinguished."""
+"""A socket listens at one address, and the states of an unresponsive peer are distinguished."""
 
 import errno
 import socket

@@ -15,7 +15,7 @@ from ftrun.wire.transport.handshake import AuthSession, PeerIdentity
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.5
-"""Where the patience of one side is to end."""
+"""Limit for a side whose wait is to end."""
 
 KEY = bytes(range(32))
 Ends = tuple[BulkSocket, BulkSocket, socket.socket]

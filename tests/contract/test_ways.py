@@ -1,4 +1,4 @@
-"""Of several addresses the first one that passes is used; a refusal counts only if it is sure."""
+"""The first of several addresses that works is used; a refusal counts only if it is certain."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ from tests.contract.answering import closed_port, wait_until_full
 TIMEOUT_S = 30.0
 SOON_S = 1.0
 TRIES = 5
-"""The quickest of some, so that it is ours to answer for and not the machine's."""
+"""Attempts of which the quickest counts, so that it is ftrun's time and not the machine's."""
 
 
 @contextmanager
@@ -194,7 +194,8 @@ def paced_rate(wanted_bytes_s: float, size: int) -> float:
 
     with listen_tcp("127.0.0.1", 0) as listener:
         with socket.create_connection(listener.getsockname()) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # every user may
+            # Any user may set this one.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
             pace(sock, 0)
             pace(sock, wanted_bytes_s)
             reader = threading.Thread(target=read, args=(listener.accept()[0],))

@@ -1,6 +1,6 @@
 """Messages between processes and nodes stay byte for byte as recorded.
 
-To record them again, after an intended change of the format: python -m
+To record them again after an intended change of the format: python -m
 tests.contract.test_wire_format
 """
 

@@ -1,4 +1,4 @@
-"""Real runs of ftrun for tests: started, watched through their journal, cleaned up."""
+"""Real runs of ftrun for tests: started, observed through their journal, cleaned up."""
 
 import contextlib
 import json
@@ -24,11 +24,11 @@ from ftrun.wire.run_environment import RunId, run_folder
 WAIT_S = 200.0
 NAMES = ("ftrun-agent", "ftrun-smp")
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to whoever connects to something just then."""
+"""Below the ports that the kernel gives to connecting processes."""
 
 
 def free_port() -> int:
-    """A port that nobody has; nobody else is likely to take it before it is used."""
+    """A free port; another process is unlikely to take it before it is used."""
     while True:
         port = secrets.choice(PORTS)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 class Run:
-    """One `ftrun` under test. Every wait is bounded and fails with the run's own words."""
+    """One `ftrun` under test. Every wait is bounded and fails with the run's own output."""
 
     def __init__(self, folder: Path, *words: str, env: dict[str, str] | None = None) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        """Start it; once more with the same run id, after everything but the SMP is dead."""
+        """Start it; again with the same run id, after everything but the SMP is dead."""
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 self.argv,
@@ -76,7 +76,7 @@ class Run:
         return [line for line in lines if not kind or line["kind"] == kind]
 
     def status(self) -> dict[str, object]:
-        """What `ftrun status --json` prints, without a process for it; empty without an answer."""
+        """The document of `ftrun status --json`, without a process; empty without an answer."""
         try:
             view = status_of(choose(self.run_id, command="status"))
             return json.loads(msgspec.json.encode(view))  # type: ignore[no-any-return]
@@ -106,10 +106,10 @@ class Run:
             time.sleep(0.02)
 
     def wait_for_step(self, step: int, generation: int = 0) -> None:
-        """Until every rank of this generation has passed this step."""
+        """Wait until every rank of this generation has passed this step."""
 
         def reached() -> bool:
-            time.sleep(0.03)  # an agent that is asked has less time for its ranks
+            time.sleep(0.03)  # an agent that serves requests has less time for its ranks
             now = self.status()
             ranks = now.get("ranks") or []
             return (
@@ -128,7 +128,7 @@ class Run:
             pytest.fail(f"still running after {WAIT_S} s:\n{self.text}")
 
     def end(self) -> None:
-        """Leave nothing behind, whatever the test did, and also where its time is over in here."""
+        """Leave nothing behind, whatever the test did, also if its time ends in here."""
         folder = run_folder(RunId(self.run_id))
         try:
             if self.process.poll() is None:
@@ -182,7 +182,7 @@ Start = Callable[..., Run]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start runs of ftrun in the test's own folder."""
-    with contextlib.ExitStack() as ends:  # all of them, also where one does not end as it should
+    with contextlib.ExitStack() as ends:  # all of them, also if one does not end as it should
 
         def begin(*words: str, env: dict[str, str] | None = None) -> Run:
             run = Run(tmp_path, *words, env=env)

@@ -34,7 +34,7 @@ def backward_or_die(*args, **kwargs):
 
 torch.Tensor.backward = backward_or_die
 """
-"""The last rank of a generation dies after this number of its own backwards."""
+"""The last rank of a generation dies after this number of its own backward passes."""
 
 REPORTS = """
 import hashlib
@@ -52,8 +52,8 @@ import os
 
 os._exit(0)
 """
-"""At the end of an undisturbed script: on a busy machine torch 2.13 with gloo sometimes aborts when
-the interpreter ends ("terminate called without an active exception")."""
+"""At the end of an undisturbed script: on a busy machine torch 2.13 with gloo sometimes aborts
+when the interpreter ends ("terminate called without an active exception")."""
 
 
 def example(
@@ -86,17 +86,17 @@ def loses_a_rank_twice(
     first: Container[int],
     second: Container[int],
 ) -> Run:
-    """Kill a rank in the middle of an accumulation, and once more in a later epoch.
+    """Kill a rank in the middle of an accumulation, and again in a later epoch.
 
     The seventh backward is the first of two whose gradients make the fourth step. An epoch has
     twelve of them.
 
     Args:
         start: starts ftrun.
-        folder: where it starts it.
+        folder: the working folder of ftrun.
         code: the script; it leaves its model in `model`.
         first: steps that the first restart may go back to.
-        second: the same of the second one.
+        second: the same for the second one.
     """
     run = ends_like_undisturbed(start, folder, code, {0: 7, 1: 12})
     steps = restored_steps(run)
@@ -113,7 +113,7 @@ def ends_like_undisturbed(
 
     Args:
         start: starts ftrun.
-        folder: where it starts it.
+        folder: the working folder of ftrun.
         code: the script; it leaves its model in `model`.
         deaths: by generation, the backward after which its last rank dies.
         words: for ftrun.
@@ -144,7 +144,7 @@ def ends_like_undisturbed(
 
 
 def wait_long(run: Run) -> int:
-    """A framework takes its time to be imported."""
+    """Wait long, because the import of a framework is slow."""
     try:
         return run.process.wait(3 * WAIT_S)
     except subprocess.TimeoutExpired:

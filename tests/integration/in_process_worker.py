@@ -98,7 +98,7 @@ class Run:
         self.group: list[smp_messages.NodeAddress] = []
 
     def attach(self, **given: object) -> Session:
-        """The next generation's session; it restores what is committed, if anything is."""
+        """The next generation's session; it restores the committed version, if there is one."""
         return self.session_of(self.next_context(), **given)
 
     def next_context(self) -> WorkerContext:
@@ -152,12 +152,12 @@ class Run:
         self.ask(body, self.command_fd)
 
     def be_led(self) -> None:
-        """From now on the SMP waits for a lead's word, as on several nodes."""
+        """From now on the SMP waits for a leader's decision, as on several nodes."""
         self.group = [smp_messages.NodeAddress("n0", 1, "127.0.0.1", 0, [0])]
         self.begin(0)
 
     def commit(self, step: int, *, take_from: int, generation: int = 0) -> None:
-        """The lead's word, once this node is ready, and at which step to go on."""
+        """The leader's decision, once this node is ready, and the step at which to continue."""
         self.commands.set(CommandField.TAKE_FROM, take_from)
         self.agent.send(smp_messages.CommitVersion(generation, step))
         give_up_s = clock.now_s() + TIMEOUT_S
@@ -166,7 +166,7 @@ class Run:
             clock.sleep(0.001)
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> ReceivedMessage:
-        """Ask the SMP; what it tells unasked is passed over."""
+        """Ask the SMP; other messages are ignored."""
         self.agent.send(body, fds=fds)
         while True:
             received = self.agent.receive(deadline_s=TIMEOUT_S)
@@ -189,7 +189,7 @@ class Run:
         return self.ask(smp_messages.HandOverMemory()).fds[-1]
 
     def saved(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """The newest committed step and its tensors, out of the SMP's memory."""
+        """The newest committed step and its tensors, from the SMP's memory."""
         newest = self.committed_version()
         arena = Arena(self.arena_fd(), writable=True)
         slot = arena.find(newest)
@@ -209,7 +209,7 @@ class Run:
     def _end_smp(self) -> None:
         self.smp.kill()
         self.smp.wait(TIMEOUT_S)
-        early_restore._started = None  # what a test that has failed has not taken
+        early_restore._started = None  # what a failed test did not receive
         early_restore.release()
 
 

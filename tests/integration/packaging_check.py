@@ -73,7 +73,7 @@ def use(folder: Path, ftrun: Path) -> None:
         (folder / "seen").touch()
         output, _ = run.communicate(timeout=DEADLINE_S)
     finally:
-        if run.poll() is None:  # its memory would outlive it
+        if run.poll() is None:  # its memory would survive it
             stop = [str(ftrun), "stop", "packaged"]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(stop, cwd=folder, env=variables, check=False, timeout=DEADLINE_S)

@@ -1,6 +1,6 @@
 """scripts/test and scripts/demo pass in any checkout: 150 characters, a blank, no ASCII, no root.
 
-The first makes the environment, as after a fresh clone, and runs every step of scripts/test. That
+The first creates the environment, as after a fresh clone, and runs every step of scripts/test. That
 takes about 20 minutes on two quiet cores, so scripts/test runs this file alone, after all others.
 """
 
@@ -29,7 +29,7 @@ Do = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def do() -> Iterator[Do]:
-    """Run a program of the checkout, in it, as a user who is not root."""
+    """Run a program of the checkout, in it, as a user without root rights."""
     with tempfile.TemporaryDirectory(prefix="ftrun-c-") as text:
         folder = Path(text)
         checkout = folder / "a checkout with a blänk"
@@ -39,7 +39,7 @@ def do() -> Iterator[Do]:
         for path in (checkout.parent, home, temporary):
             path.mkdir()
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, checkout], check=True)
-        settings = Path.home() / ".config" / "pip"  # which index it asks
+        settings = Path.home() / ".config" / "pip"  # the package index that it uses
         if settings.is_dir():
             shutil.copytree(settings, home / ".config" / "pip")
         variables = {k: v for k, v in os.environ.items() if k.upper().startswith(PASSED_ON)}
@@ -67,7 +67,7 @@ def do() -> Iterator[Do]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it with all that it has started, if it still runs; as ^C, so that tests clean up."""
+    """End it with all its child processes, if it still runs; by ^C, so that tests clean up."""
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)

@@ -1,8 +1,8 @@
-"""A sealed snapshot holds the state of its boundary, whatever the script does, and comes back.
+"""A sealed snapshot holds the state of its boundary, whatever the script does, and is restored.
 
-Each test trains in this process against a real SMP. Those of the first half use one known way
-each to break lazy copies, and compare the newest sealed slot with what the state was at that
-boundary; those of the second restore into fresh objects.
+Each test trains in this process against a real SMP. Each test of the first half uses one known way
+to break lazy copies, and compares the newest sealed slot with the state at that boundary. The tests
+of the second half restore into new objects.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def train(
     watched: dict[str, nn.Module] | None = None,
     **named: object,
 ) -> None:
-    """Train, remember the state at each boundary, and compare what was committed with it."""
+    """Train, record the state at each boundary, and compare the committed versions with it."""
     session = run.attach(model=model, optimizer=optimizer, **named)
     seen: dict[int, dict[str, torch.Tensor]] = {}
     parts = {"model": model, **(watched or {})}
@@ -117,12 +117,12 @@ def test_an_smp_that_is_paused_costs_a_moment_once_in_a_while(
         if at == 50:
             paused_s, num_asked = clock.now_s() - stopped_s, len(asked) - before
             run.smp.send_signal(signal.SIGCONT)
-            run.committed_version()  # it runs again, also where the machine is busy
+            run.committed_version()  # it runs again, also if the machine is busy
         optimizer.zero_grad()
         model(torch.ones(4, WIDTH)).square().mean().backward()
         optimizer.step()
     assert paused_s > memory_link._WITHDRAW_S
-    # Whatever else a busy machine takes, it asked once and went on.
+    # Whatever other delays a busy machine causes, it asked once and continued.
     assert 1 <= num_asked <= 1 + paused_s / memory_link._REST_S
     assert run.page.get(HeartbeatField.SKIPPED_COUNT) > 30
     assert run.saved()[0] > 50
@@ -151,7 +151,7 @@ def test_weights_copied_under_no_grad_before_the_forward_are_found(
             is_changed.set()
 
     def copy_late(self: SlotCopy, table: memoryview) -> None:
-        """The first copy, else it might be whole before the weight is changed."""
+        """Delay the first copy; otherwise it might be complete before the weight changes."""
         assert is_changed.wait(TIMEOUT_S)
         copy(self, table)
 
@@ -221,7 +221,7 @@ def test_an_optimizer_inside_the_backward_waits_for_the_copy(run: Run) -> None:
 def test_a_step_that_no_hook_sees_is_found(run: Run) -> None:
     model, optimizer = made()
 
-    def step() -> None:  # like a compiled step: in place, and past torch's hooks
+    def step() -> None:  # like a compiled step: in place, and without torch's hooks
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(parameter.grad, alpha=0.1)
@@ -388,7 +388,7 @@ def test_a_changed_shape_is_named_with_both_shapes(run: Run) -> None:
     assert (caught.value.saved, caught.value.present) == ("F32[3, 600]", "F32[4, 600]")
 
 
-def test_a_tensor_that_is_gone_is_named(run: Run) -> None:
+def test_a_missing_tensor_is_named(run: Run) -> None:
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer, extra=torch.ones(2)), model, optimizer, 2)
     fresh, fresh_optimizer = made()
@@ -522,7 +522,7 @@ def test_attach_continues_where_it_meets_the_reader(
     read = early_restore.EarlyRestore._copy
 
     def first_only(self: early_restore.EarlyRestore, *given: object) -> bool:
-        """Where it is taken over in the middle of the second tensor."""
+        """Only the part before it is taken over in the middle of the second tensor."""
         if self.copied:
             self.take_over()
         return read(self, *given)  # type: ignore[arg-type]
@@ -578,7 +578,7 @@ def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> 
     assert run.page.get(HeartbeatField.SEALED_STEP) == 1
 
 
-def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
+def test_a_dead_smp_costs_snapshots_and_not_the_run(run: Run) -> None:
     run.settings = SnapshotConfig(every=1, commit_timeout_s=0.01)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
@@ -618,7 +618,7 @@ def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_st
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 4)
-    run.commit(1, take_from=3)  # heard too late: step 3 is over
+    run.commit(1, take_from=3)  # received too late: step 3 is over
     loop(session, model, optimizer, 5)
     assert run.page.get(HeartbeatField.SEALED_STEP) == 1
     reported = run.agent.receive(deadline_s=TIMEOUT_S).body

@@ -1,4 +1,4 @@
-"""A rank's copy is written from where it lies, while others are still captured and copied."""
+"""A rank's copy is written from its slot, while others are still captured and copied."""
 
 import os
 import threading
@@ -34,7 +34,7 @@ BYTES_PER_S = 2.5 * BUFFER_BYTES
 
 
 class Worker:
-    """One rank that captures, as far as it is told; its own number in every byte."""
+    """One rank that captures up to a given piece; its own number in every byte."""
 
     def __init__(self, rank: int) -> None:
         self.rank = Rank(rank)

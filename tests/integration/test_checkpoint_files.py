@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is set aside, and the one before it is used."""
+"""A checkpoint is whole, or it is rejected and the one before it is used."""
 
 import fcntl
 import gc
@@ -80,7 +80,7 @@ class Arenas:
 
 @pytest.fixture
 def arenas() -> Iterator[Arenas]:
-    gc.collect()  # what other tests have left is not to be counted
+    gc.collect()  # what other tests have left is not counted
     before = len(os.listdir("/proc/self/fd"))
     found = Arenas()
     yield found
@@ -202,7 +202,7 @@ def test_an_incomplete_checkpoint_is_excluded(
 
 @pytest.mark.parametrize("life", ["", "own"])
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json", ".", "latest"])
-def test_what_cannot_be_read_for_a_moment_is_read_once_more(
+def test_what_cannot_be_read_for_a_moment_is_read_again(
     arenas: Arenas, tmp_path: Path, name: str, life: str
 ) -> None:
     """It cannot be read until the first attempt has failed."""
@@ -246,7 +246,7 @@ def test_a_directory_that_cannot_be_read_at_all_is_no_empty_one(tmp_path: Path) 
 
 
 def test_what_cannot_be_read_may_be_of_this_run(arenas: Arenas, tmp_path: Path) -> None:
-    """With --resume never, a node that cannot read the newest one has the leader know."""
+    """With --resume never, a node that cannot read the newest one reports it to the leader."""
     for step in (3, 4):
         arenas.seal(step)
         path = write(arenas, tmp_path, life="own")
@@ -386,7 +386,7 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
     steps = iter(range(2, 20))
 
     class Busy(CopyBuffers):
-        """The training goes on between the choice of the slots and their reading."""
+        """The training continues between the choice of the slots and their reading."""
 
         def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
             arenas.seal(next(steps))
@@ -402,7 +402,7 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
 
 
 class Reading:
-    """A version that is read while the training goes on, and how often memory was asked for."""
+    """A version that is read while the training continues, and the count of memory requests."""
 
     def __init__(self, arenas: Arenas, step: int, *, gap_s: float = 0.0) -> None:
         self.version = version(0, step)

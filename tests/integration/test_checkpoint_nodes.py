@@ -1,7 +1,7 @@
-"""Several nodes write one checkpoint, and none of them leads.
+"""Several nodes write one checkpoint without a leader.
 
-Real SMP processes, two or three on this machine, each with some ranks of a world of four, and a
-directory that they share. The test plays their agents and workers.
+Real SMP processes, two or three on this machine, hold some ranks of a world of four each, and share
+a directory. The test acts as their agents and workers.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def layout_of(rank: int) -> Layout:
 
 
 def image_of(rank: int, at: Version, salt: str = "") -> bytes:
-    """Bytes that no other rank, version and life has."""
+    """Bytes that differ for each rank, version and generation."""
     layout = layout_of(rank)
     seed = xxhash.xxh3_128_digest(f"{rank} {at} {salt}".encode())
     return layout.header + (seed * (layout.data_bytes // len(seed) + 1))[: layout.data_bytes]
@@ -66,7 +66,7 @@ def image_of(rank: int, at: Version, salt: str = "") -> bytes:
 
 @dataclass
 class Node:
-    """One SMP process after the other, its agent, and the arenas of its ranks."""
+    """The SMP processes of one node in sequence, its agent, and the arenas of its ranks."""
 
     name: str
     ranks: list[int]
@@ -81,7 +81,7 @@ class Node:
     starts: int = 0
 
     def start(self, *, crash_at: str = "", count: str = "") -> None:
-        """A fresh SMP; it gets back what arenas there are, as from its agent."""
+        """Start a new SMP; it gets the existing arenas, as from its agent."""
         self.starts += 1
         path = self.folder / f"{self.name}-{self.starts}.sock"
         command = [sys.executable, "-m", "ftrun.smp", "--run-id", self.run_id]
@@ -182,7 +182,7 @@ class Node:
         return self.ask(checkpoint_messages.LoadCheckpoint(str(directory), WORLD, self.ranks))
 
     def kill(self) -> None:
-        """The SMP alone; its arenas stay with its agent, which is us."""
+        """Kill the SMP alone; its arenas stay with its agent, which is the test."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
@@ -193,7 +193,7 @@ class Node:
         self.agent = None
 
     def lose(self) -> None:
-        """All of the node, with its memory."""
+        """Kill the whole node, with its memory."""
         self.kill()
         for fd in (*self.arenas.values(), *self.granted.values(), self.page_fd):
             if fd >= 0:
@@ -206,10 +206,10 @@ Make = Callable[..., Node]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    gc.collect()  # what other tests have left is not to be counted
+    gc.collect()  # what other tests have left is not counted
     before = len(os.listdir("/proc/self/fd"))
     numbers = itertools.count()
-    with contextlib.ExitStack() as ends:  # all of them, also where one does not end as it should
+    with contextlib.ExitStack() as ends:  # all of them, also if one does not end as it should
 
         def made(*ranks: int, run_id: str = RUN_ID) -> Node:
             node = Node(f"node{next(numbers)}", list(ranks), tmp_path, run_id)
@@ -258,7 +258,7 @@ def listing(directory: Path) -> list[str]:
 
 
 def check_files(path: Path, at: Version = FIRST, salt: str = "") -> None:
-    """It is whole, `latest` is on it, and nothing else lies in it."""
+    """It is whole, `latest` points to it, and the directory contains nothing else."""
     index = parse_index((path / INDEX_NAME).read_bytes(), what="it")
     assert [shard.rank for shard in index.shards] == list(range(WORLD))
     assert (index.run_id, index.step, index.world_size) == (RUN_ID, at.step, WORLD)
@@ -314,7 +314,7 @@ def test_nodes_that_write_at_once_make_one_checkpoint(
     assert listing(directory) == ["latest", "step-00000002-g0", "step-00000003-g0"]
     newest = directory / "step-00000003-g0"
     for node in nodes:
-        assert finished(node.write(directory, version(0, 3))) == newest, "asked again, it is told"
+        assert finished(node.write(directory, version(0, 3))) == newest, "asked again"
 
     for node in nodes:
         node.lose()
@@ -415,7 +415,7 @@ def test_what_others_have_left_is_neither_used_nor_in_the_way(make: Make, direct
     os.utime(directory / left.pop(), (1, 1))
     first.seal(version(0, 2), slot=1)
     part(first.write(directory, version(0, 2)))
-    assert len(listing(directory)) == 3, "what nobody has touched for long is swept"
+    assert len(listing(directory)) == 3, "files without a change for long are swept"
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_the_one_checkpoint_that_is_named_is_loaded(make: Make, directory: Path)
 
 OF_THE_FIRST = [one for one in CHECKPOINT_POINTS if one.endswith(("started", "written"))]
 OF_THE_FIRST.remove("smp.checkpoint.index_written")
-"""What a node passes that does not find all parts."""
+"""The crash points of a node that does not find all parts."""
 
 
 def passed(count: Path) -> list[str]:
@@ -599,7 +599,7 @@ def test_an_smp_killed_at_any_point_writes_again_and_one_of_them_finishes(
 
 
 def write_two(first: Node, second: Node, where: str, comes_last: bool) -> None:
-    """Two versions; the second finished one prunes the first."""
+    """Write two versions; the second finished one prunes the first."""
     nodes = (first, second) if comes_last else (second, first)
     for step in (1, 2):
         for node in nodes:

@@ -1,6 +1,6 @@
 """One run at a time writes to a directory of checkpoints, and removes none of other runs.
 
-Real SMP processes; the test plays their agents. See test_checkpoint_nodes.
+Real SMP processes; the test acts as their agents. See test_checkpoint_nodes.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ make = nodes_of.make
 _LIVES = (f"{number:x}" for number in itertools.count(1))
 FAST_S = 0.2
 LIFE: dict[str, str] = {}
-"""By the name of a node: of its last claim."""
+"""The last claim, by the name of a node."""
 
 
 def claim(directory: Path, node: Node, *, inherits: bool = True, num_nodes: int = 1) -> str:
-    """Load with a claim of a new life; the refusal, if another run is alive."""
+    """Load with a claim of a new run; the refusal, if another run is alive."""
     LIFE[node.name] = next(_LIVES)
     answer = load_with_claim(directory, node, inherits=inherits, num_nodes=num_nodes)
     assert answer.is_taken == (answer.problem != "")
@@ -138,7 +138,7 @@ def test_two_live_runs_of_one_id_are_two_runs(make: Make, tmp_path: Path) -> Non
 
 
 def write_as(node: Node, directory: Path, step: int) -> messages.AnyMessage:
-    """As another node of the same run, which has made no claim, would write its part."""
+    """Write a part as another node of the same run, which has made no claim."""
     if not node.arenas:
         node.begin()
         node.make_arenas()
@@ -194,7 +194,7 @@ def hindered(saved: Path, kind: str) -> Iterator[None]:
             yield
 
 
-# --- what needs more than one machine: the parts, with short intervals ---------------------------
+# --- tests that need more than one machine: the parts, with short intervals --------------------
 
 
 @pytest.fixture(params=["directory", "url"])

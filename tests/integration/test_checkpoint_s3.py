@@ -1,7 +1,7 @@
 """Checkpoints in an object store that speaks S3: no folders, no rename, no append.
 
-The store is moto's server, a real HTTP server in a process of its own; the client is s3fs. Both
-are optional: without them nothing of this is tried.
+The store is moto's server, a real HTTP server in a process of its own; the client is s3fs. Both are
+optional: without them these tests are skipped.
 """
 
 import os
@@ -46,7 +46,7 @@ BUCKET = "runs"
 
 
 class Store:
-    """The server, and what lies in it."""
+    """The server and its objects."""
 
     def __init__(self, port: int) -> None:
         import s3fs
@@ -65,7 +65,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def variables() -> Iterator[dict[str, str]]:
-    """What s3fs looks for; the endpoint comes by botocore's own variable."""
+    """Variables of s3fs; the endpoint comes from botocore's own variable."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
         stderr=subprocess.PIPE,
@@ -173,7 +173,7 @@ def test_what_was_sealed_comes_back_and_old_ones_go(arenas: Arenas, store: Store
 
 
 def test_the_index_is_the_commit(arenas: Arenas, store: Store) -> None:
-    """Two nodes: what one has sent counts for nothing; the second one's index publishes both."""
+    """Two nodes: the part of one node does not count; the second one's index publishes both."""
     arenas.seal(1)
     write(arenas, store.url, writer())
     arenas.seal(2)

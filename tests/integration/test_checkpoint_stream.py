@@ -1,6 +1,6 @@
-"""A snapshot is written while it is captured, and counts only if it was sealed as it was written.
+"""A snapshot is written during its capture, and counts only if it is sealed as it was written.
 
-The test is the worker: it copies piece by piece, as fast and as right as it likes.
+The test acts as the worker: it copies piece by piece, with any speed and any errors.
 """
 
 import gc
@@ -43,7 +43,7 @@ __all__ = ["make"]
 LAYOUT = make_layout([LayoutEntry("weight", "F32", (6_000_000,), CopyTiming.LAZY)], plain_bytes=10)
 NUM_PIECES, RANKS = len(LAYOUT.pieces), [Rank(0), Rank(1)]
 HALF = NUM_PIECES * 3 // 4
-"""18 MB: more than what a file or an upload collects before it writes."""
+"""18 MB: more than a file or an upload buffers before it writes."""
 TIMEOUT_S = 60.0
 
 
@@ -61,7 +61,7 @@ class Worker:
         self.arena.image(slot)[: len(LAYOUT.header)] = LAYOUT.header
 
     def copy(self, at: Version, slot: int, first: int, last: int) -> None:
-        """These pieces, each with its digest once it is there."""
+        """Copy these pieces; the digest of each follows its bytes."""
         image, table = self.arena.image(slot), self.arena.table(slot)
         for index in range(first, last):
             piece = LAYOUT.pieces[index]
@@ -89,7 +89,7 @@ class Worker:
 
 
 def stamp(rank: int, at: Version, index: int, num_bytes: int) -> bytes:
-    """Bytes of just this piece of just this version."""
+    """Bytes of exactly this piece of this version."""
     seed = xxhash.xxh3_128_digest(f"{rank} {at} {index}".encode())
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
 
@@ -123,7 +123,7 @@ class Writing:
         return self._pool.submit(self._writer.write, fds, order)
 
     def num_written(self) -> int:
-        """Bytes that lie in files that are not published."""
+        """Bytes in files that are not published."""
         files = [*self.folder.glob(".tmp-*/.rank*"), *self.folder.glob("step-*/rank-*")]
         return sum(path.stat().st_blocks * 512 for path in files)
 
@@ -134,7 +134,7 @@ class Writing:
 
 @pytest.fixture
 def workers() -> Iterator[list[Worker]]:
-    gc.collect()  # what other tests have left is not to be counted
+    gc.collect()  # what other tests have left is not counted
     before = len(os.listdir("/proc/self/fd"))
     found = [Worker(rank) for rank in RANKS]
     yield found
@@ -159,7 +159,7 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 
 
 def loaded_step(where: str) -> int:
-    """Of the newest checkpoint that can be used, which must be what was captured, bit for bit."""
+    """Of the newest usable checkpoint, which must equal the captured state, bit for bit."""
     order = LoadJob(2, RANKS, lambda needed_bytes: None)
     loaded = load_checkpoint(where, order, threading.Event())
     assert loaded is not None
@@ -232,7 +232,7 @@ def test_nothing_is_published_before_the_last_rank_has_sealed(
 
 
 def give_back(workers: list[Worker], writing: Writing) -> None:
-    """The first rank's seal is taken back while the second still copies."""
+    """The first rank withdraws its seal while the second still copies."""
     workers[0].copy(version(0, 2), 1, HALF, NUM_PIECES)
     workers[0].seal(version(0, 2), 1)
     select.select([], [], [], 0.05)
@@ -257,7 +257,7 @@ def end_run(workers: list[Worker], writing: Writing) -> None:
 
 
 def give_up_waiting(workers: list[Worker], writing: Writing) -> None:
-    """The same, and nobody says so."""
+    """The same, and no message reports it."""
     checkpoint_stream.TIMEOUT_S = 0.1
 
 
@@ -270,7 +270,7 @@ def test_a_capture_that_comes_to_nothing_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     happens: Callable[[list[Worker], Writing], None],
 ) -> None:
-    """The newest that all hold is written in its place."""
+    """The newest version that all ranks hold is written in its place."""
     monkeypatch.setattr(checkpoint_stream, "TIMEOUT_S", 30.0)  # put back at the end
     for worker in workers:
         worker.whole(version(0, 1), 0)
@@ -287,7 +287,7 @@ def test_a_capture_that_comes_to_nothing_leaves_nothing(
 def test_what_was_read_too_early_is_found_at_the_seal(
     workers: list[Worker], writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table says that a piece is there, and it is not: that is a hint, and no more."""
+    """The table says that a piece is there, and it is not: the table is only a hint."""
     at = version(0, 1)
     begin_all(workers, at, 0, HALF)
     table = workers[0].arena.table(0)
@@ -304,7 +304,7 @@ def test_what_was_read_too_early_is_found_at_the_seal(
     future = writing.begin()
     wait_until(lambda: writing.num_written() >= 16 << 20, "all but the last buffer is on disk")
     assert is_read.wait(TIMEOUT_S)
-    # The one that is found out last: then there is a version of all ranks to write in its place.
+    # The last possible detection: then there is a version of all ranks to write in its place.
     end_all(workers[::-1], at, 0, HALF)
     written = future.result(TIMEOUT_S)
     assert (written.version, written.ahead_s) == (at, 0.0)
@@ -333,7 +333,7 @@ def test_a_write_that_is_given_up_leaves_nothing(workers: list[Worker], writing:
 def test_a_worker_that_never_waits_spoils_no_checkpoint(
     workers: list[Worker], writing: Writing, free_bytes: int
 ) -> None:
-    """It captures on and on, discards some, and overwrites the slot that is being written."""
+    """It captures without pause, discards some, and overwrites the slot that is being written."""
     writing.free_bytes = free_bytes
     ends = threading.Event()
     chance = random.Random(5)
@@ -341,7 +341,7 @@ def test_a_worker_that_never_waits_spoils_no_checkpoint(
     def train() -> None:
         step, kept = 0, 1
         while not ends.is_set():
-            step, slot = step + 1, 1 - kept  # what all hold is never touched
+            step, slot = step + 1, 1 - kept  # the version that all ranks hold is never touched
             at = version(0, step)
             for worker in workers:
                 worker.begin(at, slot)
@@ -402,7 +402,7 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
     node.start()
     answer = node.load(directory)
     assert isinstance(answer, checkpoint_messages.CheckpointLoaded)
-    # Renamed it is whole, and another one is `latest` until the link is.
+    # After the rename it is whole, and another one is `latest` until the link is changed.
     assert answer.step == (2 if point == "latest" else 1)
     assert sorted(node.granted) == node.ranks
     for rank, fd in node.granted.items():

@@ -1,4 +1,4 @@
-"""A checkpoint at a URL is whole or none, whatever happens to the store and to its writers.
+"""A checkpoint at a URL is whole or absent, after any failure of the store and of its writers.
 
 The stores are real: fsspec's own file system of this machine, and a server that speaks FTP.
 """
@@ -27,12 +27,12 @@ from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check
 
 NEVER = threading.Event()
 TIMEOUT_S = 60.0
-"""Half of what a store is waited for."""
+"""Half of the time that the writer waits for a store."""
 
 
 @pytest.fixture
 def arenas() -> Iterator[Arenas]:
-    """Those of two ranks; afterwards no thread, connection or memory is left of anything."""
+    """The arenas of two ranks; afterwards no thread, connection or memory remains."""
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     found = Arenas()
@@ -50,7 +50,7 @@ def arenas() -> Iterator[Arenas]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """What the store has, as its own machine sees it."""
+    """The content of the store, on its own machine."""
     return tmp_path / "store"
 
 
@@ -86,7 +86,7 @@ def write(
     keep_s: float = 0.0,
     life: str = "",
 ) -> WriteResult:
-    """All ranks are here."""
+    """Write with all ranks on this node."""
     order = WriteJob(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
     return by.write(found.fds, order)
 
@@ -94,7 +94,7 @@ def write(
 def write_part(
     found: Arenas, url: str, by: CheckpointWriter, rank: int, step: int, *, token: str = "5b6a"
 ) -> WriteResult:
-    """Of two nodes, one with this rank."""
+    """Write the part of one of two nodes, with this rank."""
     order = WriteJob(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
     return by.write({Rank(rank): found.fds[Rank(rank)]}, order)
 
@@ -152,7 +152,7 @@ def test_what_was_loaded_is_not_sent_again(arenas: Arenas, url: str, root: Path)
 
 
 def test_large_objects_go_and_come_in_blocks(url: str) -> None:
-    """Of sizes that nothing divides; read from the beginning and from anywhere."""
+    """Of sizes that no block size divides; read from the beginning and from any offset."""
     size = 2 * BLOCK_BYTES + 12_345
     data = os.urandom(size)
     asked: list[int] = []
@@ -193,7 +193,7 @@ def test_a_file_that_is_given_up_is_not_there(url: str) -> None:
 def test_a_server_killed_at_any_point_costs_one_checkpoint_at_most(
     arenas: Arenas, root: Path
 ) -> None:
-    """Whichever change of its files it dies at, in a write that also prunes."""
+    """It dies at each change of its files, in a write that also prunes."""
     died = 0
     while True:
         died += 1
@@ -236,7 +236,7 @@ def test_a_full_store_keeps_the_one_before(arenas: Arenas, root: Path) -> None:
             with pytest.raises(CheckpointError, match=r"cannot write.*The previous one is kept"):
                 write(arenas, server.url(), by)
             assert check(load(server.url()), 1) == []
-            assert halves(root) == [], "what has no place is not left lying there"
+            assert halves(root) == [], "a file without space is removed"
     with ftp_server(root) as server:
         assert write(arenas, server.url(), by).version == version(0, 3)
         assert check(load(server.url()), 3) == []
@@ -283,7 +283,7 @@ def test_what_is_wrong_with_a_store_is_reported_without_the_password(root: Path)
         load("nope://somewhere/run")
 
 
-# --- what was damaged -------------------------------------------------------------------------
+# --- damaged checkpoints ----------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint_is_excluded(arenas: Arenas, url: str, root: Path) -> None:
@@ -334,7 +334,7 @@ def test_only_what_this_life_has_written_counts_where_that_is_asked(
     assert load(url, life="third") is None
 
 
-# --- which stay -------------------------------------------------------------------------------
+# --- retention --------------------------------------------------------------------------------
 
 
 def test_old_ones_go_by_their_age_but_never_the_newest(
@@ -397,7 +397,7 @@ def test_the_last_to_come_finishes(arenas: Arenas, url: str, root: Path) -> None
     assert write_part(arenas, url, nodes[1], 1, 1).missing_ranks == ()
     assert check(load(url), 1) == []
     done = write_part(arenas, url, nodes[0], 0, 1)
-    assert (done.missing_ranks, done.total_bytes) == ((), 0), "asked again, it is told"
+    assert (done.missing_ranks, done.total_bytes) == ((), 0), "asked again"
     assert write_part(arenas, url, nodes[0], 0, 1, token="other life").total_bytes == 0
     assert steps(root) == [1]
 
@@ -415,7 +415,7 @@ def test_a_part_counts_when_its_slots_are_overwritten(arenas: Arenas, url: str) 
 
 
 def test_a_node_that_publishes_writes_the_same(arenas: Arenas, url: str, root: Path) -> None:
-    """A node that was killed between the index and `latest`, or that both see all parts."""
+    """A node that was killed between the index and `latest`, or both nodes see all parts."""
     nodes = [writer(), writer()]
     for step in (1, 2):
         arenas.seal(step)
@@ -461,7 +461,7 @@ def test_a_damaged_part_is_not_in_the_way(arenas: Arenas, url: str, root: Path) 
 
 
 def test_parts_of_two_lives_are_never_put_together(arenas: Arenas, url: str, root: Path) -> None:
-    """Not even where one finds the other's file in its own folder."""
+    """Not even if one finds the other's file in its own folder."""
     arenas.seal(1)
     write_part(arenas, url, writer(), 0, 1, token="one")
     (folder,) = root.glob("run/step-*")

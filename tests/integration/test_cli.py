@@ -1,4 +1,4 @@
-"""The command line as a user meets it: bad input, help, completion, several runs."""
+"""The command line for its users: bad input, help, completion, several runs."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def runtime(folder: Path) -> Path:
 
 
 def refused(done: subprocess.CompletedProcess[str], *, code: int = 2) -> str:
-    """What a refusal says: one block on stderr, no traceback, nothing on stdout."""
+    """The text of an error: one block on stderr, no traceback, nothing on stdout."""
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith("Error: ")
     assert "Traceback" not in done.stderr
@@ -190,7 +190,7 @@ def test_shell_completion(words: str, expected: str, tmp_path: Path) -> None:
 
 
 def test_completion_script_can_be_shown(tmp_path: Path) -> None:
-    # The shell is found by looking at the parent process.
+    # The command determines the shell from the parent process.
     code = f"{shlex.join(FTRUN)} --show-completion; true"
     done = subprocess.run(
         ["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60

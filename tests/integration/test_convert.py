@@ -1,6 +1,6 @@
 """A checkpoint of one layout becomes one of another, by the rules that docs/layouts.md shows.
 
-Checkpoints are real files, made by the SMP's own writer of arenas that are filled by hand.
+Checkpoints are real files: the SMP's own writer writes arenas that are filled by hand.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 
 
 class World:
-    """Arrays of all ranks, and a checkpoint of them. Names that begin with `model.` are learned."""
+    """Arrays of all ranks, and a checkpoint of them. Names with prefix `model.` are learned."""
 
     def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Array]]) -> None:
         self.folder = folder
@@ -126,7 +126,7 @@ class World:
 
 
 def arrays_of(folder: Path) -> list[dict[str, Array]]:
-    """What each rank of a checkpoint has."""
+    """The arrays of each rank of a checkpoint."""
     found = []
     for shard in parse_index((folder / INDEX_NAME).read_bytes(), what="it").shards:
         data = (folder / shard.file).read_bytes()
@@ -186,7 +186,7 @@ class Converter:
         return self.folder / out / "latest"
 
     def refused(self, *words: str) -> tuple[int, str]:
-        """Exit code and words; nothing is left behind."""
+        """Exit code and text; the failed conversion leaves no files."""
         done = converted([*words, "old", "new"])
         left = list((self.folder / "new").glob("*")) if (self.folder / "new").exists() else []
         assert left == []
@@ -219,7 +219,7 @@ def assert_ranks(found: list[dict[str, Array]], expected: Sequence[Mapping[str, 
 
 
 def rows(data: int, tensor: int) -> list[dict[str, Array]]:
-    """What zero.yaml describes, on so many ranks."""
+    """The arrays that zero.yaml describes, on this number of ranks."""
     up, bias = numbers(10, 6), numbers(5, start=1000)
     found = []
     for rank in range(data * tensor):
@@ -242,7 +242,7 @@ def test_rows_that_are_shared_and_padded_otherwise(
 
 
 def stages(pipeline: int, tensor: int) -> list[dict[str, Array]]:
-    """What pipeline.yaml describes, on so many ranks."""
+    """The arrays that pipeline.yaml describes, on this number of ranks."""
     found = []
     for rank in range(pipeline * tensor):
         stage, at = divmod(rank, tensor)
@@ -273,7 +273,7 @@ def test_layers_move_to_other_stages(convert: Converter) -> None:
 
 
 def chunks(pipeline: int, tensor: int, runs: Sequence[int]) -> list[dict[str, Array]]:
-    """What stages.yaml describes, on so many ranks, with so many layers in each run."""
+    """The arrays that stages.yaml describes, with these numbers of ranks and layers per run."""
     found = []
     ends = np.cumsum([0, *runs]).tolist()
     for rank in range(pipeline * tensor):
@@ -404,7 +404,7 @@ def test_there_and_back_is_what_it_was(convert: Converter) -> None:
     assert done.returncode == 0, done.stderr
     assert_ranks(arrays_of(convert.folder / "back" / "latest"), large(2, 2))
     back = plain_of(convert.folder / "back" / "latest", 0)
-    assert {*back} == {*plain_of(world.path, 0), "layout"}  # it says what it is
+    assert {*back} == {*plain_of(world.path, 0), "layout"}  # it prints what it is
 
 
 def test_the_same_layout_is_not_converted(convert: Converter) -> None:

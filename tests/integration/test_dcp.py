@@ -1,7 +1,7 @@
 """Trainings that only call torch.distributed.checkpoint, with ftrun's writer and reader.
 
-The script is the one of docs/dcp.md. What a test needs beside it goes in where a line of it ends:
-the digest of what it has after a load and at the end, a kill at a step, another way to save.
+The script is the one of docs/dcp.md. A test adds its parts at the ends of lines: the digest of the
+state after a load and at the end, a kill at a step, another way to save.
 """
 
 import os
@@ -25,7 +25,7 @@ import hashlib, os, signal
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
-def tell(word):
+def report_state(word):
     found = hashlib.sha256()
     for parameter in model.parameters():
         state = training.optimizer.state.get(parameter, {})
@@ -37,10 +37,10 @@ def tell(word):
     return words
 
 def say(words):
-    print(f"{words}\\n", end="", flush=True)  # in one piece, whoever else writes
+    print(f"{words}\\n", end="", flush=True)  # in one piece: other ranks write too
 
 generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-tell("begins")
+report_state("begins")
 """
 LOOP = "while training.step < steps:\n"
 STEPPED = "    training.step += 1\n"
@@ -56,18 +56,18 @@ KILL = f"""
 
 
 def example(*, kills: str = "", saves: str = SAVE, at_end: str = "") -> str:
-    """The example, which tells what it has, with parts in place of its own."""
+    """The example, which prints its state, with replaced parts."""
     text = EXAMPLE.replace(SAVE, saves).replace(STEPPED, STEPPED + kills)
-    return text.replace(LOOP, REPORTS + LOOP).replace(END, f'{at_end}tell("ends")\n{END}')
+    return text.replace(LOOP, REPORTS + LOOP).replace(END, f'{at_end}report_state("ends")\n{END}')
 
 
 def reported(run: Run, word: str) -> list[str]:
-    """What the ranks have said, each thing once, in order."""
+    """The output of the ranks, each line once, in order."""
     return list(dict.fromkeys(re.findall(rf"{word} (step=.*)", run.text)))
 
 
 def undisturbed(start: Start, script: Callable[..., str], kind: str, steps: int = 12) -> str:
-    """What two ranks end with that nothing happens to, and that do not save at all."""
+    """The final state of two ranks without a failure and without a save."""
     name = script(example(saves="pass\n"), "whole.py")
     run = start("--nproc-per-node", "2", name, kind, str(steps))
     assert run.wait() == 0, run.text
@@ -81,7 +81,7 @@ def test_a_killed_rank_continues_from_memory(
 ) -> None:
     run = start("--nproc-per-node", "2", script(example(kills=KILL)), kind, "12")
     assert run.wait() == 0, run.text
-    # The other rank may see its collective fail before it is ended, and may say so.
+    # The other rank may see its collective fail before it is ended, and may print that.
     assert not re.search(r'File ".*/ftrun/(worker|wire|dcp)', run.text), run.text
     assert len(run.journal("generation_started")) == 2
     first, second = reported(run, "begins")
@@ -91,7 +91,7 @@ def test_a_killed_rank_continues_from_memory(
 
 
 def chain(start: Start, name: str, *turns: tuple[int, str]) -> None:
-    """Runs one after the other, each with its own ranks and way to share, over one directory."""
+    """Runs one after the other, each with its own ranks and sharding, over one directory."""
     last: list[str] = []
     for number, (ranks, kind) in enumerate(turns):
         words = ("--checkpoint-dir", "saved", "--nproc-per-node", str(ranks))
@@ -157,7 +157,7 @@ class Fails:
 def try_to_save(training):
     state = {"training": training, "rank": {dist.get_rank(): dist.get_rank()}}
     if training.step == 4:
-        state[f"bad{dist.get_rank()}"] = Fails() if dist.get_rank() == WHO else torch.ones(1)
+        state[f"bad{dist.get_rank()}"] = Fails() if dist.get_rank() == BAD else torch.ones(1)
     label = f"saved/step-{10 * training.step}"
     try:
         dcp.save(state, checkpoint_id=label, storage_writer=ftrun.dcp.Writer(wait_s=20))
@@ -182,7 +182,7 @@ assert ftrun.dcp.newest_step() == 120
 def test_what_fails_on_one_rank_is_sent_to_all_and_the_next_save_continues(
     start: Start, script: Callable[..., str], who: int
 ) -> None:
-    text = example(saves=FAILS, at_end=LABELS).replace(LOOP, TRIES.replace("WHO", str(who)) + LOOP)
+    text = example(saves=FAILS, at_end=LABELS).replace(LOOP, TRIES.replace("BAD", str(who)) + LOOP)
     run = start("--nproc-per-node", "2", "--checkpoint-dir", "saved", script(text), "ddp", "12")
     assert run.wait() == 0, run.text
     assert run.text.count("failed step=4: True") == 2, run.text

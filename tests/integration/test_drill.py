@@ -1,4 +1,4 @@
-"""A drill really breaks a run, judges it by its journal, and says so by its exit code."""
+"""A drill really injects faults into a run, judges it by its journal, and exits with the result."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_two_faults_in_one_run_are_judged_and_change_no_byte(tmp_path: Path) -> None:
-    late = {"within_s": 60}  # how soon is for an idle machine
+    late = {"within_s": 60}  # the latency limit is for an idle machine
     faults = [{"kind": "rank-kill", "rank": 1, "expect": late}, {"kind": "smp-kill"}]
     done = drill(tmp_path, {"pace": 0.02, "steps_between": 5, "faults": faults})
     assert done.returncode == 0, done.stdout + done.stderr

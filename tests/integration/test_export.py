@@ -1,7 +1,7 @@
-"""What is exported is, bit for bit, the state that the script itself saved by torch's own means.
+"""An export is, bit for bit, the state that the script itself saved with torch's own functions.
 
-Real trainings, DDP and FSDP2, two ranks each, shared by all tests. The one with DDP, and what says
-of another format what has been said of one, only in --full.
+Real trainings, DDP and FSDP2, two ranks each, shared by all tests. The one with DDP, and repeated
+checks of another format, run only with --full.
 """
 
 import json
@@ -62,7 +62,7 @@ def export(*words: object, code: int = 0, **how: Any) -> str:
 
 
 class Trainings:
-    """Checkpoints of both trainings, and what they saved by themselves; made when asked for."""
+    """Checkpoints of both trainings, and the files they saved by themselves; made on request."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 
 @pytest.fixture
 def copied(trained: Trainings, tmp_path: Path) -> Callable[[str], Path]:
-    """A checkpoint of one's own, to damage."""
+    """A copy of the checkpoint, to damage."""
 
     def copy(kind: str) -> Path:
         latest = (trained.saved(kind) / "latest").resolve()
@@ -189,7 +189,7 @@ def test_dcp_is_loaded_by_torch_with_the_optimizer(
     reported = export(trained.saved(kind), tmp_path / "out", "--format", "dcp")
     wanted = trained.whole(kind)
     model, optimizer = fresh()
-    torch.optim.lr_scheduler.StepLR(optimizer, 2)  # notes something in the groups
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)  # adds something to the groups
     names = ("model", "optimizer")
     state: dict[str, Any] = dict(zip(names, get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -227,7 +227,7 @@ def test_a_state_dict_goes_into_a_model_and_an_optimizer_of_one_process(
     assert array.tolist() == [0, 1, 2]
     assert saved["progress"] == {"best": (STEPS - 1) / 8, "seen": (1, 2), 7: None}
     assert "progress.array is a numpy array; it is written as a tensor" in reported
-    # What torch has saved is a zip archive whose checksums are right; so is this.
+    # torch saves a zip archive whose checksums are right; so is this file.
     subprocess.run([sys.executable, "-m", "zipfile", "-t", tmp_path / "out.pt"], check=True)
 
 
@@ -276,7 +276,7 @@ def test_only_what_is_wanted(trained: Trainings, tmp_path: Path) -> None:
 
 
 def place_of(folder: Path, rank: int, name: str) -> tuple[Path, int]:
-    """The file of a rank, and where in it a tensor of the model begins."""
+    """The file of a rank, and the offset in it of a tensor of the model."""
     path = folder / f"rank-{rank:05d}.safetensors"
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -390,7 +390,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
     copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = copied("fsdp")
-    # A pipe in place of a file holds it up where it has begun to write.
+    # A pipe in place of a file blocks it at the place where it has begun to write.
     words = ("export", str(folder), str(tmp_path / "out"), "--format", "dcp")
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(
@@ -430,7 +430,7 @@ def test_a_mistake_is_reported(tmp_path: Path, words: list[str], code: int, repo
 
 
 def test_what_the_page_shows_works(trained: Trainings, tmp_path: Path) -> None:
-    """The lines of docs/checkpoints.md, run where its commands have been."""
+    """The lines of docs/checkpoints.md, executed in place of its commands."""
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     commands = re.findall(r"^    (ftrun checkpoints export .*)$", page, re.MULTILINE)
     shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -1,7 +1,7 @@
-"""Every fault on order is really in effect, is written down, and is taken back.
+"""Every injected fault really happens, is recorded, and is reverted.
 
-One run takes several faults, one after the other. What ftrun makes of a fault is tested where
-that is decided; here it is only that the run comes to where it should.
+One run takes several faults, one after the other. Other tests cover the reaction of ftrun to a
+fault; these only check that the run reaches the required state.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ for step in session.steps(int(sys.argv[1])):
     if loss.item() != loss.item() or loss.item() > 100:
         print(f"bad loss rank={rank} step={step}", flush=True)
     optimizer.step()
-    if os.path.exists("tell"):
+    if os.path.exists("report"):
         weights = [p.detach().double().sum().item() for p in plain.parameters()]
         print(f"sums rank={rank} step={step} {weights}\\n", end="", flush=True)
     time.sleep(0.03)
@@ -94,7 +94,7 @@ while True:
     optimizer.step()
     time.sleep(0.01)
 """
-"""As a rank of which FSDP has sharded everything away."""
+"""Like a rank without parameters under FSDP."""
 
 FOREVER = str(1 << 30)
 QUICK = ("--allow-faults", "--snapshot-every", "1", "--nproc-per-node", "2")
@@ -105,7 +105,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def asked(run: Run, *words: object) -> "subprocess.CompletedProcess[str]":
-    """What `ftrun inject-fault` says."""
+    """The output of `ftrun inject-fault`."""
     command = [sys.executable, "-m", "ftrun", "inject-fault", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, env=run.variables, timeout=WAIT_S, check=False
@@ -113,7 +113,7 @@ def asked(run: Run, *words: object) -> "subprocess.CompletedProcess[str]":
 
 
 def order(run: Run, kind: str, **words: object) -> str:
-    """Order a fault that must be taken; its id."""
+    """Order a fault that must be accepted; its id."""
     wanted = make_order(f"t{uuid.uuid4().hex[:6]}", kind, **words)  # type: ignore[arg-type]
     answer = send(run, InjectFault(wanted))
     assert isinstance(answer, FaultAccepted), f"{kind}: {answer}"
@@ -122,7 +122,7 @@ def order(run: Run, kind: str, **words: object) -> str:
 
 
 def send(run: Run, message: AnyMessage) -> AnyMessage:
-    """Say something to the agent; its answer. As the command line does, but at once."""
+    """Send a message to the agent, as the command line does, but at once; its answer."""
     channel = inspect_run(run_folder(RunId(run.run_id))).to_agent()
     try:
         return channel.ask(message, deadline_s=WAIT_S).body
@@ -138,7 +138,7 @@ def status(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def held(run: Run) -> Iterator[int]:
-    """The ranks wait at a boundary; the newest step that one of them has done."""
+    """The ranks wait at a boundary; the newest step that one of them has completed."""
     hold = run.folder / "hold"
     hold.touch()
     try:
@@ -158,7 +158,7 @@ def lines(run: Run, kind: str, fault_id: str) -> list[dict[str, object]]:
 
 
 def fired(run: Run, fault_id: str) -> dict[str, object]:
-    """Wait until it has; its line."""
+    """Wait until the fault has fired; its line."""
     run.wait_until(f"{fault_id} fired", lambda: lines(run, "fault_injected", fault_id))
     return lines(run, "fault_injected", fault_id)[0]
 
@@ -176,7 +176,7 @@ def generation(run: Run) -> int:
 
 
 def goes_on(run: Run, at_generation: int, after_step: int) -> None:
-    """Until every rank is some steps further, in this generation or a later one."""
+    """Wait until every rank is some steps further, in this generation or a later one."""
 
     def is_so() -> bool:
         try:
@@ -200,10 +200,10 @@ def cpu_s(pid: int) -> float:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Two ranks that train on and on: every test leaves them in good health."""
+    """Two ranks that train without end: every test leaves them undisturbed."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "train.py").write_text(TRAIN)
-    # What stands still by an order waits for the test, which a busy machine may keep waiting.
+    # A rank that an order has stopped waits for the test, which may be slow on a busy machine.
     words = ["restart.budget=100", "monitor.frozen_kill_after_s=60", "hang.suspect_after_s=60"]
     settings = [word for key in words for word in ("--set", key)]
     found = Run(folder, *QUICK, *settings, "train.py", FOREVER, "loader")
@@ -265,7 +265,7 @@ def test_a_rank_is_paused_and_continues(run: Run) -> None:
     number, pids = now_at(run)
     for kind, letters in {"stop": "T", "hang": "S", "busy-loop": "R", "gil-hold": "S"}.items():
         used_s = cpu_s(pids[1])
-        # A busy machine leaves a part of it only to a rank that would have all.
+        # A busy machine leaves a part of a core only to a rank that would use all of it.
         fault_id = order(run, kind, rank=1, for_s=3.0 if kind == "busy-loop" else 1.5)
         fired(run, fault_id)
         step = step_of(run)
@@ -282,7 +282,7 @@ def test_a_rank_is_paused_and_continues(run: Run) -> None:
 
 
 def last_sums(run: Run, after_step: int) -> dict[str, str]:
-    """Of each rank at one and the same step."""
+    """Of each rank at the same step."""
     by_step: dict[int, dict[str, str]] = {}
     for line in run.text.splitlines():
         if line.startswith("sums") and line.endswith("]"):
@@ -298,8 +298,8 @@ def test_a_collective_is_skipped_and_numbers_go_bad(start: Start, script: Script
     never = order(run, "exception", rank=0, at_step=1 << 40)
     fault_id = order(run, "collective-skip", rank=1)
     step = int(str(fired(run, fault_id)["step"]))
-    (run.folder / "tell").touch()
-    run.wait_until("told", lambda: last_sums(run, step + 1))
+    (run.folder / "report").touch()
+    run.wait_until("the sums", lambda: last_sums(run, step + 1))
     found = last_sums(run, step + 1)
     assert found["rank=0"] != found["rank=1"], "rank 1 has taken part"
     for kind in ("spike", "nan"):
@@ -342,7 +342,7 @@ def test_a_slow_rank_is_slow(run: Run) -> None:
     how = str(fired(run, fault_id)["how"])
     if "a cpu cgroup" in how:
         assert f"ftrun-fault-{fault_id}" in Path(f"/proc/{pid}/cgroup").read_text()
-        # A second one would be taken back into a group that is gone by then.
+        # A second one would be reverted into a cgroup that no longer exists then.
         assert "in the cgroup of an earlier fault" in refused(run, "slow", "--rank", 1)
     else:
         assert "T" in {state(pid) for _ in range(50) if not time.sleep(0.01)}
@@ -382,13 +382,13 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     fired(run, stop)
     assert asked(run, "--cancel", stop, run.run_id).returncode == 0
     goes_on(run, number, step_of(run))
-    assert run.pids() == pids, "nobody had to be started again"
+    assert run.pids() == pids, "no rank was restarted"
     reasons = [lines(run, "fault_reverted", one)[0]["reason"] for one in (slow, later, hang, stop)]
     assert reasons == ["cancelled"] * 4
 
     gil = order(run, "gil-hold", rank=0, for_s=4.0)
     fired(run, gil)
-    # At once: whoever types it might come when it is over.
+    # At once: a command typed by hand might come after its end.
     answer = send(run, InjectFault(make_cancel("cancel", gil)))
     assert isinstance(answer, Refused)
     assert "cannot be taken back" in answer.reason
@@ -455,7 +455,7 @@ def test_parts_of_ftrun_are_hit(run: Run) -> None:
     fired(run, fault_id)
     run.wait_until("stopped", lambda: state(smp) == "T" or lines(run, "fault_reverted", fault_id))
     ended(run, fault_id)
-    run.wait_until("let go", lambda: state(smp) != "T")
+    run.wait_until("continued", lambda: state(smp) != "T")
     zygote = run.pid_of("zygote")
     fired(run, order(run, "zygote-kill"))
     run.wait_until("dead", lambda: is_gone(zygote))
@@ -488,7 +488,7 @@ def test_snapshot_and_checkpoint_are_damaged(start: Start, script: Script) -> No
     run.wait_until("on disk", lambda: run.journal("checkpoint_written"))
     fired(run, order(run, "bitflip-shm", rank=0))
     run.wait_until("rejected", lambda: "does not match; it is rejected" in run.text)
-    # The other slot may be half written just then: it is the version before, or that on disk.
+    # The other slot may be half written: then it is the version before, or the checkpoint.
     goes_on(run, 2, 0)
     fired(run, order(run, "corrupt-checkpoint"))
 
@@ -513,7 +513,7 @@ def test_a_node_freezes_and_is_lost(start: Start, script: Script) -> None:
         assert time.monotonic() < give_up
         time.sleep(0.02)
     assert run.journal("fault_injected")[-1]["fault"] == "node-loss"
-    # The next start of a run would sweep it away.
+    # The next start of a run would remove it.
     for path in run_folder(RunId(run.run_id)).path.iterdir():
         path.unlink()
     run_folder(RunId(run.run_id)).path.rmdir()
@@ -526,7 +526,7 @@ def test_resources_are_short(run: Run) -> None:
     before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
     fault_id = order(run, "fd-limit", for_s=3.0)
     assert resource.prlimit(agent, resource.RLIMIT_NOFILE)[0] < before[0]
-    assert status(run)["ranks"], "who asks meanwhile is answered afterwards at the latest"
+    assert status(run)["ranks"], "a request in that time is answered afterwards at the latest"
     ended(run, fault_id)
     assert resource.prlimit(agent, resource.RLIMIT_NOFILE) == before
     fault_id = order(run, "cpu-starve", for_s=3.0, amount=1.0)
@@ -547,7 +547,7 @@ def test_resources_are_short(run: Run) -> None:
 
 
 def reverters_of(stub: int) -> list[str]:
-    """Those that have this process in their order."""
+    """The processes that revert and have this process in their order."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

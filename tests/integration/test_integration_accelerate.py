@@ -1,4 +1,4 @@
-"""A training under Accelerate that loses a rank ends with the parameters it would have had."""
+"""A training under Accelerate that loses a rank ends with the same parameters."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class Noisy(TensorDataset):
 
 @each_of(
     {
-        "as it stands": {},
+        "unchanged": {},
         "worker processes": {"num_workers=0": "num_workers=2"},
         "noise in the data": NOISY,
     }

@@ -1,4 +1,4 @@
-"""A training under DeepSpeed that loses a rank ends with the parameters it would have had."""
+"""A training under DeepSpeed that loses a rank ends with the same parameters."""
 
 import re
 from itertools import pairwise
@@ -56,7 +56,7 @@ found["loss"] = loss.detach()
 assert engine.global_steps == 18, engine.global_steps
 model = types.SimpleNamespace(state_dict=lambda: found)
 """
-"""What is compared: parameters, in fp32 as well, their moments, and this rank's last loss."""
+"""The compared values: parameters, in fp32 as well, their moments, and this rank's last loss."""
 
 
 REPORTS_ROWS = """
@@ -66,7 +66,7 @@ import sys
 import torch.distributed as dist
 
 
-def tell(word):
+def report_state(word):
     zero, digest = engine.optimizer, hashlib.sha256()
     row = zero.optimizer.param_groups[0]["params"][0]
     own = [row.detach(), *(one for one in zero.optimizer.state[row].values() if one.dim())]
@@ -86,7 +86,7 @@ RESIZED = {
     "import deepspeed\n": REPORTS_ROWS.lstrip() + "import deepspeed\n",
     "session.epochs(3)": "session.epochs(int(sys.argv[1]))",
     "session = attach(engine, loader=loader)\n": """session = attach(engine, loader=loader)
-tell("begins")
+report_state("begins")
 """,
 }
 
@@ -120,7 +120,7 @@ def test_another_number_of_ranks_continues_with_the_same_parameters_and_moments(
     """There are 331 items: padded to 332 on two ranks, 336 on three, 332 on one."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     changes = {**RESIZED, STAGE: STAGE.replace("2", str(stage))}
-    (tmp_path / "train.py").write_text(example("DeepSpeed", changes) + "tell('ends')\n")
+    (tmp_path / "train.py").write_text(example("DeepSpeed", changes) + "report_state('ends')\n")
     reported: list[dict[str, set[str]]] = []
     for epochs, ranks in enumerate((2, 3, 1), start=1):
         words = ("--checkpoint-dir", "saved", "--nproc-per-node", str(ranks))

@@ -1,4 +1,4 @@
-"""A training under Lightning that loses a rank ends with the parameters it would have had."""
+"""A training under Lightning that loses a rank ends with the same parameters."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ VALIDATED = {
 
 @each_of(
     {
-        "as it stands": {},
+        "unchanged": {},
         "worker processes": {"num_workers=0": "num_workers=2"},
         "validated within the epoch": VALIDATED,
     }

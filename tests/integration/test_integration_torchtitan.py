@@ -1,6 +1,6 @@
-"""A training of torchtitan's Trainer that loses a rank ends with the parameters it would have had.
+"""A training of torchtitan's Trainer that loses a rank ends with the same parameters.
 
-torchtitan trains on accelerators only: what it asks of one is answered for the CPU here. All else
+torchtitan trains on accelerators only: its requests to one are answered for the CPU here. All else
 is its own: Trainer, model, FSDP2, optimizers, schedulers, checkpoint manager.
 """
 
@@ -138,7 +138,7 @@ def parts():
 
 model = types.SimpleNamespace(state_dict=lambda: dict(parts()))
 """
-"""What is compared: this rank's part of the parameters and of their moments."""
+"""The compared values: this rank's part of the parameters and of their moments."""
 
 BUILT = "trainer = config.build()"
 MANAGER = "CheckpointManager.Config(enable=True, interval=4)"
@@ -146,7 +146,7 @@ MANAGER = "CheckpointManager.Config(enable=True, interval=4)"
 
 @each_of(
     {
-        "as it stands": {},
+        "unchanged": {},
         "in the background": {
             MANAGER: 'CheckpointManager.Config(enable=True, interval=4, async_mode="async")'
         },
@@ -155,7 +155,7 @@ MANAGER = "CheckpointManager.Config(enable=True, interval=4)"
 def test_a_rank_that_dies_within_an_accumulation(
     start: Start, tmp_path: Path, changes: dict[str, str]
 ) -> None:
-    """A step has two backwards; on disk there are the steps 4 and 8, and at the end 9."""
+    """A step has two backward passes; on disk there are the steps 4 and 8, and at the end 9."""
     code = CPU + example("torchtitan", {BUILT: SMALL + BUILT, **changes}) + AFTER
     run = ends_like_undisturbed(start, tmp_path, code, {0: 11, 1: 5})
     first, second = restored_steps(run)

@@ -31,13 +31,13 @@ trainer.train(resume_from_checkpoint=found if os.path.isdir(found) else None)"""
 
 @each_of(
     {
-        "as it stands": {},
+        "unchanged": {},
         "worker processes": {"dataloader_num_workers=0": "dataloader_num_workers=2"},
         "masked at random": MASKED,
-        "told to ignore the place in the data": {
+        "ignoring the place in the data": {
             "dataloader_num_workers=0": "dataloader_num_workers=0,\n    ignore_data_skip=True"
         },
-        "told so, with a checkpoint of its own": SAVED,
+        "the same, with a checkpoint of its own": SAVED,
     }
 )
 def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(

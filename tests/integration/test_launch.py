@@ -1,4 +1,4 @@
-"""A script with nothing of ftrun in it runs as under torchrun, and survives a kill of a rank."""
+"""A script without ftrun runs as under torchrun, and survives a kill of a rank."""
 
 import json
 import os
@@ -49,8 +49,8 @@ Script = Callable[..., str]
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(300)]
 
-# What a rank says and a test looks for is one string for `print`: each of several, and what is
-# between them, is written by itself, and other ranks write in between.
+# A test looks for one string of `print`: several are written separately, with their separators, and
+# other ranks may write in between.
 
 
 @pytest.mark.parametrize("has_port", [False, True])

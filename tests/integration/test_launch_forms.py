@@ -1,7 +1,7 @@
-"""Two nodes are told of each other in every way torchrun knows; and what is said when they are not.
+"""Two nodes find each other with every form that torchrun accepts; errors if they do not.
 
-Each form is started under torchrun too, on the same two nodes, and what the ranks were given must
-be the same, but for what is named here.
+Each form is started under torchrun too, on the same two nodes. The variables of the ranks must be
+equal, except for those named here.
 """
 
 import json
@@ -92,7 +92,7 @@ class Launch:
         return "\n".join(f"node{node}:\n{self.text(node)}" for node in self.processes)
 
     def started(self) -> dict[int, dict[str, Any]]:
-        """What each rank has noted first, by rank: its node and its variables."""
+        """The first record of each rank, by rank: its node and its variables."""
         found = {}
         for path in self.folder.glob("rank*.jsonl"):
             note = json.loads(path.read_text().splitlines()[0])
@@ -147,7 +147,7 @@ def c10d(node: int, host: str) -> tuple[list[str], dict[str, str]]:
 
 
 def pytorchjob(node: int, host: str) -> tuple[list[str], dict[str, str]]:
-    """What the operator for PyTorchJobs, or a TrainJob, puts into each pod."""
+    """The variables of each pod from the operator for PyTorchJobs, or from a TrainJob."""
     names = {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": str(node)}
     names |= {"MASTER_ADDR": "node0", "MASTER_PORT": "23456"}
     plain = {"MASTER_ADDR": "node0", "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": str(node)}
@@ -184,7 +184,8 @@ def test_ranks_are_given_what_torchrun_gives_them(
     for rank in theirs:
         expected = comparable(theirs[rank]["given"])
         assert comparable(ours[rank]["given"]) == expected
-        # Where no place is given, torchrun's depends on who comes first, and ours does not.
+        # Without an endpoint, torchrun's result depends on the first node to start; ftrun's does
+        # not.
         assert ours[rank]["node"] == f"node{rank // 2}"
         if form in (static, pytorchjob):
             assert theirs[rank]["node"] == ours[rank]["node"]
@@ -197,7 +198,7 @@ def test_ranks_are_given_what_torchrun_gives_them(
 
 
 def comparable(given: Mapping[str, str]) -> dict[str, str]:
-    """What must be the same; of a folder that is named after the launcher, its last part."""
+    """The variables that must be equal; of a folder named after the launcher, its last part."""
     left = {key: value for key, value in given.items() if not key.startswith("FTRUN_")}
     kept = {key: value for key, value in left.items() if key not in NOT_THE_SAME}
     for key in ("PWD", "OLDPWD", "TMPDIR"):
@@ -222,7 +223,7 @@ def test_nodes_with_a_secret_trust_each_other_and_report_it(
 def test_a_pod_waits_until_its_name_has_an_address(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:
-    """In Kubernetes a pod may run before the names of the job are known."""
+    """In Kubernetes a pod may run before the names of the job have an address."""
     run = launch("run")
     for node in NODES:
         words, variables = pytorchjob(node, "")
@@ -246,7 +247,7 @@ def test_a_pod_waits_until_its_name_has_an_address(
 def test_the_manifest_of_the_page_makes_one_run(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:
-    """Its command and variables, with three pods for its five; Kubernetes itself is not here."""
+    """Its command and variables, with three pods for its five, without Kubernetes."""
     (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     service, job = yaml.safe_load_all(block)
     pod = job["spec"]["template"]["spec"]
@@ -274,7 +275,7 @@ def test_the_manifest_of_the_page_makes_one_run(
     assert "UNAUTHENTICATED" not in run.all_text
 
 
-# --- what is said when it cannot be ---------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 
 
 def at(cluster: VirtualCluster, *more: object, node: int = 0) -> list[object]:

@@ -1,4 +1,4 @@
-"""A training on plain tensors goes on in another tensor-parallel layout, bit for bit.
+"""A training on plain tensors continues in another tensor-parallel layout, bit for bit.
 
 The rules are those that docs/layouts.md shows.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def reported(run: Run, word: str) -> set[str]:
-    """Step and digest of the whole state, of which all ranks should say the same."""
+    """Step and digest of the whole state, which all ranks must print equally."""
     return set(re.findall(rf"{word} (step=\d+ digest=\w+(?: of=\d+)?)", run.text))
 
 
@@ -61,7 +61,7 @@ def converted(
 def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
     start: Start, tmp_path: Path, sizes: list[tuple[int, int]]
 ) -> None:
-    """Each of `sizes`: ranks in all, and the tensor-parallel size."""
+    """Each of `sizes`: the number of ranks, and the tensor-parallel size."""
     rules = tmp_path / "tensor-parallel.yaml"
     rules.write_text(rule_file("tensor-parallel.yaml"))
     steps, before, folder = 6, (4, 2), "saved-0"
@@ -130,14 +130,14 @@ def test_a_version_that_reports_no_layout_is_refused_in_words(start: Start, tmp_
     assert "declared no layout" in run.text
 
 
-# --- pipelines whose stages number their layers anew ---------------------------------------------
+# --- pipelines whose stages number their layers from 0 -----------------------------------------
 
 Way = tuple[int, int, str]
 """Stages, tensor-parallel size, layers of each run."""
 
 
 def piped(start: Start, folder: Path, way: Way, steps: int, *more: str, saved: str) -> Run:
-    """A run of this pipeline, with the rules of the page and sizes and turns as it has them."""
+    """A run of this pipeline, with the rules of the page for its sizes and turns."""
     stages, size, runs = way
     turns = len(runs.split(",")) // stages
     rules = rule_file("stages.yaml").replace("of: 5", f"of: 5\n    sizes: [{runs}]")

@@ -1,9 +1,9 @@
-"""What the script does to its weights while they are copied lazily never reaches a sealed slot.
+"""Changes of weights during their lazy copy never reach a sealed slot.
 
 Each test trains in this process against a real SMP, stops the copy of one snapshot at a chosen
-piece, changes tensors there, and compares every version that is committed with the state at its
-boundary. No snapshot is verified by digests of all bytes (`verify_first=0`): the lazy copy check
-has to find each change by itself.
+piece, changes tensors there, and compares every committed version with the state at its boundary.
+No snapshot is verified by digests of all bytes (`verify_first=0`): the lazy copy check has to find
+each change by itself.
 """
 
 import threading
@@ -63,7 +63,7 @@ class Gate:
         self._count, self._stop_at = 0, piece
 
     def wait(self) -> None:
-        """Until the copy stands still."""
+        """Wait until the copy is paused."""
         assert self._reached.wait(TIMEOUT_S)
 
     def release(self, *, stop_at: int = -1) -> None:
@@ -109,10 +109,10 @@ def train(
     end: Callable[[int], object] = lambda at: None,
     forward: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Train; compare what is committed in each turn with the state at its boundary.
+    """Train; compare the committed version of each iteration with the state at its boundary.
 
-    `top` is called at the top of each turn, `end` at its end, before the boundary; `forward` gives
-    the model's output if the test has its own.
+    `top` is called at the top of each iteration, `end` at its end, before the boundary; `forward`
+    gives the model's output if the test has its own.
     """
     session = run.attach(model=model, optimizer=optimizer)
     seen: dict[int, Tensors] = {}
@@ -163,7 +163,7 @@ def stop_the_snapshot_of(step: int, gate: Gate, piece: int) -> Callable[[int], N
 
 
 def copied(session: Session) -> None:
-    """Wait until the copy under way has ended."""
+    """Wait until the current copy has ended."""
     assert session._protection is not None
     assert session._protection._capture is not None
     session._protection._capture.finish()
@@ -561,7 +561,7 @@ class DefaultStream:
 def test_the_replay_of_a_graph_waits_for_the_copy(
     run: Run, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay fires no hook of an optimizer, and no version counter counts what it writes."""
+    """A replay fires no hook of an optimizer, and no version counter counts its writes."""
     model, optimizer = made()
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: DefaultStream)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: model[0].weight.data.mul_(2))

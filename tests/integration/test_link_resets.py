@@ -1,6 +1,6 @@
-"""TCP resets in the middle of a fetch cost time, and nothing else.
+"""TCP resets in the middle of a fetch cost only time.
 
-Real SMP processes on loopback. Each is reached through a relay of the test, which resets every
+Real SMP processes run on loopback. Each is reached through a relay of the test, which resets every
 connection after a fixed number of bytes; there is no other rail.
 """
 
@@ -25,7 +25,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ResettingRelay:
-    """Passes on what comes to a host and port, and resets each connection after its budget."""
+    """Forwards to a host and port, and resets each connection after its budget."""
 
     def __init__(self, host: str, port: int, to: str, budget: int) -> None:
         self.num_resets = 0
@@ -86,7 +86,7 @@ def put_relays(relayed: Cluster, budget: int) -> list[ResettingRelay]:
 
 @dataclass
 class RelayedNode(Node):
-    """A node whose SMP is reached through a relay, where there is one."""
+    """A node whose SMP is reached through a relay, if it has one."""
 
     relay: ResettingRelay | None = None
 
@@ -115,8 +115,8 @@ def relayed(cluster: Cluster) -> Iterator[Cluster]:
             node.relay.close()
 
 
-# The smallest budget lets one block of 1 MiB through, and nothing of the second; of 16 pieces of
-# one question it lets five through.
+# The smallest budget lets one block of 1 MiB through, and nothing of the second. It lets five of
+# the 16 pieces of one request through.
 @pytest.mark.parametrize(
     ("model", "budget"),
     [
@@ -129,7 +129,7 @@ def relayed(cluster: Cluster) -> Iterator[Cluster]:
 def test_resets_while_exactly_k_sources_remain_end_no_restore(
     relayed: Cluster, model: Model, budget: int
 ) -> None:
-    """Links of questions, of answers, and between the nodes that rebuild are all reset."""
+    """The links of requests, of answers, and between the rebuilding nodes are all reset."""
     relayed.model = model
     relayed.begin()
     relayed.employ()
@@ -144,7 +144,7 @@ def test_resets_while_exactly_k_sources_remain_end_no_restore(
 
 
 def test_a_fetch_that_failed_for_resets_is_reported(relayed: Cluster) -> None:
-    """No connection lives long enough for a handshake: the SMP says that the cause is a link."""
+    """No connection lives long enough for a handshake: the SMP reports a link as the cause."""
     relayed.begin()
     relayed.employ()
     at = relayed.protect(1)

@@ -1,4 +1,4 @@
-"""A version of another layout is loaded tensor by tensor: little memory beside what stays."""
+"""A version of another layout is loaded tensor by tensor, with little additional memory."""
 
 import re
 
@@ -13,9 +13,9 @@ SCRIPT = str(SCRIPTS / "measured_load.py")
 LAYER_BYTES = 3 * 4 << 20
 """A parameter and its two moments, on one rank."""
 MOST_BYTES = LAYER_BYTES + (8 << 20)
-"""About 1 MiB is what it needs; the rest is for whatever else a process does meanwhile."""
+"""The load needs about 1 MiB; the rest allows for other allocations of the process."""
 ENV = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""What is freed is given back, so that it is not counted."""
+"""Freed memory is returned, so that it is not counted."""
 
 
 @pytest.mark.parametrize("kind", ["rules", "fsdp"])

@@ -1,6 +1,6 @@
-"""Looking at a real run: the live page, logs over a restart, /metrics, hooks, pulses.
+"""Observation of a real run: the live page, logs over a restart, /metrics, hooks, pulses.
 
-A run is long and a failure in it is rare, so that one run serves for many looks.
+A run is long and its failures are rare, so one run serves many checks.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ for step in session.steps(1 << 30):
         os.unlink("die")
         print("last words of rank 1", flush=True)
         os.kill(os.getpid(), 9)
-    # Asked together: a rank that saw the file one step before the other would leave it alone.
+    # Decided together: a rank that saw the file one step earlier would leave the other alone.
     stop = torch.tensor(float(os.path.exists("stop")))
     dist.all_reduce(stop)
     if stop:
@@ -76,7 +76,7 @@ def until(what: str, condition: Callable[[], object]) -> None:
 
 def _at_a_terminal() -> None:
     ioctl(0, termios.TIOCSCTTY, 0)
-    # A shell's background job, as these tests may be one, ignores ^C, and so would its children.
+    # These tests may be a shell's background job. It ignores ^C, and its children inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -139,7 +139,7 @@ def scrape(port: int, token: str | None = None) -> dict[str, float]:
 
 
 def figures(port: int, token: str) -> dict[str, float]:
-    """What is served; a busy agent may cut off who asks, as it does with whoever takes long."""
+    """The served metrics; a busy agent may cut off a slow client."""
     found: dict[str, float] = {}
     until("figures", lambda: found.update(scrape(port, token)) or found)
     return found
@@ -158,7 +158,7 @@ def test_all_that_look_at_a_run_see_its_failure(
     name = script(TRAIN)
     port = free_port()
     (tmp_path / "token").write_text("abc\n")
-    hook = 'cat >> told; echo "$FTRUN_INCIDENT_EVENT $FTRUN_INCIDENT_CULPRITS" >> events; exit 4'
+    hook = 'cat >> seen; echo "$FTRUN_INCIDENT_EVENT $FTRUN_INCIDENT_CULPRITS" >> events; exit 4'
     run = start(
         "--nproc-per-node", "2", "--redirects", "3", "--metrics-port", str(port),
         "--set", "metrics.token_file=token", "--set", f"hooks.on_incident='{hook}'", name,
@@ -181,7 +181,7 @@ def test_all_that_look_at_a_run_see_its_failure(
         screen.read_until(r"incident 1  .* ago: crash \(training again after")
         screen.process.send_signal(signal.SIGTSTP)
         screen.read_until(r"\x1b\[\?1049l")
-        # It stops a moment after it has left the screen, and would sleep through what comes before.
+        # It stops a moment after it has left the screen; an earlier signal would have no effect.
         until("stopped", lambda: state(screen.process.pid) == "T")
         screen.process.send_signal(signal.SIGCONT)
         screen.read_until(r"(?s)\x1b\[\?1049l.*\x1b\[\?1049h.*running at step")
@@ -235,7 +235,7 @@ def _check_figures(port: int) -> None:
 
 
 def _check_downtime(run: Run, port: int) -> None:
-    """Log, journal, status, metrics and report tell one figure."""
+    """Log, journal, status, metrics and report show the same duration."""
     (reported,) = run.journal("downtime")
     total_s = reported["total_s"]
     parts = ("detection_s", "restart_s", "restore_s", "first_step_s")
@@ -266,7 +266,7 @@ def _check_logs(run: Run) -> None:
     words = ("-r", "0", "--generation", "1", "-n")
     until("two lines", lambda: logs(run, *words, "9").stdout.count("0 | step") >= 2)
     one = logs(run, *words, "2").stdout.splitlines()
-    # Of each of its files; the other one has what attach says of the restore.
+    # Of each of its files; the other one has the output of attach about the restore.
     assert len([line for line in one if line.endswith(" of rank 0")]) == 2
     assert all(line.startswith("0 | step") for line in one)
     nobody = logs(run, "-r", "7")
@@ -286,7 +286,7 @@ def _check_screen(screen: Terminal) -> None:
 
 def _check_hooks(run: Run) -> None:
     assert (run.folder / "events").read_text() == "verdict 1\nclosed 1\n"
-    texts = (run.folder / "told").read_text().replace("}{", "}\n{").splitlines()
+    texts = (run.folder / "seen").read_text().replace("}{", "}\n{").splitlines()
     first, second = map(json.loads, texts)
     assert first["confidence"] == "certain"
     assert second["verified"]["progress"] is True
@@ -370,7 +370,7 @@ class TwoNodes:
             except subprocess.TimeoutExpired:
                 node.kill()
                 node.wait(30)
-                self.ask("stop", f"{self.name}@n{number}")  # what it has left in memory
+                self.ask("stop", f"{self.name}@n{number}")  # the memory that it has left
         for output in self.outputs:
             output.close()
 
@@ -380,13 +380,13 @@ def test_the_node_that_leads_shows_and_reports_for_all(
     script: Callable[..., str], tmp_path: Path
 ) -> None:
     run = TwoNodes(
-        tmp_path, script(TRAIN), "echo $FTRUN_INCIDENT_EVENT $FTRUN_INCIDENT_NODES >> told"
+        tmp_path, script(TRAIN), "echo $FTRUN_INCIDENT_EVENT $FTRUN_INCIDENT_NODES >> seen"
     )
     try:
         until("past step 3", lambda: scrape(run.ports[0]).get("ftrun_step", 0) >= 3)
         (tmp_path / "die").touch()
-        until("over it", lambda: (tmp_path / "told").exists()
-              and "closed" in (tmp_path / "told").read_text())  # fmt: skip
+        until("over it", lambda: (tmp_path / "seen").exists()
+              and "closed" in (tmp_path / "seen").read_text())  # fmt: skip
         until("counted", lambda: any("crash" in name for one in run.ports for name in scrape(one)))
         whole, part = scrape(run.ports[0]), scrape(run.ports[1])
         if "ftrun_goodput_ratio" not in whole:
@@ -394,7 +394,7 @@ def test_the_node_that_leads_shows_and_reports_for_all(
         assert whole["ftrun_nodes member"] == 2
         assert whole["ftrun_incidents_total crash"] == 1
         ups = [[name for name in one if name.startswith("ftrun_rank_up")] for one in (whole, part)]
-        # Whoever listens at the endpoint first has rank 0.
+        # The first node that listens at the endpoint has rank 0.
         (first,) = [name.split()[1] for name in ups[0] if name.endswith(" 0")]
         (second,) = {"n0", "n1"} - {first}
         assert ups[0] == [f"ftrun_rank_up {first} 0", f"ftrun_rank_up {second} 1"]
@@ -415,7 +415,7 @@ def test_the_node_that_leads_shows_and_reports_for_all(
         assert [node.wait(WAIT_S) for node in run.nodes] == [0, 0]
     finally:
         run.end()
-    assert (tmp_path / "told").read_text() == f"verdict {second}\nclosed {second}\n"
+    assert (tmp_path / "seen").read_text() == f"verdict {second}\nclosed {second}\n"
     for node in ("n0", "n1"):
         last = [line for line in run.journal(node) if line["kind"] == "progress"][-1]
         assert [row[0] for row in last["ranks"]] == [0 if node == first else 1]

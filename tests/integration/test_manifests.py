@@ -1,7 +1,7 @@
-"""What `ftrun manifest` prints is run as it stands, as far as that goes on one machine.
+"""The output of `ftrun manifest` runs unchanged, as far as one machine allows it.
 
-The batch script runs under bash; in place of Slurm's two programs stand two small ones, which set
-the variables that Slurm sets, once for each node. tests/integration/test_slurm.py has a real one.
+The batch script runs under bash. Two small programs replace Slurm's: they set the variables that
+Slurm sets, once for each node. tests/integration/test_slurm.py uses a real Slurm.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def plain_variables() -> dict[str, str]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """What a file has so far; the last line may be half written, or never to be finished."""
+    """The complete lines of a file; the last line may be half written, or never be finished."""
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 
@@ -81,7 +81,7 @@ def short() -> Iterator[Path]:
 
 
 class Job:
-    """The rendered batch script, one life after the other."""
+    """The rendered batch script, started again for each life of the job."""
 
     def __init__(self, folder: Path, short: Path) -> None:
         self.folder = folder
@@ -296,7 +296,7 @@ def test_the_command_of_a_manifest_runs_to_its_end(kind: str, tmp_path: Path, sh
     text = rendered("kubernetes", *options, "--", *words, "$(HOME)", "1e-4", folder=tmp_path)
     job, container = container_of(text)
     assert job["completions"] == 1
-    # What a TrainJob's controller sets for one pod.
+    # The variables that a TrainJob's controller sets for one pod.
     names = {"NNODES": "1", "NPROC_PER_NODE": "auto", "NODE_RANK": "0"}
     names |= {"MASTER_ADDR": "tiny-node-0-0.tiny", "MASTER_PORT": "29500"}
     more = {f"PET_{name}": value for name, value in names.items()} if kind == "trainjob" else {}
@@ -314,7 +314,7 @@ def test_the_command_of_a_manifest_runs_to_its_end(kind: str, tmp_path: Path, sh
 
 @pytest.mark.full
 def test_three_pods_of_a_jobset_are_one_run(tmp_path: Path, short: Path) -> None:
-    """Two that train and a spare, each with its own name; loopback stands for the first's name."""
+    """Two that train and a spare, each with its own name; loopback replaces the first's name."""
     (tmp_path / "tiny.py").write_text(TINY)
     words = ["--nnodes", 2, "--spares", 1, "tiny.py", "/pod"]
     options = ["--image", "registry.example/tiny:1", "--secret", "known"]

@@ -1,7 +1,7 @@
-"""Memory that is short costs snapshots for as long as it is short, and status shows the numbers.
+"""A lack of memory costs snapshots for as long as it lasts, and status shows the numbers.
 
-Most tests train in this process against a real SMP. It gets no more memory where its limit for a
-file is lowered, which holds for a memfd too, or where it lives in a cgroup with a limit.
+Most tests train in this process against a real SMP. It gets no more memory if its limit for a file
+is lowered, which applies to a memfd too, or in a cgroup with a limit.
 """
 
 import os
@@ -61,7 +61,7 @@ def refuse_memory(run: Run, *, is_short: bool) -> None:
 
 
 class Training:
-    """A small model, and what its session does at each step."""
+    """A small model, and the results of its session at each step."""
 
     def __init__(
         self, run: Run, *, width: int = WIDTH, is_grown: bool = False, **given: Any
@@ -76,7 +76,7 @@ class Training:
         self.session: Session = run.attach(model=self.model, optimizer=self.optimizer, **given)
 
     def steps(self, num: int, act: Callable[[int], object] = lambda at: None) -> None:
-        """Train up to this many steps; `act` runs at the beginning of each turn."""
+        """Train up to this number of steps; `act` runs at the beginning of each iteration."""
         for at in self.session.steps(num):
             act(at)
             self.optimizer.zero_grad()
@@ -110,7 +110,7 @@ def test_memory_that_is_refused_costs_snapshots_until_it_is_there(
             refuse_memory(run, is_short=True)
             training.grow()
         if at == 8:
-            assert training.committed() == 4  # the old arena and what is committed in it stay
+            assert training.committed() == 4  # the old arena and its committed version stay
             done = run.committed_version()
             arena = Arena(run.arena_fd(), writable=False)
             assert arena.find(done) is not None
@@ -127,7 +127,7 @@ def test_memory_that_is_refused_costs_snapshots_until_it_is_there(
     assert not run.page.get(HeartbeatField.UNPROTECTED)
     assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 4
 
-    again = Training(run, is_grown=True)  # what was sealed after the pause comes back
+    again = Training(run, is_grown=True)  # the version sealed after the pause is restored
     assert_same(training.model, training.optimizer, again.model, again.optimizer)
 
 
@@ -144,7 +144,7 @@ def test_an_arena_that_cannot_be_mapped_costs_snapshots_until_it_can(
         if at == 3:
             training.model.register_buffer("large", torch.zeros(ADDRESSES // 4))
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            # Enough for a thread, and for what a step allocates, but not for two slots.
+            # Enough for a thread, and for the allocations of a step, but not for two slots.
             resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESSES, unlimited[1]))
         if at == 6:
             resource.setrlimit(resource.RLIMIT_AS, unlimited)
@@ -314,7 +314,7 @@ def test_what_will_not_fit_is_reported_at_attach_and_protected_when_there_is_roo
 
 
 class Hoarder(torch.optim.SGD):
-    """Keeps more for each parameter than its settings say."""
+    """Keeps more for each parameter than its settings show."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

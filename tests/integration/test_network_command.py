@@ -23,8 +23,8 @@ if reason := available():
 
 
 def reported_in_node(cluster: VirtualCluster, folder: Path, *words: str) -> str:
-    """What the command prints on node0."""
-    path = folder / "told.txt"
+    """The output of the command on node0."""
+    path = folder / "report.txt"
     with path.open("wb") as output:
         process = cluster.run(
             0,

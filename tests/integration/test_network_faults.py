@@ -1,4 +1,4 @@
-"""Faults on order between nodes: links that are cut, slow or lossy, and orders from elsewhere."""
+"""Injected faults between nodes: links that are cut, slow or lossy, and orders from elsewhere."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesRun]:
 
 
 def asked(run: NodesRun, node: int, *words: object) -> "subprocess.CompletedProcess[str]":
-    """What `ftrun inject-fault` says on a node."""
+    """The output of `ftrun inject-fault` on a node."""
     command = [sys.executable, "-m", "ftrun", "inject-fault", *map(str, words)]
     process = run.cluster.run(
         node,
@@ -67,7 +67,7 @@ def lines(run: NodesRun, kind: str, fault_id: str) -> list[dict[str, Any]]:
 
 
 def tc(run: NodesRun, node: int, *words: str) -> str:
-    """What the kernel says of the node's own end of its cable."""
+    """The kernel's settings of the node's own end of its cable."""
     process = run.cluster.run(
         node, ["tc", *words, "dev", "eth0"], stdout=subprocess.PIPE, text=True
     )
@@ -96,7 +96,7 @@ def test_slow_and_lossy_links_are_made_and_taken_back(run: NodesRun) -> None:
         started_s = time.monotonic()
         fault_id = order(run, 0, kind, "--node", "node0", "--for", "2s")
         shown = tc(run, 0, what, "show", *(["egress"] if what == "filter" else []))
-        # It is taken back some time before that is written down.
+        # It is reverted some time before that is recorded.
         assert word in shown or time.monotonic() - started_s > 2.0, shown
         run.wait_for(f"the end of {kind}", lambda i=fault_id: lines(run, "fault_reverted", i))
         assert word not in tc(run, 0, "qdisc", "show")

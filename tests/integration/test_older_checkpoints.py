@@ -19,10 +19,10 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "recorded_training.py")
 MAX_BYTES = 20_000
 
 AT_STEP_8 = "a151f44020bdfebcf09f176af01cbb11c35c7b4f1ff0dce8377e7395d75b6dd7"
-"""What that run has printed at its end."""
+"""The output of that run at its end."""
 
 BATCHES = ["8 [20, 28, 68, 60]", "9 [80, 12, 88, 64]"]
-"""What an undisturbed run of 10 steps of 0.2 has taken after step 8."""
+"""The samples of an undisturbed run of 10 steps of 0.2 after step 8."""
 
 
 def said(run: Run, word: str) -> list[str]:

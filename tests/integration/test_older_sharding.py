@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer and FSDP1: each rank's own part of the state comes back."""
+"""ZeroRedundancyOptimizer and FSDP1: each rank's own part of the state is restored."""
 
 from pathlib import Path
 

@@ -91,7 +91,7 @@ class Lookahead(Optimizer):
 
 
 class Wrapper:
-    """A wrapper that is no Optimizer; its state_dict leaves out that of the optimizer in it."""
+    """A wrapper that is no Optimizer; its state_dict omits that of the optimizer in it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -112,7 +112,7 @@ class Wrapper:
 
 
 class WholeWrapper(Wrapper):
-    """One whose state_dict contains that of the optimizer."""
+    """A wrapper whose state_dict contains that of the optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "inner": self.optimizer.state_dict()}
@@ -123,7 +123,7 @@ class WholeWrapper(Wrapper):
 
 
 class Delegating(Optimizer):
-    """One that shows groups and state of the optimizer in it as its own, as Accelerate's does."""
+    """A wrapper that shows groups and state of its optimizer as its own, like Accelerate's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -334,7 +334,7 @@ def test_an_optimizer_that_rests_after_a_restart_keeps_no_snapshot_from_being_ta
         for at in session.steps(steps):
             first.requires_grad_(at < 3)
             last.requires_grad_(at >= 3)
-            if at != 4:  # a turn in which nothing steps
+            if at != 4:  # an iteration in which no optimizer steps
                 turn(model, optimizers["first" if at < 3 else "last"], at)
         assert run.page.get(HeartbeatField.SEALED_COUNT) == 3
         run.committed_version()
@@ -494,7 +494,7 @@ class Flaky:
         return {}
 
     def load_state_dict(self, _: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Ignore the state."""
 
 
 def test_a_loader_whose_own_state_dict_fails_is_named_and_costs_those_snapshots_only(
@@ -640,14 +640,14 @@ def frozen(model: nn.Module) -> None:
 
 
 def at_first(model: nn.Module, optimizer: Optimizer) -> None:
-    """What a script sets between attach and its loop."""
+    """The values that a script sets between attach and its loop."""
     frozen(model)
     model.train()
     optimizer.param_groups[0].update(lr=0.05, betas=(0.9, 0.999))
 
 
 def set_later(model: nn.Module, optimizer: Optimizer) -> None:
-    """What it sets in one of its turns."""
+    """The values that it sets in one iteration."""
     model[0].weight.requires_grad_()  # type: ignore[index]
     model[1].eval()  # type: ignore[index]
     optimizer.param_groups[0].update(lr=0.01, betas=(0.8, 0.99))

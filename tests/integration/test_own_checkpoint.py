@@ -1,4 +1,4 @@
-"""A script with a checkpoint of its own loses no more than a step once it has the two lines."""
+"""A script with a checkpoint of its own loses at most one step once it has the two lines."""
 
 from pathlib import Path
 

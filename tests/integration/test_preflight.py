@@ -1,7 +1,7 @@
-"""A node whose check of itself fails runs no ranks; one that passes later does.
+"""A node whose preflight check fails runs no ranks; one that passes later does.
 
-Real nodes with real checks. They are made to fail by floors that they cannot reach, and by limits
-that are lifted again.
+Real nodes with real checks. The checks fail by minima that no node reaches, and by limits that are
+lifted again.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def nodes(tmp_path: Path) -> Iterator[Start]:
 
 @contextlib.contextmanager
 def open_files(count: int) -> Iterator[None]:
-    """What is started here may have so many."""
+    """Limit on the open files of processes that the block starts."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
     try:
@@ -62,7 +62,7 @@ def open_files(count: int) -> Iterator[None]:
 
 
 def status(run: NodesRun, node: int) -> dict[str, Any]:
-    """As `ftrun status` has it there."""
+    """The `ftrun status` document there."""
     process = run.cluster.run(
         node,
         [sys.executable, "-m", "ftrun", "status", "--json"],

@@ -1,8 +1,8 @@
-"""Whichever m nodes of a group go, the others give their state back, byte for byte.
+"""After the loss of any m nodes of a group, the others restore their state, byte for byte.
 
-Several real SMP processes on loopback addresses, each `python -m ftrun.smp`. The test plays their
-agents and workers over real channels, with real arenas; a lost node is an SMP that was killed and
-whose memory nobody kept.
+Several real SMP processes run on loopback addresses, each `python -m ftrun.smp`. The test acts as
+their agents and workers over real channels, with real arenas. A lost node is an SMP that was killed
+and whose memory no process kept.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def wait_until(claim: Callable[[], bool], what: str | Callable[[], str]) -> None
 
 @dataclass(frozen=True)
 class Model:
-    """How much state a rank has: equal on all ranks, and its own."""
+    """The size of a rank's state: equal on all ranks, and its own."""
 
     shared: int = 0
     own: int = 300_000
@@ -78,7 +78,7 @@ class Model:
         return make_layout(entries, plain_bytes=100, metadata={"ftrun.rank": str(rank)})
 
     def image(self, rank: int, at: Version) -> bytes:
-        """Bytes of its own for each rank and version; `shared` is equal on all ranks."""
+        """Different bytes for each rank and version; `shared` is equal on all ranks."""
         layout = self.layout(rank)
         parts = [layout.header]
         for entry in layout.entries:
@@ -94,7 +94,7 @@ def noise(name: str, size: int) -> bytes:
 
 @dataclass
 class Worker:
-    """Does over channel and arena what a rank does."""
+    """Acts over channel and arena like a rank."""
 
     channel: Channel
     rank: int
@@ -234,7 +234,7 @@ class Node:
             assert self._take(received), received.body
 
     def _take(self, received: ReceivedMessage) -> bool:
-        """Keep what the SMP says unasked, as an agent does."""
+        """Keep the messages that the SMP sends without a request, as an agent does."""
         body = received.body
         match body:
             case worker_messages.ArenaGranted():
@@ -265,7 +265,7 @@ class Node:
         where[at] = fd
 
     def receive(self) -> None:
-        """Take in what has been said unasked."""
+        """Receive the messages that were sent without a request."""
         if self.agent is not None:
             with contextlib.suppress(PeerError):
                 for received in self.agent.receive_ready():
@@ -290,7 +290,7 @@ class Node:
         return (self.folder / f"{self.node_id}-{self.starts}.log").read_text()
 
     def lose(self) -> None:
-        """The node is gone: its SMP, and every copy of its memory."""
+        """Lose the node: its SMP, and every copy of its memory."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(TIMEOUT_S)
@@ -317,7 +317,7 @@ class Node:
 
 @dataclass
 class Cluster:
-    """The nodes of one protection group, and who leads them: the test."""
+    """The nodes of one protection group; the test is their leader."""
 
     folder: Path
     parity: int = 1
@@ -345,7 +345,7 @@ class Cluster:
         return [node.position for node in self.nodes]
 
     def begin(self, *, restored: Version | None = None, protected_in: int = -1) -> None:
-        """Start the next generation on every node that is up."""
+        """Begin the next generation on every node that is up."""
         self.generation += 1
         self.renew(restored=restored, protected_in=protected_in)
 
@@ -356,7 +356,7 @@ class Cluster:
         protected_in: int = -1,
         only: Sequence[Node] | None = None,
     ) -> None:
-        """Tell everybody who takes part; a page is made once in a generation."""
+        """Send the members to all nodes; a page is made once in a generation."""
         for node in only if only is not None else self.nodes:
             held = self.held(node, restored)
             missing = [rank for rank in node.ranks if rank not in held]
@@ -398,7 +398,7 @@ class Cluster:
         }
 
     def employ(self) -> None:
-        """A worker for every rank, with its arena."""
+        """Start a worker for every rank, with its arena."""
         for node in self.nodes:
             for worker in node.workers:
                 worker.channel.close()
@@ -471,14 +471,14 @@ class Cluster:
         return at
 
     def lose(self, *indexes: int) -> None:
-        """These nodes are gone, and others are put in their places."""
+        """These nodes are lost, and others take their places."""
         for index in indexes:
             self.nodes[index].lose()
 
     def restore(
         self, wanted: Version, *, protected_in: int | None = None, fails: Sequence[int] = ()
     ) -> None:
-        """Put a fresh SMP in the place of each lost node, and begin from a version."""
+        """Put a new SMP in the place of each lost node, and begin from a version."""
         made_in = self.protected_in(wanted) if protected_in is None else protected_in
         self.previous_group = smp_messages.PreviousGroup(self.places, self.parity, made_in)
         for node in self.nodes:
@@ -504,13 +504,13 @@ class Cluster:
             assert node.has_reported(kind), (node.node_id, node.reported, node.log())
 
     def protected_in(self, wanted: Version) -> int:
-        """The generation in which the group has protected what was committed last."""
+        """The generation in which the group has protected the last committed version."""
         parts = [part for node in self.nodes if node.is_up for part in committed_parts(node)]
         at = (wanted.generation, wanted.step)
         return max(part.protected_in for part in parts if (part.generation, part.step) == at)
 
     def check(self, wanted: Version) -> None:
-        """Every rank holds just what it sealed."""
+        """Every rank holds exactly what it sealed."""
         for node in self.nodes:
             node.receive()
             assert sorted(node.arenas) == node.ranks, node.node_id
@@ -622,7 +622,7 @@ def test_replicas_cross_no_byte(cluster: Cluster) -> None:
     cluster.restore(at)
     cluster.check(at)
     image_bytes = cluster.model.layout(2).image_bytes
-    # Who sends counts a moment after it has come.
+    # The sender counts the bytes a moment after they have arrived.
     wait_until(lambda: sent_bytes(cluster) >= image_bytes, "all of it is counted")
     assert sent_bytes(cluster) < 1.1 * image_bytes
 
@@ -667,7 +667,7 @@ def test_what_is_no_replica_any_more_is_encoded_and_reported(cluster: Cluster) -
 
 
 class Drifting(Model):
-    """Rank 1 has something else where the others are equal."""
+    """Rank 1 differs where the others are equal."""
 
     def image(self, rank: int, at: Version) -> bytes:
         image = super().image(rank, at)
@@ -721,7 +721,7 @@ def test_a_generation_that_fails_before_its_commit_restores_from_the_one_before(
     cluster.wait_ready(at)
     parts = [part for node in cluster.nodes for part in inventory(node).protected]
     assert {part.protected_in for part in parts if part.is_complete} == {0, 1}
-    # Now only what generation 1 has made can serve: two of the first group's nodes are new.
+    # Only the parity of generation 1 can serve now: two of the first group's nodes are new.
     cluster.lose(1)
     cluster.restore(at, protected_in=1)
     cluster.check(at)
@@ -780,7 +780,7 @@ def flip_in_slot(node: Node, rank: int, wanted: Version, entry_name: str) -> Non
 
 
 def parity_region_of(node: Node, wanted: Version) -> ParityRegion:
-    """The node's vault with this version, through the descriptor that its agent keeps."""
+    """The node's parity region with this version, through the descriptor that its agent keeps."""
     node.receive()
     for fd in node.parity_regions.values():
         region = ParityRegion(os.dup(fd))
@@ -788,7 +788,7 @@ def parity_region_of(node: Node, wanted: Version) -> ParityRegion:
         if is_whole and region.record is not None and region.record.version == wanted:
             return region
         region.close()
-    raise AssertionError(f"{node.node_id} has no vault with {wanted}")
+    raise AssertionError(f"{node.node_id} has no parity region with {wanted}")
 
 
 def notices(node: Node, kind: str) -> list[str]:
@@ -814,9 +814,9 @@ def test_a_flipped_bit_in_parity_is_excluded_and_the_next_parity_used(cluster: C
     cluster.lose(0)
     cluster.restore(at)
     cluster.check(at)
-    wait_until(  # another thread tells it than the one that has found it
+    wait_until(  # another thread sends it than the one that has found it
         lambda: any("parity" in reason for reason in notices(cluster.nodes[1], "source_set_aside")),
-        "it is told",
+        "it is reported",
     )
     assert inventory(cluster.nodes[1]).excluded
 
@@ -950,7 +950,7 @@ PROTECT_POINTS = [
 
 @pytest.mark.parametrize("point", PROTECT_POINTS)
 def test_an_smp_killed_while_it_protects_loses_nothing(cluster: Cluster, point: str) -> None:
-    # The second pass is in the second version, but for blocks, of which there are many.
+    # The second pass is in the second version, except for blocks, of which there are many.
     cluster.start(3, crash_at=f"{point}:2")
     cluster.begin()
     cluster.employ()
@@ -961,7 +961,7 @@ def test_an_smp_killed_while_it_protects_loses_nothing(cluster: Cluster, point: 
         cluster.commit(at)
         at = cluster.seal(2)
     wait_until(lambda: not victim.is_up, f"it dies at {point}")
-    # Its agent starts another, which adopts the memory; all go on in the same generation.
+    # Its agent starts another, which adopts the memory; all continue in the same generation.
     for node in cluster.nodes:
         node.receive()
         node.reported = []
@@ -1167,16 +1167,16 @@ def test_a_skipped_step_is_abandoned_once_nothing_older_is_pending(cluster: Clus
     )
     assert isinstance(refused, messages.Refused)
     cluster.commit(at)
-    wait_until(lambda: bool(node.has_reported(smp_messages.AbandonVersion)), "the skip is told")
+    wait_until(lambda: bool(node.has_reported(smp_messages.AbandonVersion)), "the skip is reported")
     assert node.has_reported(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 3)]
-    # The other node has taken step 3; it hears that it is over and goes on.
+    # The other node has taken step 3; it receives the end of that step and continues.
     other = cluster.nodes[1]
     other.workers[0].capture(version(0, 3), kept=at)
     assert other.agent is not None
     other.agent.send(smp_messages.AbandonVersion(0, 3))
     other.workers[0].report_sealed(version(0, 3))
     wait_until(
-        lambda: SharedPage(other.page_fd).get(CommandField.ABANDONED_STEP) == 3, "it hears of it"
+        lambda: SharedPage(other.page_fd).get(CommandField.ABANDONED_STEP) == 3, "it receives it"
     )
     cluster.protect(4)
 
@@ -1212,7 +1212,7 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1)
-    # A node more takes over rank 2; n2 is still there and has nothing to run.
+    # An additional node takes over rank 2; n2 is still there and has nothing to run.
     spare = Node("n9", "127.0.0.19", [2], cluster.folder)
     cluster.nodes.append(spare)
     spare.start(secret=cluster.secret)
@@ -1236,7 +1236,7 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
 ) -> None:
     """It was replaced while it lived; the others cannot rebuild its state, as one more is lost.
 
-    Without a protection that is relied on, its slot is fetched as it lies there.
+    Without a reliable protection, its slot is fetched unchanged.
     """
     cluster.start(3)
     cluster.begin()

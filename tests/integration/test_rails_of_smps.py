@@ -1,7 +1,7 @@
-"""A connection between two SMPs that dies in the middle costs time, and nothing else.
+"""A connection between two SMPs that dies in the middle costs only time.
 
-Real SMP processes on loopback, each with two rails. The first is a relay of the test's, which is
-cut when so many bytes have gone over it: the connections end, and nobody listens there any more.
+Real SMP processes on loopback have two rails each. The first is a relay of the test, which is cut
+after a number of bytes: the connections end, and its port refuses new ones.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ COUNT = 3
 
 
 class Relay:
-    """The first rail of a node: it passes on what comes, so many bytes and no more."""
+    """The first rail of a node: it forwards this number of bytes and no more."""
 
     def __init__(self, host: str, port: int, to: str, budget: int) -> None:
         self.num_bytes = 0
@@ -88,7 +88,7 @@ class Relay:
 
 
 class RailedNode(Node):
-    """A node whose SMP is reached by a relay first."""
+    """A node whose SMP is first reached through a relay."""
 
     relay: Relay | None = None
     has_rails = False
@@ -143,7 +143,7 @@ def test_a_version_is_protected_over_another_rail(railed: Cluster) -> None:
 
 @pytest.mark.parametrize("budget", [30_000, 1_000_000, 4_000_000])
 def test_a_lost_shard_is_fetched_over_another_rail(railed: Cluster, budget: int) -> None:
-    """Questions, answers, blocks for those who rebuild: whatever was on its way."""
+    """Requests, answers, blocks for rebuilding nodes: any message in transit."""
     railed.begin()
     railed.employ()
     at = railed.protect(1)

@@ -1,6 +1,6 @@
-"""The recipes of docs/getting-started.md: killed twice, each ends as an undisturbed run does.
+"""The recipes of docs/getting-started.md, killed twice, end like an undisturbed run.
 
-The undisturbed run is under plain python, or torchrun where there are two ranks.
+The undisturbed run is under plain python, or torchrun if there are two ranks.
 """
 
 import re
@@ -46,7 +46,7 @@ def digests(text: str) -> list[str]:
 
 
 def undisturbed(folder: Path, code: str, ranks: int = 1) -> list[str]:
-    """What the script prints at its end without ftrun."""
+    """The output of the script at its end without ftrun."""
     undisturbed = folder / "calm"
     undisturbed.mkdir()
     (undisturbed / "train.py").write_text(code + ENDS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Steps that are repeated after a kill are compared with the first execution, and ftrun says so."""
+"""Steps that are repeated after a kill are compared with the first execution; ftrun reports it."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ if kind == "bare":
 else:
     session = ftrun.attach(model=model, optimizer=optimizer)
     loop, report = session.steps(20), lambda loss: session.report(loss=loss)
-if kind == "silent":
+if kind == "unreported":
     report = lambda loss: None
 running = 0.0
 for step in loop:
@@ -46,7 +46,7 @@ for step in loop:
         loss = loss * (1 + os.urandom(1)[0] / 256)
     optimizer.zero_grad()
     loss.backward()
-    if kind == "silent" and generation == 1 and step == 15:
+    if kind == "unreported" and generation == 1 and step == 15:
         session.snapshot()  # waits for its seal: nothing is repeated after the kill at step 16
     time.sleep(0.02)
     if rank == 0 and generation < len(kills) and step == kills[generation]:
@@ -57,7 +57,7 @@ for step in loop:
 
 
 def demo() -> ModuleType:
-    """The program scripts/demo, which shows the failures of a run's journal."""
+    """The program scripts/demo, which prints the failures of a run's journal."""
     loader = SourceFileLoader("demo", str(DEMO))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
@@ -112,7 +112,7 @@ def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None
 def test_without_losses_parameters_are_compared_and_without_a_repeat_nothing(
     train: Callable[..., Run],
 ) -> None:
-    run = train("silent", "13,16")
+    run = train("unreported", "13,16")
     first, second = results(run)
     count = first["repeated"]
     assert first["text"] == f"repeated {count} steps: parameter samples bitwise equal", first

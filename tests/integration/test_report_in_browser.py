@@ -1,6 +1,6 @@
 """Pages of `ftrun report` and `ftrun network` in a real browser: nothing is fetched or overlaps.
 
-Where chromium is not installed they are left out, with a word.
+Without chromium the tests are skipped, with a reason.
 """
 
 import itertools
@@ -74,7 +74,7 @@ CONTRAST = """(() => {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pages of recorded and of made journals, as the command writes them."""
+    """Pages of recorded and of handwritten journals, as the command writes them."""
     root = tmp_path_factory.mktemp("pages")
     raw = {path.stem: path.read_bytes() for path in JOURNALS.glob("*.jsonl")}
     raw["made"] = b"".join(long_run(ranks=32, nodes=8).raw())
@@ -108,7 +108,7 @@ def assert_quiet(page: Page, path: Path) -> None:
 
 
 def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Of the boxes of two texts, by more than the empty rim that every line of text has."""
+    """Whether the boxes of two texts overlap by more than the empty rim of a line of text."""
     wide = min(one["x"] + one["width"], other["x"] + other["width"]) - max(one["x"], other["x"])
     high = min(one["y"] + one["height"], other["y"] + other["height"]) - max(one["y"], other["y"])
     return bool(wide > 1 and high > 4)
@@ -156,7 +156,7 @@ def test_a_page_can_be_printed(browser: Browser, folder: Path, tmp_path: Path) -
 def test_pictures_have_text_for_users_that_cannot_see_them(browser: Browser, folder: Path) -> None:
     page = browser.open(folder / "made/incident-0001.html")
     nodes = page.ask("Accessibility.getFullAXTree")["nodes"]
-    # Chromium calls a picture of SVG with role=img an image or a graphic.
+    # Chromium's accessibility tree has image or graphic for SVG with role=img.
     reported = {
         node["name"]["value"]: node.get("description", {}).get("value", "")
         for node in nodes

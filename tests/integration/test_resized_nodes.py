@@ -1,7 +1,8 @@
-"""A version comes back bit by bit in another number of nodes, whether its nodes live or not.
+"""A version is restored bit by bit on another number of nodes, with and without lost nodes.
 
-Real ranks with gloo, forked by one warm process, and a real SMP for each node; the test is their
-agents and their lead. A lost node is an SMP that was killed and whose memory nobody has kept.
+Real ranks with gloo, forked by one warm process, and a real SMP for each node; the test acts as
+their agents and their leader. A lost node is an SMP that was killed and whose memory no process
+kept.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ M = Any
 
 
 class Node:
-    """One SMP, and the agent's line to it."""
+    """One SMP, and the agent's connection to it."""
 
     def __init__(self, at: int, folder: Path, ends: contextlib.ExitStack) -> None:
         self.node_id = f"n{at}"
@@ -92,9 +93,9 @@ class Node:
                 assert self.took(received), received.body
 
     def took(self, received: ReceivedMessage) -> bool:
-        """Whether it was said unasked."""
+        """Whether this message arrived without a request."""
         for fd in received.fds:
-            os.close(fd)  # nobody but the SMP keeps a node's memory
+            os.close(fd)  # only the SMP keeps a node's memory
         match received.body:
             case smp_messages.VersionReady() as body:
                 self.ready.add(version(body.generation, body.step))
@@ -126,7 +127,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes with one rank each, and who leads them."""
+    """Nodes with one rank each, and their leader."""
 
     def __init__(self, folder: Path, ends: contextlib.ExitStack) -> None:
         self.folder = folder
@@ -233,7 +234,7 @@ class Cluster:
         return launch_variables(RUN, request)
 
     def leader(self) -> bool:
-        """Commit what all nodes are ready with; always False, for the sake of `or`."""
+        """Commit what all nodes are ready with; always False, for use with `or`."""
         for node in self.members:
             node.receive()
         if len(self.members) > 1:
@@ -281,7 +282,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def assert_restored(cluster: Cluster, ends: list[Any]) -> None:
-    """Every rank has what the ranks before had at the restore point."""
+    """Every rank has the state of the previous ranks at the restore point."""
     for rank in range(len(cluster.members)):
         found = cluster.saved("restored", rank)
         old = ends[rank % len(ends)]
@@ -298,7 +299,7 @@ def ends_of(cluster: Cluster) -> list[Any]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kind: str) -> None:
-    cluster.narrow = kind == "fsdp"  # many small reads, a window after the other
+    cluster.narrow = kind == "fsdp"  # many small reads, one window after the other
     first, second, third = cluster.add(), cluster.add(), cluster.add()
     assert cluster.run([first, second, third], kind, 2) == [0] * 3, cluster.log()
     ends = ends_of(cluster)
@@ -322,7 +323,7 @@ def test_the_last_node_of_two_continues_alone(cluster: Cluster) -> None:
     first.lose()
     assert cluster.run([second], "plain", 3) == [0], cluster.log()
     assert_restored(cluster, ends)
-    assert second.num_arena_bytes() < 2.2 * held  # the whole state, and nothing of the old world
+    assert second.num_arena_bytes() < 2.2 * held  # the whole state, no part of the previous world
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""A version comes back bit by bit in another number of ranks, and training goes on from it.
+"""A version is restored bit by bit in another number of ranks, and training continues from it.
 
-Real ranks with gloo, forked by one warm process, against a real SMP; the test is the agent of
-their node. What the ranks had at the restore point is compared, whole, with what the ranks of the
-next generation have after `attach`.
+Real ranks with gloo, forked by one warm process, run against a real SMP; the test acts as the agent
+of their node. It compares the whole state of the ranks at the restore point with the state of the
+ranks of the next generation after `attach`.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 
 
 class Node:
-    """The agent of one node: an SMP, a warm process, generation after generation."""
+    """The agent of one node: an SMP, a warm process, one generation after the other."""
 
     def __init__(self, folder: Path, kind: str, ends: contextlib.ExitStack) -> None:
         self.folder = folder
@@ -99,7 +99,7 @@ class Node:
         return (self.folder / "ranks.err").read_text()
 
     def run(self, world_size: int, steps: int, **extra: object) -> list[int]:
-        """One generation to this step; exit statuses by rank."""
+        """Run one generation to this step; exit statuses by rank."""
         before, previous_size = self.newest, self.world_size
         self.generation += 1
         if before is not None:
@@ -140,7 +140,7 @@ class Node:
         statuses: list[int] = self.answer()
         if not any(statuses):
             self.world_size = world_size
-            # Both words: the step is shown before the generation that it is of.
+            # Both words: the step is published before its generation.
             newest = version(self.generation, steps)
             wait_until(lambda: self.shown() == newest, f"step {steps} is committed")
             self.newest = newest
@@ -159,7 +159,7 @@ class Node:
         )
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> ReceivedMessage:
-        """Ask the SMP; what it tells unasked is passed over."""
+        """Ask the SMP; other messages are ignored."""
         self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
         while True:
             received = self.agent.receive(deadline_s=TIMEOUT_S)
@@ -287,7 +287,7 @@ def test_shards_that_are_replicated_too_come_back_in_another_layout(node: Node) 
 
 
 def assert_all_restored(node: Node, ends: list[Any]) -> None:
-    """Every rank has, of all that ranks had at the restore point together, what it should."""
+    """Every rank has its part of the joint state of all ranks at the restore point."""
     whole = {
         what: {name: value for end in ends for name, value in end[what].items()}
         for what in ("parameters", "optimizer")
@@ -415,7 +415,7 @@ def test_what_was_saved_in_another_dtype_is_rounded_where_the_script_asks(
             return [rounded(name, one) for one in value]
         if isinstance(value, dict):
             return {key: rounded(name, one) for key, one in value.items()}
-        # What had another dtype than the parameter keeps it.
+        # A value of another dtype than the parameter keeps it.
         is_rounded = name.startswith("wide.") and getattr(value, "dtype", None) == torch.float32
         return value.bfloat16() if is_rounded else value
 

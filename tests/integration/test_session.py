@@ -1,4 +1,4 @@
-"""A training that loses its processes at some step ends as one that does not: bit for bit."""
+"""A training that loses its processes at some step ends like an undisturbed one: bit for bit."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ SETTINGS = SnapshotConfig(every=1, commit_timeout_s=60)
 
 
 class Node:
-    """The agent's part, reduced: an SMP, pages, arenas, and workers as plain processes."""
+    """A reduced agent: an SMP, pages, arenas, and workers as plain processes."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Node:
         return connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=TIMEOUT_S)
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
-        """Ask the SMP, and keep what it hands over unasked on the way."""
+        """Ask the SMP, and keep the messages that it sends before the answer."""
         self.agent.send(body, fds=fds, deadline_s=TIMEOUT_S)
         while True:
             received = self.agent.receive(deadline_s=TIMEOUT_S)
@@ -93,7 +93,7 @@ class Node:
         """A generation from its start to the exit of all ranks; their exit codes."""
         self.generation += 1
         if self.world_size > 1:
-            # Kept here, as by an agent: nobody else can take the port before a rank does.
+            # Kept here, as by an agent: no other process can take the port before a rank does.
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         restore = self.restore_point()
         if restore is not None:
@@ -102,7 +102,7 @@ class Node:
         self.ask(
             smp_messages.BeginGeneration(self.generation, self.world_size, ranks), self.command_fd
         )
-        fds = [create_page(f"beat-{rank}") for rank in ranks]
+        fds = [create_page(f"heartbeat-{rank}") for rank in ranks]
         self.heartbeats = [SharedPage(fd) for fd in fds]
         workers = [
             subprocess.Popen(
@@ -120,7 +120,7 @@ class Node:
                 worker.wait()
 
     def _wait(self, workers: list[subprocess.Popen[bytes]]) -> list[int]:
-        """As an agent would: the first failure ends all."""
+        """As an agent does: the first failure ends all."""
         codes = []
         for worker in workers:
             if any(codes):
@@ -153,7 +153,7 @@ class Node:
         return {**made, **launch_variables(RUN, request)}
 
     def losses(self, rank: int = 0) -> dict[int, str]:
-        """Loss by step, the later generation's where a step was repeated; all must agree."""
+        """Loss by step, the later generation's if a step was repeated; all must agree."""
         found: dict[int, str] = {}
         for generation in range(self.generation + 1):
             path = self.folder / f"loss.{rank}.{generation}"

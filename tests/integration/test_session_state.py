@@ -1,4 +1,4 @@
-"""What a session restores beside models and optimizers, and how its loops go on after a restart.
+"""State of a session in addition to models and optimizers, and how its loops continue.
 
 Each test trains in this process against a real SMP, as `test_capture_and_restore.py` does.
 """
@@ -100,7 +100,7 @@ def test_what_the_script_holds_of_its_state_stays_in_it_when_weights_are_put_bac
     history, steps = session.state["history"], progress["steps"]
     session.state["restarts"] = 1
     with torch.no_grad():
-        model.weight.zero_()  # what is restored is put in place once more
+        model.weight.zero_()  # the restored state is put in place again
     for step in session.steps(6):
         assert step > 3 or model.weight.any()
         train(model, optimizer)
@@ -291,7 +291,7 @@ def test_the_first_restore_of_a_run_reports_what_is_not_restored(
 
 
 class Bar:
-    """A progress bar, as tqdm: a generator around what it was given."""
+    """A progress bar, like tqdm: a generator around its argument."""
 
     def __init__(self, iterable: Iterator[int]) -> None:
         self.iterable = iterable
@@ -397,7 +397,7 @@ def test_an_exception_takes_no_snapshot_of_half_a_turn(run: Run) -> None:
 
 
 def undisturbed(loop: Callable[..., list[object]]) -> list[object]:
-    """What the loop gives under plain python."""
+    """The values of the loop under plain python."""
     torch.manual_seed(3)
     model, optimizer = parts()
     session = ftrun.attach(model, optimizer)

@@ -1,7 +1,7 @@
-"""Nodes that load a checkpoint together read each byte once, whoever of them is lost meanwhile.
+"""Nodes that load a checkpoint together read each byte once, also if one is lost in between.
 
-Real SMP processes with links of their own; the test plays their agents. What they have read is
-what the kernel has counted for them.
+Real SMP processes with links of their own; the test acts as their agents. The kernel's counters
+show how many bytes they have read.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ WORLD = 3
 FIRST = version(0, 1)
 LOADED = version(-1, 1)
 WEIGHTS, OWN = 3_000_000, 100_000
-"""Numbers of four bytes: 12 MB that all ranks have alike, and 0.4 MB that each has for itself."""
+"""Numbers of four bytes: 12 MB that are equal on all ranks, and 0.4 MB of each rank's own."""
 
 
 def layout_of(rank: int) -> Layout:
@@ -69,7 +69,7 @@ OWN_BYTES = COPY_BYTES - 4 * WEIGHTS
 
 
 class Node(nodes_of.Node):
-    """One that meets others."""
+    """A node with links to others."""
 
     port = 0
     said: list[messages.AnyMessage]
@@ -98,7 +98,7 @@ class Node(nodes_of.Node):
         return smp_messages.NodeAddress(self.name, 1, "127.0.0.1", self.port if alive else 0, ranks)
 
     def num_read(self) -> int:
-        """Bytes that its process has read of files; what comes over sockets is not among them."""
+        """Bytes that its process has read from files, without those from sockets."""
         assert self.process is not None
         try:
             text = Path(f"/proc/{self.process.pid}/io").read_text()
@@ -107,7 +107,7 @@ class Node(nodes_of.Node):
         return int(text.split("rchar:")[1].split()[0])
 
     def receive(self, *kinds: type[messages.AnyMessage]) -> messages.AnyMessage:
-        """The first message of these kinds, said already or not; the others are kept."""
+        """The first message of these kinds, received already or not; the others are kept."""
         assert self.agent is not None
         end_s = time.monotonic() + TIMEOUT_S
         while True:
@@ -133,7 +133,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    gc.collect()  # what other tests have left is not to be counted
+    gc.collect()  # what other tests have left is not counted
     before = len(os.listdir("/proc/self/fd"))
     found = [Node(f"node{at}", [at], tmp_path) for at in range(WORLD)]
     yield found
@@ -145,7 +145,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 
 @pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
-    """Where the checkpoint is."""
+    """Storage of the checkpoint."""
     return str(getattr(request, "param", "directory"))
 
 
@@ -185,7 +185,7 @@ def load(node: Node, where: str, load_group: list[Node]) -> checkpoint_messages.
 
 
 def begin(node: Node, load_group: list[Node], *, previous_world_size: int = 0) -> None:
-    """As the agents' `begin_generation` does."""
+    """Begin a generation as the agents' `begin_generation` does."""
     count = len(load_group)
     own = [one.place([at]) for at, one in enumerate(load_group)]
     loaded = [one.place(list(ranks_at(at, count, WORLD))) for at, one in enumerate(load_group)]
@@ -209,7 +209,7 @@ def begin(node: Node, load_group: list[Node], *, previous_world_size: int = 0) -
 
 
 def check_whole(node: Node, ranks: list[int]) -> None:
-    """What its agent was granted is sealed, and is what was captured."""
+    """The arenas that its agent was granted are sealed, and equal the captured state."""
     assert sorted(node.granted) == ranks
     for rank, fd in node.granted.items():
         arena = Arena(fd, writable=False)
@@ -235,7 +235,7 @@ def test_three_replicas_read_one_copy(nodes: list[Node], where: str) -> None:
         check_whole(node, [at])
     after = [node.num_read() - start for node, start in zip(nodes, before, strict=True)]
     one_copy = 4 * WEIGHTS + WORLD * OWN_BYTES
-    # Libraries that are loaded on the way and what is read of /proc are counted with it.
+    # Libraries that are loaded at the same time and reads of /proc are included.
     assert one_copy <= sum(after) < 1.25 * one_copy + (4 << 20), after
     assert max(read) < 1.5 * min(read) + (2 << 20), "each reads about as much"
 
@@ -286,7 +286,7 @@ def test_replicas_of_one_node_are_read_once(nodes: list[Node], where: str) -> No
 def test_an_smp_killed_with_half_of_it_leaves_nothing_that_counts(
     nodes: list[Node], where: str
 ) -> None:
-    """Its successor has the arenas, says that the version is not to be had, and loads it again."""
+    """Its successor has the arenas, reports that the version is missing, and loads it again."""
     first, second, third = nodes
     first.start(crash_at="smp.checkpoint.share_taken")
     second.start()
@@ -313,7 +313,7 @@ def test_an_smp_killed_with_half_of_it_leaves_nothing_that_counts(
 def test_a_damaged_piece_is_read_from_a_replica_if_another_rank_has_it(
     nodes: list[Node], where: str
 ) -> None:
-    """What rank 1 alone has saved cannot be read from another file: that is no checkpoint."""
+    """The state of rank 1 alone cannot be read from another file: then there is no checkpoint."""
     (path,) = Path(where).glob("step-*/rank-00001.safetensors")
     ends = (COPY_BYTES // 2, path.stat().st_size - 4096)
     for at, piece_of in zip(ends, ("all ranks", "rank 1"), strict=True):

@@ -1,4 +1,4 @@
-"""`ftrun checkpoints` says what is on the shelf, finds every damaged byte, and prunes."""
+"""`ftrun checkpoints` lists the checkpoints, finds every damaged byte, and prunes."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_list_reports_what_is_there_and_what_is_not_whole(catalog: Path) -> None
 
 
 def test_every_byte_is_checked(catalog: Path) -> None:
-    """A flipped bit anywhere in any file is found, and named with its file."""
+    """A flipped bit anywhere in any file is found, and reported with its file."""
     folder = catalog / NEWEST
     assert "ok       step-00000003-g0: whole" in ftrun("verify", str(catalog), "latest")
     for path in sorted(folder.iterdir()):

@@ -1,7 +1,7 @@
 """ftrun inside a real Slurm: a step of several nodes is one run, with nothing but `srun ftrun`.
 
 Slurm runs over a virtual cluster (`scripts/virtual_slurm.py`), so that nodes have names, addresses
-and processes of their own, and can be switched off.
+and processes of their own, and can be powered off.
 """
 
 import json
@@ -68,13 +68,13 @@ for step in session.steps(10_000):
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """What a file has so far; the last line may be half written, or never to be finished."""
+    """The complete lines of a file; the last line may be half written, or never be finished."""
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
 class Step:
-    """One job of a user who has a home and a folder, both shared by all nodes."""
+    """One job of a user; all nodes share the home and the folder."""
 
     def __init__(self, slurm: VirtualSlurm, folder: Path) -> None:
         self.slurm = slurm
@@ -84,7 +84,7 @@ class Step:
         self.output = folder / "output"
         own = ("FTRUN_", "PET_", "SLURM_")
         self.variables = {k: v for k, v in os.environ.items() if not k.startswith(own)}
-        # The command beside this python: all that a user has to have on the nodes.
+        # The command of this python: the only file that a user needs on the nodes.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         more = {"HOME": str(self.home), "PATH": path, "OMP_NUM_THREADS": "1"}
         self.variables |= {**more, "PYTHONUNBUFFERED": "1"}
@@ -105,7 +105,7 @@ class Step:
             )
 
     def code(self) -> int:
-        """Exit code of what was started."""
+        """Exit code of the started process."""
         assert self.process is not None
         try:
             return self.process.wait(WAIT_S)
@@ -113,7 +113,7 @@ class Step:
             pytest.fail(f"still running after {WAIT_S} s:\n{self.text}\n{self.slurm.log()}")
 
     def cancel(self, signal: str) -> None:
-        """The way users do it: to every process of the step."""
+        """Cancel as users do: it reaches every process of the step."""
         self.slurm.ask("scancel", f"--signal={signal}", f"{self.job_id}.0")
 
     @property
@@ -154,7 +154,7 @@ class Step:
         (self.folder / "go").touch()
 
     def clean_up(self) -> None:
-        """Nothing of this job is left in Slurm, and every node is up."""
+        """No job of the test is left in Slurm, and every node is up."""
         self.slurm.ask("scancel", "--quiet", "--user=root")
         for name in self.slurm.names:
             if not self.slurm.cluster.nodes()[int(name.removeprefix("node"))].is_alive:
@@ -178,12 +178,12 @@ def step(slurm: VirtualSlurm, tmp_path: Path) -> Iterator[Step]:
 
 
 def ftrun(step: Step, *more: object) -> list[object]:
-    """Two nodes that train, one that stands by."""
+    """Two nodes that train, one spare."""
     return ["ftrun", "--spares", 1, "--nproc-per-node", 1, *more, SCRIPT, step.folder, 0]
 
 
 def codes_of_tasks(step: Step) -> dict[str, int]:
-    """By node, as srun reports them; a task that has ended well is not named."""
+    """By node, as srun reports them; a task that has exited with 0 is not listed."""
     found = re.findall(r"srun: error: (\w+): task \d+: Exited with exit code (\d+)", step.text)
     return {node: int(code) for node, code in found}
 
@@ -227,7 +227,7 @@ def test_a_node_is_switched_off_and_the_step_ends_well(step: Step, lost: str) ->
     step.wait_for_steps(5, generation=1)
     step.slurm.wait_until_down(lost)  # and then not to stop the step
     before = len(step.notes(0, "step"))
-    step.wait_until("going on", lambda: len(step.notes(0, "step")) > before + 20)
+    step.wait_until("more steps", lambda: len(step.notes(0, "step")) > before + 20)
     nodes = {step.notes(rank, "begun")[-1]["node"] for rank in range(2)}
     assert nodes == {"node1", "node2", "node3"} - {lost}
     step.let_end()
@@ -290,7 +290,7 @@ def test_several_tasks_on_a_node_are_refused_with_what_is_missing(step: Step) ->
 
 
 def job_script(step: Step, script: Path) -> Path:
-    """As it stands in docs/many-nodes.md, but for its sizes, folders and the script."""
+    """The script of docs/many-nodes.md, except its sizes, folders and the training script."""
     text = next(
         block
         for block in re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -327,7 +327,7 @@ def test_a_job_outlives_the_node_of_its_batch_script(step: Step) -> None:
     step.let_end()
     step.wait_until("the end", lambda: len(step.journal("run_ended")) == 2)
     assert {line["exit_code"] for line in step.journal("run_ended")} == {0}
-    # With the batch script lost nobody tells Slurm that the job is over: the page says so.
+    # With the batch script lost, no process reports the end of the job to Slurm: the page says so.
     assert job_state(step) == "RUNNING"
 
 
@@ -396,7 +396,7 @@ def test_a_rendered_job_loses_a_node_and_its_time_and_continues(step: Step) -> N
     job_id = step.job_id
     step.slurm.kill("node2")
     step.wait_for_steps(20, generation=1)
-    # A node that is back before Slurm has missed it makes srun kill the others.
+    # If a node returns before Slurm has marked it as down, srun kills the others.
     step.wait_until("missed", lambda: "down" in step.slurm.ask("sinfo", "-hn", "node2", "-o%t"))
     step.slurm.revive("node2")
     step.slurm.ask("scancel", "--signal=USR1", job_id)

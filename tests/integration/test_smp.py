@@ -1,6 +1,6 @@
-"""The real SMP process keeps what was sealed, whoever dies around it.
+"""The real SMP process keeps sealed snapshots when any process around it dies.
 
-The test plays the worker and the agent over real channels, with real arenas; the process is
+The test acts as the worker and the agent over real channels, with real arenas; the process is
 `python -m ftrun.smp`.
 """
 
@@ -76,7 +76,7 @@ def layout_of(size: int) -> Layout:
 
 
 def image_of(layout: Layout, *, rank: int, at: Version) -> bytes:
-    """Bytes that no other rank and version has."""
+    """Bytes that differ for each rank and version."""
     seed = xxhash.xxh3_128_digest(f"{rank} {at}".encode())
     data = (seed * (layout.data_bytes // len(seed) + 1))[: layout.data_bytes]
     return layout.header + data
@@ -84,7 +84,7 @@ def image_of(layout: Layout, *, rank: int, at: Version) -> bytes:
 
 @dataclass
 class Worker:
-    """Does over channel and arena what a rank does."""
+    """Acts over channel and arena like a rank."""
 
     channel: Channel
     rank: int
@@ -92,7 +92,7 @@ class Worker:
     fd: int = -1
     slot: int = 0
     like: int | None = None
-    """A rank that has the same in its memory; None: nobody has."""
+    """A rank that has the same in its memory; None: there is none."""
 
     def request(self) -> messages.AnyMessage:
         answer = self.channel.ask(
@@ -160,7 +160,7 @@ class Worker:
 
 @dataclass
 class World:
-    """One SMP after the other at one socket, and everybody who talks to it."""
+    """The SMPs at one socket, one after the other, and all their clients."""
 
     folder: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -230,7 +230,7 @@ class World:
         return found
 
     def ask(self, agent: Channel, body: messages.AnyMessage, kind: type[M], *fds: int) -> M:
-        """The answer; what comes unasked before it is put aside."""
+        """The answer; messages that arrive before it are kept."""
         agent.send(body, fds=fds)
         return self.wait_for(agent, kind)
 
@@ -263,7 +263,7 @@ class World:
         )
 
     def granted_fds(self, agent: Channel, count: int) -> dict[int, int]:
-        """The duplicates that the agent is given unasked: by rank, the newest."""
+        """The duplicates that the agent gets without a request: by rank, the newest."""
         while (
             sum(isinstance(one.body, worker_messages.ArenaGranted) for one in self.unsolicited)
             < count
@@ -285,7 +285,7 @@ class World:
         ]
 
     def forget(self) -> None:
-        """Everybody but the SMPs is gone: close what they held."""
+        """All processes but the SMPs have ended: close their descriptors."""
         for channel in self.channels:
             channel.close()
         for worker in self.workers:
@@ -335,7 +335,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def check_bytes(fd: int, at: Version) -> None:
-    """The arena behind a descriptor holds just what its rank has sealed."""
+    """The arena of a descriptor holds exactly what its rank has sealed."""
     arena = Arena(fd, writable=False)
     try:
         slot = arena.find(at)
@@ -392,7 +392,7 @@ def test_memory_outlives_a_killed_smp_and_the_next_snapshot_continues(world: Wor
     world.smp.kill()
     with pytest.raises(PeerLost):
         drain(agent)
-    # Both have sealed, and nobody was there to hear it.
+    # Both have sealed, and no SMP was there to receive it.
     for worker in workers:
         worker.capture(version(0, 3))
 
@@ -502,7 +502,7 @@ def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world:
             assert world.smp.wait(0.1) == 0
             break
         except subprocess.TimeoutExpired:
-            continue  # it has not seen yet that its agent is gone
+            continue  # it has not seen yet that its agent has ended
     assert world.smp.poll() == 0
     assert not world.socket.exists()
 
@@ -510,7 +510,7 @@ def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world:
 def test_a_signal_that_comes_while_python_ends_does_not_make_a_good_end_a_kill(
     tmp_path: Path,
 ) -> None:
-    # What a module holds is let go after Python has put back what signals do by themselves.
+    # Objects of a module are released after Python has restored the default signal handlers.
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -560,7 +560,7 @@ def test_voided_versions_never_come_back(world: World) -> None:
     }
     world.begin(agent, generation=1)
     assert world.shown() == version(0, 1)
-    # A worker of the generation before, which the kill has not reached yet.
+    # A worker of the previous generation that has not been killed yet.
     workers[0].seal(version(0, 3))
     workers[1].seal(version(0, 3))
     workers[0].channel.ask(
@@ -570,20 +570,20 @@ def test_voided_versions_never_come_back(world: World) -> None:
 
 
 def test_ranks_of_one_node_that_were_alike_and_are_so_no_more_are_reported(world: World) -> None:
-    """Of two nobody can tell whose memory is wrong; of more, see test_node_replicas.py."""
+    """With two ranks it is unknown whose memory is wrong; for more, see test_node_replicas.py."""
     world.start()
     agent, workers = world.train()
     reported: list[smp_messages.SmpNotice] = []
     end = time.monotonic() + TIMEOUT_S
     step = 0
     while not reported:
-        assert time.monotonic() < end, "they are not told"
+        assert time.monotonic() < end, "no rank is reported"
         step += 1
         for worker in workers:
             worker.like = 0 if step == 1 else None
             worker.seal(version(0, step))
         world.wait_for(agent, smp_messages.VersionCommitted)
-        select.select([], [], [], 0.02)  # a slot that is sealed anew meanwhile is not compared
+        select.select([], [], [], 0.02)  # a slot that is sealed again in between is not compared
         unsolicited = [one.body for one in world.unsolicited]
         reported = [one for one in unsolicited if isinstance(one, smp_messages.SmpNotice)]
     assert [(one.kind, one.ranks) for one in reported] == [("replicas_differ", [0, 1])]
@@ -639,7 +639,7 @@ def test_a_client_that_breaks_the_protocol_loses_only_its_connection(
 def test_an_agent_brings_the_smp_it_finds_what_the_last_agent_did_not(
     world: World, steps: tuple[int, ...]
 ) -> None:
-    """It was started for memory, and its agent died first; until some comes its workers wait."""
+    """It was started for memory, and its agent died first; its workers wait for the next one."""
     fds: list[int] = []
     if steps:
         world.start()
@@ -941,7 +941,7 @@ CHECKPOINT_POINTS = [
         "pruning",
     )
 ]
-"""What each writer passes on each storage, if it finishes a checkpoint and prunes another."""
+"""Crash points of each writer on each storage, if it finishes a checkpoint and prunes another."""
 
 
 @pytest.mark.chaos

@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 class Child:
-    """A process with one connection to us; it sends what it is told."""
+    """A process with one connection to the test; it sends the requested number of bytes."""
 
     def __init__(self, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
@@ -56,7 +56,7 @@ class Child:
             left -= len(self.sock.recv(min(left, 1 << 16)))
         self._sent += count
         give_up_s = clock.now_s() + WAIT_S
-        while self._acked() < self._sent:  # its kernel may hear of it a moment later
+        while self._acked() < self._sent:  # its kernel may receive it a moment later
             assert clock.now_s() < give_up_s
 
     def _acked(self) -> int:
@@ -85,7 +85,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
 
 
 def observed(stats: SocketStats, child: Child, until_bytes: int) -> LinkSample:
-    """Looks until so many bytes have been acknowledged, added up."""
+    """Poll until this number of bytes has been acknowledged in total."""
     samples: list[LinkSample] = []
     give_up_s = clock.now_s() + WAIT_S
     while sum(one.bytes for one in samples) < until_bytes:
@@ -148,12 +148,12 @@ def test_a_connection_that_comes_later_is_counted_whole(child: Child) -> None:
         while total < 7_000:
             assert clock.now_s() < give_up_s
             total += sum(one.bytes for one in stats.poll(pids, 1.0))
-        assert total in (7_000, 7_001)  # who has opened a connection counts its SYN
+        assert total in (7_000, 7_001)  # the side that opens a connection counts its SYN
     finally:
         other.close()
 
 
-def test_processes_that_are_gone_have_no_connections() -> None:
+def test_ended_processes_have_no_connections() -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                            capture_output=True, text=True, check=True)  # fmt: skip
     stats = SocketStats()
@@ -181,7 +181,7 @@ os.setuid(65534)
 started, reported = os.pipe()
 pid = os.fork()
 if pid == 0:
-    # Who has changed its user is hidden from others of it, until it execs; ranks have done so.
+    # A process that changed its user is hidden from others of that user until it execs.
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
     sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
     sock.sendall(b"12345")
@@ -195,7 +195,7 @@ os.waitpid(pid, 0)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_no_rights_are_needed_for_ones_own_children() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()

@@ -1,7 +1,7 @@
-"""What a snapshot contains comes back, so that a run ends with the bits it would have had.
+"""A snapshot restores its whole content, so that the run ends with the same bits.
 
-Each test trains in this process against a real SMP, restores into fresh objects, trains on, and
-compares with a run that nothing has disturbed.
+Each test trains in this process against a real SMP, restores into new objects, continues, and
+compares with an undisturbed run.
 """
 
 import logging
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def ends_equal(
     run: Run, build: Callable[[], Things], turn: Callable[[Things, int], None]
 ) -> tuple[Things, Things]:
-    """Compare a run that is restored once with one that is not; the things of both."""
+    """Compare a run that is restored once with one that is not; return the objects of both."""
     undisturbed = build()
     for at in range(END):
         turn(undisturbed, at)
@@ -317,7 +317,7 @@ def test_state_of_the_optimizer_as_a_whole_comes_back(run: Run) -> None:
         state[0] = "an int is no index here"
         state["mean"] = batch(at, 3)
 
-    # torch's own state_dict() takes these for state of parameters, so they are compared by hand.
+    # torch's own state_dict() mistakes these for state of parameters, so they are compared by hand.
     undisturbed, things = build(), build()
     for at in range(END):
         turn(undisturbed, at)
@@ -361,7 +361,7 @@ def test_functions_and_meshes_of_a_group_are_those_of_the_new_optimizer(run: Run
 
 
 class Opaque:
-    """It has a state that nothing can store."""
+    """Has a state that cannot be stored."""
 
 
 def test_what_a_group_cannot_store_is_named_at_attach(run: Run) -> None:
@@ -387,7 +387,7 @@ def test_a_function_that_a_group_gets_later_costs_protection_and_is_named(run: R
 
 
 class Counting(nn.Module):
-    """Has a count that only its state_dict() knows."""
+    """Has a count that only its state_dict() contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ class Counting(nn.Module):
 
 
 class SavesItsKeys(Counting):
-    """Has keys of its own, as torch's quantized modules."""
+    """Has keys of its own, like torch's quantized modules."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -416,7 +416,7 @@ class SavesItsKeys(Counting):
 
 
 class SavesItsKeysLater(SavesItsKeys):
-    """Has none before its second forward, as layers that are quantized then."""
+    """Has none before its second forward, like layers that are quantized then."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -443,7 +443,7 @@ class HasItsOwn(Counting):
 
 
 class Hooked(Counting):
-    """Has hooks in place of methods."""
+    """Has hooks instead of methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,10 +460,10 @@ def _take_count(module: Any, state: Any, prefix: str, *_: Any) -> None:
 
 
 class Extra(Counting):
-    """Has what torch has for this."""
+    """Uses torch's extra state."""
 
     def get_extra_state(self) -> Any:
-        # Its key is the name of a parameter, which must not be taken for it.
+        # Its key equals the name of a parameter, and must not be mistaken for it.
         return {"weight": self.seen, "more": [{"count": self.count}]}
 
     def set_extra_state(self, state: Any) -> None:
@@ -482,7 +482,7 @@ def test_what_a_module_adds_to_its_state_dict_comes_back(run: Run, kind: type[Co
 
 
 class SavesOnly(Counting):
-    """Gives a key that nothing takes back."""
+    """Saves a key that it does not load."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -490,7 +490,7 @@ class SavesOnly(Counting):
 
 
 class SavesOnlyLater(SavesOnly):
-    """Gives it after its second forward."""
+    """Saves it after its second forward."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -560,7 +560,7 @@ def test_flags_of_modules_and_tensors_come_back(run: Run) -> None:
 
 
 class Growing(nn.Module):
-    """Its buffers appear, grow and go while it trains."""
+    """Its buffers appear, grow and disappear during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,7 +610,7 @@ def test_buffers_that_appear_and_grow_come_back(run: Run, caplog: pytest.LogCapt
 
 
 class Replacing(nn.Module):
-    """Its buffers get other strides, and one becomes persistent, while it trains."""
+    """Its buffers get other strides, and one becomes persistent, during training."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The started process outlives its agents, leaves nothing behind, and is right as PID 1."""
+"""The started process survives its agents, leaves nothing behind, and works as PID 1."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ class Run:
         self.start()
 
     def start(self, *before: str) -> None:
-        # Files, not pipes: an SMP that outlives its run would hold a pipe open.
+        # Files, not pipes: an SMP that survives its run would hold a pipe open.
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [*before, *self.command, *self.words],
@@ -124,7 +124,7 @@ class Run:
         return found
 
     def processes(self) -> dict[str, int]:
-        """The pids of ftrun's own processes, once all are there."""
+        """The pids of ftrun's own processes, once all exist."""
         found: dict[str, Any] = {}
 
         def are_there() -> bool:
@@ -135,7 +135,7 @@ class Run:
         return found
 
     def wait_alive(self, generation: int, rank: int = 0) -> int:
-        """Until a rank runs; gives its pid."""
+        """Wait until a rank runs; its pid."""
         path = self.folder / f"alive-{rank}-{generation}"
         wait_for(lambda: path.exists() or self.process.poll() is not None)
         assert path.exists(), self.err.read_text()
@@ -149,7 +149,7 @@ class Run:
         return not (self.runtime / "ftrun" / "mine").exists() and not self.pids()
 
     def pids(self) -> dict[str, int]:
-        """The pids of all processes of ftrun that know the run's folder, by their names."""
+        """The pids of all processes of ftrun that use the run's folder, by their names."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -235,12 +235,12 @@ def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
     code, out, err = run.finish()
     assert (code, out) == (0, "rank 0 generation 1 ends\n")
     assert "the cluster thread has ended" in err
-    # The stub says so of exit code 70 only.
+    # The stub prints this for exit code 70 only.
     assert "the agent ended with a bug in ftrun; starting another" in err
 
 
 def kinds_of_descriptors(pid: int) -> list[str]:
-    """What a process has open, without the numbers of sockets and pipes."""
+    """The open descriptors of a process, without the numbers of sockets and pipes."""
     folder = Path(f"/proc/{pid}/fd")
     return sorted(os.readlink(fd).partition("[")[0] for fd in folder.iterdir())
 
@@ -262,7 +262,7 @@ def test_agents_are_forked_from_the_reserve_and_need_none(start: Callable[..., R
     os.kill(first["ftrun-agent"], signal.SIGKILL)
     run.wait_alive(1)
     assert starts() == [False, False]
-    # Another reserve is there; an agent is forked from it, and its ranks are as they always are.
+    # Another reserve exists; an agent is forked from it, and its ranks are as usual.
     wait_for(lambda: "ftrun-reserve" in run.pids())
     second = run.pids()
     os.kill(second["ftrun-agent"], signal.SIGKILL)
@@ -347,7 +347,7 @@ def test_killed_stub_leaves_only_memory_for_the_same_script_until_stop(
     run.finish()
     wait_for(lambda: not is_alive(processes["agent"]) and not is_alive(rank))
     assert is_alive(processes["smp"])
-    # What the agent held open may be closed a moment later than its main thread has ended.
+    # The agent's descriptors may be closed a moment after its main thread has ended.
     wait_for(lambda: run.ask("status").stdout.startswith("ORPHANED"))
     (other := run.folder / "other.py").touch()
     refused = run.ask("--run-id", "mine", str(other))
@@ -429,13 +429,13 @@ def test_ranks_behind_a_wrapper_never_run_next_to_their_successors(
     first = run.wait_alive(0)
     os.kill(run.processes()["agent"], signal.SIGKILL)
     second = run.wait_alive(1)
-    assert not is_alive(first), "it ran beside its successor"
+    assert not is_alive(first), "it ran at the same time as its successor"
     run.process.kill()
     run.finish()
     assert is_alive(second), "nothing has ended it yet"
     run.start()
     third = run.wait_alive(2)
-    assert not is_alive(second), "it ran beside its successor"
+    assert not is_alive(second), "it ran at the same time as its successor"
     run.process.kill()
     run.finish()
     stopped = run.ask("stop", "mine")

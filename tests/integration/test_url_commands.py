@@ -1,4 +1,4 @@
-"""What the command line says of a URL, before anything starts and when nothing runs."""
+"""The output of the command line for a URL, before a run starts and while none runs."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def server(root: Path) -> Iterator[FtpServer]:
 
 @pytest.fixture
 def full(server: FtpServer, arenas: Arenas) -> FtpServer:
-    """Three checkpoints are there."""
+    """A store with three checkpoints."""
     by = writer()
     for step in (1, 2, 3):
         arenas.seal(step)
@@ -74,7 +74,7 @@ def test_a_library_that_is_missing_is_named() -> None:
             check_writable("s3://bucket/run")
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
-        "sys.argv = ['shelf', 'try', 'ftp://somewhere/run']\n"
+        "sys.argv = ['catalog', 'try', 'ftp://somewhere/run']\n"
         "from ftrun.tools.checkpoints.catalog import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)

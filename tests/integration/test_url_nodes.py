@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(root: Path, make: Make) -> Iterator[FtpServer]:
-    """It ends before the nodes do, which then have nothing to write to."""
+    """It ends before the nodes do, which then cannot write."""
     with ftp_server(root) as found:
         yield found
 
@@ -64,7 +64,7 @@ def finished(answer: messages.AnyMessage) -> checkpoint_messages.CheckpointWritt
 
 
 def check_files(root: Path, at: Version) -> None:
-    """It is whole, and `latest` names it."""
+    """It is whole, and `latest` points to it."""
     folder = root / "run" / (root / "run" / "latest").read_text().strip()
     for rank in range(WORLD):
         assert (folder / f"rank-{rank:05d}.safetensors").read_bytes() == image_of(rank, at)
@@ -99,7 +99,7 @@ def test_nodes_that_write_at_once_make_one_checkpoint(
 def test_a_killed_node_is_replaced_and_continues_from_the_url(
     make: Make, server: FtpServer, root: Path
 ) -> None:
-    """SIGKILL in the middle of its files; what it had sent of that version counts for nothing."""
+    """SIGKILL in the middle of its files; its sent files of that version do not count."""
     first, second = make(0, 1), make(2, 3)
     first.ready()
     second.ready()
@@ -140,12 +140,12 @@ def test_an_smp_ends_at_once_while_its_store_hangs(make: Make, server: FtpServer
     server.thaw()
 
 
-def test_a_store_that_is_gone_is_reported_and_the_next_checkpoint_is_written(
+def test_an_unreachable_store_is_reported_and_the_next_checkpoint_is_written(
     make: Make, root: Path
 ) -> None:
     node = make(0, 1, 2, 3)
     node.ready()
-    port = free_port()  # one that the kernel gives to nobody else meanwhile
+    port = free_port()  # a port that the kernel gives to no other process in between
     with ftp_server(root, port=port) as server:
         url = server.url()
         assert finished(node.ask(order(url, None))).step == 1

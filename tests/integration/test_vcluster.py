@@ -1,7 +1,7 @@
-"""A virtual cluster has nodes of its own, which fail as asked, and leaves nothing behind.
+"""A virtual cluster has nodes of its own, which fail as requested, and leaves nothing behind.
 
-The drills with many nodes stand on it: what a killed or frozen node looks like to its peers must
-be what it would look like on a real network.
+The drills with many nodes depend on it: peers must see a killed or frozen node as they would on a
+real network.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ COMMAND = str(SCRIPTS / "vcluster")
 WAIT_S = 150.0
 UPLINK_MBIT = 40
 KINDS = ("net", "mnt", "pid", "uts", "ipc")
-NO_ANSWER = ("silence", "EHOSTUNREACH")
-"""The second from a kernel that has asked for the address for some seconds."""
+NO_ANSWER = ("no answer", "EHOSTUNREACH")
+"""The second comes from a kernel that has asked for the address for some seconds."""
 
 SERVER = """
 import socketserver
@@ -55,9 +55,9 @@ def connect(peer, wait_s):
 def ask(text, wait_s):
     connection.settimeout(float(wait_s))
     connection.sendall(text.encode())
-    return hear(wait_s)
+    return receive(wait_s)
 
-def hear(wait_s):
+def receive(wait_s):
     connection.settimeout(float(wait_s))
     data = connection.recv(65536)
     return data.decode() if data else "end"
@@ -90,14 +90,14 @@ for line in sys.stdin:
     try:
         print(globals()[name](*words), flush=True)
     except TimeoutError:
-        print("silence", flush=True)
+        print("no answer", flush=True)
     except OSError as error:
         print(errno.errorcode[error.errno], flush=True)
 """
 
 
 class Talk:
-    """A program in a node that connects, asks and listens, one order at a time."""
+    """A program in a node that connects, asks and listens, one request at a time."""
 
     def __init__(self, cluster: VirtualCluster, node: int) -> None:
         self._process = cluster.run(
@@ -121,14 +121,14 @@ class Talk:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[VirtualCluster]:
-    """Three nodes; a test that has broken one leaves it broken, see `whole`."""
+    """Three nodes; a test that has broken one does not repair it, see `whole`."""
     with VirtualCluster(3, shm="64m") as made:
         yield made
 
 
 @pytest.fixture
 def whole(cluster: VirtualCluster) -> VirtualCluster:
-    """Three nodes that live, without processes, with cables as new."""
+    """Three living nodes, without processes, with new cables."""
     for node in cluster.nodes():
         if node.is_alive:
             cluster.kill(node.name)
@@ -175,7 +175,7 @@ def namespaces(cluster: VirtualCluster) -> set[str]:
 def holders_of(names: set[str]) -> set[Process]:
     """All processes of the machine that are in one of these namespaces.
 
-    Other tests make namespaces at the same time, and those get the numbers of such as have gone.
+    Other tests create namespaces at the same time, and those get the numbers of ended ones.
     """
     found = set()
     for folder in Path("/proc").iterdir():
@@ -188,7 +188,7 @@ def holders_of(names: set[str]) -> set[Process]:
 
 
 def is_there(process: Process) -> bool:
-    """Whether it still holds a namespace; one that has ended does until it is waited for."""
+    """Whether it still holds a namespace; an ended process does until it is reaped."""
     with contextlib.suppress(ClusterError):
         return Process.of(process.pid) == process
     return False
@@ -201,7 +201,7 @@ def wait_until_gone(pids: Iterable[int]) -> None:
         time.sleep(0.01)
 
 
-# --- what a node has of its own -----------------------------------------------------------------
+# --- the own parts of a node ----------------------------------------------------------------------
 
 
 def test_each_node_has_its_own_name_address_and_processes(whole: VirtualCluster) -> None:
@@ -277,8 +277,8 @@ def test_a_killed_node_dies_without_a_message(talk: Talk, whole: VirtualCluster)
     assert talk("ask", "hello", 10) == "hello"
     whole.kill("node1")
     assert holder.wait(WAIT_S) == -signal.SIGKILL
-    assert talk("hear", 1.5) == "silence"
-    assert talk("ask", "hello", 1.5) == "silence"
+    assert talk("receive", 1.5) == "no answer"
+    assert talk("ask", "hello", 1.5) == "no answer"
     assert talk("connect", "node1", 2) in NO_ANSWER
     with pytest.raises(ClusterError, match="node1 is dead"):
         whole.run(1, ["true"])
@@ -296,7 +296,7 @@ def test_a_revived_node_is_empty_and_can_be_reached(talk: Talk, whole: VirtualCl
     assert whole.address(1) == before
     assert output_of(whole, 1, "ls", "/dev/shm") == ""
     assert output_of(whole, 1, "hostname") == "node1"
-    # Its kernel knows nothing of the connection, and says so.
+    # Its kernel does not know the connection, and resets it.
     assert talk("ask", "hello", WAIT_S) == "ECONNRESET"
     assert talk("connect", "node1", 10) == "ECONNREFUSED"
     server = serve(whole, 1)
@@ -310,7 +310,7 @@ def test_a_reset_node_reports_its_peers(talk: Talk, whole: VirtualCluster) -> No
     assert talk("connect", "node1", 10) == "connected"
     assert talk("ask", "hello", 10) == "hello"
     whole.reset(1)
-    assert talk("hear", WAIT_S) in ("end", "ECONNRESET")
+    assert talk("receive", WAIT_S) in ("end", "ECONNRESET")
     assert talk("connect", "node1", 10) == "ECONNREFUSED"
     assert output_of(whole, 1, "cat", "/dev/shm/kept") == "kept"
 
@@ -320,10 +320,10 @@ def test_a_connection_outlives_a_cut(talk: Talk, whole: VirtualCluster) -> None:
     assert talk("connect", "node1", 10) == "connected"
     assert talk("ask", "before", 10) == "before"
     whole.cut(1)
-    assert talk("ask", "meanwhile", 1) == "silence"
+    assert talk("ask", "meanwhile", 1) == "no answer"
     assert output_of(whole, 1, "hostname") == "node1"
     whole.heal(1)
-    assert talk("hear", WAIT_S) == "meanwhile"
+    assert talk("receive", WAIT_S) == "meanwhile"
     assert talk("ask", "after", 10) == "after"
 
 
@@ -334,12 +334,12 @@ def test_a_pair_is_cut_and_others_receive_from_both(talk: Talk, whole: VirtualCl
     assert talk("ask", "before", 10) == "before"
     whole.cut(0, peer=1)
     assert whole.nodes()[1].state == "up, cut from node0"
-    assert talk("ask", "meanwhile", 1) == "silence"
+    assert talk("ask", "meanwhile", 1) == "no answer"
     assert third("connect", "node1", 10) == "connected"
     assert third("ask", "hello", 10) == "hello"
     assert third("connect", "node0", 10) == "ECONNREFUSED"
     whole.heal(1)
-    assert talk("hear", WAIT_S) == "meanwhile"
+    assert talk("receive", WAIT_S) == "meanwhile"
     third.close()
 
 
@@ -354,13 +354,13 @@ def test_the_kernel_of_a_frozen_node_answers_and_no_other(
     assert talk("ask", "before", 10) == "before"
     whole.freeze(1)
     assert whole.nodes()[1].state == "frozen"
-    assert talk("ask", "meanwhile", 1) == "silence"
+    assert talk("ask", "meanwhile", 1) == "no answer"
     assert talk("connect", "node1", 10) == "connected"
-    assert talk("ask", "new", 1) == "silence"
+    assert talk("ask", "new", 1) == "no answer"
     with pytest.raises(ClusterError, match="frozen"):
         whole.run(1, ["true"])
     whole.thaw(1)
-    assert talk("hear", WAIT_S) == "new"
+    assert talk("receive", WAIT_S) == "new"
     assert output_of(whole, 1, "hostname") == "node1"
 
 
@@ -380,7 +380,7 @@ def test_a_frozen_node_can_be_killed_and_reset(talk: Talk, whole: VirtualCluster
 def test_a_slow_node_is_as_slow_as_asked(talk: Talk, whole: VirtualCluster) -> None:
     whole.slow(1, "40mbit")
     limit_bytes_per_s = 40e6 / 8
-    # The limit is what cannot be passed; a busy machine may well be below it.
+    # The limit is an upper bound; a busy machine may well be slower.
     assert 0.1 * limit_bytes_per_s < float(talk("rate", "node1", 160)) < 1.2 * limit_bytes_per_s
     whole.slow(1, "off")
     assert quickest_rate(talk, "node1", 160) > 2 * limit_bytes_per_s
@@ -399,9 +399,9 @@ def test_a_delayed_node_answers_so_much_later(talk: Talk, whole: VirtualCluster)
     whole.delay(1, 0)
     assert float(talk("round_trip")) < 0.2
     whole.delay(1, 0, loss_percent=100)
-    assert talk("ask", "hello", 1) == "silence"
+    assert talk("ask", "hello", 1) == "no answer"
     whole.delay(1, 0)
-    assert talk("hear", WAIT_S) == "hello"
+    assert talk("receive", WAIT_S) == "hello"
     with pytest.raises(ClusterError, match="0 to 100 %"):
         whole.delay(1, 0, loss_percent=101)
 
@@ -521,7 +521,7 @@ def test_nodes_are_put_on_leaves_as_asked() -> None:
         VirtualCluster(3, leaves=2, uplink="narrow")
 
 
-# --- nothing stays ------------------------------------------------------------------------------
+# --- nothing remains ----------------------------------------------------------------------------
 
 
 def test_down_leaves_nothing() -> None:
@@ -688,7 +688,7 @@ def test_the_command_line_handles_one_cluster_in_many_calls(
     assert (done.returncode, "node0 to node1" in done.stderr) == (1, True)
     pids = [node["init"]["pid"] for node in json.loads(command("status", "--json").stdout)["nodes"]]
     assert command("down").stdout.endswith("removed\n")
-    wait_until_gone(pids)  # who waits for them is no child of the command's
+    wait_until_gone(pids)  # the process that waits for them is no child of the command's
     assert command("down").stdout.endswith("not there\n")
     assert "up N makes one" in command("status").stderr
 

@@ -1,4 +1,4 @@
-"""`ftrun verify` tells whether a restart changes what a script computes, and names the reason."""
+"""`ftrun verify` reports whether a restart changes the results of a script, and the reason."""
 
 import json
 import os
@@ -65,9 +65,9 @@ Script = Callable[..., str]
 
 
 def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Carry it out, in a folder for temporary files of its own that is empty afterwards.
+    """Run the verification, in a temporary folder of its own that is empty afterwards.
 
-    Its path is short: multiprocessing makes sockets in it, whose paths have at most 107 bytes.
+    Its path is short: multiprocessing creates sockets in it, whose paths have at most 107 bytes.
     """
     temporary = Path(tempfile.mkdtemp(prefix="v"))
     try:
@@ -88,7 +88,7 @@ def _verify(folder: Path, temporary: Path, *words: str) -> subprocess.CompletedP
 
 
 def check_nothing_is_left(folder: Path, temporary: Path) -> None:
-    """No records, no run folder, and no process that knows of either."""
+    """No records, no run folder, and no process that uses either."""
     assert not list(temporary.glob("ftrun-verify-*"))
     assert not list(temporary.glob("ftrun-*/verify-*"))
     assert not (folder / "ftrun-logs").exists()
@@ -160,7 +160,7 @@ raise SystemExit("a run of a verification ends after its last step")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "EQUAL: 2 restarts, " in done.stdout
     assert "40 losses" not in done.stdout.split("EQUAL")[1].split("repeated")[0]
-    # The plan and the external effects are said before anything is started.
+    # The plan and the external effects are printed before anything is started.
     head, _, rest = done.stdout.partition("run 1:")
     assert "10 steps with a rank killed after steps 3 and 6" in head
     assert "written 2 or 3 times" in head
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_the_script_that_the_second_run_loads_is_named(
 def test_fsdp_parameters_are_left_alone_while_a_forward_runs(
     tmp_path: Path, script: Script
 ) -> None:
-    """The root holds whole parameters of its own then: the last layer's."""
+    """The root then holds whole parameters of its own: the last layer's."""
     name = script(
         HEAD
         + """
@@ -427,7 +427,7 @@ def test_signal_leaves_nothing(tmp_path: Path, script: Script, number: signal.Si
         [sys.executable, "-m", "ftrun", "verify", name],
         cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        # Where this test runs behind a shell's `&`, SIGINT is ignored by all that it starts.
+        # If this test runs behind a shell's `&`, SIGINT is ignored by all its child processes.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     try:

@@ -1,7 +1,7 @@
-"""A small training whose whole state rank 0 saves by torch's own means, to compare exports with.
+"""A small training whose whole state rank 0 saves with torch's own functions, to compare exports.
 
-Arguments: ddp or fsdp, folder. There are tied weights, shards that do not come out even, one tensor
-that is larger than a piece, buffers that differ between ranks, and state of every attached kind.
+Arguments: ddp or fsdp, folder. There are tied weights, shards of unequal size, one tensor that is
+larger than a piece, buffers that differ between ranks, and state of every attached kind.
 """
 
 import sys
@@ -20,7 +20,7 @@ STEPS = 5
 
 
 class Counted(nn.Module):
-    """Counts its calls in what torch calls extra state."""
+    """Counts its calls in torch's extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Scale(nn.Module):
 
 
 class Model(nn.Module):
-    """Words in, words out, by way of a wide layer."""
+    """Words in, words out, through a wide layer."""
 
     def __init__(self) -> None:
         super().__init__()

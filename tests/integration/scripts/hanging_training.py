@@ -1,7 +1,7 @@
-"""A training of which one rank goes wrong once: `hanging_training.py HOW RANK`.
+"""A training in which one rank fails once: `hanging_training.py HOW RANK`.
 
-Each rank notes the loss of every step; in the first generation the given rank does at step AT what
-HOW says, and never again.
+Each rank records the loss of every step. In the first generation the given rank does at step AT
+what HOW says; later generations have no fault.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ HOW, WHO = sys.argv[1], int(sys.argv[2])
 
 
 def go_wrong() -> bool:
-    """Whether the collective of this step is left out."""
+    """Returns whether the collective of this step is skipped."""
     if HOW in ("sleep", "workers"):
         time.sleep(1e6)
     elif HOW == "lock":

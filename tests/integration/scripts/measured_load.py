@@ -1,7 +1,7 @@
-"""A training of one step that tells how much memory it has needed to be restored.
+"""A training of one step that prints the memory that its restore needed.
 
-Arguments: `rules` (plain tensors, cut by hand) or `fsdp`, and the step to train to. Told is what
-this process had of its own (no shared memory) at the most while it attached, above what it had
+Arguments: `rules` (plain tensors, manually sharded) or `fsdp`, and the step to train to. The output
+is the peak of this process's own memory (no shared memory) during the attach, minus its memory
 before and the optimizer's state that it has now.
 """
 
@@ -30,7 +30,7 @@ def own_bytes() -> int:
 
 
 class Peak:
-    """The most that this process had of its own while a block ran."""
+    """The peak of this process's own memory during a block."""
 
     def __enter__(self) -> "Peak":
         self.before = self.most = own_bytes()
@@ -49,7 +49,7 @@ class Peak:
 
 
 class Cut(nn.Module):
-    """Layers, each cut along its rows."""
+    """Layers, each sharded along its rows."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Something takes long in a training, and nothing is wrong: `patient_training.py WHAT SECONDS`.
+"""A long operation in a training without a fault: `patient_training.py WHAT SECONDS`.
 
-Two ranks under DDP. Each way of taking long is one function; the run must go to its end without
-a restart, however late a step is.
+Two ranks under DDP. Each kind of long operation is one function; the run must finish without a
+restart, however late a step is.
 """
 
 import os
@@ -38,7 +38,7 @@ class SlowOnce(Dataset[Tensor]):
 
 
 class SlowFile:
-    """A file on a storage that takes its time."""
+    """A file on a slow storage."""
 
     def __init__(self) -> None:
         self._left_s = LONG_S
@@ -59,7 +59,7 @@ def compute(seconds: float) -> None:
 
 
 def compute_in_one_call(seconds: float) -> None:
-    """A single call into C that takes as long: a sort of so many numbers."""
+    """One long call into C: a sort of a large number of values."""
     started_s = time.monotonic()
     torch.randn(1 << 20).sort()
     once_s = time.monotonic() - started_s
@@ -67,13 +67,13 @@ def compute_in_one_call(seconds: float) -> None:
 
 
 def take_long(rank: int, session: ftrun.Session | None) -> None:
-    """At one step."""
+    """Do the operation at one step."""
     is_first = rank == 0
     if (WHAT == "eval-here" and is_first) or WHAT == "eval-everywhere":
         compute(LONG_S)
     elif WHAT == "eval-said" and is_first and session is not None:
         with session.phase("eval"):
-            time.sleep(LONG_S)  # somewhere else evaluates for us
+            time.sleep(LONG_S)  # another process evaluates
     elif WHAT == "checkpoint" and is_first:
         torch.save({"weights": torch.zeros(1000)}, SlowFile())  # type: ignore[arg-type]
     elif WHAT == "long-batch" and is_first:
@@ -89,7 +89,7 @@ def take_long(rank: int, session: ftrun.Session | None) -> None:
 
 
 def read_slowly(seconds: float) -> None:
-    """From a peer that sends a little all the time."""
+    """Read from a peer that sends a little all the time."""
     reader, writer = os.pipe()
 
     def send() -> None:

@@ -1,9 +1,9 @@
-"""A small pipeline on plain tensors, cut by hand; each stage numbers its layers from 0.
+"""A small manually sharded pipeline on plain tensors; each stage numbers its layers from 0.
 
 Arguments: stages, tensor-parallel size, layers of each run of layers (such as 2,3), the step to
-train to, a file of layout rules, and where the rules are not declared in the script, `undeclared`.
-Rank = stage * size + index. With more runs than stages, run r is the chunk r // stages of stage
-r % stages. Each rank says what all have, put together by code that knows no rules.
+train to, a file of layout rules, and `undeclared` if the script does not declare the rules. Rank =
+stage * size + index. With more runs than stages, run r is the chunk r // stages of stage r %
+stages. Each rank prints the state of all ranks, joined by code that does not use the rules.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """Made of its number in the whole pipeline, which its name does not say."""
+    """Its values depend on its number in the whole pipeline, which its name does not contain."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Chunk(nn.Module):
 
 
 class Stage(nn.Module):
-    """What a rank has: its runs, in order."""
+    """The runs of a rank, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Stage(nn.Module):
         self.chunks = nn.ModuleList(Chunk(run) for run in self.runs)
 
     def step(self, tokens: torch.Tensor) -> float:
-        """Forth and back through all runs, one after the other; the loss, where it is known."""
+        """Forward and backward through all runs, one after the other; the loss, on its rank."""
         inside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         x = tokens
         for run, chunk in zip(self.runs, self.chunks, strict=True):
@@ -94,14 +94,14 @@ class Stage(nn.Module):
 
 
 def sent(value: torch.Tensor, run: int) -> torch.Tensor:
-    """To the rank of a run, if that is another one."""
+    """Send to the rank of a run, if that is another one."""
     if 0 <= run < len(RUNS) and STAGES > 1:
         dist.send(value.contiguous(), run % STAGES * SIZE + INDEX)
     return value
 
 
 def received(own: torch.Tensor, run: int, count: int) -> torch.Tensor:
-    """From the rank of a run; what was made here, if there is no other one."""
+    """Receive from the rank of a run; a local value, if there is no other rank."""
     if STAGES == 1:
         return own.detach()
     found = torch.empty(count, WIDTH)
@@ -110,7 +110,7 @@ def received(own: torch.Tensor, run: int, count: int) -> torch.Tensor:
 
 
 def digest(model: Stage, optimizer: torch.optim.Optimizer) -> str:
-    """Of all there is, by what it is and not by what it is called."""
+    """Digest of the whole state, independent of the names."""
     own: dict[str, bytes] = {}
     for run, chunk in zip(model.runs, model.chunks, strict=True):
         for name, parameter in chunk.named_parameters():

@@ -1,6 +1,6 @@
-"""A training that is queued again: it notes where each of its lives began, and every step.
+"""A training that is queued again: it records the start of each life, and every step.
 
-Arguments: a folder for the notes; it goes on until the folder has a file `go`.
+Arguments: a folder for the records; it continues until the folder has a file `go`.
 """
 
 import json

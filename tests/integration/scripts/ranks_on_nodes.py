@@ -1,7 +1,7 @@
-"""A training that needs nothing of ftrun: each rank notes what it was given, and every step.
+"""A training without ftrun: each rank records its variables and every step.
 
-It runs under torchrun as well. Arguments: a folder for the notes, and how many steps; with 0 it
-goes on until the folder has a file `go`.
+It runs under torchrun as well. Arguments: a folder for the records, and the number of steps; with 0
+it continues until the folder has a file `go`.
 """
 
 import json
@@ -21,7 +21,7 @@ SIGNAL_MASKS = ("SigIgn", "SigCgt")
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo")
-    # One write of O_APPEND per line: a kill leaves no half of one behind.
+    # One write of O_APPEND per line: a kill leaves no half of one.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     notes = os.open(folder / f"rank{dist.get_rank()}.jsonl", flags, 0o644)
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def masks() -> dict[str, str]:
-    """Which signals are ignored and which are caught, as the kernel shows it."""
+    """The ignored and the caught signals, as the kernel shows them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":\t") for line in lines if line.startswith(SIGNAL_MASKS))
     return {name: found[name] for name in SIGNAL_MASKS}

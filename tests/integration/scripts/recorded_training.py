@@ -1,4 +1,4 @@
-"""Trains a few steps, and prints a digest of all that a checkpoint of 0.2 holds."""
+"""Trains a few steps, and prints a digest of everything in a checkpoint of 0.2."""
 
 import hashlib
 import random

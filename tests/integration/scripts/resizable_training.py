@@ -1,8 +1,8 @@
 """Generations of a small training in one warm process: each is forked with its own world size.
 
-Argument: a folder. Reads one JSON line per generation from stdin and forks its ranks; each rank
-attaches, writes what it has restored, trains to the step wanted, writes what it has then, and
-ends. Answers with the exit statuses, a JSON line. The variables of a rank come with the line.
+Argument: a folder. Reads one JSON line per generation from stdin and forks its ranks. Each rank
+attaches, writes the restored state, trains to the requested step, writes its state again, and ends.
+The answer is a JSON line with the exit statuses. The variables of a rank come with the line.
 """
 
 import json
@@ -40,7 +40,7 @@ class Numbers(Dataset):
 
 
 class Net(nn.Module):
-    """Odd sizes, so that no world divides them; one tensor is cut into pieces, most are packed."""
+    """Odd sizes that no world size divides; one tensor is cut into pieces, most are packed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(0))
 
     def keep(self, first: int, end: int) -> None:
-        """Become a stage of a pipeline that has these of three blocks, under their names."""
+        """Become a pipeline stage that has these of three blocks, under their names."""
         blocks = (("first", "norm"), ("wide",), ("last", "frozen", "scale"))
         for names in (*blocks[:first], *blocks[end:]):
             for name in names:
@@ -76,7 +76,7 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
     for at in range(order.get("more", 0)):
         model.register_parameter(f"new{at}", nn.Parameter(torch.zeros(at + 1)))
     kind = order["kind"]
-    if order.get("mask"):  # DDP has no use for a buffer whose items share their memory
+    if order.get("mask"):  # DDP does not accept a buffer whose items share memory
         model.register_buffer("mask", torch.zeros(1).expand(3))
     data_rank, data_size = rank, world_size
     if kind == "ddp":
@@ -122,13 +122,13 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
 
 
 def share(model: nn.Module) -> None:
-    """Give all ranks what rank 0 has."""
+    """Give all ranks the value of rank 0."""
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
 
 
 def parallelize(model: Net, size: int, world_size: int) -> None:
-    """As torch cuts it: tensor parallel within, FSDP2 across where there is more than one row."""
+    """Torch's own sharding: tensor parallel within, FSDP2 across if there is more than one row."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
@@ -146,7 +146,7 @@ def parallelize(model: Net, size: int, world_size: int) -> None:
 
 
 def stepper(model: nn.Module, kind: object) -> Callable[[torch.Tensor], object]:
-    """One pass forth and back."""
+    """One pass forward and backward."""
     if kind != "pp":
         return lambda x: model(x).square().mean().backward()
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -184,7 +184,7 @@ def full(tensor: object) -> object:
 
 
 def state_of(things: dict[str, object], session: object) -> dict[str, object]:
-    """All there is, whole; a collective call where tensors are sharded."""
+    """The whole state; a collective call if tensors are sharded."""
     model, optimizer = things["model"], things["optimizer"]
     names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
     own = {n.removeprefix("module.") for n, _ in model.named_buffers()}

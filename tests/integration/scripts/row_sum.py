@@ -1,4 +1,4 @@
-"""What the trainings that are cut by hand share: the sum over the ranks of a row."""
+"""Shared by the manually sharded trainings: the sum over the ranks of a row."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class Sum(torch.autograd.Function):
-    """Adds up the parts of a row on the way forth, or on the way back."""
+    """Sums the parts of a row in the forward pass, or in the backward pass."""
 
     @staticmethod
     def forward(

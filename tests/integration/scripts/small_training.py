@@ -1,7 +1,8 @@
-"""A small training with everything an exact resume depends on; the loss of each step to a file.
+"""A small training with everything an exact resume depends on; it writes each loss to a file.
 
 Arguments: folder for the losses, steps or epochs, then switches: ddp, fsdp, workers, persistent,
-stateful, epochs, late-ddp, batchnorm, die=STEP (SIGKILL after that many turns of this process).
+stateful, epochs, late-ddp, batchnorm, die=STEP (SIGKILL after that number of iterations of this
+process).
 """
 
 import os

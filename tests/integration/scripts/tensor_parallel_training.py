@@ -1,10 +1,9 @@
-"""A small training on plain tensors, cut by hand: tensor parallel within, data parallel across.
+"""A small manually sharded training: tensor parallel within a row, data parallel across rows.
 
 Arguments: the tensor-parallel size (of each generation, such as 2,4; all: every rank there is), the
-step to train to, a file of layout rules, if the run is to go on from other layouts by itself, and
-`noted`, if it is to note every step, slowly until the file `go` is there.
-Rank = data index * size + index.
-Each rank says what it has, put together from all ranks of its row by code that knows no rules.
+step to train to, a file of layout rules if the run must continue from other layouts by itself, and
+`noted` to record every step, slowly until the file `go` exists. Rank = data index * size + index.
+Each rank prints its state, joined from all ranks of its row by code that does not use the rules.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ ROW, COLUMN = ROWS[DATA], COLUMNS[INDEX]
 
 
 def share(units: int) -> tuple[int, int]:
-    """First unit of this rank, and how many; the first ranks have one more."""
+    """The first unit of this rank, and their number; the first ranks have one more."""
     step, more = divmod(units, SIZE)
     return INDEX * step + min(INDEX, more), step + (more > INDEX)
 
@@ -64,7 +63,7 @@ class Net(nn.Module):
             return torch.randn(*shape, generator=made) / 4
 
         rows = -(-VOCABULARY // (PAD_TO * SIZE)) * PAD_TO
-        table = torch.full((rows * SIZE, WIDTH), 9.0)  # padding that nobody may take for rows
+        table = torch.full((rows * SIZE, WIDTH), 9.0)  # padding that must not be mistaken for rows
         table[:VOCABULARY] = random(VOCABULARY, WIDTH)
         self.embed = nn.Parameter(table[INDEX * rows : (INDEX + 1) * rows].clone())
         self.norm = nn.Parameter(torch.ones(WIDTH))
@@ -96,7 +95,7 @@ class Net(nn.Module):
 
 
 def whole(name: str, local: torch.Tensor) -> torch.Tensor:
-    """A tensor put together from all ranks of the row; padding left out."""
+    """A tensor joined from all ranks of the row, without padding."""
     parts: list[torch.Tensor] = [torch.empty(0)] * SIZE
     dist.all_gather_object(parts, local.detach().clone(), group=ROW)
     if name == "norm":
@@ -124,7 +123,7 @@ def digest(model: Net, optimizer: torch.optim.Optimizer) -> str:
 
 
 def note(kind: str, step: int) -> None:
-    """What this rank has now, for whoever looks on from outside."""
+    """Record the current state of this rank, for the test."""
     if NOTED:
         where = {"generation": GENERATION, "node": socket.gethostname(), "pid": os.getpid()}
         reported = {
