@@ -1,4 +1,4 @@
-"""`scripts/test` puts each benchmark's table in its place, and leaves the others as they are."""
+"""`scripts/test` replaces the table of each benchmark, and leaves the other tables unchanged."""
 
 import runpy
 from pathlib import Path

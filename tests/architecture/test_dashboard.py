@@ -1,4 +1,4 @@
-"""docs/grafana-dashboard.json asks for what /metrics has, and shows all of it."""
+"""docs/grafana-dashboard.json queries only metrics of /metrics, and shows all of them."""
 
 import ast
 import json
@@ -9,11 +9,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
 LEFT_OUT = {"ftrun_uptime_seconds", "ftrun_lifecycle_state"}
-"""Nothing that one looks at for long."""
+"""Metrics that are not worth a graph."""
 
 
 def names_in_code() -> set[str]:
-    """Every name as a scrape has it, from the calls that make families."""
+    """The name of every metric in a scrape, from the calls that create the families."""
     found: set[str] = set()
     tree = ast.parse((ROOT / "ftrun/agent/publish/metrics.py").read_text())
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The documentation names what is there: modules, tests, keys, codes, variables, crash points."""
+"""The documentation names what exists: modules, tests, keys, codes, variables, crash points."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ each_page = pytest.mark.parametrize("name", DOCS)
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of every table row, headings and rulers left out."""
+    """The cells of every table row, without headings and rulers."""
     found = []
     lines = text.splitlines()
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
@@ -151,7 +151,7 @@ def test_every_exit_code_is_explained() -> None:
 
 
 def rows_of_settings() -> list[str]:
-    """The table of operations.md, which is made from the definition of the settings."""
+    """The table of operations.md is generated from the definition of the settings."""
     found = []
     for section, about in msgspec.to_builtins(Profile()).items():
         for key, default in about.items():

@@ -1,4 +1,4 @@
-"""README.md: its figures are those under docs/figures/, all of one run."""
+"""The figures in README.md are those under docs/figures/, all of one run."""
 
 import re
 import runpy
@@ -51,7 +51,7 @@ def test_no_other_figure_is_on_the_page() -> None:
 
 
 def test_the_example_ends_with_the_losses_of_torchrun() -> None:
-    """Bit for bit, with one rank killed on the way."""
+    """The results are equal in every bit, with one rank killed during the run."""
     example = MEASURED["example"]
     said = [line for line in example["output"] if line.startswith("rank ")]
     assert sorted(said) == example["torchrun_output"]

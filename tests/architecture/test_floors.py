@@ -1,4 +1,4 @@
-"""Imports go down: the contracts in pyproject.toml hold."""
+"""Imports go from upper to lower layers: the contracts in pyproject.toml hold."""
 
 import subprocess
 import sys

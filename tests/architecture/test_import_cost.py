@@ -1,4 +1,4 @@
-"""The command line answers at once and the stub stays small: who loads what."""
+"""The command line starts quickly and the stub stays small: tests which modules each one loads."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ HEAVY = ("torch", "numpy", "pydantic", "rich", "yaml", "msgspec", "jinja2")
 
 
 def loaded_by(code: str) -> set[str]:
-    """Which of the heavy modules are there after the code has run in a new process."""
+    """The heavy modules that are loaded after the code has run in a new process."""
     probe = f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
     command = [sys.executable, "-c", probe]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
@@ -69,4 +69,4 @@ def test_metrics_cost_nothing_where_they_are_off() -> None:
     code = "import ftrun.agent.launcher\nassert 'prometheus_client' not in sys.modules"
     loaded = loaded_by(code)
     assert "torch" in loaded
-    assert "pydantic" not in loaded, "an agent that follows a killed one begins sooner"
+    assert "pydantic" not in loaded, "the agent after a killed one starts sooner"

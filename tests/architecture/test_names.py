@@ -1,4 +1,4 @@
-"""Module names say what is in them; the folder gives the context."""
+"""Module names describe the content; the folder gives the context."""
 
 import ast
 from pathlib import Path

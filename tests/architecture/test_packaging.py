@@ -1,4 +1,4 @@
-"""What is in the package is in the wheel; versions and pins agree."""
+"""The wheel contains the whole package; versions and pins agree."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`scripts/test` tells a test that may be left out here from one that should have run."""
+"""`scripts/test` distinguishes a test that may be skipped here from one that should have run."""
 
 import runpy
 import subprocess

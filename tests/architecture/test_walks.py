@@ -10,8 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST = {1: (14, 4), 2: (23, 10), 3: (16, 0), 4: (13, 4)}
-"""For each walk: modules, and returns to a module that it has left. Goals: (8, 0) for the first;
-12, 10 and 8 modules for the others."""
+"""For each walk: the number of modules, and of returns to a module. Goals: (8, 0) for the first;
+12, 10 and 8 modules for the others.
+"""
 
 each_walk = pytest.mark.parametrize("number", MOST)
 
@@ -28,7 +29,7 @@ def steps(number: int) -> list[str]:
 
 
 def parts(name: str) -> tuple[Path, list[str]]:
-    """The module of a dotted name below ftrun, and what the name has behind it."""
+    """The module of a dotted name below ftrun, and the rest of the name."""
     words = name.split(".")
     for count in range(len(words) - 1, 0, -1):
         path = ROOT.joinpath("ftrun", *words[:count]).with_suffix(".py")

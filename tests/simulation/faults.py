@@ -1,4 +1,4 @@
-"""What goes wrong, and when: drawn from the seed, some of it at the worst moments."""
+"""Faults and their times, drawn from the seed. Some occur at the worst moments."""
 
 from collections.abc import Callable
 from random import Random
@@ -25,7 +25,7 @@ class Faults:
         self.are_over = False
         self.counts: dict[str, int] = {}
         self.resets: Random | None = None
-        """Says which cuts are firewalls that refuse connections; None: no cut is."""
+        """Decides which cuts are firewalls that refuse connections; None: no cut is a firewall."""
         self._resets = simulation.world.stream("resets")
         self._resets_s = self._resets.choice((0.0, 0.0, 0.0, 0.1, 0.4))
         """Seconds between resets of connections between SMPs; 0: none."""
@@ -66,7 +66,7 @@ class Faults:
             self.world.after(_FIRST_S, self._reset_links)
 
     def _reset_links(self) -> None:
-        """Connections between SMPs are reset now and then, and nothing else notices."""
+        """Resets a connection between two SMPs from time to time. No other process notices."""
         if self.are_over:
             return
         random = self._resets
@@ -79,7 +79,7 @@ class Faults:
         self.world.after(self._resets_s * random.uniform(0.2, 1.8), self._reset_links)
 
     def strike(self) -> None:
-        """One fault, somewhere."""
+        """Injects one fault at a random node."""
         if not self.are_over:
             nodes = self._nodes()
             # The leader and the node of the endpoint fail more often than others.
@@ -91,7 +91,7 @@ class Faults:
         self.random.choices([kind for _, kind in self._kinds], weights)[0](node)
 
     def on_command(self, node: "Node", command: do.NodeCommand) -> None:
-        """A node is about to do something: a good moment."""
+        """May inject a fault at the moment when a node executes a command."""
         if not self._triggers or self.are_over or not isinstance(command, _ANYWHERE):
             return
         if self.random.random() < self._triggers:
@@ -104,7 +104,7 @@ class Faults:
             self.hit(node)
 
     def end(self) -> None:
-        """From now on nothing breaks, and what can be mended is."""
+        """No faults occur from now on, and everything that can be repaired is repaired."""
         self.are_over = True
         self.note("faults end", None)
         network = self.simulation.network
@@ -209,7 +209,7 @@ class Faults:
                 self.simulation.network.slow[pair] = 0.6
 
     def flip(self, node: "Node") -> None:
-        """Bits flip in what a node keeps."""
+        """Flips bits in the memory of a node."""
         memory = node.memory
         things = [*memory.slots, *memory.parts]
         if not things:
@@ -256,7 +256,7 @@ class Faults:
             node.send(is_urgent=True)
 
     def ask_to_leave(self, node: "Node") -> None:
-        """SIGTERM to one node: the run continues without it, or stops if too few are left."""
+        """Sends SIGTERM to one node: the run continues, or stops if too few nodes are left."""
         agent = node.agent
         if agent is None or agent.leaves_since_s is not None:
             return
@@ -266,12 +266,12 @@ class Faults:
             left >= self.simulation.scenario.settings.cluster_size.min_nodes
             or self.random.random() < 0.2
         ):
-            self.note("asked to leave", node)
+            self.note("drain", node)
             agent.leaves_since_s = self.world.now_s
             node.send(is_urgent=True)
 
     def has_left(self, node: "Node") -> None:
-        """A machine takes its place after a while, with nothing in memory."""
+        """A machine replaces it after a while, with empty memory."""
         self.note("has left", node)
         node.boot(0.5 + 6 * self.random.random())
 
@@ -286,7 +286,7 @@ class Faults:
         *,
         for_s: float | None = None,
     ) -> None:
-        """No packet goes between these and those."""
+        """Drops all packets between the two sides."""
         pairs = [pair for one in side for other in rest for pair in _both(one, other)]
         self._cut(what, node, pairs, for_s=for_s)
 

@@ -88,6 +88,8 @@ class Invariants:
         self._leads: dict[int, str] = {}
         self._resolved: dict[int, int] = {}
         self._started: dict[int, Version | None] = {}
+        self._decided: set[ConfigurationId] = set()
+        """Voter sets that chosen plans have needed."""
         self._removed: set[Version] = set()
         self._adopted_s: dict[int, float] = {}
         self._sealed_s: dict[Version, float] = {}
@@ -129,7 +131,7 @@ class Invariants:
         assert agent.member.leader is not None
         assert agent.member.leader.plan is not None
         if isinstance(record, GenerationChosen):
-            self._takes_effect(agent.member.leader.plan, agent.node)
+            self._becomes_chosen(agent.member.leader.plan, agent.node)
         else:
             self._other_voters(agent.member.leader.plan)
 
@@ -167,7 +169,7 @@ class Invariants:
         older = [one for at, one in self.chosen.items() if at < plan.generation]
         return max(older, key=lambda one: one.generation, default=None)
 
-    def _takes_effect(self, plan: GenerationPlan, node: "Node") -> None:
+    def _becomes_chosen(self, plan: GenerationPlan, node: "Node") -> None:
         previous = self.newest
         if previous is not None and plan.generation < previous.generation:
             self._was_chosen_before(plan)
@@ -193,16 +195,17 @@ class Invariants:
             self.fail(f"the first generation starts from {plan.restore}")
         elif other := self._concurrent_plan(plan):
             self._unknown_to(plan, other, node)
+        self._note_chosen(plan)
+
+    def _note_chosen(self, plan: GenerationPlan) -> None:
         self.chosen[plan.generation] = self.newest = plan
+        self._decided.update(voters.configuration_id for voters in plan.decided_by)
 
     def _was_chosen_before(self, plan: GenerationPlan) -> None:
         """The proposer received the acceptance late: the next proposer must have known the plan."""
         later = [one for at, one in self.chosen.items() if at > plan.generation]
-        is_known = any(
-            voters.configuration_id == plan.configuration_id
-            for one in later
-            for voters in one.decided_by
-        )
+        # A voter revision of a later plan names that plan, and no longer the one before it.
+        is_known = plan.configuration_id in self._decided
         if not is_known or self.accepted.get(plan.configuration_id) != plan:
             self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.leader])
 
@@ -216,7 +219,7 @@ class Invariants:
         if all(voters.configuration_id != wanted for voters in later.decided_by):
             self.fail(f"{later.configuration_id} does not know that {wanted} was chosen")
         if later is plan:
-            self.chosen[plan.generation] = self.newest = plan
+            self._note_chosen(plan)
 
     def _unknown_to(self, plan: GenerationPlan, previous: GenerationPlan, node: "Node") -> None:
         """A node that cannot know of a run may start another run; a node that can know must not."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _RESEND_S = 0.5
 _SYN_S = 1.0
-"""Until a packet that was not answered is sent again."""
+"""Time until an unacknowledged packet is sent again."""
 
 
 class Incoming:
@@ -33,11 +33,11 @@ class Incoming:
         self.is_open = True
         self.is_admitted = False
         self.waiting: list[OutgoingFrame] = []
-        """What arrived before this side received the session."""
+        """Frames that arrived before this side received the session."""
 
 
 class Envelope:
-    """One frame as it arrives; its own socket."""
+    """One frame as it arrives; it is also its own socket."""
 
     __slots__ = ("_raw", "body", "generation", "raw_bytes", "raw_digest", "socket")
 
@@ -57,7 +57,7 @@ class Envelope:
 
 
 class Source:
-    """What a receiver sees of the connection that a frame has come over."""
+    """The receiver's view of the connection over which a frame arrived."""
 
     __slots__ = ("hello", "node_id", "socket")
 
@@ -68,7 +68,7 @@ class Source:
 
 
 class Link:
-    """The sending end; it dials by itself."""
+    """The sending end, which dials by itself."""
 
     def __init__(
         self, peers: "Peers", position: NodeAddress, purpose: str, session: "PeerSession"
@@ -87,7 +87,7 @@ class Link:
         self._is_awake = False
         self._last_s = 0.0
         self._unresponsive_s: float | None = None
-        """Since when nothing of it arrives."""
+        """Time since which no frame arrives at the other end."""
 
     @property
     def is_connected(self) -> bool:
@@ -130,7 +130,7 @@ class Link:
             self._later(0.0, self._flush)
 
     def reset(self) -> None:
-        """The network ends the connection, and both ends learn of it."""
+        """The network ends the connection, and both ends notice it."""
         there = self._there
         if there is not None:
             self.ended(there)
@@ -147,7 +147,7 @@ class Link:
         node, network = self.peers.smp.node, self.peers.smp.node.network
         mine, there = node.node_id, self.position.node_id
         if not (network.passes(mine, there) and network.passes(there, mine)):
-            self._dial_failed("it is silent", _SYN_S)
+            self._dial_failed("no answer", _SYN_S)
             return
         target = network.nodes[there].smp
         if target is None or not target.is_alive or target.port != self.position.smp_port:
@@ -179,7 +179,7 @@ class Link:
         self._later(after_s + self._rules.pause_s(), self._dial)
 
     def ended(self, there: Incoming) -> None:
-        """The other side has closed this connection, or the kernel has given it up."""
+        """The other side or the kernel has closed this connection."""
         if self._there is not there:
             return
         self._there = None
@@ -205,7 +205,7 @@ class Link:
     # --- frames -------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Send what there is, if the network lets it through."""
+        """Sends the pending frames if the network passes them."""
         self._is_awake = False
         there = self._there
         if there is None:
@@ -235,7 +235,7 @@ class Link:
     def _arrive(self, there: Incoming, frames: list[OutgoingFrame]) -> None:
         network = self.peers.smp.node.network
         if not network.passes(self.peers.smp.node.node_id, self.position.node_id):
-            # Sent again for as long as the sender lives and has patience.
+            # The kernel sends it again until its timeout, if the sender is alive.
             if self._there is there and not self.is_closed:
                 self._probe()
                 self.peers.smp.world.after(_RESEND_S, self._arrive, there, frames)
@@ -243,7 +243,7 @@ class Link:
         there.peers.arrive(there, frames)
 
     def _probe(self) -> None:
-        """As the kernel does it: is the other end there, and for how long has it not been?"""
+        """Checks whether the other end is reachable; closes the link after the timeout."""
         there, node = self._there, self.peers.smp.node
         if there is None:
             return
@@ -313,7 +313,7 @@ class Peers:
         self.session = None
 
     def die(self) -> None:
-        """The process is dead: its kernel closes what it had open."""
+        """The process is dead: its kernel closes its connections."""
         self._drop()
         for incoming in self._parked:
             self._hang_up(incoming)
@@ -327,7 +327,7 @@ class Peers:
         self._incoming.clear()
         self._seen.clear()
 
-    # --- what comes in ------------------------------------------------------------------------
+    # --- incoming connections -----------------------------------------------------------------
 
     def accept(self, incoming: Incoming) -> None:
         """A peer has connected."""
@@ -375,7 +375,7 @@ class Peers:
             self.events.received(Source(incoming, envelope), envelope)
 
     def ended(self, incoming: Incoming) -> None:
-        """The other side has closed it."""
+        """The other side has closed the connection."""
         if not incoming.is_open or not self.smp.is_alive:
             return
         incoming.is_open = False
@@ -402,7 +402,7 @@ class Peers:
             self._reset(incoming)
 
     def _reset(self, incoming: Incoming) -> None:
-        """Its sender learns of it, where the network lets it."""
+        """The sender notices it if the network passes the packet."""
         link, network = incoming.link, self.smp.node.network
         mine = self.smp.node.node_id
         if network.passes(mine, incoming.node_id):

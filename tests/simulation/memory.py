@@ -1,9 +1,8 @@
 """The memory of one node: slots of its ranks, and protected parts of other nodes.
 
-The SMP's own code decides what is retained, overwritten and voided here; only the bytes are
-simulated. A shard is one number, the state of the whole world at that step: all shards of one
-version are equal. A digest is that number as it was sealed. The parity store retains whole shards
-instead of parity.
+The SMP's own code decides what is retained, overwritten and voided; only the bytes are simulated. A
+shard is one number, the state of the whole world at that step: all shards of one version are equal.
+A digest is that number as it was sealed. The parity store retains whole shards instead of parity.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +22,8 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegionSta
 STATE_BYTES = 8
 BLOCK_BYTES = 4096
 BLOCKS_PER_RANK = 2
-"""Length of a shard, and the number of blocks it is rebuilt from; each holds the state."""
+"""Length of a shard, and the number of blocks from which it is rebuilt; each block holds the state.
+"""
 
 _WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
@@ -48,16 +48,16 @@ class Slot:
         return self.state == self.digest
 
     def overwrite(self) -> None:
-        """A worker writes here: whatever still reads it finds other bytes."""
+        """A worker writes here: a concurrent reader then finds other bytes."""
         self.state = ~self.digest
 
     def corrupt(self, random: Random) -> None:
-        """Flip a bit of it."""
+        """Flips a bit of it."""
         self.state ^= 1 << random.randrange(60)
 
 
 class Arena:
-    """The memory of one rank; it stands for its own descriptor."""
+    """The memory of one rank; it also acts as its own descriptor."""
 
     def __init__(self, rank: int, world_size: int, removed: Removed) -> None:
         self.rank = rank
@@ -84,7 +84,7 @@ class Arena:
         self.slots[at] = Slot(self.rank, version, state)
 
     def empty(self, at: int) -> None:
-        """What is in this slot is no more."""
+        """The content of this slot no longer exists."""
         slot, self.slots[at] = self.slots[at], None
         if slot is not None:
             slot.overwrite()
@@ -119,7 +119,7 @@ class HeldHere(SmpArena):
 
 
 class Arenas(ArenaStore):
-    """What the SMP knows of the arenas of its node."""
+    """The SMP's view of the arenas of its node."""
 
     def __init__(self, memory: "Memory") -> None:
         super().__init__()
@@ -139,18 +139,18 @@ class Arenas(ArenaStore):
 
 
 class HeldShards:
-    """The slots of one version, as an exchange and others read them."""
+    """The slots of one version, as an exchange and other readers see them."""
 
     def __init__(self, version: Version, slots: Iterable[Slot]) -> None:
         self.version = version
         self.slots = {slot.rank: slot for slot in slots}
 
     def state(self, ranks: Iterable[int]) -> int:
-        """What all of them hold.
+        """The state that all of them hold.
 
         Raises:
-            LayoutUnknown: one of them is not here.
-            SnapshotCorrupt: one is not what was sealed.
+            LayoutUnknown: a slot is not on this node.
+            SnapshotCorrupt: a slot differs from what was sealed.
         """
         found = 0
         for rank in ranks:
@@ -185,20 +185,20 @@ class ArenaMaps:
 
 
 class FakeParityRegion:
-    """What a node keeps of one version for its group; it stands for its own descriptor."""
+    """Data of one version that a node stores for its group; also acts as its own descriptor."""
 
     def __init__(self, memory: "Memory") -> None:
         self.size = 1 << 40
         self.state = ParityRegionState.EMPTY
         self.record: ParityRecord | None = None
         self.given: dict[str, int] = {}
-        """State that each node has brought in."""
+        """State that each node has sent."""
         self.digests: dict[str, int] = {}
         self.mirrored: set[int] = set()
-        """Places whose small state is here."""
+        """Positions of nodes whose small state is stored here."""
         self.is_damaged = False
         self.is_mapped = True
-        """The SMP has it; it may live on where the agent has a duplicate."""
+        """The SMP has opened it; it outlives the SMP if the agent has a duplicate."""
         self._memory = memory
 
     @property
@@ -212,7 +212,7 @@ class FakeParityRegion:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Parts of the same name fit together."""
+        """Parts with the same name belong together."""
         record = self.record
         assert record is not None
         members = tuple((one.node_id, tuple(one.ranks)) for one in record.members)
@@ -248,19 +248,19 @@ class FakeParityRegion:
         return sorted(self.mirrored)
 
     def mirrors(self) -> list[str]:
-        """Nodes whose small state is here, and is what they brought in."""
+        """Nodes whose small state is stored here and equals what they sent."""
         assert self.record is not None
         names = [self.record.members[position].node_id for position in self.mirrored]
         return [one for one in names if self.given.get(one) == self.digests.get(one)]
 
     def mirror(self, position: int) -> int | None:
-        """What a node has brought in, or None where it has not come or is damaged."""
+        """The state that a node has sent, or None if it is missing or damaged."""
         assert self.record is not None
         name = self.record.members[position].node_id
         return self.digests[name] if position in self.mirrored and name in self.mirrors() else None
 
     def store_mirror(self, position: int, num_bytes: int, _: int) -> None:
-        assert not num_bytes, "a mirror that is whole comes with an exchange"
+        assert not num_bytes, "a complete mirror comes with an exchange"
         self.mirrored.discard(position)
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class FakeParityRegion:
             self._lose()
 
     def corrupt(self, random: Random) -> None:
-        """Flip a bit of something in it."""
+        """Flips a bit of something in it."""
         if self.given:
             self.given[random.choice(sorted(self.given))] ^= 1 << random.randrange(60)
 
@@ -279,32 +279,32 @@ class FakeParityRegion:
 
 
 class Memory:
-    """It lasts as long as something on its node holds it.
+    """The memory of a node, which exists as long as some process on the node holds it.
 
-    The stub keeps arenas; protected parts last as long as the SMP or the agent does.
+    The stub keeps arenas. Protected parts exist as long as the SMP or the agent does.
 
     Args:
-        removed: told of each version of which something is no more.
+        removed: called with each version of which a slot or part was removed.
     """
 
     def __init__(self, removed: Removed) -> None:
         self.removed = removed
         self.arenas: list[Arena] = []
         self.parity_regions: dict[int, FakeParityRegion] = {}
-        """Duplicates that the agent has, by the slot that the SMP has named."""
+        """The agent's duplicates, by the slot number that the SMP has named."""
         self.kept: tuple[GenerationPlan, bool] | None = None
-        """What the last agent knew: the plan it accepted, and whether that was chosen."""
+        """Memory of the last agent: the plan it accepted, and whether that plan was chosen."""
         self._mapped = ParityStore()
 
     def map_parity_regions(self, parity_regions: ParityStore) -> None:
-        """Another SMP has come, and is given what the agent has."""
+        """A new SMP starts and receives the agent's descriptors."""
         self._mapped = parity_regions
         for slot, region in sorted(self.parity_regions.items()):
             region.is_mapped = True
             parity_regions.put(slot, region)
 
     def hand_over(self) -> None:
-        """Another agent has come, and is given what the SMP has."""
+        """A new agent starts and receives the SMP's descriptors."""
         self.parity_regions = dict(zip(self._mapped.slots, self._mapped.fds, strict=True))
 
     def agent_died(self) -> None:
@@ -328,7 +328,7 @@ class Memory:
             if region is not None and not region.is_mapped:
                 region.close()
 
-    # --- what there is, for faults and invariants ----------------------------------------------
+    # --- queries for faults and invariants ----------------------------------------------------
 
     @property
     def slots(self) -> list[Slot]:
@@ -344,12 +344,12 @@ class Memory:
         return next((a for a in self.arenas if a.rank == rank and a.find(version)), None)
 
     def holds(self, rank: int, version: Version) -> bool:
-        """As the agent's `RetainedMemory` does it."""
+        """As in the agent's `RetainedMemory`."""
         return self.arena_of(rank, version) is not None
 
 
 def is_good(state: int, digest: int) -> bool:
-    """The check of a digest."""
+    """The digest check."""
     return state == digest
 
 
@@ -361,7 +361,7 @@ def _manifest(rank: int, digest: int) -> RankManifest:
 
 
 def can_have(version: Version, memories: dict[str, Memory]) -> bool:
-    """Whether every rank of a version can be had from these nodes' memory, bit flips counted."""
+    """Whether these nodes' memory can restore every rank of a version; counts bit flips."""
     held: dict[int, dict[int, set[str]]] = {}
     for node_id, memory in memories.items():
         for arena in memory.arenas:

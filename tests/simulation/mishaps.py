@@ -1,10 +1,10 @@
-"""Faults in addition to crashes and cuts; in worlds of their own, so other seeds stay the same.
+"""Faults in addition to crashes and cuts; in separate worlds, so that other seeds stay the same.
 
 clocks        the monotonic clock of each node runs at 0.9 to 1.1 of the rate
 leftovers     ranks outlive their agent, behind a wrapper; the stub or the next agent ends them
 stuck         ranks cannot be killed for a while, as in an uninterruptible system call
 threads       a single thread of an agent dies: the ranks are suspended, the agent ends, the stub
-              starts another one
+              starts another agent
 refusals      a firewall resets the connections between two nodes, and refuses new ones
 agents        all agents of the members are stopped, and their ranks are not
 intervals     the ranks of a node receive a new interval late: they pass a step of which others take
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 FIRST_S = 4.0
 SLOWEST, FASTEST = 0.9, 1.1
 STUB_KILLS_S = 0.03
-"""The stub ends what an agent has left within this time."""
+"""The stub ends the processes that an agent has left within this time."""
 
 
 def has_mishaps(simulation: "Simulation") -> None:
-    """Prepare a world in which such things happen."""
+    """Adds mishaps to a world."""
     Mishaps(simulation).begin()
 
 
 class Mishaps:
-    """Those of one world."""
+    """The mishaps of one world."""
 
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation = simulation
@@ -85,7 +85,7 @@ class Mishaps:
 
     def _interval_is_late(self, node: "Node") -> None:
         if node.ranks is not None:
-            self._faults.note("hears late of an interval", node)
+            self._faults.note("receives an interval late", node)
             node.ranks.passes = self._random.choice((1, 2))
 
     def _thaw(self, agent: object) -> None:

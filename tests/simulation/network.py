@@ -1,10 +1,10 @@
-"""Connections between agents, as TCP has them, over links that fail.
+"""TCP-like connections between agents, over links that fail.
 
 A dead process on a living kernel refuses, and its connections are reset. A node that is off, frozen
 or cut off does not answer: sent data waits, and after `USER_TIMEOUT_S` the sender's end closes. The
 kernel of a frozen process accepts data. A firewall that resets looks like a dead process. Within a
-connection everything arrives in order, or the connection ends; only in an unruly world are messages
-lost, duplicated or reordered.
+connection everything arrives in order, or the connection ends. Only an unruly world loses,
+duplicates or reorders messages.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class End:
         self.is_open = True
         self.is_ready = False
         self.early: list[bytes] = []
-        """What came before the handshake was over here."""
+        """Messages that arrived before the handshake was complete at this end."""
         self.last_s = 0.0
         self.backlog: list[bytes] = []
         self.unacked_s = -1.0
@@ -51,18 +51,20 @@ class End:
 
 
 class Network:
-    """All links, and what goes over them."""
+    """All links between agents, and the messages on them."""
 
     def __init__(self, world: "World", *, unruly: float) -> None:
         self.world = world
         self.nodes: dict[str, Node] = {}
         self.cuts: set[tuple[str, str]] = set()
-        """Directed: what is sent from the first does not arrive at the second."""
+        """Directed: packets from the first node do not arrive at the second."""
         self.refused: set[tuple[str, str]] = set()
-        """Cuts in which a firewall resets and refuses connections, though the process lives."""
+        """Cuts in which a firewall resets and refuses connections although the process is alive."""
         self.slow: dict[tuple[str, str], float] = {}
         self.refusing: set[tuple[str, str]] = set()
-        """A firewall refuses what the first dials to the second, whose agent may live."""
+        """A firewall refuses connections that the first dials to the second, whose agent may be
+        alive.
+        """
         self.num_messages = 0
         self.num_bytes = 0
         self.on_send: Callable[[str, str, AnyClusterMessage], None] | None = None
@@ -81,7 +83,7 @@ class Network:
         return nodes[source].is_running and nodes[target].is_running
 
     def refuse(self, pairs: list[tuple[str, str]]) -> None:
-        """A firewall comes between these nodes."""
+        """A firewall is inserted between these nodes."""
         self.refused.update(pairs)
         for source, target in pairs:
             agent = self.nodes[source].agent
@@ -138,14 +140,14 @@ class Network:
         if not agent.is_alive:
             return
         agent.dialling.discard((host, port))
-        reason = f"{host} is refused" if refused else f"{host} is silent"
+        reason = f"{host} is refused" if refused else f"{host} does not answer"
         agent.happens(ConnectFailed(host, port, node_id, refused, reason))
 
     def _dialled(self, end: End, host: str, port: int) -> None:
         if not end.agent.is_alive:
             self._reset(end.peer)
             return
-        if not end.is_open:  # the other side had ended before the handshake was done here
+        if not end.is_open:  # the other side ended before the handshake was complete here
             self._dial_failed(end.agent, host, port, end.peer.agent.node.node_id, False)
             return
         end.agent.dialling.discard((host, port))
@@ -164,20 +166,20 @@ class Network:
             self._deliver(end, data)
 
     def hang_up(self, agent: "Agent", node_id: str) -> None:
-        """Close this end; the other end sees it if it is reachable."""
+        """Closes this end; the other end notices it if it is reachable."""
         end = agent.ends.pop(node_id, None)
         if end is not None:
             end.is_open = False
             self._reset(end.peer)
 
     def reset(self, agent: "Agent", node_id: str) -> None:
-        """A firewall ends a connection, and this end learns of it."""
+        """A firewall ends a connection, and this end notices it."""
         end = agent.ends.get(node_id)
         if end is not None:
             self._closed(end)
 
     def _reset(self, end: End) -> None:
-        """The other end is no more: this one learns of it, where the network lets it."""
+        """The other end no longer exists; this end notices it if the network passes the packet."""
         source, target = end.peer.agent.node.node_id, end.agent.node.node_id
         if self.passes(source, target):
             self.world.after(self.delay_s(source, target), self._closed, end)
@@ -191,7 +193,7 @@ class Network:
             agent.happens_to(end, ConnectionClosed(node_id))
 
     def process_died(self, agent: "Agent") -> None:
-        """Its kernel closes what it had open."""
+        """The kernel of the process closes its connections."""
         for node_id in sorted(agent.ends):
             self.hang_up(agent, node_id)
 
@@ -271,7 +273,7 @@ class Network:
         return _decode(data).body
 
     def _misbehave(self, end: End, data: bytes) -> None:
-        """Lose, double or delay one message."""
+        """Loses, duplicates or delays one message."""
         what = self._random.randrange(3)
         if what == 0:
             return

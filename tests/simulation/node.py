@@ -1,4 +1,4 @@
-"""A machine, its stub, its SMP, and an agent: a real `Member`, with hands that take time."""
+"""A machine, its stub, its SMP, and an agent: a real `Member` with an executor that takes time."""
 
 from collections import deque
 from collections.abc import Callable
@@ -43,7 +43,7 @@ _SPEC = SimpleNamespace(
     profile=SimpleNamespace(erasure=SimpleNamespace(mirror_max_bytes=0)),
     checkpoint_directory=None,
 )
-"""Settings that SMPs receive; with these all state is erasure-coded."""
+"""Settings that SMPs receive; with these settings all state is erasure-coded."""
 
 _MATTERS = (
     smp_messages.VersionReady
@@ -52,7 +52,7 @@ _MATTERS = (
     | smp_messages.RestoreFailed
     | smp_messages.PeersUnreachable
 )
-"""What of an SMP's words is in the heartbeats of its node."""
+"""The part of an SMP's inventory that is in the heartbeats of its node."""
 
 if TYPE_CHECKING:
     from simulation.network import Network
@@ -73,30 +73,30 @@ class Node:
         self.is_on = False
         self.is_frozen = False
         self.is_running = False
-        """On, and not frozen."""
+        """Switched on and not frozen."""
         self.memory = Memory(self.removed)
         self.smp: Smp | None = None
         self.page: Page | None = None
-        """The command page of the generation that was adopted last."""
+        """The command page of the last adopted generation."""
         self.agent: Agent | None = None
         self.ranks: Ranks | None = None
         self.restored_in: dict[int, Version | None] = {}
-        """What each generation has started from, on this node."""
+        """The version from which each generation has started, on this node."""
         self.exit: do.EndRun | None = None
-        """How the agent has ended, if it has of itself."""
+        """The exit of the agent, if it has ended by itself."""
         self.clock_s = self.random.random() * 1e5
         self.clock_rate = 1.0
         self.stuck_until_s = -1.0
-        """Until then no rank of this node ends, or steps."""
+        """Until this time no rank of this node ends or steps."""
         self.keeps_ranks_s = 0.0
-        """For how long the ranks of the next agent that is killed outlive it."""
+        """Time for which the ranks of the next killed agent outlive it."""
         self._boots = 0
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._num_ports = 0
 
     @property
     def monotonic_s(self) -> float:
-        """Its clock; no other node's has the same origin, or quite the same rate."""
+        """The clock of the node. Its origin and rate differ from those of other nodes."""
         return self.world.now_s * self.clock_rate + self.clock_s
 
     @property
@@ -110,7 +110,7 @@ class Node:
     # --- power --------------------------------------------------------------------------------
 
     def boot(self, delay_s: float) -> None:
-        """Switched on, with nothing in memory; the stub is started a little later."""
+        """Switches the node on with empty memory; the stub starts a little later."""
         self._boots += 1
         self.is_on, self.is_frozen, self.is_running = True, False, True
         self.memory = Memory(self.removed)
@@ -120,12 +120,12 @@ class Node:
         self.later(delay_s, self._start_agent)
 
     def power_off(self) -> None:
-        """All of it at once, without a message."""
+        """Ends all processes at once, without a message."""
         self.is_on = self.is_running = False
         self._lose_everything()
 
     def wipe(self) -> None:
-        """Stub, agent and SMP are killed; the kernel lives."""
+        """Kills stub, agent and SMP; the kernel stays alive."""
         self._boots += 1
         self._lose_everything()
 
@@ -141,7 +141,7 @@ class Node:
         self.simulation.invariants.memory_lost(self)
 
     def freeze(self) -> None:
-        """The whole machine is paused."""
+        """Pauses the whole machine."""
         self.is_frozen, self.is_running = True, False
 
     def thaw(self) -> None:
@@ -155,7 +155,7 @@ class Node:
             self.agent.catch_up()
 
     def later(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
-        """Something happens on this machine, unless it is switched off before."""
+        """Schedules an action on this machine, unless the machine is switched off before."""
         self.world.after(delay_s, self._fire, self._boots, what, args)
 
     def _fire(self, boots: int, what: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -182,7 +182,7 @@ class Node:
         self.agent.begin()
 
     def kill_agent(self, *, restart_s: float | None) -> None:
-        """Its ranks die with it; the stub starts another one."""
+        """Its ranks die with it; the stub starts another agent."""
         agent = self.agent
         if agent is None:
             return
@@ -209,7 +209,7 @@ class Node:
             self.send(is_urgent=True)
 
     def kill_smp(self) -> None:
-        """The agent, or the stub, keeps its memory and starts another one."""
+        """The agent or the stub keeps the SMP's memory and starts another SMP."""
         if self.smp is not None and self.smp.is_alive:
             self.smp.die()
             if self.agent is None:
@@ -262,7 +262,7 @@ class Agent:
         self.is_alive = True
         self.is_frozen = False
         self.leaves_since_s: float | None = None
-        """When it received SIGTERM."""
+        """Time of SIGTERM."""
         self.ends: dict[str, End] = {}
         self.dialling: set[tuple[str, int]] = set()
         scenario = node.simulation.scenario
@@ -271,11 +271,11 @@ class Agent:
             node_id=node.node_id,
             incarnation=number,
             host=node.node_id,
-            # Only an endpoint's port is there again when its node is.
+            # An endpoint accepts connections only after its node has returned.
             port=29400 + number if scenario.settings.has_witness else 29400,
             num_ranks=scenario.num_ranks,
             endpoint=node.is_endpoint and not scenario.settings.has_witness,
-            rails=node.simulation.tries.rails_of(node) if node.simulation.tries else [],
+            rails=node.simulation.probes.rails_of(node) if node.simulation.probes else [],
         )
         kept = node.memory.kept
         self.member = Member(
@@ -292,7 +292,7 @@ class Agent:
 
     @property
     def now_s(self) -> float:
-        """Its own monotonic clock; no other node has the same origin."""
+        """The monotonic clock of the process; no other node has the same origin."""
         return self.node.monotonic_s
 
     @property
@@ -317,7 +317,7 @@ class Agent:
         self.node.network.process_died(self)
 
     def freeze(self) -> None:
-        """SIGSTOP; its ranks continue."""
+        """SIGSTOP to the agent; its ranks continue."""
         self.is_frozen = True
 
     def thaw(self) -> None:
@@ -325,7 +325,7 @@ class Agent:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """What has arrived in the pause, in order."""
+        """Messages that arrived in the pause, in order."""
         while self._inbox and self.is_alive and not self.is_paused:
             self._take(*self._inbox.popleft())
         while self._calls and self.is_alive and not self.is_paused:
@@ -342,7 +342,7 @@ class Agent:
             self._take(end, event)
 
     def call(self, what: Callable[..., None], *args: Any) -> None:
-        """An action of its executor, which is paused with the process."""
+        """Schedules an action of its executor, which is paused with the process."""
         if not self.is_alive:
             return
         if self.is_paused:
@@ -352,7 +352,7 @@ class Agent:
 
     def _take(self, end: End | None, event: Happening) -> None:
         if end is not None and isinstance(event, MessageReceived | ConnectionClosed):
-            # An older connection was closed without a word.
+            # An older connection was closed without a message.
             if self.ends.get(event.node_id) is not end:
                 return
             if isinstance(event, ConnectionClosed):
@@ -368,7 +368,7 @@ class Agent:
         self.executor.send(is_urgent=False)
 
     def think(self, event: Happening) -> None:
-        """Decide, and do."""
+        """Decides and executes the commands."""
         if not self.is_alive:
             return
         simulation = self.node.simulation
@@ -398,7 +398,7 @@ class Agent:
 
 
 class SimulatedExecutor:
-    """What an agent's main thread does, one thing after the other."""
+    """The sequential work of an agent's main thread."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -407,9 +407,9 @@ class SimulatedExecutor:
         self.exits: list[WorkerExit] = []
         self.smp = SmpLink()
         self.plan: GenerationPlan | None = None
-        """The generation whose ranks run here, or are about to."""
+        """The generation whose ranks run or start here."""
         self.is_over = True
-        """The plan's ranks are dead, and another generation is on its way."""
+        """The ranks of the plan are dead, and another generation follows."""
         self.wants_ranks = False
         self._queue: deque[do.NodeCommand] = deque()
         self._is_busy = False
@@ -419,7 +419,7 @@ class SimulatedExecutor:
         self._unconfirmed = UnconfirmedCommands()
 
     def renew_lease(self) -> None:
-        """The ranks of this node may step for as long as the agent says."""
+        """The agent extends the lease of its ranks."""
         if self.node.ranks is not None:
             self.node.ranks.lease_s = self.agent.member.suspension.lease_s
 
@@ -472,7 +472,7 @@ class SimulatedExecutor:
     def _do(self, command: do.NodeCommand) -> None:  # noqa: C901, PLR0912 - one dispatch
         smp = self.node.smp
         if smp is None or not smp.is_alive:
-            # The SMP is being started again, and everything waits for it.
+            # The SMP is being restarted, and everything waits for it.
             self.node.later(0.05, self.agent.call, self._do, command)
             return
         match command:
@@ -573,7 +573,7 @@ class SimulatedExecutor:
     # --- the SMP ------------------------------------------------------------------------------
 
     def configure_new_smp(self) -> None:
-        """One was started, and has been given the memory of the one before."""
+        """A new SMP has started and has received the memory of the previous one."""
         if self.plan is None or self.is_over:
             return
         self._send_to_smp()
@@ -606,7 +606,7 @@ class SimulatedExecutor:
             self.send(is_urgent=True)
 
     def _restore(self) -> None:
-        """Ranks read what this generation starts from, if the SMP has it."""
+        """Ranks read the version from which this generation starts, if the SMP has it."""
         smp, ranks, plan = self.node.smp, self.node.ranks, self.plan
         if smp is None or not smp.is_alive or ranks is None or plan is None:
             return
@@ -626,12 +626,12 @@ class SimulatedExecutor:
             self._restored(ranks, restored, max(state for state in states if state is not None))
 
     def _read_previous(self, ranks: Ranks, restored: Version, since_s: float) -> None:
-        """Ranks of another world read it in place."""
+        """Ranks of another world read the version in place."""
         smp, plan = self.node.smp, self.plan
         if self.node.ranks is not ranks or not ranks.are_alive or plan is None:
             return
         if ranks.are_ready:
-            return  # another try, after the SMP of a node was started again, has read it
+            return  # another attempt has read it, after the SMP of a node was restarted
         state = None
         if smp is not None and smp.is_alive and smp.body is not None:
             state = smp.read_previous(restored, smp.body.restore_from)
@@ -664,7 +664,7 @@ class SimulatedExecutor:
         self.send(is_urgent=True)
 
     def send(self, *, is_urgent: bool) -> None:
-        """Say how things are here."""
+        """Sends the status of the node to the leader."""
         self.agent.call(self._send, is_urgent)
 
     def _send(self, is_urgent: bool) -> None:
@@ -743,7 +743,7 @@ def _as_text(command: do.NodeCommand) -> str:
             return f"Adopt {_plan(command.plan)}"
         case do.PersistPlan():
             voters = " ".join(card.node_id for card in command.plan.voters)
-            effect = "in effect" if command.is_chosen else "asked for"
+            effect = "chosen" if command.is_chosen else "asked for"
             return f"KeepPlan {command.plan.configuration_id} {effect}: voters {voters}"
         case do.StartRanks():
             return f"RunGeneration {command.plan.generation}"

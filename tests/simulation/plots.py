@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulation.node import Node
 
 PLOTS = {"forgotten": 0.04, "outvoted": 0.02, "unexpected": 0.02, "unfinished": 0.02}
-"""How probable each is."""
+"""Probability of each sequence."""
 LASTS_S = 30.0
 """A run with a plot runs for this time before its faults end."""
 _BEGINS_S = 5.0
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 class Plots:
-    """The one plot of a run, if it has one."""
+    """The sequence of one run, if it has one."""
 
     def __init__(self, faults: "Faults") -> None:
         self._faults = faults
@@ -46,7 +46,7 @@ class Plots:
         self._world.after(_BEGINS_S + 3 * self._random.random(), self._start, name)
 
     def _start(self, name: str) -> None:
-        """Once a generation runs."""
+        """Starts the sequence once a generation runs."""
         newest = self._simulation.invariants.newest
         if self._faults.are_over:
             return
@@ -67,7 +67,7 @@ class Plots:
         self._await_next(plan, [stale], self._random.random() * 2)
 
     def _await_next(self, plan: GenerationPlan, stale: list["Node"], later_s: float) -> None:
-        """Others have continued without these: some of them lose their memory."""
+        """The others have continued without these nodes: some of the others lose their memory."""
         newest = self._simulation.invariants.newest
         if self._faults.are_over:
             return
@@ -83,7 +83,7 @@ class Plots:
         others = [node for node in voters if node not in stale]
         self._random.shuffle(others)
         if self._random.random() < 0.5:
-            # As many as would be a majority with one of them, if they were the same incarnations.
+            # With one stale node they would be a majority if they were the same incarnations.
             others = others[: len(voters) // 2]
         met = [*stale, *others]
         rest = [node for node in self._nodes() if node not in met]
@@ -123,7 +123,7 @@ class Plots:
     def _on_plan_after(
         self, plan: GenerationPlan, later_s: float, what: Callable[..., None], *args: object
     ) -> None:
-        """Some agent has accepted a plan after this one: an action follows after this delay."""
+        """Runs the action this delay after some agent has accepted a newer plan."""
         newest = max(
             self._simulation.invariants.accepted.values(), key=lambda one: one.configuration_id
         )

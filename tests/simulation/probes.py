@@ -1,6 +1,4 @@
-"""Rails of simulated nodes, and probes of their paths: a probe takes time, fails, is late, or never
-answers.
-"""  # noqa: D205 - one sentence
+"""Rails of simulated nodes, and path probes, which take time, fail, are late, or never answer."""
 
 from typing import TYPE_CHECKING
 
@@ -15,14 +13,14 @@ if TYPE_CHECKING:
     from simulation.node import Agent, Node
 
 
-class Tries:
-    """Of a world in which every node has some rails."""
+class PathProbes:
+    """The rails and probes of a world in which every node has several rails."""
 
-    def __init__(self, random: "Random", *, num_rails: int, misfits: float) -> None:
+    def __init__(self, random: "Random", *, num_rails: int, failure_rate: float) -> None:
         self._random = random
         self._num_rails = num_rails
-        self._misfits = misfits
-        """How probable it is that a try ends otherwise than it should."""
+        self._failure_rate = failure_rate
+        """Probability that a probe fails, is late or is never answered."""
         self.asked = 0
 
     def rails_of(self, node: "Node") -> list[Rail]:
@@ -33,10 +31,10 @@ class Tries:
         ]
 
     def take(self, agent: "Agent", command: ProbePath) -> None:
-        """A node probes a path; it may die in the meantime, and the leader too."""
+        """A node probes a path; the node and the leader may die in the meantime."""
         self.asked += 1
         order, delay_s, problem = command.order, 0.01 + 0.03 * self._random.random(), ""
-        if self._random.random() < self._misfits:
+        if self._random.random() < self._failure_rate:
             what = self._random.randrange(3)
             if what == 0:
                 return

@@ -1,4 +1,4 @@
-"""One seed from beginning to end, and what became of it."""
+"""One seed from beginning to end, and its outcome."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ from simulation.invariants import Invariants
 from simulation.memory import Arena, can_have
 from simulation.network import Network
 from simulation.node import Agent, Node
-from simulation.roads import Tries
+from simulation.probes import PathProbes
 from simulation.scenario import Scenario, draw
 from simulation.training import Group
 from simulation.witness import WitnessModel
@@ -37,14 +37,14 @@ _TERMINATED = 143
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed."""
+    """The outcome of a seed."""
 
     seed: int
     mode: str
     problem: str
-    """What was not as it must be; empty where all was."""
+    """The violation; empty if there is none."""
     verdict: str
-    """`converged`, `finished`, `paused`, `ended 76` and so on."""
+    """`converged`, `finished`, `paused`, `ended 76` and similar."""
     digest: int
     num_events: int
     virtual_s: float
@@ -54,16 +54,16 @@ class Outcome:
     restores: int
     messages: int
     new_leaders: int
-    """Generations under another leader than the one before."""
+    """Number of generations under another leader than the generation before."""
     growths: int
-    """Generations of more nodes than the one before."""
+    """Number of generations with more nodes than the generation before."""
     shrinkings: int
     faults: dict[str, int]
     log: tuple[str, ...] = ()
 
     @property
     def happened(self) -> dict[str, int]:
-        """What a run is to do, and how often it has."""
+        """The work of a run, and its progress."""
         names = ("steps", "generations", "commits", "restores", "new_leaders", "growths")
         return {name: getattr(self, name) for name in (*names, "shrinkings", "messages")}
 
@@ -87,14 +87,14 @@ class Simulation:
         self.stops: dict[str, int] = {}
         self.last_step = -1
         self.checkpoints: list[tuple[int, int]] = []
-        """Step and state of each, the newest last."""
+        """Step and state of each snapshot, the newest last."""
         self.bad_loads = 0.0
-        """How probable it is that a node cannot use a checkpoint."""
+        """Probability that a node cannot use a checkpoint."""
         self.is_ending = False
         self.unfit_s: dict[str, float] | None = None
-        """For how long each agent of a node fails its checks; None: no node makes any."""
-        self.tries: Tries | None = None
-        """How paths are probed; None: nodes have one address, and no node probes."""
+        """Time for which each agent of a node fails its checks; None: no node makes checks."""
+        self.probes: PathProbes | None = None
+        """Path probes; None: nodes have one address, and no node probes."""
         self.witness: WitnessModel | None = None
         """The witness; None: the run has none."""
         self.nodes: list[Node] = []
@@ -106,16 +106,16 @@ class Simulation:
             self.nodes.append(node)
             self.network.nodes[node.node_id] = node
 
-    # --- what the parts ask for -----------------------------------------------------------------
+    # --- queries of the other parts -----------------------------------------------------------
 
     def next_incarnation(self) -> int:
         self._incarnation += 1
         return self._incarnation
 
     def probe_path(self, agent: Agent, command: do.ProbePath) -> None:
-        """Without paths, the answer never comes."""
-        if self.tries is not None:
-            self.tries.take(agent, command)
+        """Without paths, the answer never arrives."""
+        if self.probes is not None:
+            self.probes.take(agent, command)
 
     def group_of(self, plan: GenerationPlan) -> Group:
         return self._groups.setdefault(plan.generation, Group(self, plan))
@@ -125,8 +125,8 @@ class Simulation:
         leader = node.agent.member.leader if node.agent is not None else None
         if leader is None or command.goes_on or self.is_ending:
             return
-        # One that has waited for long enough speaks for those that it reaches, and no others. So
-        # does one that receives SIGTERM while it waits.
+        # A leader that has waited for long enough ends only the nodes that it reaches. The same
+        # applies to a leader that receives SIGTERM while it waits.
         gives_up = command.exit_code == ExitCode.NOT_ENOUGH_NODES
         if not gives_up and (leader.is_settled or command.exit_code != _TERMINATED):
             self.is_ending = True
@@ -135,9 +135,10 @@ class Simulation:
     def load_checkpoint(
         self, node: Node, plan: GenerationPlan
     ) -> tuple[Version | None, str, dict[str, str]]:
-        """Fill the arenas from the newest checkpoint that no node has rejected.
+        """Fills the arenas from the newest checkpoint that no node has rejected.
 
-        The version, the name of the checkpoint, and what this node has rejected now.
+        Returns the version, the name of the checkpoint, and the checkpoints that this node has
+        rejected.
         """
         member, rejected = plan.member(node.node_id), dict[str, str]()
         for step, state in reversed(self.checkpoints):
@@ -163,7 +164,7 @@ class Simulation:
         return random.random() >= self.bad_loads
 
     def loads_on(self, node_ids: Collection[str]) -> str:
-        """A checkpoint that each of these nodes can use; empty: there is none."""
+        """A checkpoint that each of these nodes can use; empty if there is none."""
         if not self.bad_loads:
             return ""
         names = [_checkpoint_name(step) for step, _ in self.checkpoints]
@@ -175,7 +176,7 @@ class Simulation:
     # --- the run --------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """How it has ended, in a word or two; raises a `Violation` where that is not as it must."""
+        """Runs to the end and names the outcome; raises a `Violation` if the outcome is wrong."""
         self.begin()
         end_s = self.scenario.faults_end_s
         if self.scenario.mode == "safety":
@@ -199,7 +200,7 @@ class Simulation:
         return self._word()
 
     def begin(self) -> None:
-        """All nodes are switched on, and faults are on their way."""
+        """Switches on all nodes and schedules the faults."""
         random = self.world.stream("start")
         late = self.nodes[len(self.nodes) - self.scenario.late_nodes :]
         for node in self.nodes:
@@ -217,10 +218,10 @@ class Simulation:
                 self.checkpoints = [*self.checkpoints[-2:], made]
         self.world.after(4.0, self._write_checkpoint)
 
-    # --- what is to become of it ------------------------------------------------------------------
+    # --- the expected outcome -----------------------------------------------------------------
 
     def _has_converged(self, steps_before: int) -> bool:
-        """One lead, all ranks make steps, and what they make is protected."""
+        """One leader exists, all ranks make steps, and their snapshots are protected."""
         newest = self.invariants.newest
         if newest is None or self.invariants.steps < steps_before + _STEPS_WANTED:
             return False
@@ -232,7 +233,7 @@ class Simulation:
         agents = [node.agent for node in self.nodes if node.agent is not None]
         num_here = len({agent.card.identity for agent in agents} & electorate(newest.voters))
         if 2 * num_here <= len(newest.voters):
-            return False  # it makes steps still, and is about to pause
+            return False  # it still makes steps and is about to pause
         if leads != [newest.leader] or self.invariants.step_generation != newest.generation:
             return False
         group = self._groups.get(newest.generation)
@@ -258,14 +259,14 @@ class Simulation:
         return len(newest.members) == min(here, cluster_size.max_nodes)
 
     def _barred_by(self, leader_id: str) -> set[str]:
-        """Nodes that run no ranks for an hour, because they could load no checkpoint."""
+        """Nodes that run no ranks for an hour because they could load no checkpoint."""
         agent = self.network.nodes[leader_id].agent
         if not self.bad_loads or agent is None or agent.member.leader is None:
             return set()
         return agent.member.leader.monitor.excluded(now_s=agent.now_s)
 
     def _finish(self) -> str:
-        """Let the run come to its end: every agent says 0."""
+        """Runs until the run ends: every agent must exit with 0."""
         newest = self.invariants.newest
         assert newest is not None
         self.last_step = self._groups[newest.generation].step + 2
@@ -300,7 +301,7 @@ class Simulation:
         return is_late and all(node.agent is None for node in self.nodes)
 
     def _check_end(self) -> None:
-        """It is over: was there no other way?"""
+        """The run has ended: checks that no other outcome was possible."""
         ends = [command for _, command in self.invariants.exits if not command.goes_on]
         codes = {int(command.exit_code) for command in ends}
         allowed = {
@@ -314,13 +315,13 @@ class Simulation:
 
     def _was_stopped(self) -> bool:
         """Enough nodes received SIGTERM for this to count as the stop of the run."""
-        return self.faults.counts.get("asked to leave", 0) > 0 and any(
+        return self.faults.counts.get("drain", 0) > 0 and any(
             command.exit_code == _TERMINATED and not command.goes_on
             for _, command in self.invariants.exits
         )
 
     def _must_converge(self) -> bool:
-        """Whether the present nodes are enough for certain."""
+        """Whether the present nodes are certainly enough."""
         newest = self.invariants.newest
         here = [
             node
@@ -344,7 +345,7 @@ class Simulation:
         ran = {member.node_id for member in newest.members}
         have_kept = {node.node_id for node in here if node.memory.kept is not None}
         if not ran & have_kept and not self.scenario.has_checkpoints:
-            return False  # their commits are lost, and no node knows that there were none
+            return False  # their commits are lost, and no node knows whether there were any
         if (
             record is None
             and not ran <= have_kept
@@ -354,7 +355,7 @@ class Simulation:
         names = [node.node_id for node in here]
         if self.bad_loads and self.invariants.may_go_back() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
-        # A generation that was chosen by nodes that are lost needs the voters of the one before.
+        # A generation that lost nodes have chosen needs the voters of the generation before.
         known = [
             plan.configuration_id
             for node in here
@@ -365,7 +366,7 @@ class Simulation:
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
 
     def _gives_up_soon(self, node: Node) -> bool:
-        """Its pause may end it before it has met the others again."""
+        """Its pause may end the node before it has connected to the others again."""
         agent = node.agent
         leader = agent.member.leader if agent is not None else None
         if agent is None or leader is None:
@@ -420,28 +421,28 @@ def run_seed(
     prepare: Callable[[Simulation], None] | None = None,
     scenario: Scenario | None = None,
 ) -> Outcome:
-    """Run one seed once.
+    """Runs one seed once.
 
     Args:
         seed: of the world.
         mode: one of `MODES`.
-        keep_log: keep the last lines of its trace also where nothing is wrong.
-        prepare: is given all parts before anything happens, to look on.
-        scenario: instead of the one that the seed stands for.
+        keep_log: keep the last lines of the trace also if there is no violation.
+        prepare: called with the simulation before it starts.
+        scenario: replaces the scenario that the seed determines.
     """
     simulation = Simulation(seed, mode, scenario=scenario)
     if prepare is not None:
         prepare(simulation)
     problem, verdict = "", ""
-    # A run makes few cycles, and lasts for some hundredths of a second.
+    # A run makes few reference cycles, and lasts some hundredths of a second.
     gc.disable()
     logged = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what goes wrong on purpose is warned of
+    logging.disable(logging.CRITICAL)  # suppresses the warnings of injected faults
     try:
         verdict = simulation.run()
     except Violation as error:
         problem = str(error)
-    except Exception as error:  # noqa: BLE001 - whatever it is, its seed is to be known
+    except Exception as error:  # noqa: BLE001 - the seed of any error must be reported
         at = " in ".join(f"{one.name}:{one.lineno}" for one in _frames(error))
         problem = f"at {simulation.world.now_s:.3f} s: {error!r} in {at}"
     finally:
@@ -456,7 +457,7 @@ def _frames(error: Exception) -> list[traceback.FrameSummary]:
 
 def _outcome(simulation: Simulation, problem: str, verdict: str, *, keep_log: bool) -> Outcome:
     world, seen = simulation.world, simulation.invariants
-    plans = [seen.effective[at] for at in sorted(seen.effective)]
+    plans = [seen.chosen[at] for at in sorted(seen.chosen)]
     pairs = list(pairwise(plans))
     return Outcome(
         seed=world.seed,
@@ -467,7 +468,7 @@ def _outcome(simulation: Simulation, problem: str, verdict: str, *, keep_log: bo
         num_events=world.num_events,
         virtual_s=world.now_s,
         steps=seen.steps,
-        generations=len(seen.effective),
+        generations=len(seen.chosen),
         commits=seen.commits,
         restores=seen.restores,
         messages=simulation.network.num_messages,

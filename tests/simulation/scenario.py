@@ -1,4 +1,4 @@
-"""What a seed stands for: how many nodes, which settings, how long, how many faults."""
+"""The scenario of a seed: the number of nodes, settings, duration and number of faults."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -14,13 +14,13 @@ _STRICT = 0.3
 
 @dataclass(frozen=True)
 class Scenario:
-    """One seed's world, before anything goes wrong."""
+    """One seed's world before any fault."""
 
     mode: str
     num_nodes: int
-    """Started nodes; fewer or more than requested."""
+    """Number of started nodes; it may be below or above the requested number."""
     late_nodes: int
-    """The number of these that start later."""
+    """Number of nodes that start later."""
     num_ranks: int
     settings: MembershipSettings
     every: int
@@ -29,14 +29,14 @@ class Scenario:
     step_s: float
     tick_s: float
     unruly: float
-    """How probable it is that a message is lost, doubled or late within a connection."""
+    """Probability that a message is lost, duplicated or late within a connection."""
     has_checkpoints: bool
     load_s: float
     """The longest time that reading a checkpoint takes."""
     num_faults: int
     faults_end_s: float
     num_left_off: int
-    """Nodes that stay switched off when all else is mended."""
+    """Number of nodes that stay switched off when all else is repaired."""
     has_reports: bool = False
     """Heartbeats report each rank, as the real ones do; no decision depends on it."""
     plot: str = ""
@@ -101,7 +101,7 @@ def draw(seed: int, mode: str) -> Scenario:
 
 
 def _with_plot(scenario: Scenario, random: Random) -> Scenario:
-    """Some worlds are made for one plot, and have little else go wrong."""
+    """Some worlds are made for one sequence, and have few other faults."""
     plot = random.choices(("", *PLOTS), (1 - sum(PLOTS.values()), *PLOTS.values()))[0]
     if not plot:
         return scenario

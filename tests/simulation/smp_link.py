@@ -1,4 +1,4 @@
-"""What an agent knows of its SMP: as `ftrun/agent/snapshots/smp_client.py` takes its messages."""
+"""An agent's view of its SMP: handles the messages of `ftrun/agent/snapshots/smp_client.py`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ftrun.wire.messages import smp as smp_messages
 
 
 class SmpLink:
-    """Of one agent."""
+    """The SMP client of one agent."""
 
     def __init__(self) -> None:
         self.generation = -1

@@ -1,9 +1,9 @@
 """One SMP: its own code, over memory and links of the simulation.
 
 `CommitCoordinator`, `Protector`, `ProtectionRounds`, `Exchange`, `ParityStore`, `ArenaStore`,
-`RestoreCoordinator` and `PeerDispatch`
-are those of `ftrun/smp`. Here are the things below them: timers and jobs in virtual time, an
-exchange of whole shards instead of blocks, and reads of a version for ranks that did not take it.
+`RestoreCoordinator` and `PeerDispatch` are those of `ftrun/smp`. This module simulates the layers
+below them: timers and jobs in virtual time, an exchange of whole shards instead of blocks, and
+reads of a version for ranks that did not take it.
 """
 
 from collections import deque
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 RETRY_S = 0.5
 FETCH_FOR_S = 4.0
 TICK_S = 0.5
-"""A generator looks so often whether waiting is of no more use; the real ones do more often."""
+"""Interval at which a generator checks whether waiting is still useful; the real one is shorter."""
 RUN = RunId("run")
 
 
 class Page:
-    """As in `ftrun.wire.shared_memory.pages`; it lasts as long as the agent or a rank does."""
+    """As in `ftrun.wire.shared_memory.pages`; it exists as long as the agent or a rank does."""
 
     def __init__(self, restored: Version | None, kept: Version | None) -> None:
         self._words = [0] * len(CommandField)
@@ -92,12 +92,12 @@ class Page:
 
 
 class Jobs:
-    """Work takes a little time; what it gives is run in the server's thread, as all else is."""
+    """Work takes a little time; its result runs in the server's thread, as all else does."""
 
     def __init__(self, smp: "Smp") -> None:
         self._smp = smp
         self._lanes: dict[str, deque[Callable[[], Callable[[], None]]]] = {}
-        """What each lane has still to do; the first is being done."""
+        """Pending work of each lane; the first item is in progress."""
 
     def submit(self, lane: str, work: Callable[[], Callable[[], None]], *, failed: object) -> None:
         waiting = self._lanes.setdefault(lane, deque())
@@ -139,7 +139,7 @@ class Jobs:
 
 
 class Codecs:
-    """The real ones, made once."""
+    """The real codecs, created once."""
 
     def get(self, k: int, m: int) -> Codec:
         return _codec(k, m)
@@ -149,7 +149,7 @@ class Codecs:
 
 
 class Watch:
-    """Compares replicas on one node; there are none."""
+    """Compares replicas on one node; the simulation has none."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -181,7 +181,7 @@ class WholeExchange(Exchange):
 
 
 class WholeStream:
-    """This node's state, once."""
+    """This node's state, sent once."""
 
     def __init__(self, sending: BlockSender, raw: bytes) -> None:
         self._sending = sending
@@ -206,9 +206,10 @@ class WholeStream:
 
 
 class WholeFill:
-    """A vault that is being filled.
+    """A parity region that is being filled.
 
-    Where m > 1, a node also waits for word of those that gather for it, as for rows of parity.
+    If m > 1, a node also waits for a message from the nodes that gather for it, as for rows of
+    parity.
     """
 
     num_bytes = STATE_BYTES
@@ -288,11 +289,11 @@ def _bytes(state: int) -> bytes:
     return (state & (1 << 64) - 1).to_bytes(STATE_BYTES, "little")
 
 
-# --- what is restored -------------------------------------------------------------------------
+# --- restored versions ------------------------------------------------------------------------
 
 
 class Served:
-    """The restored version, as this node can give it to others."""
+    """The restored version, in the form in which this node can send it to others."""
 
     def __init__(
         self,
@@ -328,7 +329,7 @@ class Served:
         return found, record
 
     def mirror(self, ask: t.GetMirror) -> list[bytes]:
-        """The digest of a node's state, as digest tables are in a mirror."""
+        """The digest of a node's state, like the digest tables in a mirror."""
         region, record = self.region(ask)
         member = record.members[ask.position]
         if ask.position == record.position:
@@ -356,7 +357,7 @@ class Served:
     def row(
         self, region: FakeParityRegion, record: ParityRecord, stripe: int
     ) -> tuple[bytes, list[bytes]]:
-        """Parity of what others have brought in."""
+        """Parity of the state that others have sent."""
         stripes = stripes_of(record)
         codec = Codecs().get(stripes.k, stripes.m)
         row = bytearray(record.block_bytes)
@@ -390,7 +391,7 @@ class PreviousShards:
 
 
 class Fetch(LostRanks):
-    """Sources of slots. Without a protection they are looked up in the nodes' inventories."""
+    """Sources of slots. Without a protection, the nodes' inventories give them."""
 
     def _opened(self, raw: bytearray, lost: LostNode) -> int:
         return int.from_bytes(raw, "little")
@@ -421,7 +422,7 @@ class Fetch(LostRanks):
 
 
 class WholeWork(LostNodeRestore):
-    """The state of one lost node on its way: from its owner, or in blocks that are rebuilt."""
+    """The state of one lost node in transfer: from its owner, or in blocks that are rebuilt."""
 
     def __init__(
         self,
@@ -487,15 +488,15 @@ class Runner:
         return self.smp.world.now_s
 
     def start(self, name: str, steps: Steps[None]) -> None:
-        self.smp.later(0.001, self._go_on, steps, None)
+        self.smp.later(0.001, self._resume, steps, None)
 
     def poll(self) -> None:
-        """Something has happened: continue what waited for it."""
+        """An event has occurred: resumes the generators that waited for it."""
         for number, (steps, wait) in list(self.waiting.items()):
             if not wait.events.empty() and self.waiting.pop(number, None) is not None:
-                self._go_on(steps, wait.events.get())
+                self._resume(steps, wait.events.get())
 
-    def _go_on(self, steps: Steps[None], event: object) -> None:
+    def _resume(self, steps: Steps[None], event: object) -> None:
         try:
             wait = steps.send(event)
             while not wait.events.empty():
@@ -510,7 +511,7 @@ class Runner:
     def _too_late(self, number: int) -> None:
         found = self.waiting.pop(number, None)
         if found is not None:
-            self._go_on(found[0], None)
+            self._resume(found[0], None)
 
 
 class Smp:
@@ -562,7 +563,7 @@ class Smp:
 
     @property
     def committed(self) -> Version | None:
-        """As the command page shows it, in this generation."""
+        """Same value as in the command page of this generation."""
         page = self.node.page
         if page is None or page.get(CommandField.COMMITTED_IN) < self.generation:
             return None
@@ -571,7 +572,7 @@ class Smp:
     # --- threads ------------------------------------------------------------------------------
 
     def run(self, what: Callable[..., None], *args: Any) -> None:
-        """Do this in the server's thread, after what it does now."""
+        """Runs this in the server's thread, after its current work."""
         self._inbox.append((what, args))
         if self._is_busy:
             return
@@ -629,7 +630,7 @@ class Smp:
         self.work.begin_generation(body, protecting_of(body), page)
         committed = self.commits.tracker.committed
         if self._is_alone and committed is not None:
-            self.node.has_committed(committed)  # it commits what it begins with
+            self.node.has_committed(committed)  # it commits the version from which it starts
 
     def inventory(self) -> smp_messages.Inventory:
         found: list[smp_messages.Inventory] = []
@@ -647,13 +648,13 @@ class Smp:
         self.run(self.commits.abandon, generation, step)
 
     def load(self, arenas: Iterable[Arena]) -> None:
-        """A checkpoint was read into these."""
+        """A checkpoint was read into these arenas."""
         self.run(self.arenas.put_instead, list(arenas), self.commits.tracker.generation)
 
     # --- workers ------------------------------------------------------------------------------
 
     def arena_for(self, rank: int) -> Arena:
-        """The one that a worker of the running generation writes to."""
+        """The arena to which a worker of the running generation writes."""
         generation = self.commits.tracker.generation
         size = self.commits.tracker.world_size
         for held in self.arenas.of(Rank(rank)):
@@ -679,7 +680,7 @@ class Smp:
     # --- other nodes' memory --------------------------------------------------------------------
 
     def read_previous(self, wanted: Version, groups: Iterable[PreviousGroup]) -> int | None:
-        """The state, read by ranks of another world from wherever its shards lie."""
+        """The state that ranks of another world read from the nodes that store the shards."""
         groups = list(groups)
         ranks = [rank for group in groups for node in group.nodes for rank in node.ranks]
         return self.state_of(wanted, ranks, groups)
@@ -687,12 +688,12 @@ class Smp:
     def state_of(
         self, wanted: Version, ranks: Iterable[int], groups: Iterable[PreviousGroup]
     ) -> int | None:
-        """The state in the shards of these ranks; None if one is not had."""
+        """The state in the shards of these ranks; None if a shard is missing."""
         groups = list(groups)
         states = {self._shard(rank, wanted, groups) for rank in ranks}
         if None in states or not states:
             return None
-        # What a rank reads is the digest's business; that all read the same is the run's.
+        # The digest checks what a rank reads. The run checks that all ranks read the same.
         return max(state for state in states if state is not None)
 
     def _shard(self, rank: int, wanted: Version, groups: list[PreviousGroup]) -> int | None:
@@ -709,7 +710,7 @@ class Smp:
         return None
 
     def _rebuild(self, owner: int, wanted: Version, group: PreviousGroup) -> int | None:
-        """A lost node's state from the rest of its group."""
+        """A lost node's state, rebuilt from the rest of its group."""
         if group.parity < 1:
             return None
         missing, found, has_mirror = 0, [], False
@@ -727,7 +728,7 @@ class Smp:
         return found[0] if has_mirror and missing <= group.parity else None
 
     def _peer(self, node_id: str, port: int) -> "Smp | None":
-        """The SMP of a node, where it is reached at the port that is known."""
+        """The SMP of a node, if it is reachable at the known port."""
         if node_id == self.node.node_id:
             return self
         peer = self.node.neighbour(node_id)
@@ -739,7 +740,7 @@ class Smp:
         return smp if both and smp.generation == self.generation else None
 
     def good_state(self, wanted: Version, rank: int) -> int | None:
-        """The content of a slot if it is as sealed; a corrupt one is rejected."""
+        """The content of a slot if it equals what was sealed; a corrupt slot is rejected."""
         for arena in self.memory.arenas:
             slot = arena.find(wanted) if arena.rank == rank else None
             if slot is not None:

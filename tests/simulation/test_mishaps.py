@@ -1,4 +1,4 @@
-"""Runs in worlds with mishaps, see mishaps.py; and the proof that each rule against them counts."""
+"""Runs in worlds with mishaps, see mishaps.py. Without each rule against them, a run fails."""
 
 import random
 from collections import Counter
@@ -32,9 +32,9 @@ from simulation.scenario import MODES, Scenario, draw
 SEEDS = 40
 ROTATING = 10
 BEGINS_S = 9.0
-"""By then a generation runs."""
+"""A generation runs by this time."""
 KINDS = [
-    "hears late of an interval",
+    "receives an interval late",
     *("agents of all members stop", "kill agent, and its ranks live on", "refuses"),
     *("ranks cannot be killed", "a thread of the agent dies"),
 ]
@@ -49,7 +49,7 @@ def story(outcome: Outcome, flags: str = "") -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nothing_goes_wrong_in_worlds_with_mishaps() -> None:
+def test_worlds_with_mishaps_have_no_violation() -> None:
     faults: Counter[str] = Counter()
     for seed in range(SEEDS):
         for mode in MODES:
@@ -61,7 +61,7 @@ def test_nothing_goes_wrong_in_worlds_with_mishaps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nothing_goes_wrong_in_worlds_that_no_run_of_the_tests_has_seen(
+def test_worlds_of_new_seeds_have_no_violation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first = random.SystemRandom().randrange(10_000_000, 1_000_000_000)
@@ -75,11 +75,11 @@ def test_nothing_goes_wrong_in_worlds_that_no_run_of_the_tests_has_seen(
             assert not outcome.problem, story(outcome, " --mishaps")
 
 
-# --- the proof that it can fail ---------------------------------------------------------------
+# --- each rule is needed ----------------------------------------------------------------------
 
 
 def quiet(seed: int, cluster_size: ClusterSize) -> Scenario:
-    """A world in which nothing goes wrong but what a test does."""
+    """A world without faults other than those that a test injects."""
     scenario = draw(seed, "safety")
     # With more spares than members the run resumes from a checkpoint without the members.
     has_checkpoints = cluster_size.spares > cluster_size.max_nodes
@@ -107,7 +107,7 @@ def quiet(seed: int, cluster_size: ClusterSize) -> Scenario:
 
 
 def freeze_the_only_member(simulation: Simulation) -> None:
-    """Its agent is stopped, and its ranks are not; the spares continue."""
+    """The agent is stopped, and its ranks are not; the spares continue."""
 
     def freeze() -> None:
         newest = simulation.invariants.newest
@@ -120,7 +120,7 @@ def freeze_the_only_member(simulation: Simulation) -> None:
 
 
 def refuse_each_other(simulation: Simulation) -> None:
-    """A firewall comes up between all nodes, and all of them live."""
+    """A firewall separates all nodes, and all of them are alive."""
 
     def refuse() -> None:
         network = simulation.network
@@ -135,7 +135,7 @@ def refuse_each_other(simulation: Simulation) -> None:
 
 
 def lose_all_with_a_bad_checkpoint(simulation: Simulation) -> None:
-    """Both members are lost with what they hold; one of the others cannot load the newest one."""
+    """Both members are lost with their memory; another node cannot load the newest checkpoint."""
     simulation.bad_loads = 0.2
 
     def lose() -> None:
@@ -148,7 +148,7 @@ def lose_all_with_a_bad_checkpoint(simulation: Simulation) -> None:
 
 
 def split_while_the_voters_change(simulation: Simulation) -> None:
-    """Two spares come late; before they vote, they and the leader are cut off from the others."""
+    """Two spares start late. They and the leader are cut off from the others before they vote."""
     late = simulation.nodes[-2:]
     for node in late:
         simulation.world.after(0.25, node.power_off)
@@ -169,14 +169,14 @@ def _lease_without_end(patch: Patch) -> None:
 
 
 def _unanswered_is_dead(patch: Patch) -> None:
-    """What a refused connection was taken for."""
+    """A refused connection counts as a dead process."""
     real = ballots.Ballot._no_more
 
     def no_more(
         self: ballots.Ballot, voters: Electorate, generation: int
     ) -> tuple[set[ballots.Identity], set[ballots.Identity]]:
         dead, gone = real(self, voters, generation)
-        return dead | {who for who in voters if who[0] not in self.promises}, gone
+        return dead | {voter for voter in voters if voter[0] not in self.promises}, gone
 
     patch.setattr(ballots.Ballot, "_no_more", no_more)
 
@@ -267,7 +267,7 @@ def test_commits_do_not_stop_when_a_node_passes_a_step_that_others_take(
 
 @pytest.mark.slow
 def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch) -> None:
-    """An SMP that ends loses what its agent has sent it."""
+    """An SMP that ends loses the messages that its agent has sent it."""
 
     def lose_one(simulation: Simulation) -> None:
         real = CommitCoordinator.commit
@@ -291,7 +291,7 @@ def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch)
 
 @pytest.mark.slow
 def test_a_commit_that_only_a_cut_off_leader_knows_is_waited_for(monkeypatch: Patch) -> None:
-    """The first commit of this seed; two more nodes are lost before the leader is back."""
+    """The first commit of this seed; two more nodes are lost before the leader returns."""
 
     def outcome() -> Outcome:
         return run_seed(71002930, "safety", prepare=has_mishaps)

@@ -1,4 +1,4 @@
-"""`scripts/simulate.py` prints the trace of a seed, and counts many."""
+"""`scripts/simulate.py` prints the trace of a seed, and counts the outcomes of many seeds."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_without_a_mode_it_is_reported_in_both() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("jobs", "seeds", "more"), [(1, 10, ["--twice"]), (2, 52, [])])
 def test_many_seeds_are_counted(tmp_path: Path, jobs: int, seeds: int, more: list[str]) -> None:
-    """Two processes have a chunk of 50 and one of the rest."""
+    """Two processes run a chunk of 50 seeds and one of the rest."""
     path = tmp_path / "found.json"
     words = ("--seeds", seeds, "--from", 40, "--mode", "safety", *more)
     done = simulate(*words, "--jobs", jobs, "--json", path)
@@ -74,18 +74,18 @@ def test_stopped_by_hand_it_shows_what_it_has_and_ends() -> None:
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         process_group=0,
-        # Where this test runs behind a shell's `&`, SIGINT is ignored by all that it starts.
+        # If this test runs in the background of a shell (`&`), all its children ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert run.stdout is not None
         first = run.stdout.readline()
         os.killpg(run.pid, signal.SIGINT)
-        # The end of the output: none of its processes is left to write.
+        # The output ends when no process is left that can write.
         rest, _ = run.communicate(timeout=60)
     finally:
         if run.poll() is None:
-            # Not its group: what it has started sees its end, and frees their semaphores.
+            # Not its process group: its children notice its end, and free their semaphores.
             run.kill()
             run.communicate()
     assert run.returncode == 130, first + rest

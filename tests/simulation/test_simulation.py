@@ -1,4 +1,4 @@
-"""The simulation finds nothing in the protocol, and finds each rule of it that is left out."""
+"""The simulation finds no violation in the protocol, and finds one if a rule is removed."""
 
 import os
 import subprocess
@@ -15,16 +15,16 @@ from made_settings import changed
 
 from ftrun.config.profile import NetworkConfig
 from simulation.plots import PLOTS
-from simulation.roads import Tries
+from simulation.probes import PathProbes
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, draw
 from simulation.variants import VARIANTS, Variant
 
 SEEDS, ALWAYS = 2000, 1000
-"""In both modes each; of all of them, and of those that are run where not all is."""
+"""Number of seeds in each mode: of a full run, and of a reduced run."""
 CHUNK = 100
 AGAIN_EVERY = 5
-"""Of the runs, such a part is run a second time."""
+"""One in this number of runs is run twice."""
 RUNS_TO_FIND = 700
 """A variant must be found within this number of runs."""
 LAST_LINES = 40
@@ -56,17 +56,17 @@ def chunk(first: int) -> tuple[Outcome, ...]:
         *(pytest.param(first, marks=pytest.mark.full) for first in range(ALWAYS, SEEDS, CHUNK)),
     ],
 )
-def test_nothing_goes_wrong_and_a_seed_is_a_run(first: int) -> None:
+def test_no_seed_has_a_violation_and_runs_of_a_seed_are_equal(first: int) -> None:
     for outcome in chunk(first):
         story = "\n".join(outcome.log[-LAST_LINES:])
         assert not outcome.problem, f"{outcome.problem}\n{replay(outcome)}\n{story}"
     for outcome in chunk(first)[::AGAIN_EVERY]:
         again = run_seed(outcome.seed, outcome.mode)
-        assert again == outcome, f"twice the same seed, and not the same run: {replay(outcome)}"
+        assert again == outcome, f"two runs of one seed differ:{replay(outcome)}"
 
 
 def has_unfit_nodes(simulation: Simulation) -> None:
-    """Some nodes fail their check for their first seconds, after each start of their agent."""
+    """Some nodes fail their check in the first seconds after each start of their agent."""
     random = Random(f"{simulation.world.seed}/fitness")
     names = [node.node_id for node in simulation.nodes]
     chosen = random.sample(names, random.randint(0, len(names)))
@@ -104,7 +104,7 @@ def test_a_refused_connection_proves_nothing() -> None:
 def has_rails(simulation: Simulation) -> None:
     """Two rails, a plan that is applied, and probes that fail, are late or never end."""
     random = Random(f"{simulation.world.seed}/rails")
-    simulation.tries = Tries(random, num_rails=2, misfits=random.choice((0.0, 0.1, 0.5)))
+    simulation.probes = PathProbes(random, num_rails=2, failure_rate=random.choice((0.0, 0.1, 0.5)))
     network = NetworkConfig(plan=random.choice(("report", "on", "on")))
     settings = changed(simulation.scenario.settings, network=network)
     simulation.scenario = replace(simulation.scenario, settings=settings)
@@ -124,15 +124,15 @@ def test_a_survey_in_which_nodes_die_or_answer_late_still_leads_to_generations()
                 seen.append(simulation)
 
             outcome = run_seed(seed, mode, prepare=prepare)
-            assert seen[0].tries is not None
-            asked += seen[0].tries.asked
+            assert seen[0].probes is not None
+            asked += seen[0].probes.asked
             story = "\n".join(outcome.log[-LAST_LINES:])
             assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
     assert asked > CHUNK / 2
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:
-    """Where the order of a set has a say, another process has another one."""
+    """If the order of a set has an influence, another process has another order."""
     digests = {_digests(hash_seed) for hash_seed in ("1", "2", "3")}
     assert len(digests) == 1
 
@@ -170,7 +170,7 @@ KINDS = [
     *(
         "only with",
         "SIGTERM",
-        "asked to leave",
+        "drain",
         "has left",
         "power on",
         "stays off",
@@ -183,11 +183,11 @@ KINDS = [
 ]
 
 
-# --- the proof that it can fail ---------------------------------------------------------------
+# --- each rule is needed ----------------------------------------------------------------------
 
 
 def candidates(variant: Variant) -> Iterator[tuple[int, str]]:
-    """Worlds in which the lack of this rule may show."""
+    """Worlds in which a missing rule may cause a violation."""
     left = RUNS_TO_FIND
     seed = 0
     while left:
@@ -214,6 +214,6 @@ def test_a_rule_that_is_left_out_is_missed(
             ),
             None,
         )
-    assert found is not None, f"{RUNS_TO_FIND} runs without it, and nobody has noticed"
+    assert found is not None, f"{RUNS_TO_FIND} runs without the rule have no violation"
     whole = run_seed(found.seed, found.mode)
     assert not whole.problem, replay(whole)

@@ -1,7 +1,7 @@
-"""Runs with an outside witness: it dies, forgets, is cut off, and breaks ties all the same.
+"""Runs with an outside witness, which dies, loses its memory, is cut off, and breaks ties.
 
-The same worlds, faults and invariants as without it; most of them with two or four nodes, where
-its vote counts.
+The worlds, faults and invariants are the same as without it. Most worlds have two or four nodes,
+where its vote decides.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ OPERATIONS = [
 
 
 def with_witness(simulation: Simulation) -> None:
-    """Let the nodes of this world find one another at a witness, and let that fail, too."""
+    """The nodes of this world find each other at a witness, which fails, too."""
     random = Random(f"{simulation.world.seed}/witness/{simulation.scenario.mode}")
     simulation.witness = model = WitnessModel(simulation, random)
     simulation.scenario = scenario = _changed(simulation.scenario, random)
@@ -73,7 +73,7 @@ def with_witness(simulation: Simulation) -> None:
 
 
 def _halve(simulation: Simulation, model: WitnessModel, random: Random) -> None:
-    """Half of the nodes are cut off from the others, and perhaps from the witness, too."""
+    """Half of the nodes are cut off from the others, and perhaps also from the witness."""
     nodes = list(simulation.nodes)
     if random.random() < 0.5:
         random.shuffle(nodes)
@@ -83,7 +83,7 @@ def _halve(simulation: Simulation, model: WitnessModel, random: Random) -> None:
     if random.random() < 0.5:
         model.cut.update(node.node_id for node in half)
         after(20.0, model.cut.clear)
-    else:  # both halves find it at the same time, and no lease that lives
+    else:  # both halves notice it at the same time, and no valid lease exists
         model.is_up = False
         after(random.uniform(4.0, 6.0), setattr, model, "is_up", True)
 
@@ -119,7 +119,7 @@ def run(seed: int, mode: str, *, keep_log: bool = False) -> Outcome:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_nothing_goes_wrong_with_a_witness_that_fails(first: int) -> None:
+def test_a_witness_that_fails_causes_no_violation(first: int) -> None:
     for seed in range(first, first + CHUNK):
         for mode in MODES:
             outcome = run(seed, mode)
@@ -144,17 +144,17 @@ def test_the_witness_breaks_ties() -> None:
     def poll(simulation: Simulation) -> None:
         with_witness(simulation)
         seen = simulation.invariants
-        real = seen._takes_effect
+        real = seen._becomes_chosen
 
-        def takes_effect(plan: ballots.GenerationPlan, node: object) -> None:
+        def becomes_chosen(plan: ballots.GenerationPlan, node: object) -> None:
             agreed = ballots.electorate(plan.voters)
             for voters in plan.decided_by:
-                who = [one for one in voters.identities if one[0] != ballots.WITNESS]
-                is_tie = len(who) > 1 and 2 * len(agreed & set(who)) == len(who)
-                broken[len(who)] += is_tie and len(who) < len(voters.identities)
+                nodes = [one for one in voters.identities if one[0] != ballots.WITNESS]
+                is_tie = len(nodes) > 1 and 2 * len(agreed & set(nodes)) == len(nodes)
+                broken[len(nodes)] += is_tie and len(nodes) < len(voters.identities)
             real(plan, node)  # type: ignore[arg-type]
 
-        seen._takes_effect = takes_effect  # type: ignore[method-assign]
+        seen._becomes_chosen = becomes_chosen  # type: ignore[method-assign]
 
     verdicts: Counter[str] = Counter()
     for seed in range(100):
@@ -164,7 +164,7 @@ def test_the_witness_breaks_ties() -> None:
     assert verdicts["finished"] > 30, verdicts
 
 
-# --- the proof that it can fail ---------------------------------------------------------------
+# --- each rule is needed ----------------------------------------------------------------------
 
 
 def _swaps_anyway(patch: pytest.MonkeyPatch) -> None:
@@ -188,8 +188,8 @@ def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
     ) -> witness_rules.WitnessDecision:
         life = register.life if register is not None else new_life
         known = register.plan if register is not None else None
-        who = me.identity
-        kept = witness_rules.WitnessRegister(life, asked.generation, who, asked.plan or known)
+        proposer = me.identity
+        kept = witness_rules.WitnessRegister(life, asked.generation, proposer, asked.plan or known)
         return witness_rules.WitnessDecision(True, kept, leader or me)
 
     patch.setattr("simulation.witness.rule", rule)
@@ -198,7 +198,7 @@ def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
 def test_a_leader_that_is_cut_off_from_the_witness_too_is_not_sure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has half of the votes, and the other half and the witness continue without it."""
+    """It has half of the votes; the other half and the witness continue without it."""
 
     def cut_off(simulation: Simulation) -> None:
         random = Random(f"{simulation.world.seed}/witness")
@@ -244,5 +244,5 @@ def test_a_rule_that_is_left_out_is_missed(
             ),
             None,
         )
-    assert found is not None, f"{RUNS_TO_FIND} runs without it, and nobody has noticed"
+    assert found is not None, f"{RUNS_TO_FIND} runs without the rule have no violation"
     assert not run(found.seed, found.mode).problem

@@ -1,9 +1,9 @@
-"""A quiet run with many nodes: the cost of its control messages and of its leader's work.
+"""A run without faults on many nodes: the cost of its control messages and of its leader's work.
 
-No fault occurs. The real code encodes, seals, checks and decodes every message, each for its own
-connection. A clock from outside, the only one in a simulation, measures the leader's computing
-time. While the run starts, messages are not encoded: a plan with all nodes in it, once for each
-node, would take most of the time and is not measured here.
+The real code encodes, seals, checks and decodes every message, each for its own connection. A clock
+from outside, the only one in a simulation, measures the leader's computing time. Messages are not
+encoded while the run starts: a plan with all nodes, once for each node, would take most of the time
+and is not measured here.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ RANKS_PER_NODE = 8
 HEARTBEAT_S = 0.5
 STEP_S = 1.0
 SNAPSHOT_EVERY = 10
-"""Steps."""
+"""In steps."""
 WINDOW_S = SNAPSHOT_EVERY * STEP_S
-"""In which one version is taken, protected and committed."""
+"""Time in which one version is taken, protected and committed."""
 _TICK_S = 0.25
 _BEGINS_WITHIN_S = 120.0
 _FIRST_STEPS = 2
@@ -49,34 +49,34 @@ _decoder = msgspec.msgpack.Decoder(ClusterEnvelope)
 
 @dataclass(frozen=True)
 class Traffic:
-    """The cost of a quiet run of this number of nodes, over the window."""
+    """The cost over the window of a run without faults with this number of nodes."""
 
     nodes: int
     bytes_per_node_s: float
     messages_per_node_s: float
     leader_cpu: float
-    """Seconds of the leader's computing in a second: deciding, encoding, sealing, and back."""
+    """Seconds of the leader's computing per second: deciding, encoding, sealing and decoding."""
     leader_decides: float
-    """The part of it that is spent with deciding."""
+    """The part of it that is spent on decisions."""
     leader_us_per_message: float
-    """Microseconds, of the messages that it sends or gets."""
+    """Microseconds per message that the leader sends or receives."""
     plan_bytes: int
-    """Of one announcement of a generation, which goes to each node."""
+    """Bytes of one announcement of a generation, which goes to each node."""
 
 
 class Meter:
-    """Whose time is measured, and how much it was."""
+    """The leader whose time is measured, and the measured time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.leader: Agent | None = None
-        """None while the run begins."""
+        """None while the run starts."""
         self.decides_s = 0.0
         self.codes_s = 0.0
         self.num_messages = 0
 
     def watch(self, leader: "Agent") -> None:
-        """From now on."""
+        """Starts the measurement."""
         self.leader = leader
         handle = leader.member.handle
 
@@ -94,8 +94,8 @@ class Meter:
             self.num_messages += 1
 
 
-class _AsItIs:
-    """A message while the run begins."""
+class _Unencoded:
+    """A message while the run starts."""
 
     def __init__(self, body: AnyClusterMessage) -> None:
         self.body = body
@@ -114,7 +114,7 @@ class MeteredNetwork(Network):
     def _encode(self, agent: "Agent", body: AnyClusterMessage) -> Any:
         meter = self.meter
         if meter is None or meter.leader is None:
-            return _AsItIs(body)
+            return _Unencoded(body)
         started_s = meter.clock()
         generation = max(0, agent.member.follower.generation)
         reported = encode_body(ClusterEnvelope("run", generation, agent.card.incarnation, body))
@@ -123,7 +123,7 @@ class MeteredNetwork(Network):
         return data
 
     def _decode(self, agent: "Agent", data: Any) -> AnyClusterMessage:
-        if isinstance(data, _AsItIs):
+        if isinstance(data, _Unencoded):
             return data.body
         assert self.meter is not None
         started_s = self.meter.clock()
@@ -136,15 +136,15 @@ class MeteredNetwork(Network):
 
 
 def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW_S) -> Traffic:
-    """Start this number of nodes, train, and measure.
+    """Starts this number of nodes, trains, and measures.
 
     Args:
         num_nodes: all of them members.
         clock: seconds of this thread's computing.
-        window_s: of the run's own time; not less than there is from one commit to the next.
+        window_s: in the run's own time; at least the time between two commits.
 
     Raises:
-        Violation: the run does not begin, or something in it is not as it must be.
+        Violation: the run does not start, or an invariant is violated.
     """
     simulation = Simulation(0, "safety", scenario=quiet(num_nodes), network=MeteredNetwork)
     world, network, seen = simulation.world, simulation.network, simulation.invariants
@@ -161,9 +161,9 @@ def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW
     meter.watch(leader)
     network.num_messages = network.num_bytes = 0
     world.run_until(world.now_s + window_s)
-    if len(seen.effective) != 1 or not seen.commits:
+    if len(seen.chosen) != 1 or not seen.commits:
         raise Violation(
-            f"a quiet run has had {len(seen.effective)} generations and {seen.commits} commits"
+            f"a quiet run has had {len(seen.chosen)} generations and {seen.commits} commits"
         )
     per_node_s = num_nodes * window_s
     leader_s = meter.decides_s + meter.codes_s
@@ -179,7 +179,7 @@ def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW
 
 
 def quiet(num_nodes: int) -> Scenario:
-    """A world in which all is well."""
+    """A world without faults."""
     return Scenario(
         mode="safety",
         num_nodes=num_nodes,

@@ -1,7 +1,7 @@
-"""Ranks: a step is made when all ranks of one generation make it together.
+"""Ranks: a step completes when all ranks of one generation are in it.
 
-The state of the world is one number; each step computes the next one from it and from the
-generation that makes it. Two timelines never have the same number.
+The state of the world is one number. Each step computes the next number from it and from the
+generation. Two timelines never have the same number.
 """
 
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ class Ranks:
         self.are_alive = True
         self.are_suspended = False
         self.lease_s: float | None = None
-        """Until when they may step, on the clock of their node; None: without a limit."""
+        """Time until which they may step, on the clock of their node; None: no limit."""
         self.are_ready = False
         """They have their state, and wait for the others."""
         self.step = 0
@@ -54,7 +54,9 @@ class Ranks:
         restored = node.restored_in.get(plan.generation)
         self.commit_wait = CommitWait(self.page, plan.generation, restored)
         self.passes = 0
-        """Due snapshots that it skips without a report, because it received an interval late."""
+        """Number of due snapshots that it skips without a report, because it received an interval
+        late.
+        """
         self.newest_seals: dict[Rank, int] = {}
 
     @property
@@ -77,7 +79,7 @@ class Ranks:
 
     @property
     def waits(self) -> bool:
-        """It was ordered to stop at a boundary that it has reached."""
+        """It was ordered to stop at a boundary, and has reached it."""
         return 0 <= self.stop_after <= self.step
 
     def kill(self) -> None:
@@ -94,11 +96,11 @@ class Group:
         self.ranks: dict[str, Ranks] = {}
         self.step = 0
         self.is_broken = False
-        """A rank in it is dead: it never makes another step."""
+        """A rank of it is dead: the generation never makes another step."""
         self.is_going = False
 
     def joined(self, ranks: Ranks) -> None:
-        """One node's ranks have their state."""
+        """The ranks of one node have their state."""
         self.ranks[ranks.node.node_id] = ranks
         ranks.are_ready = True
         if len(self.ranks) == len(self.plan.members) and not self.is_going:
@@ -111,7 +113,7 @@ class Group:
         simulation.world.after(simulation.scenario.step_s, self._try)
 
     def _try(self) -> None:
-        """Make a step, if all are there."""
+        """Makes a step if all ranks are in it."""
         if self.is_broken:
             return
         if not self._can_step():
@@ -136,7 +138,7 @@ class Group:
             return False
         passes = self.simulation.network.passes
         first, *others = sorted(members)
-        # A ring has every node as a neighbour of the first one's tree: that is link enough.
+        # In a ring every node is a neighbour of the first node's tree, so that these links suffice.
         return all(passes(first, one) and passes(one, first) for one in others)
 
     def _capture(self, members: list[Ranks]) -> None:
@@ -173,7 +175,7 @@ class Group:
 
     @staticmethod
     def _take_back(ranks: Ranks, smp: "Smp") -> bool:
-        """Withdraw the newest seal, which no other rank needs any more."""
+        """Withdraws the newest seal, which no other rank needs any more."""
         last = ranks.commit_wait.newest_sealed
         if last is not None:
             ranks.commit_wait.skipped(last.step)
@@ -200,7 +202,7 @@ class Group:
         self.is_broken = True
 
     def fail(self, ranks: Ranks) -> None:
-        """One node's rank was killed; the others may notice."""
+        """A rank of one node was killed; the others may notice."""
         ranks.kill()
         ranks.node.ranks_ended(ranks, ExitKind.SIGNAL)
         for node_id in sorted(self.ranks):
@@ -228,7 +230,7 @@ def is_free(ranks: Ranks) -> bool:
 
 
 def slot_to_overwrite(ranks: Ranks, arena: Arena) -> int:
-    """The one without the committed version."""
+    """The slot without the committed version."""
     return ranks.commit_wait.slot_to_fill(arena.position_of)
 
 

@@ -1,6 +1,6 @@
 """Deliberately broken variants: one decision each, of the real code or of the model of the SMP.
 
-A simulation that finds nothing proves nothing, unless it finds these.
+A simulation that finds no violation proves nothing unless it finds these.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -44,14 +44,14 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Variant:
-    """What is broken, and what it leads to."""
+    """The broken rule, and the violations that it leads to."""
 
     name: str
     break_it: Callable[[Patch], None]
     found_as: tuple[str, ...]
-    """Words of the violations that may be found."""
+    """Parts of the texts of violations that count as found."""
     plot: str = ""
-    """Only such worlds are looked at, where chance alone takes too long."""
+    """Only worlds with this sequence are run, if random faults alone take too long."""
 
 
 def _older(ranks: Ranks, arena: Arena) -> int:
@@ -110,7 +110,7 @@ def _restarted_agent_votes_at_once(patch: Patch) -> None:
         voters: ballots.Electorate, agreed: Collection[tuple[str, int]], **also: Any
     ) -> bool:
         nodes = {node_id for node_id, _ in agreed}
-        return real(voters, {who for who in voters if who[0] in nodes}, **also)
+        return real(voters, {voter for voter in voters if voter[0] in nodes}, **also)
 
     patch.setattr(ballots, "carries", carries)
 
@@ -274,16 +274,16 @@ def _seal_of_one_rank_counts_for_all(patch: Patch) -> None:
     patch.setattr(CommitTracker, "complete", property(complete))
 
 
-def _nothing_begins_again_when_a_link_is_back(patch: Patch) -> None:
+def _no_round_restarts_when_a_link_is_back(patch: Patch) -> None:
     patch.setattr(Protector, "linked", lambda self, node_id: None)
 
 
-def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
+def _draining_node_ends_at_once(patch: Patch) -> None:
     def let_go(
         self: draining.NodeDraining, plan: GenerationPlan | None, now_s: float, *, is_settled: bool
     ) -> None:
         members = {node.node_id for node in plan.members} if plan is not None else set()
-        self._freed = frozenset(who for who in self._leaving if who[0] not in members)
+        self._freed = frozenset(voter for voter in self._leaving if voter[0] not in members)
 
     patch.setattr(draining.NodeDraining, "_let_go", let_go)
 
@@ -333,7 +333,7 @@ VARIANTS = [
         ("promises while its ranks live",),
     ),
     Variant(
-        "ranks go on without a lead",
+        "ranks continue without a leader",
         _ranks_continue_without_a_leader,
         ("makes a step",),
         plot="outvoted",
@@ -342,7 +342,7 @@ VARIANTS = [
         "commit when one node is ready", _commit_when_one_node_is_ready, ("does not tolerate",)
     ),
     Variant(
-        "endpoint is not told of the run",
+        "endpoint does not know the run",
         _endpoint_does_not_know_the_run,
         ("could have reported it",),
         plot="unexpected",
@@ -365,8 +365,8 @@ VARIANTS = [
         plot="unfinished",
     ),
     Variant(
-        "whoever leaves is let go at once",
-        _whoever_leaves_is_let_go_at_once,
+        "a draining node ends at once",
+        _draining_node_ends_at_once,
         ("leaves, and a part",),
     ),
     Variant(
@@ -375,7 +375,7 @@ VARIANTS = [
         ("does not tolerate", "is lost", "starts from"),
     ),
     Variant(
-        "vault overwritten before commit",
+        "parity region overwritten before commit",
         _parity_region_overwritten_before_commit,
         ("is lost", "is there", "starts from", "no run after", "does not tolerate"),
     ),
@@ -395,8 +395,8 @@ VARIANTS = [
         ("does not tolerate", "is lost", "starts from", "no run after"),
     ),
     Variant(
-        "nothing begins again when a link is back",
-        _nothing_begins_again_when_a_link_is_back,
+        "no round restarts when a link is back",
+        _no_round_restarts_when_a_link_is_back,
         ("no run after",),
     ),
 ]

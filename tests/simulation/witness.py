@@ -1,7 +1,7 @@
-"""The outside witness: a register that compares and swaps, a lease that ends, links that fail.
+"""The outside witness: a register with compare-and-swap, a lease that expires, links that fail.
 
-The rules are the real ones (recovery/witness_rules.py), and so is the way in which an agent uses
-them: it reads, finds its answer, and writes it where nothing has changed since it has read.
+The rules are the real ones (recovery/witness_rules.py). An agent uses them as in a real run: it
+reads, computes its answer, and writes it if the register is unchanged since the read.
 """
 
 from random import Random
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 LEASE_S = 3.0
 ANSWER_S = 1.5
-"""An agent's question is given up after this."""
+"""An agent's request times out after this time."""
 
 
 class WitnessModel:
-    """One witness, as all nodes reach it or do not."""
+    """One witness, which each node reaches or does not reach."""
 
     def __init__(self, simulation: "Simulation", random: Random) -> None:
         self.world = simulation.world
@@ -30,7 +30,7 @@ class WitnessModel:
         self.cut: set[str] = set()
         """Nodes that do not reach it."""
         self.swaps_anyway = False
-        """It writes without a look at what has changed; for the proof that it matters."""
+        """It writes without the comparison; proves that the comparison is needed."""
         self.granted = 0
         self.refused = 0
         self._random = random
@@ -46,7 +46,7 @@ class WitnessModel:
         self._revision += 1
 
     def ask(self, agent: "Agent", asked: QueryWitness) -> None:
-        """A question leaves; its answer comes, or the word that there is none."""
+        """A request is sent; its answer arrives, or the report that there is none."""
         self.world.after(self._delay_s(), self._read, agent, asked)
 
     def _delay_s(self) -> float:
@@ -96,7 +96,7 @@ class WitnessModel:
         if ruling.leader is not None and ruling.leader.identity == agent.card.identity:
             self._ends_s = self.world.now_s + LEASE_S
         said = WitnessAnswered(seen.asked, True, True, self._register, self._leader)
-        # The answer may be lost on its way, and what was asked is done all the same.
+        # The answer may be lost in transit, although the request was executed.
         self.world.after(self._delay_s(), self._report, agent, said)
 
     def _report(self, agent: "Agent", said: WitnessAnswered) -> None:

@@ -1,7 +1,7 @@
 """Virtual time, streams of random numbers, and the trace of one run.
 
-Time jumps to the next event. Each part draws from its own stream, so that one draw more in one
-part changes nothing in another.
+Time jumps to the next event. Each part draws from its own stream: an additional draw in one part
+changes nothing in another part.
 """
 
 import heapq
@@ -17,11 +17,11 @@ MAX_EVENTS = 100_000
 
 
 class Violation(Exception):
-    """What must never be has happened."""
+    """An invariant is violated."""
 
 
 class World:
-    """One run's time and chance."""
+    """One run's time and random numbers."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -45,7 +45,7 @@ class World:
         heapq.heappush(self._queue, (self.now_s + delay_s, self._order, what, args))
 
     def run_until(self, end_s: float) -> None:
-        """Let time go by."""
+        """Runs the events of this time."""
         queue = self._queue
         while queue and queue[0][0] <= end_s and not self.is_over:
             self.now_s, _, what, args = heapq.heappop(queue)
@@ -58,9 +58,9 @@ class World:
         if not self.is_over:
             self.now_s = end_s
 
-    def trace(self, who: str, what: str) -> None:
-        """A line of the run's story; two runs of a seed have the same."""
-        line = f"{self.now_s:9.4f} {who:4} {what}"
+    def trace(self, source: str, what: str) -> None:
+        """Adds a line to the trace; two runs of a seed have the same lines."""
+        line = f"{self.now_s:9.4f} {source:4} {what}"
         self._digest.update(line.encode())
         self.log.append(line)
         if self.on_trace is not None:

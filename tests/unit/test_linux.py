@@ -1,4 +1,4 @@
-"""The nearest of all memory limits is found, and named."""
+"""The smallest of all memory limits is found, and named."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Processes of a run are found whatever they call themselves, and ended to the last thread."""
+"""Processes of a run are found under any name, and ended to the last thread."""
 
 import contextlib
 import os
@@ -159,4 +159,4 @@ def test_signal_reaches_only_the_process_that_was_meant(start: Start) -> None:
     assert process.poll() is None
     process_tree.send(process.pid, signal.SIGKILL, still=lambda _pid: True)
     assert process.wait(WAIT_S) == -signal.SIGKILL
-    process_tree.send(process.pid, signal.SIGKILL, still=lambda _pid: True)  # it has gone
+    process_tree.send(process.pid, signal.SIGKILL, still=lambda _pid: True)  # it has ended

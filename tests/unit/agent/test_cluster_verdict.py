@@ -1,4 +1,4 @@
-"""The first line of status, from real members of a run: what it says follows what they do."""
+"""The summary line of status, made from real members of a run, matches their state."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ def verdict(made: Agents, node_id: str = "a") -> str:
 
 
 def protected(members: str, spares: int, *, least: int = 0, **changes: object) -> Agents:
-    """A run whose newest snapshot bears the loss of one node; it may go on with `least` nodes."""
+    """A run whose newest snapshot tolerates one lost node; it can continue with `least` nodes."""
     count = len(members)
     names = "abcdefgh"[: count + spares]
     made = started(names, cluster_size=ClusterSize(least or count, count, spares), **changes)
@@ -46,24 +46,24 @@ def test_a_lost_spare_has_no_vote_and_still_counts_among_all() -> None:
     assert "running at step 9 on 2 nodes and 2 spares" in verdict(made)
     assert "survives any 1 node, back to step 8" in verdict(made)
     made.kill("d")
-    # 3 of 4 voters are left; after another loss 2 would be, which is no majority.
+    # 3 of 4 voters are left; after another loss 2 would be left, which is no majority.
     assert made["a"].member.leader is not None
     assert len(made.plan("a").voters) == 4
     assert "on 2 nodes and 1 spare" in verdict(made)
     assert "the next lost node pauses the run" in verdict(made)
 
 
-def test_a_witness_that_is_away_does_not_vote() -> None:
+def test_an_unreachable_witness_does_not_vote() -> None:
     made = protected("ab", 0, least=1, etcd=["etcd:2379"])
     assert made.plan("a").witness
     assert "survives any 1 node, back to step 8" in verdict(made)
-    made.outside.away.update("ab")
+    made.outside.unreachable.update("ab")
     made.passes(5.0)
     assert not made["a"].member.witness.is_reached
     assert "the next lost node pauses the run" in verdict(made)
 
 
-def test_where_no_node_may_be_missing_the_next_loss_pauses() -> None:
+def test_if_no_node_may_be_lost_the_next_loss_pauses_the_run() -> None:
     made = protected("abc", 0)
     assert "the next lost node pauses the run" in verdict(made)
     works(made, 10, "abc", survives=0, ready=(0, 8))
@@ -99,11 +99,11 @@ def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
     found = Verdict(
         kind=VerdictKind.BUSY_LOOP,
         culprits=(1,),
-        text="rank 1 stands still",
+        text="rank 1 makes no progress",
         confidence=Confidence.LIKELY,
     )
     incidents.named(found, (), now_s=made.now_s)
-    assert "on 3 nodes and 1 spare: rank 1 stands still" in verdict(made)
+    assert "on 3 nodes and 1 spare: rank 1 makes no progress" in verdict(made)
 
 
 def test_without_a_step_of_this_generation_the_run_is_starting() -> None:

@@ -1,4 +1,4 @@
-"""The control loop: a failed thread ends the agent; a node alone reads the finished run."""
+"""The control loop: a failed thread ends the agent; a single node reads the finished run."""
 
 import threading
 from pathlib import Path
@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 class Register:
-    """An outside witness that is asked in a way that no release foresees."""
+    """An outside witness that raises an unexpected error."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -49,7 +49,7 @@ LIFE = "7f"
 
 @pytest.fixture
 def lives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of which life each look was; the record says that the run has finished."""
+    """The life that each read asked for; the record says that the run has finished."""
     found: list[str] = []
 
     def has_finished(spec: object, record: object, *, life: str) -> str:
@@ -61,7 +61,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def reported_to(member: SimpleNamespace, directory: object) -> list[object]:
-    """What a brain is told in the time of two looks."""
+    """The reports to a control loop in the time of two polls."""
     reported: list[object] = []
     control_loop: Any = SimpleNamespace(
         plan=SimpleNamespace(life=LIFE), member=member, post=reported.append

@@ -1,4 +1,4 @@
-"""The control thread answers also after a document that cannot be built."""
+"""The control thread still answers after a document that it cannot build."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 class Served:
-    """A control server whose document is made by whatever stands in `make`."""
+    """A control server whose document `make` returns."""
 
     def __init__(self, path: Path) -> None:
         self.make: Any = lambda: b"{}"

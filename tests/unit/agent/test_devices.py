@@ -1,4 +1,4 @@
-"""What network cards and GPUs count of their own troubles."""
+"""Error counters of network cards and GPUs."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_what_a_card_has_counted_since_the_last_look_is_reported(tmp_path: Path)
     count(tmp_path, "net/eth0/carrier_down_count", 3)
     count(tmp_path, "net/lo/statistics/rx_errors", 0)
     count(tmp_path, "infiniband/mlx5_0/ports/1/counters/symbol_error", 5)
-    assert made.poll(1.0, on_device=False) == (), "what was before is nobody's news"
+    assert made.poll(1.0, on_device=False) == (), "earlier errors are not reported"
     count(tmp_path, "net/eth0/statistics/rx_errors", 1_012)
     count(tmp_path, "net/eth0/statistics/tx_dropped", 7)
     count(tmp_path, "net/eth0/carrier_down_count", 4)
@@ -50,7 +50,7 @@ def test_this_machine_can_be_checked() -> None:
 
 
 class Driver:
-    """NVML, of one GPU, as its package speaks."""
+    """NVML of one GPU, with the interface of its package."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
     nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815 - the driver's own names
@@ -94,7 +94,7 @@ def test_gpus_are_checked_where_ranks_use_them(
         "GPU 0 is slowed down (reasons 0x8)",
         "GPU 0 has reported XID 79",
     )
-    assert made.poll(20.0, on_device=True) == (), "it is slowed down still"
+    assert made.poll(20.0, on_device=True) == (), "it is still throttled"
 
 
 def test_without_a_driver_nothing_is_reported(

@@ -1,4 +1,4 @@
-"""A value that torch does not take is the caller's mistake, and said before anything starts."""
+"""A value that torch rejects is an error of the caller, reported before anything starts."""
 
 import os
 from argparse import ArgumentParser
@@ -63,7 +63,7 @@ def test_right_flags_make_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_default_port_of_torch_is_not_a_given_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to torch 2.12 the parser has a default, and a second run would find the port taken."""
+    """Up to torch 2.12 the parser has a default, and a second run would find the port in use."""
     parser_of = torchrun.get_args_parser
 
     def with_default() -> ArgumentParser:

@@ -1,4 +1,4 @@
-"""What faults are made with: the healer, plans for links, damage to what is kept."""
+"""Fault tools: the reverter process, plans for links, damage to stored data."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
 
 @contextmanager
 def shell_of(words: str) -> "Iterator[subprocess.Popen[bytes]]":
-    """A shell and all that it starts, which end with this, also where the test fails."""
+    """A shell with its child processes, which end at the end of the test, also if it fails."""
     shell = subprocess.Popen(["sh", "-c", words], stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         yield shell
@@ -59,7 +59,7 @@ def shell_of(words: str) -> "Iterator[subprocess.Popen[bytes]]":
 
 def test_a_reverter_undoes_when_the_time_is_over(tmp_path: Path) -> None:
     path, seen = tmp_path / "fault", tmp_path / "seen"
-    # Copied at once: on a busy machine it may be over before this process looks.
+    # Copied at once: on a busy machine the command may end before this process reads it.
     do = [["write", str(path), "here"], ["run", ["cp", str(path), str(seen)]]]
     active_fault = RunningFault(do, [["unlink", str(path)]], for_s=0.3)
     wait_for(active_fault.is_over)
@@ -106,9 +106,9 @@ def test_what_it_has_not_made_is_not_taken_back(tmp_path: Path) -> None:
 
 
 def test_a_process_is_stopped_in_turns(sleeper: "subprocess.Popen[bytes]") -> None:
-    who = named(sleeper.pid)
-    undo = [["signal", signal.SIGCONT, who]]
-    active_fault = RunningFault([["beat", 0.5]], undo, targets=who)
+    target = named(sleeper.pid)
+    undo = [["signal", signal.SIGCONT, target]]
+    active_fault = RunningFault([["beat", 0.5]], undo, targets=target)
     wait_for(lambda: state(sleeper.pid) == "T")
     wait_for(lambda: state(sleeper.pid) == "S")
     active_fault.end()
@@ -131,7 +131,7 @@ def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) ->
     order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
     program = f"{shlex.quote(sys.executable)} -m ftrun.agent.faults.reverter_process"
     reverter = f"{program} '{json.dumps(order)}'"
-    # A shell that waits for nobody, as an agent that is busy.
+    # The shell waits for no child, like a busy agent.
     with shell_of(f"(echo go; exec sleep 1000) | {reverter} & exec sleep 1000") as shell:
         wait_for(lambda: path.exists() and path.read_text())
         stop, go = (["tree", one, shell.pid] for one in (signal.SIGSTOP, signal.SIGCONT))
@@ -157,8 +157,8 @@ def children(pid: int) -> list[int]:
 def test_an_unknown_peer_with_an_old_number_is_not_touched(
     sleeper: "subprocess.Popen[bytes]",
 ) -> None:
-    (who,) = named(sleeper.pid)
-    other = (who[0], who[1] + 1)
+    (target,) = named(sleeper.pid)
+    other = (target[0], target[1] + 1)
     RunningFault([["signal", signal.SIGKILL, [other]]], []).end()
     assert sleeper.poll() is None
 
@@ -169,7 +169,7 @@ def test_an_unknown_peer_with_an_old_number_is_not_touched(
 def answers(
     kind: str, address: str, *qdiscs: dict[str, object]
 ) -> Callable[..., list[dict[str, object]]]:
-    """Stands for the programs ip and tc, which have no such device here."""
+    """Replaces the programs ip and tc, which have no such device here."""
 
     def asked(_program: str, *words: str) -> list[dict[str, object]]:
         if words[0] == "qdisc":

@@ -1,4 +1,4 @@
-"""What a generation prints of its cause, and the variables that set the rails of ranks."""
+"""The log lines on the cause of a generation, and the variables that set the rails of ranks."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_a_cause_is_printed_once_until_the_next_generation_begins() -> None:
     made = Announcements()
     assert [made.is_new(KILLED), made.is_new(KILLED)] == [True, False]
     assert made.beginning(KILLED, 1, "step 3") == "generation 1 starts from step 3"
-    assert made.is_new(KILLED), "the same failure again is news"
+    assert made.is_new(KILLED), "a repeated failure is reported again"
 
 
 def test_what_is_not_printed_yet_precedes_what_begins() -> None:
@@ -34,7 +34,7 @@ def test_what_is_not_printed_yet_precedes_what_begins() -> None:
 def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generation(
     caplog: pytest.LogCaptureFixture, is_member: bool, count: int
 ) -> None:
-    """A member prints the cause in front of what begins, which is when it forgets it."""
+    """A member prints the cause before the start of the generation, and then drops it."""
     text = "node b is lost: the connection is refused"
     lost = JournalEntry(NodeLost(text, "b", was_member=True), announce=True)
     began = JournalEntry(GenerationChosen("generation 3: 2 nodes, 2 ranks", text, 3, 2, None, ""))

@@ -1,4 +1,4 @@
-"""Hooks are told what has happened, and can do no harm whatever they do."""
+"""Hooks receive the events, and their failures have no effect on the run."""
 
 import http.server
 import json
@@ -92,7 +92,7 @@ def test_a_command_that_does_not_end_is_killed_with_all_it_has_started(tmp_path:
     assert reason == "it was killed after 0.3 s"
     with open(reader, "rb") as pipe:
         os.set_blocking(reader, True)
-        assert pipe.read() == b""  # its end: nobody is left who could write
+        assert pipe.read() == b""  # its end: no process is left that could write
 
 
 def test_what_a_command_leaves_behind_does_not_hold_up_the_next(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_a_command_leaves_behind_does_not_hold_up_the_next(tmp_path: Path) 
 
 @pytest.fixture(autouse=True)
 def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine takes its time to start commands, and `close` is to wait for all."""
+    """A busy machine needs time to start commands, and `close` must wait for all of them."""
     monkeypatch.setattr(hooks, "END_S", 60.0)
 
 
@@ -146,14 +146,14 @@ def test_no_hooks_no_threads(tmp_path: Path) -> None:
     before = threading.active_count()
     found = hooks_of(tmp_path)
     found.take(VERDICT)
-    assert threading.active_count() <= before  # one that another test has left may end just now
+    assert threading.active_count() <= before  # a command of another test may end just now
     found.close()
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):
-    """Answers as the path says; keeps what it was sent."""
+    """Answers as the path says; stores the requests."""
 
-    bodies: list[tuple[str, Any]] = []  # noqa: RUF012 - made anew by the fixture
+    bodies: list[tuple[str, Any]] = []  # noqa: RUF012 - replaced by the fixture
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

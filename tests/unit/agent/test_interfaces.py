@@ -1,4 +1,4 @@
-"""Which interfaces of a machine are rails, and that each is listened at."""
+"""The choice of rails among a machine's interfaces, and the listener of each rail."""
 
 import socket
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_a_named_interface_that_cannot_be_used_is_reported(name: str, reason: st
         rails_among([ETH0, DOWN], "10.0.0.5", [name], only_first=False)
 
 
-def test_a_named_interface_that_has_gone_since_does_not_end_a_node(
+def test_a_named_interface_that_has_disappeared_does_not_end_a_node(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = ["eth9", "ib9", "ib0"]

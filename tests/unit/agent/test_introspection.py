@@ -1,4 +1,4 @@
-"""What `ftrun preflight` says of py-spy, without which a stuck GIL is a hang in computation."""
+"""`ftrun preflight` on py-spy, without which a stuck GIL looks like a hang in computation."""
 
 import subprocess
 import sys

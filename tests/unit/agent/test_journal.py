@@ -1,4 +1,4 @@
-"""Lines of the journal are JSON whatever is in them, and are read as they were written."""
+"""Lines of the journal are JSON for all values, and are read as they were written."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_any_text_is_one_line(tmp_path: Path, text: str) -> None:
 
 
 def test_a_text_of_another_class_is_a_text(tmp_path: Path) -> None:
-    """As `torch.__version__`, whose class is derived from str."""
+    """Like `torch.__version__`, whose class is derived from str."""
 
     class Text(str):
         __slots__ = ()
@@ -90,7 +90,7 @@ def test_other_lines_are_skipped(line: bytes) -> None:
 
 
 def test_every_kind_and_its_fields_are_as_recorded() -> None:
-    """A change of a kind or a field is a change of the journal's version."""
+    """A changed kind or field requires a new version of the journal."""
     found = {
         kind: [field.encode_name for field in msgspec.structs.fields(record)]
         for kind, record in sorted(kinds().items())

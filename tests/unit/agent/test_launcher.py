@@ -1,4 +1,4 @@
-"""What a stopped run says of the training it leaves."""
+"""The report of a stopped run on the training state that it leaves."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_each_line_reports_what_is_kept(kept: RetainedVersion, words: list[str])
 
 
 def test_a_checkpoint_that_is_written_after_a_part_is_what_is_kept(tmp_path: Path) -> None:
-    """Nodes held different versions at the end; the older one was whole."""
+    """Nodes held different versions at the end; the older one was complete."""
     smp = AgentSmpClient(RunFolder(tmp_path), 1.0)
     part = CheckpointWritten(0, 20, "", 100, 0.1, is_part=True, missing_ranks=[0])
     for body in (part, CheckpointWritten(0, 19, "saved/step-19", 100, 0.1)):

@@ -1,4 +1,4 @@
-"""What a scraper gets: figures that its own parser reads; and what a bad one gets: nothing."""
+"""A scraper gets metrics that its own parser reads; a bad client gets nothing."""
 
 import socket
 import threading
@@ -100,7 +100,7 @@ def test_the_node_that_leads_shows_all_nodes() -> None:
              "loss": None, "step_p50_s": 0.1 + number, "step_p99_s": 0.2, "lateness_s": None}]}
         for number in range(3)
     ]  # fmt: skip
-    lost = {"node_id": "n3", "role": "lost", "failure_reason": "silent"}
+    lost = {"node_id": "n3", "role": "lost", "failure_reason": "no heartbeat"}
     status = {
         **STATUS,
         "cluster": {
@@ -192,7 +192,7 @@ def test_a_scraper_that_never_ends_its_request_is_cut_off(serve: Serve) -> None:
 
 
 def is_answered(server: MetricsServer) -> bool:
-    """Whether a scrape comes through: on a busy machine it may itself take too long."""
+    """Whether a scrape succeeds: on a busy machine it may be too slow itself."""
     with suppress(OSError):
         return get(server)[0] == 200
     return False
@@ -212,7 +212,7 @@ def test_a_scraper_that_does_not_read_is_cut_off(serve: Serve) -> None:
         slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert asked.wait(60)
         until(lambda: server.num_connections == 0)
-        # What the kernel had taken before the cut can still be read, and no more.
+        # The data that the kernel had received before the cut can still be read, and no more.
         received = 0
         with suppress(ConnectionError):
             while data := slow.recv(1 << 20):

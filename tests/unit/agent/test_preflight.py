@@ -1,4 +1,4 @@
-"""A node's check of itself, with real measurements; GPUs by a driver made up here."""
+"""A node's check of itself, with real measurements; a fake driver has the GPUs."""
 
 import resource
 import shlex
@@ -56,7 +56,7 @@ def test_the_program_reports_the_limits_of_its_own_process(tmp_path: Path) -> No
     assert msgspec.json.decode(done.stdout, type=NodeMeasurements).open_files == 77
 
 
-def test_only_the_room_is_read_where_time_is_dear(tmp_path: Path) -> None:
+def test_only_the_free_space_is_read_if_time_is_short(tmp_path: Path) -> None:
     found = room(tmp_path)
     assert found.free_memory_bytes > 0
     assert found.memory_bytes_per_s == 0.0
@@ -77,10 +77,10 @@ def test_loopback_and_clock_are_there() -> None:
 @pytest.mark.parametrize(
     ("count", "passed_s", "is_enough"),
     [
-        (0, 9.0, False),  # nothing was measured yet
-        (1, 0.33, False),  # the processor was others' once
+        (0, 9.0, False),  # no measurement yet
+        (1, 0.33, False),  # other processes used the processor once
         (7, 0.7, False),
-        (1, 0.9, True),  # it is slow indeed, and a start waits
+        (1, 0.9, True),  # it is slow, and a start waits
         (8, 0.2, False),
         (8, 0.31, True),
         (64, 0.02, True),
@@ -99,10 +99,10 @@ def test_a_cgroup_sets_no_limit_or_one_that_leaves_something(controller: str) ->
 
 
 class FakeDriver(SimpleNamespace):
-    """As much of nvidia-ml-py as is asked for."""
+    """The part of nvidia-ml-py that the check uses."""
 
     class NVMLError(Exception):
-        """As its own."""
+        """Like its own error."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
     nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815
@@ -174,7 +174,7 @@ def test_without_gpus_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
     assert soundness() == (0, (), ())
 
 
-# --- the desk ---------------------------------------------------------------------------------
+# --- rpc --------------------------------------------------------------------------------------
 
 
 def node_check_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCheck:

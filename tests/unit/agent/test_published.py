@@ -1,4 +1,4 @@
-"""A published value is fresh, or says how old it is; no reader touches what it is built from."""
+"""A published value is fresh or states its age; no reader accesses the data it is built from."""
 
 import threading
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ DEADLINE_S = 60.0
 
 
 class Owner:
-    """A thread with a loop, which publishes how often it has built the value."""
+    """A thread with a loop, which publishes the number of times it has built the value."""
 
     def __init__(self) -> None:
         self.built_in: list[str] = []
         self.fails = False
         self.is_busy = threading.Event()
-        self.goes_on = threading.Event()
-        self.goes_on.set()
+        self.may_continue = threading.Event()
+        self.may_continue.set()
         self._woken = threading.Event()
         self._is_over = False
         self.value: Published[int] = Published(self._build, wake=self._woken.set)
@@ -37,20 +37,20 @@ class Owner:
         while not self._is_over:
             self._woken.wait(DEADLINE_S)
             self._woken.clear()
-            if not self.goes_on.is_set():
+            if not self.may_continue.is_set():
                 self.is_busy.set()
-                self.goes_on.wait(DEADLINE_S)
+                self.may_continue.wait(DEADLINE_S)
             self.value.poll(clock.now_s())
 
     def end(self) -> None:
         self._is_over = True
-        self.goes_on.set()
+        self.may_continue.set()
         self._woken.set()
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
 
     def becomes_busy(self) -> None:
-        self.goes_on.clear()
+        self.may_continue.clear()
         self._woken.set()
         assert self.is_busy.wait(DEADLINE_S)
 
@@ -82,7 +82,7 @@ def test_while_the_owner_is_busy_the_last_value_is_read_with_its_age(
     assert found.age_s >= 0.05
     assert clock.now_s() - started_s < DEADLINE_S / 2
     monkeypatch.setattr(published, "WAIT_S", DEADLINE_S)
-    owner.goes_on.set()
+    owner.may_continue.set()
     assert owner.value.read().value > before.value
 
 

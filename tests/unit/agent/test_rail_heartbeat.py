@@ -1,4 +1,4 @@
-"""A pulse over each rail: who was heard over one and is heard no more is told to the lead."""
+"""Heartbeats over each rail: the leader receives a report if a peer's heartbeats stop on a rail."""
 
 import socket
 import time
@@ -19,12 +19,12 @@ from ftrun.wire.transport.tcp import listen_tcp
 
 WAIT_S = 60.0
 UNRESPONSIVE_S = 2.0
-"""Longer than a busy machine holds up one thread and not the other."""
+"""Longer than a busy machine delays one thread and not the other."""
 SECRET = make_secret()
 
 
 def free_card(node_id: str, number: int, rails: int = 2) -> NodeCard:
-    """A node with rails on loopback addresses, at ports that are free."""
+    """A node with rails on loopback addresses, at free ports."""
     found = []
     for rail in range(rails):
         host = f"127.77.{rail}.{number}"
@@ -34,7 +34,7 @@ def free_card(node_id: str, number: int, rails: int = 2) -> NodeCard:
 
 
 class Node:
-    """One node's pulse, and what it tells."""
+    """One node's rail heartbeat, and its reports."""
 
     def __init__(
         self, card: NodeCard, plan: GenerationPlan, leader: NodeCard, secret: Secret | None
@@ -52,7 +52,7 @@ class Node:
 
 
 def wait_until_received(*nodes: Node) -> None:
-    """Until each of them hears the other one over both rails."""
+    """Runs until each node receives the other's heartbeats over both rails."""
     give_up_s = time.monotonic() + WAIT_S
     while any(len(node.pulse._received) < 2 for node in nodes):
         assert time.monotonic() < give_up_s
@@ -65,7 +65,7 @@ def plan_of(cards: list[NodeCard]) -> GenerationPlan:
 
 
 def cut(card: NodeCard, rail: int) -> NodeCard:
-    """The card of a node that sends into the void over this rail."""
+    """The card of a node whose packets on this rail are lost."""
     rails = list(card.rails)
     rails[rail] = Rail(rails[rail].name, rails[rail].host, 24, 9)
     return NodeCard(card.node_id, card.incarnation, card.host, card.port, 1, rails=rails)
@@ -80,7 +80,7 @@ def test_a_rail_that_stops_responding_is_reported_to_the_leader_and_no_other(
     nodes = [Node(card, plan, cards[0], SECRET) for card in cards]
     wait_until_received(*nodes)
     assert all(node.reported.empty() for node in nodes)
-    # What b sends to a over eth1 gets nowhere any more.
+    # Packets from b to a over eth1 are lost from now on.
     broken = plan_of([cut(cards[0], 1), cards[1]])
     nodes[1].pulse._control_loop.__dict__["plan"] = broken
     where, what = nodes[0].reported.get(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""What one agent leaves with the stub is what the next one finds, however large a plan is."""
+"""The next agent finds what the last one left with the stub, for plans of any size."""
 
 import os
 import socket
@@ -17,16 +17,16 @@ from ftrun.agent.snapshots.retained_memory import (
 )
 from tests.unit.recovery.made import card, plan
 
-# An agent keeps its end of the socket until its process ends; here it is collected before.
+# An agent keeps its end of the socket until its process ends; here it is collected earlier.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 MANY_NODES = 4000
-"""More JSON than one variable or one message takes."""
+"""More JSON than one variable or one message can carry."""
 
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
-    """The stub's end of the socket; the agent's is where an agent looks for it."""
+    """The stub's end of the socket; the agent finds its end in the environment."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here.settimeout(10)
     monkeypatch.setenv(STUB_SOCKET, str(there.detach()))
@@ -34,7 +34,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
 
 
 def inherited(stub: socket.socket) -> str:
-    """Takes one message as the stub does, and names what came as it does."""
+    """Receives one message like the stub, and names the descriptors like it."""
     _, fds, _, _ = socket.recv_fds(stub, 1, 253)
     return ",".join(map(str, fds))
 
@@ -51,7 +51,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     os.close(arena)
     names = inherited(stub)
     again = ",".join(str(os.dup(int(fd))) for fd in names.split(","))
-    for fds in (names, again):  # an agent that dies before it has said anything
+    for fds in (names, again):  # an agent that dies before its first message
         monkeypatch.setenv(RETAINED_FDS, fds)
         (found,), reported = kept()
         assert reported == state
@@ -61,7 +61,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     stub.close()
 
 
-def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_is_harmless(
+def test_the_same_is_not_sent_twice_and_an_ended_stub_is_harmless(
     stub: socket.socket,
 ) -> None:
     link, state = StubClient(), PersistedAgentState(is_chosen=True)

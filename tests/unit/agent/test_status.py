@@ -114,7 +114,7 @@ def test_a_node_that_has_come_is_standby_also_without_a_vote() -> None:
     peers = FailureDetector(card("a"), SETTINGS)
     for name in "abcdefg":
         meet(peers, name)
-    peers.by_id["c"].lost = peers.by_id["d"].lost = "silent"
+    peers.by_id["c"].lost = peers.by_id["d"].lost = "no heartbeat"
     peers.by_id["e"].is_leaving = peers.by_id["f"].is_unresponsive = True
     assert standing_by(peers, plan(1, "ab", "c")) == {"g"}
     peers.by_id["c"].lost = ""

@@ -1,4 +1,4 @@
-"""A store for each generation, on the rail that the plan says, at the port that was promised."""
+"""A store for each generation, on the rail that the plan names, at the promised port."""
 
 import socket
 
@@ -62,6 +62,6 @@ def test_a_port_that_cannot_be_had_costs_no_agent() -> None:
         handler = PlanRendezvousHandler("run", pool)
         handler.placement = NodePlacement(0, 2, 0, 2, OTHER, port, OTHER)
         info = handler.next_rendezvous()
-    # Ranks of this node are told a store that there is, and wait there for those who do not come.
+    # Ranks of this node get the address of an existing store, and wait there for missing ranks.
     assert info.bootstrap_store_info.master_addr == OWN
     assert info.bootstrap_store_info.master_port == port

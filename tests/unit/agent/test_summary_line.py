@@ -1,4 +1,4 @@
-"""The first line of status says what the next loss does to the training."""
+"""The summary line of status states the effect of the next lost node on the training."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ HAS = ProtectionSummary(
         ),
         ({"spares": 0, "min_nodes": 1, "voters": 3, "votes": 3}, "survives any 1 node,"),
         ({"members": 2, "spares": 2, "voters": 4, "votes": 4}, "survives any 1 node,"),
-        # Half of the voters would be left, which is no majority: also of those that are lost.
+        # Half of the voters would be left, which is no majority; lost voters count too.
         ({"members": 2, "spares": 1, "voters": 4, "votes": 3}, "the next lost node pauses"),
         ({"members": 2, "spares": 2, "voters": 5, "votes": 4}, "survives any 1 node,"),
         ({"spares": 1, "voters": 4, "votes": 2}, "the next lost node pauses"),

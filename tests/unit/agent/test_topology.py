@@ -1,4 +1,4 @@
-"""Where the SMPs of other nodes are: every node makes the same places out of one plan."""
+"""Addresses of the SMPs of other nodes: every node derives the same ones from one plan."""
 
 from collections.abc import Callable
 from pathlib import Path

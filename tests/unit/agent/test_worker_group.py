@@ -146,7 +146,7 @@ for handle in group.handles:
     until(handle.child.is_stopped)
 soon, late = group.handles
 since_s = time.monotonic() - 100.0
-group._polled_s = since_s  # it has started a healer meanwhile
+group._polled_s = since_s  # it has started a reverter in this time
 active_fault = continue_later(named(soon.pid), 99.0, since_s=since_s)
 until(lambda: not soon.child.is_stopped())
 until(active_fault.is_over)

@@ -1,4 +1,4 @@
-"""Words are taken apart as torch's parser does; the script's own words are never looked at."""
+"""The command line is split like torch's parser does; arguments of the script stay unparsed."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_script_is_the_one_torch_sees(words: list[str]) -> None:
 
 
 def test_two_spellings_of_one_flag_are_not_ambiguous() -> None:
-    # argparse before Python 3.12 refuses these; what is meant is plain.
+    # argparse before Python 3.12 refuses these; the meaning is unambiguous.
     words = parse(["--nproc", "2", "train.py"]).torchrun_argv()
     assert words == ["--nproc-per-node=2", "--", "train.py"]
     assert parse(["--mon=1", "train.py"]).torchrun_value("monitor-interval") == "1"

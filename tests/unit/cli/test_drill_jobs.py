@@ -1,4 +1,4 @@
-"""What a drill starts: long enough for its faults, of this ftrun, and clear where it cannot."""
+"""The jobs of a drill: long enough for its faults, of this ftrun, with a clear error otherwise."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A row of the drill's table says what the journal says; recorded journals, and made ones."""
+"""A row of the drill's table matches the journal; recorded journals, and generated ones."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def lines_of(fault: str) -> tuple[str, list[Line]]:
 
 
 def with_step(lines: list[Line], step: int | None) -> list[Line]:
-    """The same lines; verdicts are of this step."""
+    """The same lines; their verdicts name this step."""
     return [
         replace(line, record=msgspec.structs.replace(line.record, step=step))
         if isinstance(line.record, VerdictRecord)

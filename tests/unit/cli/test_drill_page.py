@@ -1,4 +1,4 @@
-"""The table, the Markdown and the page of a drill, also with words that want to be more."""
+"""The table, the Markdown and the page of a drill, also with text that contains markup."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A drill plan is checked key by key, and says which faults are ordered of whom."""
+"""A drill plan is checked key by key, and lists the faults and their targets."""
 
 from pathlib import Path
 

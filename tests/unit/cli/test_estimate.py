@@ -1,4 +1,4 @@
-"""`ftrun estimate`: its words, picture and errors; the page of the docs is what it prints."""
+"""`ftrun estimate`: its text, picture and errors. The page of the docs shows its output."""
 
 import json
 import re
@@ -37,7 +37,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def run(*line: str) -> str:
-    """What the command prints; errors come out as they are raised."""
+    """The command's output; errors are raised."""
     found = CliRunner().invoke(app, ["estimate", *line], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     return found.output
@@ -57,7 +57,7 @@ def document(*line: str) -> dict[str, Any]:
 
 
 def blocks() -> list[tuple[str, str]]:
-    """Each command of the page, and what stands below it."""
+    """Each command of the page, and the output below it."""
     return re.findall(r"^```\n\$ ftrun estimate ?(.*)\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     assert "--svg" in str(error.value)
 
 
-# --- what it says -----------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_each_choice_reports_why() -> None:
     assert small["spares"].startswith("none")
 
 
-def test_what_is_not_so_is_not_reported() -> None:
+def test_a_false_condition_is_not_reported() -> None:
     assert advice(1)["code"].startswith("none: there is no other node")
     assert advice(16, risk=1.0)["code"].startswith("none is needed")
     assert "as given" in advice(64, FixedChoices(code=(6, 2)))["code"]
@@ -216,7 +216,7 @@ def test_json_has_each_assumption_with_its_origin() -> None:
     assert {"code", "interval", "spares", "goodput"} <= set(found["advice"])
 
 
-# --- a run of one's own -----------------------------------------------------------------------
+# --- estimate from a run ----------------------------------------------------------------------
 
 
 def put_journal(folder: Path, name: str, raw: list[bytes]) -> None:
@@ -236,7 +236,7 @@ def test_what_a_run_has_cost_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     assert reported["--restart"][1] == "run big-1: median of 2 restarts"
     assert 0.3 < reported["--restart"][0] < 1.0
     assert reported["--restart-more"][0] == 0.0
-    # What is given wins, and what did not happen stays.
+    # A given value overrides the measured one, and an unmeasured one keeps its default.
     assert reported["--crash-detect"] == (2.0, "given")
     assert reported["--node-detect"][1].startswith("default: ")
     assert "assumed: --step 0.25 (run big-1" in run("--nodes", "64", "--run", "big-1")
@@ -333,7 +333,7 @@ def test_one_document_can_have_stdout() -> None:
 
 
 class Drawn:
-    """What is drawn at which height."""
+    """The labels of the axis by height."""
 
     def __init__(self) -> None:
         self.labels: list[str] = []

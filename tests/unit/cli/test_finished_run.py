@@ -1,4 +1,4 @@
-"""A node that comes late to a run that has finished ends with the run's result."""
+"""A node that starts after the run has finished ends with the run's result."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def spec(words: str = WORDS, script: str = SCRIPT) -> RunSpec:
 
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointOwner:
-    """Of a run that has finished and kept a checkpoint."""
+    """The directory of a run that has finished and kept a checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     kept = tmp_path / "saved" / "step-00000009-g0" / INDEX_NAME

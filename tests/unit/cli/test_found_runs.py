@@ -1,4 +1,4 @@
-"""A run is found by its id, and one of its nodes on this machine by both their names."""
+"""A run is found by its id, and a node of it on this machine by run id and node name."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The list of faults tells all that is to be known of each."""
+"""The list of faults describes each of them completely."""
 
 import json
 

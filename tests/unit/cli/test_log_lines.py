@@ -1,4 +1,4 @@
-"""Whole lines, whatever a rank writes and however its file grows."""
+"""Log lines are complete, whatever a rank writes and however its file grows."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a scheduler must be told is read from ftrun's own words; what cannot be is a clear error."""
+"""The scheduler's settings are read from ftrun's own arguments; unreadable ones are errors."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_an_engine_of_their_own_may_be_named() -> None:
     ],
 )
 def test_snapshots_take_two_slots_and_parity(nodes: int, flags: str, times: float) -> None:
-    """As docs/many-nodes.md has it: 2 (1 + M/K) S."""
+    """As in docs/many-nodes.md: 2 (1 + M/K) S."""
     words = f"--nnodes {nodes} --nproc-per-node 2 {flags} train.py"
     made = job(words, MachineSpec(memory="100Gi", state="3Gi"))
     assert made.snapshot_bytes == math.ceil(3 * GIB * 2 * times)
@@ -116,7 +116,7 @@ def test_what_was_not_reported_is_not_invented() -> None:
 
 
 def test_a_checkpoint_that_takes_long_gets_its_time() -> None:
-    """After a signal the run gives the last checkpoint as long as --grace says."""
+    """After a signal the run has the time of --grace for the last checkpoint."""
     assert job("train.py").ending_s == 2 * 30 + 10
     assert job("--grace 45 train.py").ending_s == 2 * 45 + 10
     made = job("--nnodes 2 --nproc-per-node 8 train.py", MachineSpec(state="20G"))

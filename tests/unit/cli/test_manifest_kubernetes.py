@@ -1,4 +1,4 @@
-"""A manifest is of its kind, field by field, and a pod gets the words that were typed."""
+"""A manifest has its kind, field by field, and a pod gets the typed arguments."""
 
 import itertools
 import re
@@ -59,7 +59,7 @@ def node_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def expanded(word: str, variables: dict[str, str] | None = None) -> str:
-    """As Kubernetes treats a word of a command: $$ is $, $(NAME) a variable that is there."""
+    """As Kubernetes expands an argument of a command: $$ is $, $(NAME) an existing variable."""
 
     def one(match: re.Match[str]) -> str:
         if match[0] == "$$":
@@ -97,7 +97,7 @@ def test_every_manifest_is_of_its_kind(
 
 
 def check_names(document: dict[str, Any]) -> None:
-    """Of each kind of name, the form; mounts and volumes name each other."""
+    """Each name has the form of its kind; mounts and volumes refer to each other."""
     assert LABEL.fullmatch(document["metadata"]["name"])
     if document["kind"] == "TrainJob":
         return
@@ -147,7 +147,7 @@ def test_a_jobset_of_four_nodes_and_a_spare() -> None:
     }
     job = job_of_pods(jobset)
     assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (5, 5, 100)
-    assert job["podReplacementPolicy"] == "Failed"  # the only one beside a podFailurePolicy
+    assert job["podReplacementPolicy"] == "Failed"  # the only value that a podFailurePolicy allows
     pod = pod_of(jobset)
     assert pod["restartPolicy"] == "Never"  # likewise
     assert pod["terminationGracePeriodSeconds"] == 2 * 43 + 10  # 8 Gi at 200 MB/s

@@ -1,4 +1,4 @@
-"""A batch script is one that bash and sbatch can read, and the words in it are those typed."""
+"""bash and sbatch can read a batch script, and its arguments are those that were typed."""
 
 import itertools
 import re
@@ -34,7 +34,7 @@ def script(
 
 
 def directives(text: str) -> dict[str, str]:
-    """As sbatch takes them: of the lines before the first command."""
+    """As sbatch reads them: from the lines before the first command."""
     head = list(iter_header(text))
     found = [shlex.split(line.removeprefix("#SBATCH ")) for line in head if "#SBATCH" in line]
     pairs = [word.removeprefix("--").partition("=") for words in found for word in words]
@@ -50,7 +50,7 @@ def iter_header(text: str) -> list[str]:
 
 
 def command(text: str, name: str = "ftrun") -> list[str]:
-    """The words of a command of the script, as bash gives them to it."""
+    """The arguments of a command of the script, as bash passes them."""
     body = text[text.index("\nsrun ") :].partition("\n\ncode=")[0]
     shown = 'srun() { printf "%s\\0" srun "$@"; }\nSLURM_JOB_ID=4711\n'
     done = subprocess.run(["bash", "-c", shown + body], capture_output=True, check=True)

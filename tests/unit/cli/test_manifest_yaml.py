@@ -1,4 +1,4 @@
-"""What is written is what a reader of YAML gets, whatever the words are."""
+"""A reader of YAML gets the written values, whatever their text is."""
 
 import re
 
@@ -27,7 +27,7 @@ NUMBER_OR_WORD = re.compile(
     r"|[-+\d][\d_]*(:[0-5]?\d)+(\.\d*)?|y|n|yes|no|on|off|true|false|null|~|",
     re.IGNORECASE,
 )
-"""What readers of YAML 1.1 or 1.2 take for something else than text."""
+"""Text that readers of YAML 1.1 or 1.2 take for another type."""
 
 
 @pytest.mark.parametrize("text", ["1e-4", "1_0", "0o7", "12:30:45", ".5", "Yes", "off", "~", ""])

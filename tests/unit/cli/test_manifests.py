@@ -1,4 +1,4 @@
-"""`ftrun manifest` as it is typed; and the page shows just what it prints."""
+"""`ftrun manifest` as typed on a command line; the page shows exactly what it prints."""
 
 import re
 import shlex

@@ -1,6 +1,6 @@
-"""`ftrun network`: its tables, words and errors, from a run that answers and from one that is over.
+"""`ftrun network`: its tables, text and errors, from a running run and from a finished one.
 
-The page of the docs is what the command prints.
+The page of the docs shows the command's output.
 """
 
 import json
@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(document: Any, *, run_id: str = "big-1", node: str = "node0") -> Path:
-    """What an agent leaves of a run that is over."""
+    """The files that an agent leaves of a finished run."""
     folder = Path("ftrun-logs") / run_id
     (folder / node).mkdir(parents=True, exist_ok=True)
     line = {"time": 1.0, "monotonic_s": 1.0, "node": node, "kind": "agent_started",
@@ -60,7 +60,7 @@ def alive(document: dict[str, Any], *, run_id: str = "big-1") -> Iterator[None]:
     server = listen(folder.agent_socket)
 
     def answer() -> None:
-        # `answers` connects and goes; the next one asks.
+        # `answers` connects and disconnects; the next client sends the query.
         is_reported = False
         while not is_reported:
             channel = accept(server, run_id=run_id)
@@ -90,7 +90,7 @@ def over_nodes(network: Any) -> dict[str, Any]:
 
 
 def run(*line: str) -> str:
-    """What the command prints; errors come out as they are raised."""
+    """The command's output; errors are raised."""
     found = CliRunner().invoke(app, ["network", *line], catch_exceptions=False)
     assert found.exit_code == ExitCode.DONE, found.output
     return found.output
@@ -103,8 +103,9 @@ def facts_of(document: dict[str, Any]) -> NetworkFacts:
 # --- the page of the docs ---------------------------------------------------------------------
 
 EXAMPLE = json.loads((Path(__file__).parent / "networks" / "six-nodes.json").read_text())
-"""Six nodes on two leaves, the roads between them narrower, eth1 of node3 at a tenth; made by
-`made_network(6, between=0.4, slow={("node3", "eth1")})`."""
+"""Six nodes on two leaves; the paths between leaves have 0.4 of the rate, eth1 of node3 a tenth.
+Made by `made_network(6, between=0.4, slow={("node3", "eth1")})`.
+"""
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -121,7 +122,7 @@ def test_the_picture_is_what_the_command_draws() -> None:
     assert run("--svg", "-") == (DOCS / "network.svg").read_text()
 
 
-# --- where it is from -------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_alive_is_asked() -> None:
@@ -184,7 +185,7 @@ def test_a_file_of_another_form_is_refused(text: str) -> None:
     assert NETWORK_NAME in str(caught.value)
 
 
-# --- what is said -----------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------
 
 
 def test_a_few_nodes_have_every_path() -> None:
@@ -192,7 +193,7 @@ def test_a_few_nodes_have_every_path() -> None:
     reported = run()
     assert "of 24 paths, 6 dead and 6 slow; the plan is not applied" in reported
     assert re.search(r"^3 node3 +dead +dead +dead *$", reported, re.MULTILINE)
-    # node2 has the second place of the order: leaf0 holds node0 and node2.
+    # node2 is the second node of the order: leaf0 has node0 and node2.
     assert re.search(r"^0 node0 +\d+! \d+ ", reported, re.MULTILINE)
     assert "!: slower than similar paths" in reported
     assert "- node3 cannot reach or be reached by any other node over eth1" in reported
@@ -283,7 +284,7 @@ def test_a_rail_that_some_nodes_lack_and_a_path_without_a_rate() -> None:
     paths = [
         one for one in document["paths"] if "node2" not in one.values() or one["rail"] == "eth0"
     ]
-    paths[0] |= {"bytes_per_s": 0.0, "problem": "the transfer stood still"}
+    paths[0] |= {"bytes_per_s": 0.0, "problem": "the transfer made no progress"}
     keep(document | {"paths": paths})
     reported = run()
     assert re.search(r"^2 node2 +\? +\? *$", reported, re.MULTILINE)

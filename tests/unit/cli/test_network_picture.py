@@ -1,4 +1,4 @@
-"""The picture and the page of `ftrun network`: within its frame, told, and in need of nothing."""
+"""The picture and the page of `ftrun network`: inside its frame, with text, self-contained."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -38,7 +38,7 @@ def styles(root: ElementTree.Element, tag: str) -> list[str]:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a run that is over has left its journal."""
+    """The folder with the journal of a finished run."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "ftrun-logs" / "big-1"
@@ -101,7 +101,7 @@ def test_leaves_that_are_not_known_are_not_drawn() -> None:
     assert "uplink" not in styles(root, "line")
 
 
-# --- many -------------------------------------------------------------------------------------
+# --- many nodes -------------------------------------------------------------------------------
 
 
 def test_many_nodes_are_squares_and_the_bad_ones_have_names() -> None:

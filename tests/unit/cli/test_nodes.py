@@ -1,4 +1,4 @@
-"""What is typed on each node becomes one and the same idea of the run, or a readable error."""
+"""The arguments on each node yield the same description of the run, or a readable error."""
 
 import os
 import socket
@@ -57,7 +57,7 @@ def refused(words: str, variables: Mapping[str, str] | None = None) -> str:
     return str(caught.value)
 
 
-# --- how many -------------------------------------------------------------------------------
+# --- number of nodes --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_numbers_that_make_no_sense(words: str, variables: Mapping[str, str], pa
     assert part in refused(MEET + words, variables)
 
 
-# --- where ----------------------------------------------------------------------------------
+# --- endpoint ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_run_in_slurm_has_a_name_of_its_own_in_an_etcd() -> None:
     made = spec("--rdzv-backend etcd --rdzv-endpoint e0", {**SLURM, "SLURM_RESTART_COUNT": "2"})
     assert made.run_id.startswith("train-job")
     assert made.nodes is not None
-    assert made.nodes.etcd_life == 2, "the nodes of its last life do not come"
+    assert made.nodes.etcd_life == 2, "the nodes of its last life do not join"
 
 
 def test_tls_with_an_etcd_is_asked_for_as_with_torchrun_or_etcdctl(place: Path) -> None:
@@ -315,7 +315,7 @@ def test_waiting_may_be_set_as_with_torchrun() -> None:
     assert "--rdzv-conf join_timeout" in refused(f"--nnodes 2 {MEET} --rdzv-conf join_timeout=x")
 
 
-# --- who ------------------------------------------------------------------------------------
+# --- node names -------------------------------------------------------------------------------
 
 
 def test_a_node_is_named_after_its_machine() -> None:
@@ -358,7 +358,7 @@ def test_a_slurm_node_is_named_as_slurm_names_it() -> None:
     made = spec("", SLURM)
     assert made.nodes is not None
     assert made.nodes.node_id == "n03"
-    assert made.nodes.is_named  # this machine is not n03: two such nodes may be on it
+    assert made.nodes.is_named  # this machine is not n03: two such nodes may run on it
     here = spec("", {**SLURM, "SLURMD_NODENAME": socket.gethostname()})
     assert here.folder_name == here.run_id
     assert nodes("--node-id mine", SLURM).node_id == "mine"
@@ -394,7 +394,7 @@ def test_all_nodes_find_the_same_run_id() -> None:
     assert len(ids("", {}, {"A": "1"})) == 2
 
 
-# --- what protects --------------------------------------------------------------------------
+# --- protection -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_times_must_let_a_node_stop_before_it_is_replaced() -> None:
     said = refused(f"--nnodes 2 {MEET} --set nodes.failure_timeout_s=1.5")
     assert "nodes.self_fencing_timeout_s (2)" in said
     assert "nodes.failure_timeout_s (1.5)" in said
-    spec("--set nodes.failure_timeout_s=1.5")  # nobody to wait for
+    spec("--set nodes.failure_timeout_s=1.5")  # no other node to wait for
 
 
 # --- the secret -----------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def test_a_secret_can_be_required() -> None:
     assert "security.require_secret" in said
     assert "/dev/urandom" in said
     assert nodes("--set security.require_secret=true", SLURM).secret_is_ours
-    spec("--set security.require_secret=true")  # one node makes its own connections only
+    spec("--set security.require_secret=true")  # a single node makes only its own connections
 
 
 def test_every_error_is_one_of_ours() -> None:

@@ -1,4 +1,4 @@
-"""Output that goes to a file or a pipe has no width; on a terminal text is wrapped, never cut."""
+"""Output to a file or a pipe has no width; on a terminal text is wrapped, never cut."""
 
 import fcntl
 import os
@@ -59,7 +59,7 @@ def no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["40", None], ids=["COLUMNS=40", "no COLUMNS"])
 def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment says about the width, which counts for terminals only."""
+    """The environment's width, which counts for terminals only."""
     monkeypatch.setenv("TERM", "dumb")
     if request.param is None:
         monkeypatch.delenv("COLUMNS", raising=False)
@@ -69,7 +69,7 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("columns")
 class TestPiped:
-    """What goes to a file or a pipe."""
+    """The output to a file or a pipe."""
 
     def test_no_table_is_wrapped_cut_or_padded(self, capsys: pytest.CaptureFixture[str]) -> None:
         render.show_table(["one", "two"], [(WORD, LONG), ("short", "words")])
@@ -154,7 +154,7 @@ def printed(words: list[str]) -> list[str]:
 
 
 def on_terminal(columns: int, *words: str) -> str:
-    """What a command prints on a terminal of that width."""
+    """A command's output on a terminal of that width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
@@ -182,7 +182,7 @@ def test_a_terminal_wraps_and_cuts_nothing() -> None:
     assert "…" not in shown
     cells = "".join(shown.split())
     for setting in read_profile(find_profile("laptop")).settings:
-        # A cell is as wide as its column, so that a long one comes in several lines.
+        # A cell is as wide as its column, so that a long text takes several lines.
         assert str(setting)[:12] in cells
     assert shown.count("laptop") >= len(read_profile(find_profile("laptop")).settings)
 

@@ -1,4 +1,4 @@
-"""Profiles: all that is wrong at once, the later layer wins, and every value knows its origin."""
+"""Profiles: all errors are reported at once, later layers override, each value has its origin."""
 
 from pathlib import Path
 

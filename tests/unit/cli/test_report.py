@@ -1,4 +1,4 @@
-"""`ftrun report` finds the run, writes whole files, and says what is wrong in words."""
+"""`ftrun report` finds the run, writes complete files, and names errors in words."""
 
 import json
 import os
@@ -171,7 +171,7 @@ def test_links_and_fifos_stay_what_they_are(here: Path, capsys: pytest.CaptureFi
     try:
         assert report(None, out="pipe") == 0
     finally:
-        os.close(os.open(here / "pipe", os.O_RDWR))  # no reader waits for ever
+        os.close(os.open(here / "pipe", os.O_RDWR))  # no reader waits forever
         reader.join()
     assert (here / "pipe").is_fifo()
     assert "</html>" in got[0]

@@ -1,4 +1,4 @@
-"""What a report says is what stands in the journal: recorded ones, torn ones, long ones."""
+"""A report agrees with the journal: recorded ones, torn ones, long ones."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def accounted_s(facts: RunFacts) -> float:
 def test_two_kills_on_one_node_without_numbered_incidents() -> None:
     facts = run_facts(recorded("one-node-two-kills"))
     assert (facts.state, facts.exit_code, facts.step, facts.world_size) == ("finished", 0, 700, 2)
-    assert facts.left_out == 1  # the same run id was used before, and began from nothing then too
+    assert facts.left_out == 1  # an earlier run with this id also started from step 0
     assert [one.number for one in facts.incidents] == [1, 2]
     first, second = facts.incidents
     assert first.sentence == (

@@ -1,4 +1,4 @@
-"""A page is one file, small, valid, and safe whatever stands in the journal."""
+"""A page is one file, small, valid, and safe for any text in the journal."""
 
 import json
 import re
@@ -28,7 +28,7 @@ HOSTILE = [
 
 
 class Elements(HTMLParser):
-    """What is in a page; complains about what is not closed."""
+    """The content of a page; reports elements that are not closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -69,7 +69,7 @@ def pages_of(raw: list[bytes]) -> dict[str, str]:
 
 
 def assert_needs_nothing(page: str) -> None:
-    """No script, nothing to load, nothing that acts; links to pages beside it only."""
+    """No script, nothing to load, no active element; links only to pages in the same folder."""
     elements = Elements(page)
     assert not {"script", "iframe", "object", "embed", "img", "form", "base"} & set(elements.tags)
     for tag, name, value in elements.attributes:
@@ -86,7 +86,7 @@ def assert_needs_nothing(page: str) -> None:
 
 
 def corrupted(value: object, words: str) -> object:
-    """Every text in it gets the words too; kinds of lines and names of fields stay."""
+    """Every text in it gets the hostile text too; kinds of lines and names of fields stay."""
     if isinstance(value, str):
         return value + words
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""From words to a spec: what counts before what, and what is refused before anything starts."""
+"""From arguments to a spec: which source overrides which, and errors before anything starts."""
 
 import os
 import subprocess
@@ -149,9 +149,9 @@ def test_live_run_id_is_refused_with_its_pid(taken: RunFolder) -> None:
 
 
 def test_a_look_at_the_lock_is_no_run(place: Path) -> None:
-    """`sweep` of another start has it for a moment, and removes the folder then."""
+    """`sweep` of another start opens it for a moment, and then removes the folder."""
     folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
-    os.ftruncate(lock_fd, 0)  # as that of a run that is being started
+    os.ftruncate(lock_fd, 0)  # like the lock of a run that is being started
 
     def let_go() -> None:
         time.sleep(0.2)
@@ -285,7 +285,7 @@ def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path)
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder whose path leaves room below the limit, wherever pytest has its own."""
+    """A folder whose path stays below the limit, wherever pytest puts its own."""
     with tempfile.TemporaryDirectory(prefix="ftrun-", dir="/tmp") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""Slurm's lists of hosts come out as the names they stand for, and a step is known by its marks."""
+"""Slurm's host lists expand to their names, and a step is recognized by its variables."""
 
 import itertools
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ STEP = {
     "SLURM_STEP_NUM_NODES": "5",
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURMD_NODENAME": "n09",
-    # Of the job, and of the task: a later step has others, so they must not matter.
+    # Values of the job and of the task: a later step has others, so they must not matter.
     "SLURM_JOB_NODELIST": "dead[1-9]",
     "SLURM_NNODES": "9",
     "SLURM_PROCID": "3",

@@ -1,4 +1,4 @@
-"""What status says while a launcher has no agent that answers."""
+"""Status while a launcher has no agent that answers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page of `ftrun status --watch` stays readable whatever the run and the terminal."""
+"""The page of `ftrun status --watch` is readable for any run and terminal."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def rank(number: int, step: int = 1000, **changes: Any) -> dict[str, Any]:
 
 
 def whole_run(nodes: int, per_node: int, **changes: Any) -> dict[str, Any]:
-    """A run in which nothing is wrong; steps differ by one, as they do."""
+    """A healthy run; the steps of its nodes differ by one, as usual."""
     places = [
         {
             "node_id": f"node{number}",

@@ -1,4 +1,4 @@
-"""The table of torchrun's flags is what the installed torch's parser says."""
+"""The table of torchrun's flags equals the parser of the installed torch."""
 
 import argparse
 
@@ -19,7 +19,7 @@ EXPECTED = {flag.dest: flag for flag in TORCHRUN_FLAGS if flag.since <= INSTALLE
 
 
 def test_every_flag_of_torch_is_in_the_table_and_the_reverse() -> None:
-    # --print-completion is there only where torch finds the package that makes it.
+    # --print-completion exists only if torch finds the package that generates it.
     assert set(ACTIONS) | {"print_completion"} == set(EXPECTED) | {"print_completion"}
 
 

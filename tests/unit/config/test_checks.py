@@ -1,4 +1,4 @@
-"""The check of plain values: every problem, with its place, what is allowed, and the value."""
+"""The check of plain values reports every problem with its place, the allowed values, the value."""
 
 from enum import Enum
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Settings of the decisions about a run, made from what a node was started with."""
+"""Settings of run-level decisions, made from a node's start options."""
 
 import msgspec
 import pytest

@@ -253,7 +253,7 @@ def test_memory_is_released_after_success_and_refusal(kind: type[Codec]) -> None
     codec.encode([bytes(8)], [memory])
     with pytest.raises(InternalError):
         codec.encode([bytes(9)], [memory])
-    memory.extend(b"more")  # a BufferError while anybody holds it
+    memory.extend(b"more")  # a BufferError while a view of it exists
 
 
 @each_codec
@@ -297,7 +297,7 @@ def test_tables_of_many_sets_are_not_kept_for_ever() -> None:
     assert len(codec._kept) <= isal._MAX_KEPT
 
 
-# --- which one ----------------------------------------------------------------------------------
+# --- the choice of the codec ------------------------------------------------------------------
 
 
 def test_the_codec_in_place_is_chosen() -> None:

@@ -129,7 +129,7 @@ def test_what_cannot_be_grouped_is_refused(nodes: list[str], data: int | None, p
         make_groups(nodes, data=data, parity=parity)
 
 
-# --- what a group says of itself ----------------------------------------------------------------
+# --- reported properties of a group -----------------------------------------------------------
 
 
 def test_a_group_as_small_as_its_parity_is_reported() -> None:
@@ -200,8 +200,8 @@ def test_the_order_of_ranks_does_not_move_a_node_that_stays() -> None:
         (names(7), {}, 1),  # fewer
         (names(9), {}, 1),  # more
         (names(8), {}, 2),  # other parity
-        ([*names(7), "x"], {}, 1),  # another one, and nobody says for whom
-        ([*names(8)[1:7], "x", "y"], {"n7": "x", "n0": "x"}, 1),  # one for two
+        ([*names(7), "x"], {}, 1),  # another node, without the name of the node that it replaces
+        ([*names(8)[1:7], "x", "y"], {"n7": "x", "n0": "x"}, 1),  # one node replaces two
     ],
 )
 def test_what_does_not_fit_is_grouped_again(

@@ -1,4 +1,4 @@
-"""The rebuilt bytes are the protected ones, also if some of the fragments are bad."""
+"""The rebuilt bytes equal the protected ones, even if some fragments are bad."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -140,7 +140,7 @@ def test_the_same_one_twice_is_one() -> None:
     assert_right(found)
 
 
-# --- wrong bytes that agree with their own digest -----------------------------------------------
+# --- wrong bytes that match their own digest --------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 3, 4])
@@ -239,7 +239,7 @@ def test_a_fragment_longer_than_a_block_is_excluded() -> None:
     assert_right(found)
 
 
-# --- what is asked for --------------------------------------------------------------------------
+# --- checks of the request --------------------------------------------------------------------
 
 
 def test_what_is_wanted_and_comes_is_copied() -> None:

@@ -55,7 +55,7 @@ def test_parity_is_spread_evenly(n: int, m: int) -> None:
     for num_stripes in range(5 * n):
         held = [layout.num_parity_blocks(node, num_stripes) for node in range(n)]
         assert sum(held) == m * num_stripes
-        # Within one block where there is one parity; after whole turns without a difference.
+        # The loads differ by at most m blocks; after n stripes they are equal.
         assert max(held) - min(held) <= (m if num_stripes % n else 0)
 
 

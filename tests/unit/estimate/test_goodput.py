@@ -1,4 +1,4 @@
-"""The formula of goodput: its limits, its order, and a simulation that knows nothing of it."""
+"""The formula of goodput: its limits, its order, and an independent simulation."""
 
 import math
 
@@ -24,7 +24,7 @@ def one(dead_s: float, lag_s: float = 0.0) -> list[FailureKind]:
 
 
 def daly(interval_s: float, save_s: float, dead_s: float, mtbf_s: float) -> float:
-    """As it stands in the papers."""
+    """The formula as printed in the papers."""
     whole = math.exp((interval_s + save_s) / mtbf_s) - 1
     return interval_s / (mtbf_s * math.exp(dead_s / mtbf_s) * whole)
 
@@ -156,7 +156,7 @@ def test_going_back_to_the_disk_costs_something(
     assert 0.0 <= found <= memory * (1 + 1e-12)
 
 
-def test_where_nothing_is_gained_the_disk_has_nothing_to_lose() -> None:
+def test_if_snapshots_gain_nothing_the_disk_costs_nothing() -> None:
     assert over_disk(0.0, every_s=600.0, blocks_s=1.0, share=0.1, recovery_s=1e4) == 0.0
 
 
@@ -189,7 +189,7 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_simulation_comes_to_the_same(run: Run) -> None:
     mean, off = interval_of(lambda dice: run.goodput(dice, lives=600), runs=40, seed=1)
-    assert off < 0.05 * mean, "too few runs to tell"
+    assert off < 0.05 * mean, "too few runs for a comparison"
     kinds = [FailureKind(one.share, one.dead_s, one.lag_s) for one in run.kinds]
     expected = goodput(interval_s=run.interval_s, save_s=run.save_s, mtbf_s=run.mtbf_s, kinds=kinds)
     expected = over_disk(

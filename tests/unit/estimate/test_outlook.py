@@ -1,4 +1,4 @@
-"""What comes of the assumptions: limits, order, and the choices with their reasons."""
+"""The results of the assumptions: limits, order, and the choices with their reasons."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ def test_without_failures_only_snapshots_cost(nodes: int) -> None:
 
 
 def test_periodic_checkpoints_are_those_of_the_study() -> None:
-    """Llama 3's rate, 60 s a checkpoint, 600 + 600 s a failure, each at its best interval."""
+    """Llama 3's rate, 60 s per checkpoint, 600 + 600 s per failure, each at its best interval."""
     expected = {16: 0.990, 256: 0.951, 1024: 0.880, 2048: 0.808, 4096: 0.693, 16384: 0.310}
     for nodes, goodput in expected.items():
         found = at(nodes, FixedChoices(code=(6, 2))).periodic.goodput
@@ -112,7 +112,7 @@ def test_extremes_are_no_errors() -> None:
 
 def test_a_simulation_of_the_whole_comes_to_the_same() -> None:
     given_, found = Assumptions(), at(2048)
-    # Seen by the simulation: of each kind the cost, not the formula.
+    # For the simulation each kind has only its cost, not the formula.
     kinds = ftrun_kinds(given_, given_.disk_share + found.code.share)
     *most, disk = [Costs(one.share, one.dead_s, one.lag_s) for one in kinds]
     run = Run(
@@ -159,7 +159,7 @@ def test_the_least_parity_that_bears_the_risk_is_chosen() -> None:
 
 
 def test_parity_that_does_not_help_is_not_taken() -> None:
-    """All 16 nodes are one domain: whatever the code, losing it costs the snapshots."""
+    """All 16 nodes are one domain: its loss costs the snapshots with any code."""
     found = at(16)
     assert (found.code.name, found.code.taken, found.code.bears_a_domain) == ("7+1", 8, False)
     assert found.code.loss > Assumptions().risk

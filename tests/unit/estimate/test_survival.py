@@ -1,4 +1,4 @@
-"""Lost nodes: the order of codes and places, small cases by hand, and a simulation."""
+"""Lost nodes: the order of codes and placements, small cases by hand, and a simulation."""
 
 import math
 import random
@@ -34,7 +34,7 @@ def losses(
 
 
 def sizes_of(placed: GroupPlacement) -> dict[int, int]:
-    """How many groups there are of each number of nodes."""
+    """The number of groups of each size."""
     found: Counter[int] = Counter()
     for (_, borne, fatal), count in placed.groups.items():
         found[sum(borne) + sum(fatal)] += count
@@ -77,7 +77,7 @@ def test_a_domain_takes_what_the_code_bears_or_it_does_not() -> None:
 def test_two_domains_within_a_window_may_be_too_many() -> None:
     placed = spread(64, data=6, parity=2, domain_nodes=16)
     assert (placed.worst, placed.num_domains, placed.pairs) == (2, 4, 6)
-    # Each of the four finds one of the three others gone.
+    # For each of the four nodes, one of the three others is lost.
     expected = 1e-6 * 3 * (1e-6 / 4 * 300)
     found = loss_per_s(placed, losses(0.0, domains_per_s=1e-6))
     assert found == pytest.approx(expected, rel=1e-3)
@@ -87,7 +87,7 @@ def test_a_node_after_a_domain_is_as_bad_as_before_it() -> None:
     placed = spread(64, data=6, parity=2, domain_nodes=16)
     rate = losses(1e-9, domains_per_s=1e-6)
     pairs = loss_per_s(placed, losses(0.0, domains_per_s=1e-6))
-    # The domain takes two of each of 8 groups, and one of the 6 others is enough.
+    # The domain has two nodes of each of 8 groups, and one of the 6 others is enough.
     expected = 2 * 1e-6 * 8 * 6 * (1e-9 * 300)
     assert loss_per_s(placed, rate) - pairs == pytest.approx(expected, rel=0.01)
 
@@ -137,12 +137,12 @@ def test_the_more_losses_the_sooner_the_state_is_lost(
 
 @settings(deadline=None)
 @given(sizes, parities, st.integers(1, 32), st.floats(1e-9, 0.3))
-# Each of the two domains is too much for one group; a third group bears either of them.
+# Each of the two domains is too large for one group; a third group tolerates either of them.
 @example(20, 2, 10, 0.3)
 def test_more_parity_in_groups_of_the_same_sizes_is_never_worse(
     nodes: int, parity: int, domain_nodes: int, gone: float
 ) -> None:
-    """Where no node is gone for most of the time: for more, the formula says too much."""
+    """Holds if nodes are alive most of the time; otherwise the formula is too pessimistic."""
     assume(nodes > parity + 1)
     less, more = (
         spread(nodes, data=8 - m, parity=m, domain_nodes=domain_nodes) for m in (parity, parity + 1)
@@ -160,9 +160,9 @@ def test_no_domain_has_more_of_a_group_when_domains_are_spread(
 ) -> None:
     assume(nodes > parity)
     apart = spread(nodes, data=8 - parity, parity=parity, domain_nodes=domain_nodes)
-    beside = side_by_side(nodes, data=8 - parity, parity=parity, domain_nodes=domain_nodes)
-    assert apart.worst <= beside.worst
-    assert sizes_of(apart) == sizes_of(beside)
+    adjacent = side_by_side(nodes, data=8 - parity, parity=parity, domain_nodes=domain_nodes)
+    assert apart.worst <= adjacent.worst
+    assert sizes_of(apart) == sizes_of(adjacent)
 
 
 # --- a simulation -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ CASES = {
     "one parity, nodes alone": (16, 7, 1, 1, 1e-5, 0.0, 400.0, 6e8),
     "two parities, nodes alone": (16, 6, 2, 1, 1e-4, 0.0, 300.0, 1.2e8),
     "domains of four, one parity of two": (12, 4, 2, 4, 3e-5, 2e-5, 400.0, 2e8),
-    "domains that one parity does not bear": (8, 3, 1, 4, 2e-6, 1e-5, 300.0, 2e8),
+    "domains that one parity does not tolerate": (8, 3, 1, 4, 2e-6, 1e-5, 300.0, 2e8),
 }
 
 
@@ -188,7 +188,7 @@ def test_a_simulation_loses_the_state_as_often(case: tuple[float, ...]) -> None:
     found = fleet.losses(random.Random(1), over_s)
     placed = spread(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
     per_s = loss_per_s(placed, NodeLossModel(node_per_s, domains_per_s, window_s))
-    assert found > 200, "too few to tell"
+    assert found > 200, "too few for a comparison"
     assert abs(found - per_s * over_s) <= SURE * math.sqrt(found)
 
 
@@ -224,7 +224,7 @@ def test_of_a_few_nodes_a_spare_costs_more_than_it_saves() -> None:
 
 @pytest.mark.parametrize(("mean", "spares"), [(0.5, 0), (0.5, 1), (4.0, 5)])
 def test_repairs_by_chance_take_as_many_nodes(mean: float, spares: int) -> None:
-    """Lognormal as LANL's: median 54 min, mean 355."""
+    """Lognormal as LANL's: median 54 min, mean 355 min."""
     sigma = math.sqrt(2 * math.log(355 / 54))
 
     def sample(dice: random.Random) -> float:
@@ -237,5 +237,5 @@ def test_repairs_by_chance_take_as_many_nodes(mean: float, spares: int) -> None:
         )
 
     found, off = interval_of(sample, runs=30, seed=2)
-    assert off < 0.2 * found, "too few runs to tell"
+    assert off < 0.2 * found, "too few runs for a comparison"
     assert abs(found - too_few(mean, spares)) <= off

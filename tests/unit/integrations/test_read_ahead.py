@@ -1,4 +1,4 @@
-"""A loader that is read ahead of the training goes on where the training stood."""
+"""A loader that the framework reads ahead resumes at the position of the training."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from ftrun.worker.state import determinism as rng
 
 
 class Noisy(Dataset[float]):
-    """Twelve samples, to each of which a random number is added while it is loaded."""
+    """Twelve samples. Loading adds a random number to each."""
 
     def __len__(self) -> int:
         return 12
@@ -43,7 +43,7 @@ def seed(number: int) -> None:
 
 
 def train(feed: PrefetchingPosition, passes: int, ahead: int, resolved: Any, boundary: Any) -> Seen:
-    """Train as a framework does that holds `ahead` batches in its hands besides the current one."""
+    """Trains like a framework that holds `ahead` batches in addition to the current one."""
     seen: Seen = []
     for _ in range(passes):
         feed.begin_pass(resolved)
@@ -62,7 +62,7 @@ def train(feed: PrefetchingPosition, passes: int, ahead: int, resolved: Any, bou
 
 
 def resumed(make: Any, *, after: int, ahead: int, passes: int = 2) -> tuple[Seen, Seen]:
-    """What an undisturbed run has seen after so many batches, and what a resumed one sees."""
+    """The batches of an undisturbed run after `after` batches, and those of a resumed run."""
     states: list[bytes] = []
     seed(1)
     feed = PrefetchingPosition("loader", make())
@@ -147,7 +147,7 @@ def test_another_number_of_ranks_continues_behind_what_was_used() -> None:
     assert resolved == [1]
 
 
-def test_batches_that_are_to_be_left_out_come_again_and_that_is_reported(
+def test_batches_to_be_left_out_are_repeated_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     feed = PrefetchingPosition("loader", DataLoader(range(4)))

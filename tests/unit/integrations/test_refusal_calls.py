@@ -1,4 +1,4 @@
-"""A framework's training that is not taken ends at its start, with and without an agent.
+"""Training with an unsupported framework feature ends at its start, with and without an agent.
 
 The frameworks need not be installed: the classes of this file have the names that the integrations
 import, and call a callback in the order of the real ones. `test_refusals.py` has the real ones.
@@ -61,7 +61,7 @@ class HuggingFaceTrainer:
             callback.on_train_end(self.args, self.state, None)
 
     def begin(self, checkpoint_step: int) -> tuple[int, int]:
-        """Epochs done, and batches done of the next one."""
+        """Completed epochs, and completed batches of the next one."""
         self.state = SimpleNamespace(global_step=checkpoint_step, log_history=[])
         found: tuple[int, int] = self._init_training_state(5 * STEPS_PER_EPOCH, STEPS_PER_EPOCH)
         return found
@@ -237,7 +237,7 @@ def test_a_checkpoint_within_an_epoch_and_a_trainer_that_ignores_the_place_in_th
 def test_a_checkpoint_of_the_script_does_not_count_where_ftrun_restores(
     inside: pytest.MonkeyPatch,
 ) -> None:
-    """The first start has no checkpoint and is taken; a restart finds the one of step 750."""
+    """The first start has no checkpoint and is accepted; a restart finds the one of step 750."""
     trainer = hugging_face(ignores=True)
     assert trainer.begin(0) == (0, 0)
     with pytest.raises(UsageError, match="ignore_data_skip=True"):

@@ -1,4 +1,4 @@
-"""What an integration does not take is refused by name, with what to use in its place."""
+"""An integration refuses an unsupported feature by name, and names the replacement."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Several agents in one test, with a network and hands that do at once what they are told."""
+"""Several agents in one test, with a network and executors that execute commands at once."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import card
 
 STEP_S = 0.25
-"""Shorter than two heartbeats: an agent that is asked less often has stood still."""
+"""Shorter than two heartbeats: an agent with a longer tick interval counts as paused."""
 
 Found = TypeVar("Found")
 
@@ -60,10 +60,10 @@ class Agent:
     kept: GenerationPlan | None = None
     is_chosen: bool = False
     done: list[Command] = field(default_factory=list)
-    """All that it was told, except what goes to the network."""
+    """All its commands, except those for the network."""
     sent: list[Send | Connect] = field(default_factory=list)
     is_frozen: bool = False
-    """The process stands still; what comes in waits in its kernel."""
+    """The process is paused; incoming messages wait in its kernel."""
     missed: list[Happening] = field(default_factory=list)
 
     @property
@@ -80,7 +80,7 @@ class Agent:
 
 
 class Outside:
-    """The outside witness; it answers at once whoever reaches it."""
+    """The outside witness, which answers each node that reaches it at once."""
 
     LEASE_S = 3.0
 
@@ -88,12 +88,12 @@ class Outside:
         self.register: WitnessRegister | None = None
         self.leader: NodeCard | None = None
         self.ends_s = 0.0
-        self.away: set[str] = set()
+        self.unreachable: set[str] = set()
         """Nodes that do not reach it."""
         self.lives = 70
 
     def ask(self, me: NodeCard, asked: QueryWitness, now_s: float) -> WitnessAnswered:
-        if me.node_id in self.away:
+        if me.node_id in self.unreachable:
             return WitnessAnswered(asked, is_reached=False, reason="etcd is out of reach")
         if now_s >= self.ends_s:
             self.leader = None
@@ -106,7 +106,7 @@ class Outside:
 
 
 class Agents:
-    """Agents by node id. `a` is at the endpoint; whoever is linked hears the other at once."""
+    """Agents by node id. `a` is at the endpoint. Linked agents receive messages at once."""
 
     def __init__(self, node_ids: str, cluster_size: MembershipSettings) -> None:
         self.now_s = 1000.0
@@ -116,11 +116,14 @@ class Agents:
         self.cuts: set[frozenset[str]] = set()
         self.resets: set[frozenset[str]] = set()
         self.reads: dict[str, tuple[Any, ...] | None] = {}
-        """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
+        """The start of a node in place of the plan's, or the reason of a failure; None: no answer.
+        """
         self.disks: dict[str, dict[int, str]] = {}
-        """The steps of the checkpoints that a node sees, and why it cannot use one; "": it can."""
+        """The steps of the checkpoints that a node sees; each has the reason that it is unusable,
+        or "".
+        """
         self.stalls: dict[str, str] = {}
-        """Why a node cannot read the directory once."""
+        """The reason that a node fails to read the directory once."""
         self.outside = Outside()
         self._queue: deque[tuple[str, Happening]] = deque()
         for one in node_ids:
@@ -129,12 +132,12 @@ class Agents:
     def __getitem__(self, node_id: str) -> Agent:
         return self.all[node_id]
 
-    # --- agents come and go -------------------------------------------------------------------
+    # --- start and end of agents --------------------------------------------------------------
 
     def start(
         self, node_id: str, incarnation: int = 1, *, port: int = 29400, **changes: object
     ) -> Agent:
-        """An agent without any memory."""
+        """Starts an agent without any memory."""
         cluster_size = changed(self.settings, **changes)
         is_endpoint = node_id == "a" and not cluster_size.has_witness
         me = card(node_id, incarnation, endpoint=is_endpoint, port=port)
@@ -145,7 +148,7 @@ class Agents:
         return self.all[node_id]
 
     def start_again(self, node_id: str) -> Agent:
-        """Another process, which knows what the first has kept."""
+        """Starts another process with the memory of the first one."""
         old = self.all[node_id]
         self.kill(node_id)
         me = card(node_id, old.card.incarnation + 1, endpoint=old.card.endpoint)
@@ -156,7 +159,7 @@ class Agents:
         return again
 
     def kill(self, *node_ids: str) -> None:
-        """These processes are gone, all at once; the kernels say so."""
+        """Ends these processes at once; the kernels close their connections."""
         for node_id in node_ids:
             self.all.pop(node_id, None)
         for pair in [pair for pair in self.links if pair & {*node_ids}]:
@@ -164,17 +167,17 @@ class Agents:
         self._resolve()
 
     def breaks(self, node_id: str, other: str) -> None:
-        """Their connection is gone."""
+        """Closes their connection."""
         self._unlink(frozenset((node_id, other)))
         self._resolve()
 
     def cut(self, node_id: str, *others: str) -> None:
-        """No packet gets through to these, or to anybody."""
+        """Drops all packets to these nodes, or to all nodes if none is named."""
         for other in others or [one for one in self.all if one != node_id]:
             self.cuts.add(frozenset((node_id, other)))
 
     def refuse(self, node_id: str) -> None:
-        """A firewall resets what goes between this node and all others."""
+        """A firewall resets the connections between this node and all others."""
         self.resets.update(frozenset((node_id, other)) for other in self.all if other != node_id)
         for pair in self.resets & self.links:
             self._unlink(pair)
@@ -185,7 +188,7 @@ class Agents:
         self.resets.clear()
 
     def thaw(self, node_id: str) -> None:
-        """It goes on, and hears at once what was said to it meanwhile."""
+        """It continues, and receives the messages of the pause at once."""
         agent = self.all[node_id]
         agent.is_frozen = False
         missed, agent.missed = agent.missed, []
@@ -195,7 +198,7 @@ class Agents:
     # --- time ---------------------------------------------------------------------------------
 
     def passes(self, seconds: float, step_s: float = STEP_S) -> None:
-        """Let this time pass for all agents that are not stopped, `step_s` at once."""
+        """This time passes for all agents that are not stopped, in steps of `step_s`."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += step_s
@@ -203,7 +206,7 @@ class Agents:
                 self.happens(node_id, ClockTick())
 
     def happens(self, node_id: str, event: Happening) -> None:
-        """One thing, and all that follows at this moment."""
+        """Handles one event, and all that follows from it at this moment."""
         self._queue.append((node_id, event))
         self._resolve()
 
@@ -218,7 +221,7 @@ class Agents:
                     self._carry_out(agent, command)
 
     def here_is(self, node_id: str, found: Heartbeat) -> None:
-        """The node's ranks have something to say."""
+        """The node's ranks report something."""
         self.all[node_id].heartbeat = found
         self.happens(node_id, NodeReported(found))
 
@@ -245,7 +248,7 @@ class Agents:
                 self._queue.extend((me, event) for event in self._apply_heartbeat(agent, command))
 
     def _apply_heartbeat(self, agent: Agent, command: Command) -> list[Happening]:
-        """What the node's hands do, and what they say to it."""
+        """Executes a command on the node, and reports the result."""
         match command:
             case Quiesce():
                 agent.heartbeat = Heartbeat(generation=-1)
@@ -268,7 +271,7 @@ class Agents:
                 return []
 
     def read_disk(self, node_id: str, plan: GenerationPlan) -> GenerationInstalled:
-        """Load the newest checkpoint that nobody has rejected, as `GenerationRunner.adopt` does."""
+        """Loads the newest checkpoint that no node rejected, as `GenerationRunner.adopt` does."""
         if (stall := self.stalls.pop(node_id, None)) is not None:
             return GenerationInstalled(
                 plan.generation, None, stall, "", {stall.partition(":")[0]: stall}
@@ -305,15 +308,15 @@ class Agents:
                 self._queue.append((node_id, ConnectionClosed(other)))
 
     def answers(self, node_id: str, event: Happening) -> list[Send | Connect]:
-        """What one agent says to the others on that."""
+        """The messages that one agent sends because of the event."""
         before = len(self.all[node_id].sent)
         self.happens(node_id, event)
         return self.all[node_id].sent[before:]
 
-    # --- what has come of it ------------------------------------------------------------------
+    # --- outcome ------------------------------------------------------------------------------
 
     def leader(self) -> str:
-        """Whom all follow who have not ended; empty where they disagree."""
+        """The leader that all running agents follow; empty if they disagree."""
         leads = {
             agent.member.leader_card.node_id if agent.member.leader_card is not None else ""
             for agent in self.all.values()
@@ -322,7 +325,7 @@ class Agents:
         return leads.pop() if len(leads) == 1 else ""
 
     def running(self) -> dict[str, int]:
-        """The generation that runs, of each node that runs any."""
+        """The running generation, by node."""
         return {one: agent.runs for one, agent in self.all.items() if agent.runs >= 0}
 
     def role(self, node_id: str) -> MemberRole:

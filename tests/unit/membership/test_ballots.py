@@ -1,4 +1,4 @@
-"""Ballots: of two generations that take effect, the later one's proposer knows the earlier."""
+"""Ballots: of two chosen generations, the proposer of the later one knows the earlier one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from ftrun.wire.cluster.membership import Accepted
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import card, cards, offer, part, plan, promise
 
-FATES = ("for", "against", "silent", "dead", "gone")
+FATES = ("for", "against", "unresponsive", "dead", "gone")
 
 
-def who(node_ids: str) -> frozenset[Identity]:
+def voters_of(node_ids: str) -> frozenset[Identity]:
     return electorate(cards(node_ids))
 
 
@@ -34,7 +34,7 @@ def sorted_by(fates: Sequence[str]) -> dict[str, frozenset[Identity]]:
 some_fates = st.lists(st.sampled_from(FATES), min_size=1, max_size=7)
 
 
-# --- who may decide for all -----------------------------------------------------------------
+# --- votes that decide ----------------------------------------------------------------------
 
 
 @effort(max_examples=200, deadline=None)
@@ -50,8 +50,8 @@ def test_two_sides_never_decide_at_the_same_time(fates: list[str]) -> None:
 
 @effort(max_examples=200, deadline=None)
 @given(some_fates)
-def test_a_node_that_decides_knows_of_whatever_a_majority_has_decided(fates: list[str]) -> None:
-    """Rules 2, 3 and 5: somebody of each earlier majority agrees now, or has left its memory."""
+def test_a_deciding_node_knows_each_decision_of_a_majority(fates: list[str]) -> None:
+    """Rules 2, 3 and 5: a node of each earlier majority agrees now, or has left its memory."""
     found = sorted_by(fates)
     voters = frozenset().union(*found.values())
     if not carries(voters, found["for"], dead=found["dead"], gone=found["gone"]):
@@ -68,7 +68,7 @@ def test_one_voter_more_for_it_never_undoes_it(fates: list[str]) -> None:
     voters = frozenset().union(*found.values())
     dead, gone = found["dead"], found["gone"]
     if carries(voters, found["for"], dead=dead, gone=gone):
-        for one in found["silent"]:
+        for one in found["unresponsive"]:
             assert carries(voters, found["for"] | {one}, dead=dead, gone=gone)
 
 
@@ -77,12 +77,12 @@ def test_one_voter_more_for_it_never_undoes_it(fates: list[str]) -> None:
     [
         ("ab", "", "", False),
         ("abc", "", "", True),
-        ("ab", "", "cd", True),  # nobody is left who could decide otherwise
-        ("ab", "", "c", False),  # d is
+        ("ab", "", "cd", True),  # no node is left that could decide otherwise
+        ("ab", "", "c", False),  # d is left
         ("a", "b", "cd", True),  # half of the memory is here
-        ("a", "", "bcd", False),  # b, c and d may have decided what nobody here knows
-        ("", "abcd", "", True),  # all memory is here, and nobody is left
-        ("", "ab", "cd", False),  # nobody agrees
+        ("a", "", "bcd", False),  # b, c and d may have decided what no node here knows
+        ("", "abcd", "", True),  # all memory is here, and no node is left
+        ("", "ab", "cd", False),  # no node agrees
         ("a", "bcd", "", True),
         ("abz", "", "", False),  # z has no vote
     ],
@@ -90,12 +90,15 @@ def test_one_voter_more_for_it_never_undoes_it(fates: list[str]) -> None:
 def test_without_a_majority_all_voters_must_be_accounted_for(
     agreed: str, dead: str, gone: str, may: bool
 ) -> None:
-    assert carries(who("abcd"), who(agreed), dead=who(dead), gone=who(gone)) is may
+    assert (
+        carries(voters_of("abcd"), voters_of(agreed), dead=voters_of(dead), gone=voters_of(gone))
+        is may
+    )
 
 
 def test_another_incarnation_of_a_voter_has_no_vote() -> None:
     later = electorate(card(one, 2) for one in "abc")
-    assert not carries(who("abc"), later)
+    assert not carries(voters_of("abc"), later)
 
 
 # --- what a voter promises ------------------------------------------------------------------
@@ -110,7 +113,7 @@ def test_each_number_is_promised_to_one_and_never_a_lower_one_after_a_higher(
     given_: dict[int, str] = {}
     for number, name in asked:
         if not vote.may_promise(number, (name, 1)):
-            assert given_, "nothing stands against the first promise"
+            assert given_, "the first promise has no conflict"
             assert number <= max(given_)
             assert (number, name) != (max(given_), given_[max(given_)])
             continue
@@ -139,7 +142,7 @@ def test_only_what_was_promised_is_accepted() -> None:
     assert vote.accepted == plan(3, "ab")
 
 
-# --- rosters (rule 4) -------------------------------------------------------------------------
+# --- voter revisions (rule 4) -----------------------------------------------------------------
 
 RUNS = plan(3, "abc")
 
@@ -150,11 +153,11 @@ def with_spares(spares: str, voter_revision: int) -> GenerationPlan:
         "abc",
         spares,
         voter_revision=voter_revision,
-        decided_by=[VoterSet(3, sorted(who("abc")))],
+        decided_by=[VoterSet(3, sorted(voters_of("abc")))],
     )
 
 
-def test_the_leader_of_a_generation_may_change_its_voters_again_and_again() -> None:
+def test_the_leader_of_a_generation_may_change_its_voters_repeatedly() -> None:
     vote = VoterState(3, ("a", 1), RUNS)
     for voter_revision in (1, 2, 5):
         assert vote.adopt_voters(with_spares("d" * (voter_revision % 2), voter_revision), ("a", 1))
@@ -202,13 +205,13 @@ def test_a_node_that_votes_for_the_first_time_is_bound_by_it() -> None:
 def test_a_voter_revision_counts_like_a_generation() -> None:
     made = ballot(9, RUNS)
     made.take_promise(promise(9, "a", accepted=with_spares("de", 1)))
-    assert made.needs == {(3, 0): who("abc"), (3, 1): who("abcde")}
+    assert made.needs == {(3, 0): voters_of("abc"), (3, 1): voters_of("abcde")}
     assert made.newest_plan() == with_spares("de", 1)
     made.take_promise(promise(9, "b", effective=with_spares("d", 2)))
-    assert (made.base, made.needs) == ((3, 2), {(3, 2): who("abcd")})
-    assert made.decided_by() == [VoterSet(3, sorted(who("abcd")), voter_revision=2)]
+    assert (made.base, made.needs) == ((3, 2), {(3, 2): voters_of("abcd")})
+    assert made.decided_by() == [VoterSet(3, sorted(voters_of("abcd")), voter_revision=2)]
     made.announce(plan(9, "ab", decided_by=made.decided_by()))
-    assert made.needs == {(3, 2): who("abcd")}
+    assert made.needs == {(3, 2): voters_of("abcd")}
 
 
 # --- one ballot -----------------------------------------------------------------------------
@@ -229,19 +232,25 @@ def test_a_promise_that_brings_a_newer_generation_makes_its_voters_decide() -> N
     made = ballot(9, plan(1, "abc"))
     made.take_promise(promise(9, "d", effective=plan(4, "def")))
     assert made.base == (4, 0)
-    assert made.needs == {(4, 0): who("def")}
+    assert made.needs == {(4, 0): voters_of("def")}
     made.take_promise(promise(9, "a", effective=plan(1, "abc")))
-    assert made.needs == {(4, 0): who("def")}
+    assert made.needs == {(4, 0): voters_of("def")}
 
 
 def test_a_plan_that_may_have_taken_effect_has_its_voters_asked_too() -> None:
     """Rule 2, with all that the plan itself needed."""
     between = plan(
-        3, "bcd", decided_by=[VoterSet(1, sorted(who("xyz"))), VoterSet(2, sorted(who("d")))]
+        3,
+        "bcd",
+        decided_by=[VoterSet(1, sorted(voters_of("xyz"))), VoterSet(2, sorted(voters_of("d")))],
     )
     made = ballot(9, plan(1, "abc"))
     made.take_promise(promise(9, "b", accepted=between))
-    assert made.needs == {(1, 0): who("abc"), (2, 0): who("d"), (3, 0): who("bcd")}
+    assert made.needs == {
+        (1, 0): voters_of("abc"),
+        (2, 0): voters_of("d"),
+        (3, 0): voters_of("bcd"),
+    }
     for one in "bc":
         made.take_promise(promise(9, one))
     assert not made.is_promised()
@@ -253,7 +262,7 @@ def test_what_came_before_a_generation_that_took_effect_is_not_asked() -> None:
     made = ballot(9, plan(1, "abc"))
     made.mind(plan(2, "efg"))
     made.take_promise(promise(9, "b", effective=plan(3, "bcd")))
-    assert made.needs == {(3, 0): who("bcd")}
+    assert made.needs == {(3, 0): voters_of("bcd")}
 
 
 def test_the_newest_plan_that_anybody_brings_counts() -> None:
@@ -305,7 +314,7 @@ def test_a_second_run_with_the_same_number_does_not_replace_the_voters(known: bo
     made = ballot(9, FIRST if known else None)
     made.take_promise(promise(9, "b", effective=None if known else FIRST, committed=(1, 4)))
     made.take_promise(promise(9, "c", accepted=second, knows=1))
-    assert made.needs == {(1, 0): who("ab")}
+    assert made.needs == {(1, 0): voters_of("ab")}
     assert not made.is_promised()
     assert made.newest_plan(FIRST if known else None) == FIRST
 
@@ -347,7 +356,7 @@ def test_of_the_first_generation_nodes_that_are_here_are_the_voters() -> None:
     assert made.is_accepted()
 
 
-def test_a_generation_takes_effect_only_with_all_of_its_members() -> None:
+def test_a_generation_is_chosen_only_with_all_of_its_members() -> None:
     made = ballot(2, plan(1, "abc"))
     for one in "abc":
         made.take_promise(promise(2, one))
@@ -359,7 +368,7 @@ def test_a_generation_takes_effect_only_with_all_of_its_members() -> None:
     assert made.is_accepted()
 
 
-def test_a_generation_takes_effect_only_with_a_majority_of_the_last_one() -> None:
+def test_a_generation_is_chosen_only_with_a_majority_of_the_last_one() -> None:
     made = ballot(2, plan(1, "a", spares="bc"))
     for one in "abc":
         made.take_promise(promise(2, one))
@@ -370,13 +379,13 @@ def test_a_generation_takes_effect_only_with_a_majority_of_the_last_one() -> Non
     assert made.is_accepted()
 
 
-def test_after_it_is_announced_those_decide_whom_the_plan_names() -> None:
+def test_after_the_announcement_the_voters_of_the_plan_decide() -> None:
     made = ballot(2, plan(1, "abc"))
     made.announce(plan(2, "a", decided_by=[VoterSet(1, [("d", 1)])]))
-    assert made.needs == {(1, 0): who("d")}
+    assert made.needs == {(1, 0): voters_of("d")}
 
 
-# --- agents that were started again (rules 3 and 5) -------------------------------------------
+# --- restarted agents (rules 3 and 5) ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("knows", "may"), [(4, True), (5, True), (3, False), (-1, False)])
@@ -388,7 +397,7 @@ def test_a_successor_with_its_memory_counts_for_what_the_first_had_accepted(
     made.take_promise(promise(9, "a"))
     assert not made.is_promised()
     made.take_promise(promise(9, card("b", 2), knows=knows))
-    assert not made.is_promised(), "c is silent, and may have accepted something else"
+    assert not made.is_promised(), "c does not answer, and may have accepted something else"
     made.take_promise(promise(9, card("c", 2), knows=-1))
     assert made.is_promised() is may
 
@@ -403,7 +412,7 @@ def test_a_run_whose_agents_were_all_started_again_continues_from_their_memory()
 
 
 def test_a_node_that_has_no_memory_counts_for_nothing_of_the_first_generation() -> None:
-    made = Ballot(1, "a test", (-1, 0), {(-1, 0): who("ab")})
+    made = Ballot(1, "a test", (-1, 0), {(-1, 0): voters_of("ab")})
     made.take_promise(promise(1, card("a", 2), knows=-1))
     made.take_promise(promise(1, card("b", 2), knows=-1))
     assert not made.is_promised()
@@ -435,14 +444,14 @@ def test_half_of_the_voters_decide_only_with_the_successors_of_the_others(voters
     assert made.is_promised()
 
 
-# --- all of it, in any order ------------------------------------------------------------------
+# --- any order of events ----------------------------------------------------------------------
 
 IDS = "abcde"
 
 
 @dataclass
 class Voter:
-    """An agent with its vote and what it knows to have taken effect."""
+    """An agent with its vote and the newest plan that it knows was chosen."""
 
     vote: VoterState
     plan: GenerationPlan
@@ -504,7 +513,7 @@ class World:
             del self.ballots[proposer]
 
     def adopt_voters(self, leader: str, spares: set[str], received: set[str]) -> None:
-        """The lead wants these spares, and these nodes hear of it."""
+        """The leader requests these spares, and these nodes receive the request."""
         before = self.voters[leader].plan
         if before.leader != leader or leader in self.ballots:
             return
@@ -528,7 +537,7 @@ class World:
             self.voters[leader].plan = wanted
 
     def learn(self, node_id: str) -> None:
-        """It hears from the lead that what it has accepted is in effect."""
+        """The leader reports that the plan that it has accepted is chosen."""
         voter = self.voters[node_id]
         accepted = voter.vote.accepted
         if accepted is not None and accepted in [one for one, _ in self.is_chosen]:
@@ -549,7 +558,7 @@ acts = st.one_of(
 
 
 def act(world: World, what: tuple[object, ...]) -> None:
-    """Do one thing, or a ballot as far as it goes with these voters."""
+    """Do one thing, or a ballot as far as these voters agree."""
     match what:
         case ("round", str(proposer), set(asked), set(members), set(received)):
             world.begin(proposer)
@@ -566,7 +575,7 @@ def act(world: World, what: tuple[object, ...]) -> None:
 
 @effort(max_examples=150, deadline=None)
 @given(st.lists(acts, max_size=30))
-def test_what_takes_effect_was_known_to_whatever_takes_effect_next(
+def test_each_chosen_plan_is_known_to_the_next_chosen_one(
     found: list[tuple[object, ...]],
 ) -> None:
     first = plan(0, "abc", spares="d")
@@ -637,8 +646,8 @@ def test_witness_without_a_vote_decides_nothing() -> None:
 def test_what_the_witness_remembers_may_have_taken_effect() -> None:
     ballot = witnessed(plan(4, "ab", witness=7), generation=6)
     ballot.take_promise(promise(6, "b"))
-    ballot.take_witness(7, plan(5, "a", decided_by=[VoterSet(4, sorted(who("ab")))]))
-    assert not ballot.is_promised(), "a may go on alone in generation 5"
+    ballot.take_witness(7, plan(5, "a", decided_by=[VoterSet(4, sorted(voters_of("ab")))]))
+    assert not ballot.is_promised(), "a may continue alone in generation 5"
     newest = ballot.newest_plan()
     assert newest is not None
     assert newest.generation == 5
@@ -648,7 +657,9 @@ def test_what_the_witness_remembers_may_have_taken_effect() -> None:
 
 def test_what_came_before_the_generation_that_is_known_decides_no_more() -> None:
     ballot = witnessed(plan(4, "ab", witness=7))
-    ballot.take_witness(7, plan(4, "ab", witness=7, decided_by=[VoterSet(3, sorted(who("cd")))]))
+    ballot.take_witness(
+        7, plan(4, "ab", witness=7, decided_by=[VoterSet(3, sorted(voters_of("cd")))])
+    )
     assert ballot.needs == {(4, 0): electorate_of(plan(4, "ab", witness=7))}
 
 

@@ -1,4 +1,4 @@
-"""Succession: every agent knows the same order of those who lead next."""
+"""Succession: every agent knows the same order of the next leaders."""
 
 import pytest
 from hypothesis import given

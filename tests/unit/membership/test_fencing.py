@@ -1,6 +1,6 @@
-"""Waiting: ranks stand still before the run may go on without them.
+"""Self-fencing: ranks are suspended before the run may continue without them.
 
-The lease of ranks ends before other ranks take their place; no node beside: there is none.
+The lease of ranks ends before other ranks take their place. A single node has no lease.
 """
 
 import pytest
@@ -80,7 +80,7 @@ def test_another_leader_restarts() -> None:
     made.follow(now_s=200.0)
     assert made.reason(now_s=200.0) == ""
     assert made.received_s == 200.0
-    # Numbers are not used again: an answer to the old question is none to the next.
+    # Numbers are not reused: an answer to the old request is no answer to the next one.
     assert made.ask() == 2
 
 
@@ -96,7 +96,7 @@ def started(cluster_size: ClusterSize) -> Agents:
 
 
 def successors_start_s(made: Agents, lost: str) -> float:
-    """When the next generation takes effect on the other nodes."""
+    """Time at which the next generation is chosen on the other nodes."""
     give_up_s = made.now_s + 60.0
     while not any(
         generation > 0 for node_id, generation in made.running().items() if node_id != lost

@@ -1,6 +1,6 @@
-"""Gathering: a first generation begins with all, or with enough once nobody comes any more.
+"""Gathering: a first generation begins with all nodes, or with enough once no more nodes join.
 
-Patience: a wait that says what it waits for, and ends with what to check.
+Waiting: the wait reports what it waits for, and ends with what to check.
 """
 
 import msgspec
@@ -23,11 +23,11 @@ def gatherer() -> InitialQuorum:
 
 
 def join(
-    made: InitialQuorum, who: NodeCard, *, now_s: float = 100.0, knows: int = -1
+    made: InitialQuorum, joining: NodeCard, *, now_s: float = 100.0, knows: int = -1
 ) -> JoinPending | JoinRejected:
-    (found,) = made.join(who.node_id, Join(who, "2:3+1", knows), now_s=now_s)
+    (found,) = made.join(joining.node_id, Join(joining, "2:3+1", knows), now_s=now_s)
     assert isinstance(found, Send)
-    assert found.node_id == who.node_id
+    assert found.node_id == joining.node_id
     assert isinstance(found.message, JoinPending | JoinRejected)
     return found.message
 
@@ -36,7 +36,7 @@ def test_with_all_that_were_requested_it_begins_once_a_leader_would_have_come() 
     made = gatherer()
     for one in "dc":
         join(made, card(one), now_s=110.0)
-        assert not made.is_complete(now_s=110.0), "nobody has settled"
+        assert not made.is_complete(now_s=110.0), "no node has settled"
     assert join(made, card("b"), now_s=110.0) == JoinPending(["a", "b", "c", "d"], 4)
     assert made.is_complete(now_s=110.0)
 
@@ -56,7 +56,7 @@ def test_with_enough_it_begins_once_no_node_has_come_for_a_while() -> None:
     assert made.is_complete(now_s=115.0)
     join(made, card("c"), now_s=115.0)
     assert not made.is_complete(now_s=119.9)
-    # That one who is here says so again is nobody new.
+    # A second join of a present node is no new node.
     join(made, card("c"), now_s=119.9)
     assert made.is_complete(now_s=120.0)
 
@@ -102,8 +102,8 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_first() -> None:
     join(made, card("b"))
     assert isinstance(join(made, card("b", 2), now_s=110.0), JoinPending)
     assert made.cards["b"] == card("b", 2)
-    assert not made.is_complete(now_s=114.9), "it has just come"
-    # The same process by another way is the same process.
+    assert not made.is_complete(now_s=114.9), "it has just joined"
+    # The same process over another path is the same process.
     moved = msgspec.structs.replace(card("b", 2), host="x.local")
     assert isinstance(join(made, moved), JoinPending)
 
@@ -154,21 +154,21 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
     gathers: bool, code: ExitCode, advice: str
 ) -> None:
     made = JoinTimeout(TIMEOUT_SETTINGS, now_s=0.0)
-    before = made.wait(99.9, "nobody", gathers=gathers, now_s=99.9)
+    before = made.wait(99.9, "no node", gathers=gathers, now_s=99.9)
     assert not any(isinstance(one, EndRun) for one in before)
-    (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
+    (end,) = made.wait(100.0, "no node", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert end.exit_code == code
-    assert "within 100 s: nobody" in end.reason
+    assert "within 100 s: no node" in end.reason
     assert advice in end.reason
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> None:
+def test_with_a_witness_the_report_says_to_check_it(gathers: bool) -> None:
     made = JoinTimeout(settings(join_timeout_s=100.0, etcd=["etcd:2379"]), now_s=0.0)
-    (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
+    (end,) = made.wait(100.0, "no node", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (
-        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd"
+        "within 100 s: no node. Check that ftrun runs on the others, with the same etcd"
         in end.reason
     )

@@ -1,4 +1,4 @@
-"""A member: it finds the run, follows its lead, and leads where it is the next in order."""
+"""A member: it finds the run, follows its leader, and leads if it is the next in order."""
 
 import pytest
 from made_settings import changed
@@ -76,7 +76,7 @@ def test_a_first_generation_begins_with_all_nodes() -> None:
     ]
     assert made["a"].member.reach == "a is present, and 2 nodes are needed"
     made.passes(1.75)
-    assert made.running() == {}, "a lead may come that looks for a"
+    assert made.running() == {}, "a leader may connect that looks for a"
     assert made["b"].member.reach == "3 of 3 nodes are present"
     made.passes(1.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
@@ -110,19 +110,19 @@ def test_a_joining_node_at_any_agent_gets_the_leader() -> None:
     made.start("d", endpoint_host="b.local")
     made.cut("d", "a")
     made.passes(1.0)
-    assert Connect("a.local", 29400, "a") in made["d"].sent, "b has told it"
+    assert Connect("a.local", 29400, "a") in made["d"].sent, "b has reported it"
     assert made.role("d") is MemberRole.JOINING
     made.heal()
     made.passes(3.0)
     assert (made.role("d"), made.leader()) == (MemberRole.FOLLOWING, "a")
-    assert made["d"].runs == -1, "it takes part from the next generation on"
+    assert made["d"].runs == -1, "it is a member from the next generation on"
 
 
 TWO_ENDPOINTS = changed(SETTINGS, more_endpoints=[("b.local", 29400)])
 
 
 def test_a_run_with_several_endpoints_begins_at_the_first() -> None:
-    """Also for a node that is linked with the node of another one before."""
+    """Also for a node that is linked to a node that was connected to another one earlier."""
     made = Agents("bc", TWO_ENDPOINTS)
     made.passes(3.0)
     assert made.running() == {}
@@ -217,7 +217,7 @@ def test_what_is_not_urgent_goes_with_the_next_heartbeat() -> None:
 # --- the leader is lost -------------------------------------------------------------------------
 
 
-def test_the_next_in_order_takes_over_at_once_where_the_leader_is_dead() -> None:
+def test_the_next_in_order_takes_over_at_once_if_the_leader_is_dead() -> None:
     made = started()
     made.kill("a")
     made.passes(1.0)
@@ -226,7 +226,7 @@ def test_the_next_in_order_takes_over_at_once_where_the_leader_is_dead() -> None
     assert notes(made, "b", "leader_lost") == ["the leader is lost: a refuses the connection"]
 
 
-def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_unresponsive() -> None:
+def test_the_next_in_order_takes_over_after_the_deadline_if_the_leader_is_unresponsive() -> None:
     made = started()
     made["a"].is_frozen = True
     made.passes(2.0)
@@ -236,7 +236,7 @@ def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_unresponsiv
     assert notes(made, "b", "leader_lost")
 
 
-def test_where_the_next_one_is_gone_too_the_one_after_it_takes_over() -> None:
+def test_if_the_next_one_is_lost_too_the_one_after_it_takes_over() -> None:
     made = started("abcde", cluster_size=ClusterSize(2, 5, 0))
     made.kill("a", "b")
     made.passes(2.0)
@@ -244,8 +244,8 @@ def test_where_the_next_one_is_gone_too_the_one_after_it_takes_over() -> None:
     assert made.running() == {"c": 1, "d": 1, "e": 1}
 
 
-def test_a_node_that_has_no_vote_looks_for_the_run_where_no_voter_is_left() -> None:
-    """It then knows of a run of which a blank agent at the endpoint does not: it leads."""
+def test_a_node_without_a_vote_looks_for_the_run_if_no_voter_is_left() -> None:
+    """It then knows of a run that a blank agent at the endpoint does not know: it leads."""
     made = started()
     made.start("d")
     made.passes(2.0)
@@ -278,7 +278,7 @@ def test_an_agent_at_the_endpoint_that_is_cut_off_does_not_dial_itself() -> None
     assert (made.role("a"), made.leader()) == (MemberRole.FOLLOWING, "b")
 
 
-def test_a_leader_that_was_started_again_is_not_the_leader_any_more() -> None:
+def test_a_restarted_leader_is_no_longer_the_leader() -> None:
     made = started()
     made.start_again("a")
     made.passes(10.0)
@@ -296,7 +296,7 @@ def test_ranks_wait_before_the_leader_may_have_been_replaced() -> None:
         "no heartbeat from the leader"
     ]
     assert made["c"].member.is_suspended
-    assert made.running() == {"a": 0, "b": 0, "c": 0}, "nobody has replaced it yet"
+    assert made.running() == {"a": 0, "b": 0, "c": 0}, "no node has replaced it yet"
 
 
 def test_a_short_gap_is_over_without_a_new_generation() -> None:
@@ -342,7 +342,7 @@ def test_a_node_that_is_cut_off_alone_ends_no_healthy_generation() -> None:
     assert made.leader() == "a"
 
 
-# --- standing still ---------------------------------------------------------------------------
+# --- a paused process -------------------------------------------------------------------------
 
 
 def test_an_agent_that_was_paused_checks_its_lease() -> None:
@@ -372,7 +372,7 @@ def test_an_agent_that_was_paused_too_long_finds_the_run_continued() -> None:
     assert made.leader() == "a"
 
 
-# --- agents that were started again -----------------------------------------------------------
+# --- restarted agents -------------------------------------------------------------------------
 
 
 def test_an_agent_that_was_started_again_finds_its_run() -> None:
@@ -395,7 +395,7 @@ def test_a_run_whose_agents_were_all_started_again_continues() -> None:
 
 
 def test_a_blank_agent_at_the_endpoint_begins_no_second_run() -> None:
-    """Rule 1: it waits for the lead, which looks for it."""
+    """Rule 1: it waits for the leader, which looks for it."""
     made = started()
     made.kill("a")
     made.passes(5.0)
@@ -470,7 +470,7 @@ def test_a_member_whose_spares_all_refuse_it_holds_its_ranks_before_they_continu
 
 
 def apart() -> Agents:
-    """A node that was cut off pauses; the others have ended meanwhile."""
+    """A node that was cut off pauses; the others have ended in the meantime."""
     made = started("abc", pause_timeout_s=900.0)
     made.cut("c")
     made.passes(8.0)
@@ -495,7 +495,7 @@ def test_a_node_whose_run_continues_does_not_end_by_an_older_result() -> None:
         assert made[one].reported(EndRun) == []
 
 
-def test_a_node_that_was_cut_off_from_several_ends_when_all_of_them_are_gone() -> None:
+def test_a_node_that_was_cut_off_from_several_ends_when_all_of_them_have_ended() -> None:
     made = apart()
     made.passes(GONE_S + 10.0)
     assert [end.exit_code for end in made["c"].reported(EndRun)] == [ExitCode.TRY_AGAIN]
@@ -508,7 +508,7 @@ def test_of_two_nodes_the_one_that_is_left_continues_waiting() -> None:
     assert made["b"].reported(EndRun) == []
 
 
-# --- two who lead -----------------------------------------------------------------------------
+# --- two leaders ------------------------------------------------------------------------------
 
 
 def test_a_node_that_receives_from_its_leader_reports_it_to_a_proposer_and_follows_no_other() -> (
@@ -525,7 +525,7 @@ def test_a_node_that_receives_from_its_leader_reports_it_to_a_proposer_and_follo
         "that is c itself"
     )
     assert made.answers("c", MessageReceived("b", LeaderInfo(a, 0, True))) == [], (
-        "it follows a already"
+        "it already follows a"
     )
     assert made["c"].member.leader_card == a
 
@@ -570,7 +570,7 @@ def test_a_proposer_whose_voter_receives_from_a_leader_steps_down() -> None:
     assert made["c"].member.leader_card == made["a"].card
 
 
-def test_an_agent_that_leads_again_continues_the_numbers_of_its_heartbeats() -> None:
+def test_an_agent_that_leads_again_continues_its_heartbeat_numbers() -> None:
     made = started()
     made.passes(5.0)
     received = made["c"].member.follower.received
@@ -624,11 +624,11 @@ def test_a_stale_leader_does_not_take_back_a_node_that_has_promised_another() ->
     assert made["c"].member.leader_card == made["b"].card
     made.passes(2.25)
     made.happens("c", MessageReceived("a", JoinAccepted(first)))
-    assert made["c"].member.leader_card == made["a"].card, "the proposer is silent by now"
+    assert made["c"].member.leader_card == made["a"].card, "the proposer no longer sends heartbeats"
 
 
 def minority_that_gives_up() -> Agents:
-    """Nodes a and b were cut off from the others for too long; b has not heard the end yet."""
+    """Nodes a and b were cut off from the others for too long; b has not yet received the end."""
     made = started("abcde", cluster_size=ClusterSize(2, 5, 0), pause_timeout_s=20.0)
     for one in "ab":
         made.cut(one, "c", "d", "e")

@@ -1,4 +1,4 @@
-"""Agents with two rails: they are surveyed before the run begins, and a rail that dies is left."""
+"""Agents with two rails: the rails are surveyed before the run begins, and a dead one is left."""
 
 import msgspec
 import pytest
@@ -18,11 +18,11 @@ from tests.unit.recovery.made import card, settings
 
 
 class Railed(Agents):
-    """Nodes with two rails; a road that is tried is answered at once, or never."""
+    """Nodes with two rails; a probe of a path is answered at once, or never."""
 
     def __init__(self, node_ids: str, mode: str) -> None:
         self.unresponsive: set[str] = set()
-        """Nodes that try no road."""
+        """Nodes that probe no path."""
         self.dead: set[tuple[str, str]] = set()
         self.tried: list[tuple[str, str, str]] = []
         count = len(node_ids)
@@ -60,7 +60,7 @@ class Railed(Agents):
             self._queue.append((command.asks, answer))
 
     def plan(self) -> GenerationPlan:
-        """Of the newest generation that runs."""
+        """Of the newest running generation."""
         return self["a"].reported(StartRanks)[-1].plan
 
     def works(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A follower: whom it promises what, what it accepts, and whose orders it obeys."""
+"""A voter: its promises, the plans it accepts, and the leader it obeys."""
 
 import msgspec
 import pytest
@@ -61,7 +61,7 @@ def quiesced(made: Voter, generation: int) -> list[Command]:
 
 
 def promised(made: Voter, generation: int, proposer: str = "a") -> Promise:
-    """Go through to the promise."""
+    """Handles events up to the promise."""
     assert asked(made, generation, proposer) == [Quiesce(generation, "c was lost")]
     (found,) = quiesced(made, generation)
     assert isinstance(found, Send)
@@ -71,7 +71,7 @@ def promised(made: Voter, generation: int, proposer: str = "a") -> Promise:
 
 
 def follower(of: GenerationPlan | None = RUNS) -> Voter:
-    """One that runs ranks of a generation which has taken effect."""
+    """A voter with ranks of a generation that was chosen."""
     made = Voter(ME, None, is_chosen=False)
     if of is None:
         return made
@@ -88,14 +88,14 @@ def heartbeat(number: int, **changes: object) -> LeaderHeartbeat:
     return msgspec.structs.replace(LeaderHeartbeat(generation=4, number=number), **changes)
 
 
-# --- rule 1: a promise comes after the death of the workers -----------------------------------
+# --- rule 1: the promise follows the death of the workers -------------------------------------
 
 
 def test_a_promise_is_given_once_this_nodes_workers_are_dead() -> None:
     made = follower()
     assert asked(made, 5) == [Quiesce(5, "c was lost")]
     assert made.is_in_ballot
-    assert asked(made, 5) == [], "they die already"
+    assert asked(made, 5) == [], "they are being killed"
     assert quiesced(made, 4) == [], "that was for another one"
     answer = Promise(
         generation=5,
@@ -109,7 +109,7 @@ def test_a_promise_is_given_once_this_nodes_workers_are_dead() -> None:
         smp_port=2000,
     )
     assert quiesced(made, 5) == [Send("a", answer)]
-    # The proposer has not heard it.
+    # The proposer has not received it.
     assert asked(made, 5) == [Send("a", answer)]
 
 
@@ -147,7 +147,7 @@ def test_no_number_is_promised_that_has_taken_effect() -> None:
     assert refusal(asked(made, 6)) == PrepareRejected(6, 7, None, 7)
 
 
-# --- rule 2: whoever hears its lead promises nobody else --------------------------------------
+# --- rule 2: no other promise while heartbeats of the leader arrive ---------------------------
 
 
 def test_a_node_that_receives_from_its_leader_is_reported_and_continues() -> None:
@@ -156,7 +156,7 @@ def test_a_node_that_receives_from_its_leader_is_reported_and_continues() -> Non
     assert not made.is_in_ballot
 
 
-# --- what a promise tells (rule 4) ------------------------------------------------------------
+# --- the content of a promise (rule 4) --------------------------------------------------------
 
 
 def test_a_plan_as_old_as_the_proposer_knows_is_not_sent() -> None:
@@ -188,7 +188,7 @@ def test_what_was_only_reported_proves_nothing_of_what_was_accepted() -> None:
 @pytest.mark.parametrize("is_chosen", [False, True])
 def test_an_agent_that_was_started_again_has_its_predecessors_memory(is_chosen: bool) -> None:
     made = Voter(card("b", 2), RUNS, is_chosen=is_chosen)
-    assert not made.is_member, "its ranks died with the first"
+    assert not made.is_member, "its ranks ended for the first one"
     assert made.newest_plan == RUNS
     # It does not know what the first one promised of that number, or of those below.
     assert refusal(asked(made, 4)).promised == 4
@@ -225,7 +225,7 @@ def test_a_plan_is_accepted_once_this_node_is_ready_for_it() -> None:
     answer = Send("a", Accepted(5, (4, 8), "disk full"))
     assert made.adopted(GenerationInstalled(4, None)) == []
     assert made.adopted(GenerationInstalled(5, (4, 8), "disk full")) == [answer]
-    assert made.announce("a", wanted, ("a", 1)) == [answer], "it was not heard"
+    assert made.announce("a", wanted, ("a", 1)) == [answer], "it was not received"
 
 
 def test_a_plan_that_was_not_promised_is_not_accepted() -> None:
@@ -243,7 +243,7 @@ def test_what_is_over_is_not_accepted() -> None:
     assert made.announce("a", Accept(plan(5, "ab")), ("a", 1)) == []
 
 
-# --- effect -----------------------------------------------------------------------------------
+# --- chosen plans -----------------------------------------------------------------------------
 
 
 def test_a_generation_runs_once_its_leader_reports_that_it_has_taken_effect() -> None:
@@ -268,7 +268,7 @@ def test_a_spare_runs_nothing() -> None:
     made.adopted(GenerationInstalled(4, None))
     assert made.apply_heartbeat("a", heartbeat(1)) == []
     assert (made.generation, made.is_member) == (4, False)
-    # Nor does it obey what is for members.
+    # It also ignores orders for members.
     assert made.apply_heartbeat("a", heartbeat(2, committed=(4, 8), killed=True)) == []
     assert made.committed == (4, 8)
 
@@ -308,7 +308,7 @@ def test_another_process_of_a_member_is_no_member() -> None:
     assert not made.is_member
 
 
-# --- a roster ---------------------------------------------------------------------------------
+# --- new voters -------------------------------------------------------------------------------
 
 
 def with_spares(spares: str, voter_revision: int, **changes: object) -> GenerationPlan:
@@ -322,8 +322,8 @@ def test_a_voter_revision_is_accepted_once_it_is_kept() -> None:
     answer = Send("a", Accepted(4, None, voter_revision=1))
     assert made.plan_persisted(PlanPersisted((4, 0))) == []
     assert made.plan_persisted(PlanPersisted((4, 1))) == [answer]
-    assert made.adopt_voters("a", wanted, ("a", 1)) == [answer], "it was not heard"
-    assert made.configuration_id == (4, 0), "it is not in effect"
+    assert made.adopt_voters("a", wanted, ("a", 1)) == [answer], "it was not received"
+    assert made.configuration_id == (4, 0), "it is not chosen"
     assert not made.is_in_ballot
 
 
@@ -341,7 +341,7 @@ def test_that_the_first_plan_is_kept_is_no_voter_revision() -> None:
         plan(4, "abd", "c", voter_revision=1),
         plan(4, "abc", "d", voter_revision=1, leader="c"),
     ],
-    ids=["no newer", "of another generation", "with other members", "of another lead"],
+    ids=["no newer", "of another generation", "with other members", "of another leader"],
 )
 def test_a_voter_revision_of_something_else_is_not_accepted(wanted: GenerationPlan) -> None:
     made = follower()
@@ -350,14 +350,14 @@ def test_a_voter_revision_of_something_else_is_not_accepted(wanted: GenerationPl
 
 
 def test_a_node_that_is_in_no_generation_or_in_a_ballot_accepts_no_voter_revision() -> None:
-    beside = Voter(ME, None, is_chosen=False)
-    assert beside.adopt_voters("a", with_spares("d", 1), ("a", 1)) == []
+    other_node = Voter(ME, None, is_chosen=False)
+    assert other_node.adopt_voters("a", with_spares("d", 1), ("a", 1)) == []
     made = follower()
     promised(made, 5, "c")
     assert made.adopt_voters("a", with_spares("d", 1), ("a", 1)) == []
 
 
-def test_a_voter_revision_takes_effect_without_a_message_to_the_ranks() -> None:
+def test_a_voter_revision_is_chosen_without_a_message_to_the_ranks() -> None:
     made = follower()
     wanted = with_spares("d", 1)
     made.adopt_voters("a", wanted, ("a", 1))
@@ -394,17 +394,17 @@ def test_a_voter_revision_that_was_accepted_is_reported_to_the_next_proposer() -
     ("reported", "is_known"),
     [((3, 9), True), ((4, 0), True), ((4, 1), True), ((4, 2), False), ((5, 0), False)],
 )
-def test_it_knows_of_what_is_in_effect_or_was_accepted(
-    reported: ConfigurationId, is_known: bool
-) -> None:
+def test_it_knows_chosen_and_accepted_plans(reported: ConfigurationId, is_known: bool) -> None:
     made = follower()
     made.adopt_voters("a", with_spares("d", 1), ("a", 1))
     assert (
         made.knows_of(LeaderHeartbeat(generation=reported[0], voter_revision=reported[1]))
         is is_known
     )
-    beside = Voter(ME, None, is_chosen=False)
-    assert not beside.knows_of(LeaderHeartbeat(generation=reported[0], voter_revision=reported[1]))
+    other_node = Voter(ME, None, is_chosen=False)
+    assert not other_node.knows_of(
+        LeaderHeartbeat(generation=reported[0], voter_revision=reported[1])
+    )
 
 
 # --- rule 3: orders ---------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_an_interval_is_new_where_only_its_beginning_is() -> None:
     assert made.apply_heartbeat("a", heartbeat(3, every=5, every_from_step=90)) == [
         SetSnapshotInterval(5, 90)
     ]
-    assert made.apply_heartbeat("a", heartbeat(4)) == [], "no interval is no order"
+    assert made.apply_heartbeat("a", heartbeat(4)) == [], "a missing interval is no order"
 
 
 def test_each_signal_and_each_later_abandoned_step_is_passed_on() -> None:
@@ -536,12 +536,12 @@ def test_the_last_commit_comes_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("committed", [None, (4, 9)])
-def test_a_node_that_runs_nothing_has_nothing_to_commit_at_the_end(
+def test_a_node_without_ranks_has_nothing_to_commit_at_the_end(
     committed: tuple[int, int] | None,
 ) -> None:
-    beside = Voter(ME, None, is_chosen=False)
-    beside.take_current(plan(4, "ac"))
-    assert beside.apply_heartbeat("a", heartbeat(1, ended=True, committed=committed)) == [
+    other_node = Voter(ME, None, is_chosen=False)
+    other_node.take_current(plan(4, "ac"))
+    assert other_node.apply_heartbeat("a", heartbeat(1, ended=True, committed=committed)) == [
         EndRun(0, "")
     ]
     member = follower()
@@ -549,11 +549,11 @@ def test_a_node_that_runs_nothing_has_nothing_to_commit_at_the_end(
     assert len(found) == (1 if committed is None else 2)
 
 
-# --- rule 4 and rosters ------------------------------------------------------------------------
+# --- rule 4 and voter revisions ---------------------------------------------------------------
 
 
 def test_what_was_accepted_later_stays_kept_when_an_older_voter_revision_is_reported() -> None:
-    """Its successor on this node proves by it what was accepted here."""
+    """Its successor on this node uses it to prove what was accepted here."""
     made = Voter(ME, RUNS, is_chosen=True)
     newer = msgspec.structs.replace(RUNS, voter_revision=2)
     assert made.adopt_voters("a", newer, ("a", 1)) == [PersistPlan(newer, is_chosen=False)]

@@ -1,6 +1,6 @@
-"""The witness as an agent sees it: what it has confirmed counts from when it was asked.
+"""The agent's view of the witness: a confirmation counts from the time of the request.
 
-Witness rules: each number is one proposer's, and who leads by a lease is not deserted.
+Witness rules: each number belongs to one proposer, and a leader with a valid lease keeps it.
 """
 
 from collections import Counter
@@ -33,9 +33,9 @@ def says(
     return made.answered(answered, now_s=now_s)
 
 
-def is_away(made: WitnessView, *, asked_s: float, now_s: float) -> list[Command]:
+def answer_unreachable(made: WitnessView, *, asked_s: float, now_s: float) -> list[Command]:
     answered = WitnessAnswered(
-        QueryWitness(WitnessOperation.RENEW, asked_s), is_reached=False, reason="etcd is away"
+        QueryWitness(WitnessOperation.RENEW, asked_s), is_reached=False, reason="etcd is down"
     )
     return made.answered(answered, now_s=now_s)
 
@@ -82,12 +82,12 @@ def test_going_and_coming_are_reported_once_and_timed() -> None:
     assert says(made, asked_s=1.0, now_s=1.1) == []
     assert made.has_been_there(5.0, now_s=6.1)
     assert not made.has_been_there(5.1, now_s=6.1)
-    (lost,) = is_away(made, asked_s=10.0, now_s=11.0)
+    (lost,) = answer_unreachable(made, asked_s=10.0, now_s=11.0)
     assert isinstance(lost, JournalEntry)
     assert (lost.record.kind, lost.announce) == ("witness_unreachable", True)
-    assert lost.record.text.startswith("etcd is away; training continues")
-    assert is_away(made, asked_s=12.0, now_s=13.0) == []
-    assert (made.is_reached, made.reason) == (False, "etcd is away")
+    assert lost.record.text.startswith("etcd is down; training continues")
+    assert answer_unreachable(made, asked_s=12.0, now_s=13.0) == []
+    assert (made.is_reached, made.reason) == (False, "etcd is down")
     assert made.has_been_away(2.0, now_s=13.0)
     assert not made.has_been_away(2.1, now_s=13.0)
     assert not made.has_been_there(0.0, now_s=13.0)
@@ -97,14 +97,14 @@ def test_going_and_coming_are_reported_once_and_timed() -> None:
     assert not made.has_been_away(0.0, now_s=14.5)
 
 
-def test_one_that_is_away_from_the_start_is_reported() -> None:
-    assert is_away(WitnessView(is_used=True), asked_s=1.0, now_s=2.0) != []
+def test_a_witness_that_is_unreachable_from_the_start_is_reported() -> None:
+    assert answer_unreachable(WitnessView(is_used=True), asked_s=1.0, now_s=2.0) != []
 
 
 def test_older_answer_than_the_newest_reports_nothing_of_now() -> None:
     made = WitnessView(is_used=True)
     says(made, asked_s=5.0, now_s=5.1)
-    assert is_away(made, asked_s=4.0, now_s=5.5) == []
+    assert answer_unreachable(made, asked_s=4.0, now_s=5.5) == []
     assert made.is_reached
 
 
@@ -160,7 +160,7 @@ def test_no_other_gets_anything_while_a_lease_lives(operation: WitnessOperation)
     assert found == WitnessDecision(False, held(), A_OF_RULES)
 
 
-def test_lead_may_continue_until_a_later_number_is_anothers() -> None:
+def test_a_leader_may_continue_until_another_has_a_later_number() -> None:
     assert ask(A_OF_RULES, WitnessOperation.RENEW, 4) == WitnessDecision(True, None, A_OF_RULES)
     assert ask(A_OF_RULES, WitnessOperation.RENEW, 4, register=held(4, B)).granted
     assert ask(A_OF_RULES, WitnessOperation.RENEW, 4, register=held(5, A_OF_RULES)).granted
@@ -234,7 +234,7 @@ def test_plan_is_accepted_by_the_promise_it_was_given_whichever_node_has_the_lea
     assert not ask(A_OF_RULES, WitnessOperation.ACCEPT, 4, register=held()).granted
 
 
-def test_what_is_in_effect_is_remembered_unless_a_later_number_is_anothers() -> None:
+def test_a_chosen_plan_is_kept_unless_another_has_a_later_number() -> None:
     assert ask(A_OF_RULES, WitnessOperation.RECORD, 4, plan=REPORTED).register == WitnessRegister(
         99, 4, A_OF_RULES.identity, REPORTED
     )

@@ -1,4 +1,4 @@
-"""Runs with an outside witness: nodes meet there, and it breaks ties while it is reached."""
+"""Runs with an outside witness: nodes find each other there, and it breaks ties if reachable."""
 
 import pytest
 
@@ -27,7 +27,7 @@ CLUSTER_SIZE = {
 
 
 def meet(node_ids: str = "ab", **changes: object) -> Agents:
-    """These are there, and look for one another at the witness."""
+    """These nodes are started, and look for each other at the witness."""
     return Agents(node_ids, settings(**{**CLUSTER_SIZE, **changes}))
 
 
@@ -60,7 +60,7 @@ def test_first_to_claim_gathers_and_the_others_come_to_it() -> None:
     assert notes(made, "a", "two_voters_warning") == []
 
 
-def test_another_one_gathers_where_the_first_is_gone() -> None:
+def test_another_one_gathers_if_the_first_is_lost() -> None:
     made = meet("abc", cluster_size=ClusterSize(2, 2, 0))
     made.cut("a")
     made.passes(0.5)
@@ -73,16 +73,16 @@ def test_another_one_gathers_where_the_first_is_gone() -> None:
 def test_a_node_that_finds_that_another_gathers_goes_to_it() -> None:
     made = meet(cluster_size=ClusterSize(2, 2, 0))
     made.cut("a")
-    made.outside.away.add("a")
+    made.outside.unreachable.add("a")
     made.passes(0.5)
     assert made.role("a") is MemberRole.JOINING
     assert made["a"].member.reach == "etcd is out of reach"
     assert made.role("b") is MemberRole.GATHERING
-    made.outside.away = {"b"}
+    made.outside.unreachable = {"b"}
     made.passes(4.0)
     assert (made.role("a"), made.role("b")) == (MemberRole.GATHERING, MemberRole.GATHERING)
     made.heal()
-    made.outside.away.clear()
+    made.outside.unreachable.clear()
     made.passes(4.0)
     assert made.running() == {"a": 0, "b": 0}
 
@@ -90,11 +90,11 @@ def test_a_node_that_finds_that_another_gathers_goes_to_it() -> None:
 def test_no_run_begins_without_its_promise() -> None:
     made = meet()
     made.passes(1.0)
-    made.outside.away = {"a", "b"}
+    made.outside.unreachable = {"a", "b"}
     made.passes(5.0)
     assert made.running() == {}
     assert "no run starts without it" in notes(made, "a", "run_paused")[-1]
-    made.outside.away.clear()
+    made.outside.unreachable.clear()
     made.passes(3.0)
     assert made.running() == {"a": 0, "b": 0}
 
@@ -125,7 +125,7 @@ def test_agent_that_was_started_again_gets_the_leader() -> None:
 def test_agent_that_was_started_again_where_no_node_leads_continues_looking() -> None:
     made = started("abc", cluster_size=ClusterSize(2, 2, 1))
     made.cut("c")
-    made.outside.away = {"a", "b"}
+    made.outside.unreachable = {"a", "b"}
     made.outside.ends_s = 0.0
     made.start_again("c")
     made.passes(1.0)
@@ -137,8 +137,8 @@ def test_agent_that_was_started_again_where_no_node_leads_continues_looking() ->
 
 
 @pytest.mark.parametrize("away_s", [0.5, 20.0])
-def test_a_node_that_waits_for_a_node_is_found_by_it_when_it_is_back(away_s: float) -> None:
-    """It comes back as somebody who knows nothing, and its place at the witness may be free."""
+def test_a_returned_node_finds_the_node_that_waits_for_it(away_s: float) -> None:
+    """It returns without memory, and its address at the witness may have expired."""
     made = started(cluster_size=ClusterSize(2, 2, 0))
     made.cut("a")
     made.kill("a")
@@ -183,13 +183,13 @@ def test_survivor_of_two_continues_when_the_other_is_unresponsive(lost: str) -> 
     made = started()
     left = "b" if lost == "a" else "a"
     made.cut(lost)
-    made.outside.away.add(lost)
+    made.outside.unreachable.add(lost)
     made.passes(8.0)
-    assert made[lost].reported(SuspendRanks), "it waits before it may have been replaced"
+    assert made[lost].reported(SuspendRanks), "it suspends before it may have been replaced"
     assert made[left].runs == 1
     assert [one.node_id for one in made.plan(left).members] == [left]
     made.heal()
-    made.outside.away.clear()
+    made.outside.unreachable.clear()
     made.passes(15.0)
     assert set(made.running()) == {"a", "b"}
     assert len(set(made.running().values())) == 1
@@ -206,9 +206,9 @@ def test_of_two_ranks_that_both_reach_it_the_leader_continues() -> None:
     assert set(made.running()) == {"a", "b"}
 
 
-def test_without_it_the_survivor_of_two_pauses_until_it_is_back() -> None:
+def test_without_it_the_survivor_of_two_pauses_until_it_returns() -> None:
     made = started()
-    made.outside.away = {"a", "b"}
+    made.outside.unreachable = {"a", "b"}
     made.kill("b")
     made.cuts.add(frozenset("ab"))
     made.start("b", 2)
@@ -225,7 +225,7 @@ def test_half_of_four_continues_with_it() -> None:
     assert made.plan("a").witness
     for one in "ac":
         made.cut(one)
-    made.outside.away = {"a", "c"}
+    made.outside.unreachable = {"a", "c"}
     made.passes(12.0)
     assert set(made.running()) == {"b", "d"}
 
@@ -233,23 +233,23 @@ def test_half_of_four_continues_with_it() -> None:
 def test_odd_number_of_nodes_decides_without_it() -> None:
     made = started("abc", cluster_size=ClusterSize(2, 2, 1))
     assert made.plan("a").witness == 0
-    made.outside.away = set("abc")
+    made.outside.unreachable = set("abc")
     made.cut("a")
     made.passes(8.0)
     assert set(made.running()) == {"b", "c"}
 
 
-# --- it goes and comes ------------------------------------------------------------------------
+# --- an unreachable witness returns -----------------------------------------------------------
 
 
-def test_its_vote_is_taken_out_while_it_is_away_and_given_back() -> None:
+def test_its_vote_is_removed_while_it_is_unreachable_and_restored() -> None:
     made = started()
-    made.outside.away = {"a", "b"}
+    made.outside.unreachable = {"a", "b"}
     made.passes(8.0)
     assert made.running() == {"a": 0, "b": 0}
     assert made.plan("b").configuration_id == (0, 1)
     assert made.plan("b").witness == 0
-    made.outside.away.clear()
+    made.outside.unreachable.clear()
     made.passes(8.0)
     assert made.plan("b").configuration_id == (0, 2)
     assert made.plan("b").witness
@@ -282,12 +282,12 @@ def test_number_that_another_one_took_there_is_not_taken_again() -> None:
 
 def test_joining_node_that_has_the_claim_is_called_by_the_leader() -> None:
     made = started("ab", cluster_size=ClusterSize(1, 3, 0), last_call_timeout_s=2.0)
-    made.outside.away = {"a", "b"}
+    made.outside.unreachable = {"a", "b"}
     made.passes(4.0)
     made.start("c")
     made.passes(1.0)
     assert made.role("c") is MemberRole.GATHERING
-    made.outside.away.clear()
+    made.outside.unreachable.clear()
     made.passes(6.0)
     assert set(made.running()) == {"a", "b", "c"}
     assert plan(0, "a").witness == 0

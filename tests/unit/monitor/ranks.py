@@ -1,7 +1,7 @@
 """A small world of ranks that call collectives, for the tests of the detectors.
 
 Each rank runs the same program: per step it calls one collective in each of its groups, in order.
-`play` lets all ranks go on as far as they can, with a rank that stops, skips or never comes.
+`play` advances all ranks until none can continue. A rank may stop, skip a call or never come.
 """
 
 from dataclasses import dataclass, field
@@ -54,23 +54,25 @@ class Player:
 
 
 def play(world: World, steps: int, stops: dict[int, int]) -> dict[int, Player]:
-    """Let all go on until nobody can.
+    """Advances all ranks until none can continue.
 
     Args:
         world: its ranks and groups.
-        steps: how many there are.
-        stops: ranks that stop, after so many of their calls.
+        steps: number of steps.
+        stops: ranks that stop, with the number of calls before it.
     """
     players = {r: Player(r, world.own(r) * steps) for r in range(world.size)}
     moved = True
     while moved:
         moved = False
         for player in players.values():
-            moved |= _go_on(player, players, world, stops)
+            moved |= _advance(player, players, world, stops)
     return players
 
 
-def _go_on(player: Player, players: dict[int, Player], world: World, stops: dict[int, int]) -> bool:
+def _advance(
+    player: Player, players: dict[int, Player], world: World, stops: dict[int, int]
+) -> bool:
     if player.inside:
         number = player.entered[player.inside]
         members = [players[rank] for rank in world.groups[player.inside]]
@@ -90,7 +92,7 @@ def _go_on(player: Player, players: dict[int, Player], world: World, stops: dict
 def views_of(
     world: World, players: dict[int, Player], *, unresponsive_s: float = 12.0, still_s: float = 6.0
 ) -> dict[int, RankView]:
-    """What is seen of them."""
+    """The observations of the ranks."""
     return {
         rank: view(
             rank,

@@ -1,4 +1,4 @@
-"""Small recordings of real runs: what the ranks entered, what the kernel counted, which fault.
+"""Small recordings of real runs: collectives of the ranks, kernel counters, and the fault.
 
 `traces/NAME.json.gz` holds one run of a few ranks on a virtual cluster or on one machine, training
 a small model; a fault begins at second 0:
@@ -26,7 +26,7 @@ NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.jso
 
 @dataclass(frozen=True)
 class Recording:
-    """One of them."""
+    """One recording."""
 
     fault: str
     groups: dict[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Recording:
     def seconds_of_ranks(
         self, every_s: float = 0.5
     ) -> Iterator[tuple[float, list[RankObservation]]]:
-        """The looks of all ranks, in bundles of so many seconds."""
+        """The observations of all ranks, grouped by this number of seconds."""
         waiting: list[RankObservation] = []
         due_s = self.rank_samples[0].at_s + every_s
         for poll in self.rank_samples:
@@ -49,7 +49,7 @@ class Recording:
         yield due_s, waiting
 
     def seconds_of_links(self) -> Iterator[tuple[float, list[NodeTraffic]]]:
-        """The looks of all nodes, second by second."""
+        """The observations of all nodes, second by second."""
         waiting: dict[str, NodeTraffic] = {}
         for second, poll in self.link_samples:
             if poll.node in waiting:

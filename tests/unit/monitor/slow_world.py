@@ -1,11 +1,11 @@
-"""Ranks that compute and meet in collectives, in virtual time: what the eyes would read of them.
+"""Ranks that compute and meet in collectives, in virtual time, as the observer reads them.
 
     world = SlowWorld(4, program=ddp(buckets=4), seed=7, noise=0.05)
     world.slow[2] = 1.5
     for looks in world.run(steps=40): ...
 
-A program is what each rank does in a step, in order. All ranks have the same program; groups,
-speeds and chance differ.
+A program lists the operations of each rank in a step, in order. All ranks have the same program;
+groups, speeds and random values differ.
 """
 
 import random
@@ -19,14 +19,14 @@ Groups = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Compute:
-    """So many seconds, of each rank, times what makes it slow and what chance adds."""
+    """Computation of this many seconds on each rank, times its slowness and a random factor."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Meet:
-    """A collective of the group that the rank is in; with `waits` it goes on when all have come."""
+    """A collective of the rank's group; with `waits` it continues when all have entered."""
 
     groups: Groups
     waits: bool = True
@@ -35,7 +35,7 @@ class Meet:
 
 @dataclass(frozen=True)
 class Wait:
-    """For everything that has been begun without waiting."""
+    """Waits for all collectives that were started without waiting."""
 
 
 Program = Sequence[Compute | Meet | Wait]
@@ -46,7 +46,7 @@ def everyone(ranks: int) -> Groups:
 
 
 def ddp(ranks: int, *, buckets: int = 4, step_s: float = 0.1) -> list[Compute | Meet | Wait]:
-    """A forward, a backward whose buckets are sent beside it, an optimizer step."""
+    """A forward, a backward that sends its buckets at the same time, an optimizer step."""
     part_s = step_s * 0.6 / buckets
     program: list[Compute | Meet | Wait] = [Compute(step_s * 0.3)]
     for _ in range(buckets):
@@ -55,7 +55,7 @@ def ddp(ranks: int, *, buckets: int = 4, step_s: float = 0.1) -> list[Compute | 
 
 
 def grid(data: int, tensor: int) -> tuple[Groups, Groups]:
-    """Groups of a mesh, tensor parallel ranks side by side."""
+    """Groups of a mesh; tensor parallel ranks are adjacent."""
     rows = {f"t{row}": tuple(range(row * tensor, (row + 1) * tensor)) for row in range(data)}
     columns = {
         f"d{column}": tuple(range(column, data * tensor, tensor)) for column in range(tensor)
@@ -76,21 +76,21 @@ def tensor_parallel(
 
 @dataclass
 class SlowWorld:
-    """One run. `slow[rank]` may be changed between two looks."""
+    """One run. `slow[rank]` may be changed between two observations."""
 
     ranks: int
     program: Program
     seed: int
     noise: float = 0.05
-    """Standard deviation of each computation, as a part of it."""
+    """Standard deviation of each computation, as a share of it."""
     spike: float = 0.02
-    """Chance that a step of a rank takes twice as long, for no reason."""
+    """Probability that a step of a rank takes twice as long, without a cause."""
     ranks_per_node: int = 2
     sample_s: float = 0.5
     clock_error_s: float = 0.0
-    """Of the clocks of all nodes but the first; they are wrong by up to that."""
+    """Maximum error of the clocks of all nodes but the first."""
     kept: int = 64
-    """Entries a rank remembers."""
+    """Number of entries that a rank keeps."""
     slow: dict[int, float] = field(default_factory=dict)
     uneven: dict[int, float] = field(default_factory=dict)
     """By design, from the beginning."""
@@ -115,7 +115,7 @@ class SlowWorld:
         return found
 
     def run(self, steps: int) -> Iterator[list[RankObservation]]:
-        """So many steps more; gives all ranks' looks whenever it is time for one."""
+        """Runs this number of steps; yields the observations of all ranks at each sampling time."""
         due_s = max(self._time) + self.sample_s
         for _ in range(steps):
             for one in self.program:

@@ -1,4 +1,4 @@
-"""Who is named when a run stands still: every kind of standing still, over one group and many."""
+"""The culprit of a run without progress: every kind of hang, over one group and many."""
 
 import pytest
 from hypothesis import given, settings
@@ -48,7 +48,7 @@ def waiting(rank: int, seq: int = 5, **changes: object) -> RankView:
 
 
 def behind(rank: int, **changes: object) -> RankView:
-    """Has entered one collective less than the others."""
+    """Rank that has entered one collective less than the others."""
     return view(rank, groups=(group(rank, entered=4, waits=False),), **changes)
 
 
@@ -141,7 +141,7 @@ def test_a_sleeper_of_which_the_lock_is_not_known_may_hold_it() -> None:
 
 
 def test_a_rank_that_makes_steps_will_come() -> None:
-    """Uneven work: one rank is done with its epoch and waits, the others go on."""
+    """Uneven work: one rank has finished its epoch and waits, and the others continue."""
     going = behind(1, unresponsive_s=0.2, still_s=0.0)
     assert judge({0: waiting(0), 1: going, 2: waiting(2), 3: waiting(3)}) is None
 
@@ -164,8 +164,8 @@ def test_a_rank_that_waits_for_the_outside_has_leave(frame: str) -> None:
     assert (found.may_take_long, found.act_immediately) == (True, False)
 
 
-def test_a_node_that_computes_with_a_collective_under_way_does_not_wait_for_it() -> None:
-    """An asynchronous operation is out while rank 1 computes; the others have come for the next."""
+def test_a_node_that_computes_during_a_collective_does_not_wait_for_it() -> None:
+    """An asynchronous operation is pending and rank 1 computes; the others are in the next one."""
     busy = view(1, groups=(group(1, entered=4, waits=True),), cpu=1.0, still_s=0.0)
     found = judged({0: waiting(0), 1: busy, 2: waiting(2), 3: waiting(3)})
     assert (found.culprits, found.act_immediately) == ((1,), False)
@@ -293,7 +293,7 @@ def test_all_wait_for_messages() -> None:
 
 
 def test_a_rank_that_waits_for_a_message_is_not_the_end_of_the_chain() -> None:
-    """Rank 1 has not come to the collective: it receives from rank 2, which stands still."""
+    """Rank 1 has not entered the collective: it receives from rank 2, which makes no progress."""
     views = {
         0: view(0, groups=(group(0, entered=5, waits=True, size=3),)),
         1: view(1, groups=(group(1, entered=4, waits=False, size=3),), stack=RECEIVES),

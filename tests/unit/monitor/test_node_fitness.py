@@ -1,4 +1,4 @@
-"""Judging one node's figures, and those of all beside each other."""
+"""Judges one node's measurements, and compares those of all nodes."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Losses and parameters that are no numbers, and losses that jump."""
+"""Losses and parameters that are NaN or infinite, and losses that jump."""
 
 import math
 import random
@@ -34,7 +34,7 @@ def test_a_node_that_had_it_first_is_named() -> None:
     assert found.confidence is Confidence.CERTAIN
     assert found.text == "rank 1 has computed NaN or infinity at step 7"
     assert made.bad_since == 7
-    assert poll(made, 10, [math.nan, math.nan], {0: 8, 1: 7}) is None, "said once"
+    assert poll(made, 10, [math.nan, math.nan], {0: 8, 1: 7}) is None, "reported once"
     made.begin()
     assert poll(made, 11, [math.inf, 1.0], {}) is None
     assert poll(made, 12, [math.inf, 1.0], {}) is not None
@@ -85,12 +85,12 @@ def test_a_loss_that_jumps_and_stays_there() -> None:
     for step in range(1, 40):
         assert poll(made, step, [2.0 + 0.1 * noise.random()], {}) is None
         assert poll(made, step, [50.0], {}) is None, "a step counts once"
-    assert poll(made, 40, [30.0], {}) is None, "one batch may be odd"
+    assert poll(made, 40, [30.0], {}) is None, "one batch may be an outlier"
     found = poll(made, 41, [40.0], {})
     assert found is not None
     assert (found.confidence, found.act_immediately) == (Confidence.POSSIBLE, False)
     assert "to 40 by step 41" in found.text
-    assert poll(made, 42, [41.0], {}) is None, "said once"
+    assert poll(made, 42, [41.0], {}) is None, "reported once"
     assert poll(made, 43, [2.05], {}) is None
 
 

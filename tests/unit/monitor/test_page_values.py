@@ -1,4 +1,4 @@
-"""Histogram of step durations, deadlines made from it, process groups in a line of text."""
+"""Histogram of step durations, the deadlines derived from it, and process groups in a text line."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which repeated steps are compared with which earlier ones, and what is said of them."""
+"""Which repeated steps are compared with which earlier ones, and the report."""
 
 import pytest
 
@@ -54,7 +54,7 @@ class Node:
     def steps(
         self, first: int, last: int, *, rank: int = 0, extra: int = 0, since: int = 0
     ) -> None:
-        """Record these steps; from `since` on they differ by `extra`."""
+        """Records these steps; from `since` on they differ by `extra`."""
         more = {step: extra if step >= since else 0 for step in range(first, last + 1)}
         records = {step: record(100 * step + add, 1 + add) for step, add in more.items()}
         self.put(records, rank=rank)

@@ -1,6 +1,6 @@
-"""explain: each way a worker can end has its own words and its own fingerprint.
+"""explain: each way in which a worker can end has its own text and its own fingerprint.
 
-Which failure the others followed from, also where it has not been reported as one.
+The first cause of several failures is found, also if it was not reported as a failure.
 """
 
 from dataclasses import replace
@@ -168,7 +168,7 @@ def test_without_a_place_for_it_the_rank_alone_is_named() -> None:
 
 
 def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:
-    """Gloo aborts one of those that received another amount than they expected."""
+    """Gloo aborts a rank that received another amount than it expected."""
     views = {rank: waiting(rank) for rank in (0, 3)}
     views[2] = view(2, groups=(group(2, entered=5, waits=True, sizes="[99]"),))
     views[1] = view(1, process="")

@@ -1,4 +1,4 @@
-"""Made-up nodes on leaf switches, and what probes between them would find."""
+"""Simulated nodes on leaf switches, and the results of probes between them."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ RATE = 1.18e9
 """Bytes per second of an interface: 10 Gbit/s without headers."""
 PROBE_BYTES = 4 << 20
 TIMEOUT_S = 0.1
-"""A probe over a dead road is given up after that."""
+"""A probe over a dead path times out after this time."""
 
 
 @dataclass
@@ -21,8 +21,9 @@ class SimulatedPaths:
     Args:
         leaves: leaf switch by node, in the order of ranks.
         rails: names of rails.
-        uplink: rate of a leaf's uplink, by that of an interface; all flows of a round share it.
-        noise: figures are off by so much at the most, up or down.
+        uplink: rate of a leaf's uplink, in units of an interface's rate; all flows of a round share
+            it.
+        noise: maximum relative error of the measured rates, up or down.
     """
 
     leaves: Mapping[str, str]
@@ -33,13 +34,13 @@ class SimulatedPaths:
     sides: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """Share of its rate that a side (node, `out` or `in`, rail) has; 0: it is dead."""
     paths: dict[NetworkPath, float] = field(default_factory=dict)
-    """Likewise of single roads."""
+    """The same for single paths."""
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
 
     def again(self) -> "SimulatedPaths":
-        """The same, with its noise from the beginning."""
+        """The same network, with its noise from the beginning."""
         return replace(self)
 
     @property
@@ -66,7 +67,7 @@ class SimulatedPaths:
         return [found for one in plan.rounds for found in self.round(one)]
 
     def round(self, paths: Sequence[NetworkPath]) -> list[PathMeasurement]:
-        """What one round finds."""
+        """The results of one round."""
         crossing: dict[tuple[str, str], int] = {}
         for path in paths:
             for link in self._uplinks(path):
@@ -98,7 +99,7 @@ class SimulatedPaths:
 
 
 def leaf_map(*sizes: int, shuffled: int | None = None) -> dict[str, str]:
-    """Nodes n0, n1 ... on leaves of these sizes, in the order of leaves, or in a drawn one."""
+    """Nodes n0, n1 ... on leaves of these sizes, in the order of leaves or shuffled."""
     leaves = [f"sw{leaf}" for leaf, size in enumerate(sizes) for _ in range(size)]
     if shuffled is not None:
         random.Random(shuffled).shuffle(leaves)
@@ -106,7 +107,7 @@ def leaf_map(*sizes: int, shuffled: int | None = None) -> dict[str, str]:
 
 
 def same_leaves(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Both put the same nodes together, whatever the leaves are called."""
+    """Both have the same groups of nodes, whatever the names of the leaves."""
     if one.keys() != other.keys():
         return False
     pairs = {(one[node], other[node]) for node in one}

@@ -1,7 +1,7 @@
-"""Up to 4,096 nodes: how long a survey takes by a model, what it covers, and what it finds.
+"""Up to 4,096 nodes: the modelled duration of a survey, its coverage, and its findings.
 
-The model of a round: the lead's word to all nodes, then each probe's connection, its round trips
-and its bytes at the rate that is left where flows share an uplink; a probe over a dead road ends
+The model of a round: the leader's message to all nodes, then each probe's connection, its round
+trips and its bytes at the rate that is left if flows share an uplink. A probe over a dead path ends
 at its deadline. The round takes as long as its longest probe.
 """
 
@@ -15,12 +15,12 @@ from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import ProbeSchedule, schedule
 from ftrun.network.plan.planner import PlanningInputs, plan_network
 from ftrun.wire.cluster.generation import PathMeasurement
-from tests.unit.network.made_roads import PROBE_BYTES, TIMEOUT_S, SimulatedPaths, leaf_map
+from tests.unit.network.simulated_paths import PROBE_BYTES, TIMEOUT_S, SimulatedPaths, leaf_map
 
 WORD_S = 0.02
-"""The lead's word to all nodes, and theirs that a round has ended."""
+"""The leader's message to all nodes, and their messages at the end of a round."""
 ROUND_TRIPS = 7
-"""One to connect, five to measure, one for the last byte's answer."""
+"""One round trip to connect, five to measure, one for the answer to the last byte."""
 
 
 def probe_s(found: PathMeasurement) -> float:
@@ -30,7 +30,7 @@ def probe_s(found: PathMeasurement) -> float:
 
 
 def surveyed(made: SimulatedPaths, plan: ProbeSchedule) -> tuple[float, list[PathMeasurement]]:
-    """How long all rounds take, and what they find."""
+    """The duration of all rounds, and their results."""
     taken_s, found = 0.0, []
     for one in plan.rounds:
         of_round = made.round(one)
@@ -99,7 +99,7 @@ def test_many_nodes_are_surveyed_in_half_a_minute_and_faults_of_interfaces_are_f
         *(("dead", node, rail, "") for node, rail in dead),
         ("dead", "n300", "eth0", "in"),
     }
-    # Rates between leaves differ by who shares an uplink: hardly any road is called slow for it.
+    # Shared uplinks change the rates between leaves, so that hardly any path is reported as slow.
     assert sum(len(one.nodes) == 2 for one in findings.found) < 0.001 * len(found)
 
 

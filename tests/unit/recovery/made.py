@@ -1,4 +1,4 @@
-"""Nodes, generations and answers, as short as the tests of recovery want them."""
+"""Nodes, generations and answers for the tests of recovery."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,13 +21,13 @@ def settings(**changes: object) -> MembershipSettings:
 
 
 def card(node_id: str, incarnation: int = 1, **changes: object) -> NodeCard:
-    """A node of one rank, which listens at a host of its own."""
+    """A node of one rank, which listens at its own host."""
     found = NodeCard(node_id, incarnation, f"{node_id}.local", 29400, 1)
     return msgspec.structs.replace(found, **changes)
 
 
 def cards(node_ids: Iterable[str | NodeCard]) -> list[NodeCard]:
-    """A card for each name; what is one already stays what it is."""
+    """A card for each name; a value that is already a card stays unchanged."""
     return [one if isinstance(one, NodeCard) else card(one) for one in node_ids]
 
 
@@ -56,11 +56,11 @@ def plan(
     return msgspec.structs.replace(found, **changes)
 
 
-def promise(generation: int, who: str | NodeCard, **changes: object) -> Promise:
+def promise(generation: int, node: str | NodeCard, **changes: object) -> Promise:
     """A promise of a node that knows of nothing and holds nothing."""
     found = Promise(
         generation=generation,
-        card=cards([who])[0],
+        card=cards([node])[0],
         effective=None,
         accepted=None,
         knows=-1,
@@ -81,7 +81,7 @@ def part(
     first_rank: int = 0,
     **changes: object,
 ) -> ProtectionPart:
-    """One node's whole part in the protection of its group, whose nodes have a rank each."""
+    """One node's complete part in the protection of its group, whose nodes have one rank each."""
     place = members.index(node_id)
     found = ProtectionPart(
         generation=at[0],
@@ -103,10 +103,10 @@ def offer(rank: int, at: VersionPair, world_size: int) -> ShardOffer:
 
 
 def meet(
-    peers: FailureDetector, who: str | NodeCard, *, now_s: float = 0.0, linked: bool = True
+    peers: FailureDetector, node: str | NodeCard, *, now_s: float = 0.0, linked: bool = True
 ) -> PeerState:
-    """An agent that has come, and hears this lead as far as anybody knows."""
-    return peers.put(cards([who])[0], now_s=now_s, linked=linked, has_answered=True)
+    """A connected agent that receives this leader, as far as is known."""
+    return peers.put(cards([node])[0], now_s=now_s, linked=linked, has_answered=True)
 
 
 def fields(entry: JournalEntry) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Oversight: what the nodes report becomes the supervisor's events and the lead's orders."""
+"""Generation monitor: node reports become the supervisor's events and the leader's orders."""
 
 import msgspec
 import pytest
@@ -34,7 +34,7 @@ def monitor(of: GenerationPlan = TWO, **changes: object) -> GenerationMonitor:
 
 
 def heartbeat(**changes: object) -> Heartbeat:
-    """Of a rank that has made a step."""
+    """Status of a rank that has made a step."""
     found = Heartbeat(generation=1, attached=True, step=5, steps_here=5)
     return msgspec.structs.replace(found, **changes)
 
@@ -47,7 +47,7 @@ def starts(commands: list[SupervisorCommand]) -> list[str]:
     return [one.reason for one in commands if isinstance(one, StartGeneration)]
 
 
-# --- rule 1: of which generation --------------------------------------------------------------
+# --- rule 1: the generation of a report -------------------------------------------------------
 
 
 def test_a_heartbeat_counts_for_the_generation_it_names() -> None:
@@ -93,7 +93,7 @@ def test_a_new_generation_begins_with_no_orders_and_no_failures() -> None:
     assert starts(made.tick(now_s=9.2))
 
 
-# --- rule 2: failures and what they followed from ---------------------------------------------
+# --- rule 2: failures and their consequences --------------------------------------------------
 
 
 def test_an_exception_waits_a_moment_for_the_kill_it_followed_from() -> None:
@@ -112,7 +112,7 @@ def test_an_exception_waits_a_moment_for_the_kill_it_followed_from() -> None:
 def test_an_exception_that_nothing_else_explains_is_the_cause() -> None:
     made = monitor()
     made.heartbeat_received("a", heartbeat(exits=(exited(1),)), now_s=1.0)
-    # One that follows makes it wait no longer.
+    # A later failure does not extend the wait.
     made.heartbeat_received(
         "a", heartbeat(exits=(exited(1), exited(0))), now_s=1.0 + CAUSE_WAIT_S / 2
     )
@@ -156,7 +156,7 @@ def test_the_ranks_of_a_lost_node_are_lost_at_once() -> None:
 
 def test_a_lost_node_that_ran_nothing_is_no_failure() -> None:
     made = monitor()
-    assert starts(made.lost({"s": "silent"}, now_s=1.0)) == []
+    assert starts(made.lost({"s": "no heartbeat"}, now_s=1.0)) == []
 
 
 def test_a_node_that_cannot_get_its_state_back_fails_once() -> None:
@@ -240,7 +240,7 @@ def test_a_step_that_one_rank_has_abandoned_is_abandoned_by_all() -> None:
 
 
 def test_a_step_that_a_rank_has_passed_without_a_word_is_abandoned() -> None:
-    """Each of two nodes would wait for good for the other to seal what it holds."""
+    """Each of two nodes would wait forever for the other to seal what it holds."""
     made = monitor()
     made.heartbeat_received("a", heartbeat(sealed=(5, 5), step=6), now_s=1.0)
     assert made.orders.abandoned_step == -1
@@ -251,7 +251,7 @@ def test_a_step_that_a_rank_has_passed_without_a_word_is_abandoned() -> None:
 
 
 def test_what_another_node_knows_to_be_committed_is_not_abandoned() -> None:
-    """A new leader may not know it yet, and node a has not heard of it."""
+    """A new leader may not know it yet, and node a has not received it."""
     made = monitor()
     made.heartbeat_received("b", heartbeat(sealed=(8, 8), committed=(1, 5), step=8), now_s=1.0)
     made.heartbeat_received("a", heartbeat(sealed=(5, 5), step=8), now_s=1.0)
@@ -259,7 +259,7 @@ def test_what_another_node_knows_to_be_committed_is_not_abandoned() -> None:
 
 
 def test_a_commit_of_the_leader_before_is_ordered_again() -> None:
-    """Node a has not heard of it, and node b is ready with a later version by now."""
+    """Node a has not received it, and node b is already ready with a later version."""
     made = monitor()
     made.heartbeat_received("a", heartbeat(ready=(1, 5), sealed=(5, 5)), now_s=1.0)
     made.heartbeat_received(
@@ -268,7 +268,7 @@ def test_a_commit_of_the_leader_before_is_ordered_again() -> None:
     assert made.orders.committed == (1, 5)
 
 
-def test_what_the_ranks_start_from_is_committed_once_more_only_when_all_protect_it() -> None:
+def test_the_restored_version_is_committed_again_when_all_nodes_protect_it() -> None:
     made = monitor()
     made.heartbeat_received("a", heartbeat(committed=(0, 5)), now_s=1.0)
     assert made.orders.committed is None
@@ -311,7 +311,7 @@ def test_a_leader_that_orders_no_checkpoint_names_none() -> None:
 # --- orders -----------------------------------------------------------------------------------
 
 
-def test_an_order_is_news_until_a_heartbeat_has_reported_it() -> None:
+def test_an_order_is_new_until_a_heartbeat_has_reported_it() -> None:
     made = monitor()
     assert made.heartbeat((1, 3), 4, is_suspended=True) == LeaderHeartbeat(
         generation=1, voter_revision=3, number=4, is_suspended=True
@@ -339,7 +339,7 @@ def test_a_boundary_is_named_as_far_ahead_as_ranks_get_before_they_receive_it() 
     made.heartbeat_received("a", heartbeat(step=100), now_s=1.0)
     made.heartbeat_received("a", heartbeat(step=105), now_s=1.5)  # ten steps a second
     assert made.stop_at_boundary("grows") == 105 + 1 + 10
-    # They wait there already.
+    # They already wait there.
     made.heartbeat_received("a", heartbeat(step=110), now_s=2.0)
     assert made.stop_at_boundary("stops") == 116
     assert made.orders.stop_after_step == 116
@@ -389,7 +389,7 @@ def test_an_interval_is_not_changed_before_the_last_one_has_begun() -> None:
     )
     made.check_interval()
     assert made.orders.every == 9
-    # The same wish is no news, and no wish is none.
+    # A repeated request is not reported, and a missing one is no request.
     last = made.orders
     made.heartbeat_received("a", heartbeat(step=9999, requested_every=9), now_s=1.5)
     made.check_interval()
@@ -415,7 +415,7 @@ def test_an_smp_that_was_started_again_is_found_at_its_new_port() -> None:
     assert made.orders is reported
 
 
-# --- what the supervisor wants ----------------------------------------------------------------
+# --- requests of the supervisor ---------------------------------------------------------------
 
 
 def test_what_all_nodes_are_to_do_goes_into_the_orders() -> None:
@@ -453,7 +453,7 @@ def test_a_stop_asks_for_a_last_snapshot_and_signals_once_all_wait() -> None:
     assert made.heartbeat_received("a", heartbeat(at_boundary=True), now_s=2.0) == []
     found = made.heartbeat_received("b", heartbeat(stops=1, at_boundary=True), now_s=2.0)
     assert [type(one) for one in found] == [SignalWorkers]
-    # It is said once.
+    # It is reported once.
     assert made.heartbeat_received("a", heartbeat(at_boundary=True), now_s=2.0) == []
 
 
@@ -471,7 +471,7 @@ def test_each_generation_comes_to_a_boundary_of_its_own() -> None:
 def test_the_same_signal_on_every_node_is_one_stop_and_another_one_kills() -> None:
     made = monitor()
     made.heartbeat_received("a", heartbeat(stops=1), now_s=1.0)
-    assert made.stop_signal == 15, "where it is not said, it is SIGTERM"
+    assert made.stop_signal == 15, "the default is SIGTERM"
     assert made.heartbeat_received("b", heartbeat(stops=1), now_s=1.0) == []
     assert [type(one) for one in made.heartbeat_received("b", heartbeat(stops=2), now_s=1.0)] == [
         KillWorkers
@@ -529,7 +529,7 @@ def test_a_node_that_is_lost_too_often_in_an_hour_is_excluded() -> None:
     assert made.excluded(now_s=3600.0) == set()
 
 
-def test_a_lost_node_reports_nothing_any_more() -> None:
+def test_a_lost_node_reports_nothing() -> None:
     made = monitor()
     for node_id in "ab":
         made.heartbeat_received(node_id, heartbeat(), now_s=1.0)
@@ -550,7 +550,7 @@ def test_the_next_leader_is_as_strict() -> None:
     successor = GenerationMonitor(SETTINGS, pairs=PairCheck())
     successor.succeed(reported, now_s=500.0, known_s=500.0)
     assert successor.history(now_s=500.0) == reported
-    # Its own count goes on from there, and is not doubled by hearing it again.
+    # Its own count continues from there, and a repeated report does not double it.
     successor.succeed(reported, now_s=500.0, known_s=500.0)
     successor.note_failure("b", now_s=501.0)
     assert successor.history(now_s=510.0).node_failures == {"b": [20.0, 9.0]}
@@ -579,7 +579,7 @@ def test_a_generation_reports_what_it_was_restored_from() -> None:
 
 
 def unresponsive(unresponsive_s: float) -> dict[str, Heartbeat]:
-    """Rank 1 stands still, and the others wait for it."""
+    """Rank 1 makes no progress, and the others wait for it."""
     views = hang(unresponsive_s)
     return {
         node.node_id: heartbeat(p99_s=0.1, views=tuple(views[rank] for rank in node.ranks))

@@ -1,4 +1,4 @@
-"""What is looked at while a generation runs, and what follows from it: told, or acted on."""
+"""The checks of a running generation, and their consequences: a report or an action."""
 
 import math
 from typing import Any
@@ -116,7 +116,7 @@ def test_numerical_anomalies_end_the_run_where_that_is_requested() -> None:
 
 
 def sample(node: str, number: int, late_s: float, *, calls: int = 0) -> NodeSample:
-    """Two ranks that enter ten collectives a second; rank 2 comes so much later."""
+    """Two ranks that enter ten collectives per second; rank 2 is late by this time."""
     at_s, ranks = 100.0 + number, []
     for rank in (0, 1) if node == "a" else (2, 3):
         late = late_s if rank == 2 else 0.0
@@ -219,7 +219,7 @@ def test_without_a_generation_no_link_is_tried() -> None:
     assert GenerationMonitor(SETTINGS, pairs=PairCheck()).probes(now_s=1.0) == []
 
 
-# --- together ---------------------------------------------------------------------------------
+# --- several findings -------------------------------------------------------------------------
 
 
 def test_what_cards_and_gpus_have_counted_is_shown_in_the_verdict() -> None:
@@ -260,7 +260,7 @@ def test_a_hang_is_checked_only_once_in_a_while() -> None:
     assert len(reported(made, "suspicion_raised")) == 1
 
 
-# --- ranks that fall together -----------------------------------------------------------------
+# --- ranks that fail together -----------------------------------------------------------------
 
 
 def end(rank: int, kind: ExitKind, text: str, code: int) -> WorkerExit:

@@ -1,4 +1,4 @@
-"""From the first sign of something wrong to the line that closes the incident; the life cycle."""
+"""From the first sign of a failure to the line that closes the incident; the life cycle."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ KILLED = WorkerExit(
 
 
 def lines(made: IncidentLog, kind: str) -> list[dict[str, Any]]:
-    """Of this kind, since the last look; all others are dropped."""
+    """Entries of this kind since the last call; all others are dropped."""
     return [fields(note) for note in made.drain_journal_entries() if note.record.kind == kind]
 
 
@@ -94,7 +94,7 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
     views = tuple(hang(12.0).values())
     made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=109.0)
     made.named(verdict(), views, now_s=110.0)
-    made.named(verdict(), views, now_s=111.0)  # said once
+    made.named(verdict(), views, now_s=111.0)  # reported once
     hung = WorkerExit(Rank(1), ExitKind.HUNG, 75, "hang in computation: rank 1", fingerprint="x")
     made.failed(hung, ["a"], progress(20), now_s=112.0)
     made.acted("respawn", "x")
@@ -121,7 +121,7 @@ def test_a_verdict_that_changes_is_reported_again() -> None:
     for one in (replace(verdict(), act_immediately=False), verdict(), replace(verdict(), text="x")):
         made.named(one, views, now_s=110.0)
     notes = [note for note in made.drain_journal_entries() if note.record.kind == "verdict"]
-    assert [note.announce for note in notes] == [True, False], "the words were said already"
+    assert [note.announce for note in notes] == [True, False], "the text was reported already"
 
 
 def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
@@ -184,7 +184,7 @@ def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
     assert alone.open is None
 
 
-def test_nodes_taken_in_are_no_incident() -> None:
+def test_joined_nodes_are_no_incident() -> None:
     made = running()
     made.generation_begins(plan(1, "abc"))
     assert made.life.state is LifecycleState.CHECK
@@ -266,7 +266,7 @@ def test_losses(before: list[float], after: float | None, says: str) -> None:
 def restarted(
     made: IncidentLog, generation: int, *, at_s: float, **changes: float
 ) -> dict[str, Any]:
-    """The line on the downtime, once both nodes have said when their ranks had a first step."""
+    """The line on the downtime, after both nodes have reported the first step of their ranks."""
     made.generation_begins(plan(generation, "ab", restore=(0, 18)))
     made.stepped("a", TIMES, now_s=at_s - 0.3)
     assert lines(made, "downtime") == []

@@ -1,4 +1,4 @@
-"""Every second of a run is in one class, and goodput is what was productive of it."""
+"""Every second of a run is in one class, and goodput is the productive share."""
 
 import pytest
 
@@ -15,14 +15,14 @@ from ftrun.recovery.lifecycle import (
 
 
 class Clock:
-    """A book and its time."""
+    """The accounts and their time."""
 
     def __init__(self) -> None:
         self.book = TimeAccounting(100.0)
         self.now_s = 100.0
 
     def go(self, life: str, seconds: float, *, blocked_s: float = 0.0, **flags: bool) -> None:
-        """The run is in this state from now on, and so much time passes."""
+        """The run is in this state from now on, and this time passes."""
         states = {"is_paused": False, "has_stepped": False, **flags}
         self.book.turn(life, blocked_s=blocked_s, now_s=self.now_s, **states)
         self.now_s += seconds
@@ -55,7 +55,7 @@ def test_time_for_snapshots_is_taken_off_what_was_productive() -> None:
     clock.go("run", 10.0)
     clock.go("run", 10.0, blocked_s=0.5)
     clock.go("run", 10.0, blocked_s=1.5)
-    clock.go("run", 10.0, blocked_s=0.25)  # another generation counts anew
+    clock.go("run", 10.0, blocked_s=0.25)  # another generation restarts the count
     assert clock.book.seconds[SAVING] == pytest.approx(1.75)
     assert sum(clock.book.seconds.values()) == pytest.approx(40.0)
 

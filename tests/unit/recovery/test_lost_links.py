@@ -1,4 +1,4 @@
-"""A hang over a link that both of its ends report lost is named, and one end is replaced."""
+"""A hang over a link that both of its ends report as lost: the link is named, one end replaced."""
 
 from collections.abc import Mapping
 
@@ -198,7 +198,7 @@ def test_before_a_first_step_there_is_no_deadline_without_a_lost_link() -> None:
 
 
 def test_a_restart_that_changes_nothing_is_not_repeated_with_the_same_nodes() -> None:
-    """No link is known to be lost: the first restart keeps the nodes, the second does not."""
+    """No link is reported lost: the first restart keeps the nodes, the second does not."""
     run = Run()
     run.at(1.0, 0, 0.0, is_cut=False)
     run.at(5.0, 40, 0.0, is_cut=False)

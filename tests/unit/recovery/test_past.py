@@ -1,4 +1,4 @@
-"""What a run has been through outlives its leaders: restarts, lost nodes, nodes that have left.
+"""The history of a run outlives its leaders: restarts, lost nodes, nodes that have left.
 
 Nodes that were lost too often, or evicted, run no ranks for an hour.
 """
@@ -103,7 +103,7 @@ def test_a_leader_that_was_drained_has_not_failed() -> None:
     assert leader.monitor.history(now_s=made.now_s).node_failures == {}
 
 
-def test_a_node_that_is_back_is_gone_no_more() -> None:
+def test_a_node_that_has_returned_is_not_lost() -> None:
     made = started("abc")
     made.kill("c")
     made.passes(1.0)

@@ -1,4 +1,4 @@
-"""Restore choice: the newest version that can be had whole, and none that was left behind."""
+"""Restore point: the newest version that is completely available and was not abandoned."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ Holdings = dict[str, Inventory]
 
 
 def held(at: VersionPair, here: str, group: str, *, parity: int = 1, **changes: object) -> Holdings:
-    """A version that a group of nodes of one rank each holds, as far as they are here."""
+    """A version that a group of nodes with one rank each holds, if they are present."""
     return {
         one: Inventory(
             [offer(group.index(one), at, len(group))],
@@ -27,7 +27,7 @@ def held(at: VersionPair, here: str, group: str, *, parity: int = 1, **changes: 
 
 
 def both(*several: Holdings) -> Holdings:
-    """What the nodes hold of several versions."""
+    """The versions that the nodes hold."""
     found: Holdings = {}
     for holdings in several:
         for node_id, one in holdings.items():
@@ -47,7 +47,7 @@ def bare(at: VersionPair, here: str, group: str) -> Holdings:
 
 
 def with_part(holdings: Holdings, node_id: str, **changes: object) -> Holdings:
-    """One node's parts are otherwise."""
+    """Changes the parts of one node."""
     one = holdings[node_id]
     parts = [msgspec.structs.replace(found, **changes) for found in one.protected]
     return holdings | {node_id: msgspec.structs.replace(one, protected=parts)}
@@ -60,7 +60,7 @@ def source(
     return RestoreSource(list(group), ranks, parity, generation)
 
 
-# --- what m bears -----------------------------------------------------------------------------
+# --- losses that m tolerates ------------------------------------------------------------------
 
 
 @effort(deadline=None)
@@ -136,7 +136,7 @@ def test_without_its_mirror_a_lost_rank_cannot_be_rebuilt() -> None:
     found = choose(corrupted, None)
     assert found.version is None
     assert "rank 2 cannot be rebuilt: not all nodes have protected this version" in found.reason
-    # The same without a loss needs no mirror.
+    # Without a loss the same version needs no mirror.
     assert choose(with_part(held((0, 8), "abcd", "abcd"), "d", mirrors=[]), None).version
 
 
@@ -148,7 +148,7 @@ def test_a_part_that_is_not_complete_counts_as_missing() -> None:
 
 
 @pytest.mark.parametrize("is_filled_first", [False, True])
-def test_a_part_that_is_filled_once_more_does_not_hide_the_whole_one(is_filled_first: bool) -> None:
+def test_a_refilled_part_does_not_hide_the_complete_one(is_filled_first: bool) -> None:
     whole = held((0, 8), "abd", "abcd")
     filling = held((0, 8), "abd", "abcd", is_complete=False, mirrors=[])
     holdings = both(filling, whole) if is_filled_first else both(whole, filling)
@@ -169,7 +169,7 @@ def test_a_version_of_which_not_all_ranks_are_protected_is_not_rebuilt() -> None
     }
     holdings |= {one: Inventory([offer(at, (0, 8), 4)]) for at, one in ((2, "c"), (3, "d"))}
     found = choose(holdings, None)
-    assert [one.parity for one in found.sources] == [0] * 4, "all slots are here"
+    assert [one.parity for one in found.sources] == [0] * 4, "all slots are present"
     del holdings["a"]
     found = choose(holdings, None)
     assert found.version is None
@@ -217,12 +217,12 @@ def test_of_a_version_in_two_worlds_that_bear_the_same_the_committed_one_is_take
     assert choose(both(committed, newer), None).world_size == 3
 
 
-# --- rule 2: what was left behind -------------------------------------------------------------
+# --- rule 2: abandoned versions ---------------------------------------------------------------
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[GenerationPlan]:
-    """Generations, each of which starts anew or from what the one before it counts as valid."""
+    """Generations; each starts from the beginning or from a valid version of the last one."""
     plans: list[GenerationPlan] = []
     for generation in range(draw(st.integers(1, 9))):
         previous = plans[-1] if plans else None
@@ -253,7 +253,7 @@ def test_before_the_first_generation_every_version_counts() -> None:
     assert is_valid(version(0, 8), None)
 
 
-def test_an_ancestry_ends_where_slots_hold_nothing_any_more() -> None:
+def test_an_ancestry_ends_where_no_slot_holds_a_version() -> None:
     previous = plan(40, "ab", ancestry=[(at, at) for at in range(40)])
     found = ancestry(version(39, 7), previous)
     assert found == [*((at, at) for at in range(24, 39)), (39, 7)]
@@ -287,14 +287,14 @@ def test_parts_of_another_protection_do_not_fit(other: dict[str, object]) -> Non
     assert found.version is None
 
 
-# --- rule 4: what was not committed -----------------------------------------------------------
+# --- rule 4: uncommitted versions -------------------------------------------------------------
 
 
 def test_a_version_that_is_protected_less_than_the_commit_is_not_rebuilt() -> None:
     committed = held((0, 8), "abc", "abcd", parity=2, is_committed=True)
     weaker = held((0, 9), "abc", "abcd", parity=1)
     assert choose(both(committed, weaker), None).version == version(0, 8)
-    # As well as the commit, or without a loss, it counts.
+    # With the commit, or without a loss, it counts.
     equal = held((0, 9), "abc", "abcd", parity=2)
     assert choose(both(committed, equal), None).version == version(0, 9)
     whole = both(
@@ -331,7 +331,7 @@ def test_the_commit_of_the_version_in_the_world_that_bears_most_is_the_measure()
 def test_of_several_protections_the_one_that_bears_most_is_relied_on(
     order: list[tuple[int, bool]],
 ) -> None:
-    """The third has lost a part, so the second, the newest of the whole ones, it is."""
+    """The third has lost a part, so the second is used, the newest complete one."""
     holdings: Holdings = {}
     for generation, is_whole in order:
         one = held((0, 8), "abc", "abc", protected_in=generation)
@@ -348,19 +348,19 @@ def test_a_protection_that_bears_more_comes_before_a_newer_one() -> None:
 
 
 def test_of_equal_protections_the_newest_that_was_committed_is_relied_on() -> None:
-    """A node that is away has its part in it. Whether it has one in the other nobody knows."""
+    """An unreachable node has a part of the committed one; its part of the newest is unknown."""
     older = held((0, 8), "abc", "abcd", protected_in=0, is_committed=True)
     committed = held((0, 8), "abc", "abcd", protected_in=1, is_committed=True)
     newest = held((0, 8), "abc", "abcd", protected_in=2)
     assert choose(both(older, newest), None).sources == (source("abcd", generation=0),)
     found = choose(both(older, committed, newest), None)
     assert found.sources == (source("abcd", generation=1),)
-    # The loss of a part counts for more.
+    # A lost part counts for more.
     lost = with_part(committed, "b", is_complete=False)
     assert choose(both(lost, newest), None).sources == (source("abcd", generation=2),)
 
 
-# --- what is known to be committed ------------------------------------------------------------
+# --- known commits ----------------------------------------------------------------------------
 
 
 def test_where_the_commit_is_lost_the_older_version_is_named_as_such() -> None:
@@ -378,11 +378,11 @@ def test_where_nothing_can_be_had_the_commit_is_named() -> None:
     assert found.holders == {"a", "b"}
 
 
-@pytest.mark.parametrize("how", ["heard", "planned", "kept"])
+@pytest.mark.parametrize("how", ["received", "planned", "kept"])
 def test_a_commit_is_known_from_any_node_that_reports_it(how: str) -> None:
     newest = plan(0, "abc", committed=(0, 8) if how == "planned" else None)
     holdings = held((0, 8), "abc", "abc", is_committed=how == "kept")
-    found = choose(holdings, newest, committed=[(0, 8)] if how == "heard" else [])
+    found = choose(holdings, newest, committed=[(0, 8)] if how == "received" else [])
     assert (found.version, found.committed, found.wanted) == (version(0, 8), version(0, 8), None)
 
 
@@ -399,7 +399,7 @@ def test_a_version_that_may_have_been_committed_is_missed_like_a_commit() -> Non
     assert (found.version, found.committed) == (version(0, 8), version(0, 8))
     assert (found.wanted, found.holders) == (version(0, 9), {"a"})
     assert "step 9 (generation 0) may have been committed and is lost: " in found.reason
-    # With nothing older, and with a commit that is older than both.
+    # Without an older version, and with a commit that is older than both.
     nothing = choose(newer, None, committed=[(0, 7)])
     assert (nothing.version, nothing.wanted) == (None, version(0, 9))
     assert nothing.committed == version(0, 7)

@@ -1,6 +1,6 @@
-"""Reports: the sums that are kept are those that would be made.
+"""Snapshot coordination: the maintained sums equal recomputed ones.
 
-The lead names the step of the next snapshot far enough ahead, and not much further.
+The leader names the step of the next snapshot far enough ahead, and not much further.
 """
 
 from hypothesis import given
@@ -39,7 +39,7 @@ acts = st.one_of(
 def agrees(
     reports: MemberReports, newest: dict[str, Heartbeat], seen: list[Heartbeat], generation: int
 ) -> None:
-    """Everything as it comes out when it is looked up among all."""
+    """The same values, recomputed from all reports."""
     now = [
         heartbeat
         for one, heartbeat in newest.items()
@@ -133,14 +133,14 @@ def test_a_step_that_was_named_is_never_taken_back() -> None:
 
 
 def test_a_step_skipped_before_the_named_one_moves_nothing() -> None:
-    """Ranks that had not heard of the named step have skipped it, and nobody has taken it."""
+    """Ranks that had not received the named step have skipped it, and no rank has taken it."""
     found = SnapshotAlignment()
     assert found.after_skip(40, skipped=39, step=39) == 40
     assert found.after_commit(-1, step=10) == 11
 
 
 def test_a_report_that_takes_hundreds_of_steps_is_caught_up_with_soon() -> None:
-    """A rank reads what was named 200 steps late, and reports each 50 steps."""
+    """A rank reads the named step 200 steps late, and reports every 50 steps."""
     found, named, read = SnapshotAlignment(), 0, -1
     for step in range(50, 5000, 50):
         skipped = step if read <= step else -1

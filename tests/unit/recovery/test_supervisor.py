@@ -1,8 +1,8 @@
-"""Supervisor: what is retried, how often, and how a run ends.
+"""Supervisor: retried failures, the number of retries, and the end of a run.
 
-RestartBudget: a burst uses it up, time gives it back.
+RestartBudget: a burst uses it up, and it refills over time.
 
-OwnParts: a dead SMP or zygote is restarted, until it died too often.
+OwnParts: a dead SMP or zygote is restarted, unless it has died too often.
 """
 
 from signal import SIGINT, SIGTERM
@@ -289,7 +289,7 @@ def test_stop_asked_for_during_a_start_is_not_forgotten() -> None:
     assert made.state is SupervisorState.SIGNALLED
 
 
-def test_boundary_that_comes_unasked_is_no_news() -> None:
+def test_an_unrequested_boundary_causes_no_command() -> None:
     assert supervisor().handle(AllAtBoundary(), now_s=0.0) == []
 
 
@@ -362,7 +362,7 @@ def test_whatever_happens_the_budget_holds_and_nothing_follows_the_end(events: l
 )
 def test_a_lost_connection_is_not_the_same_cause_and_the_budget_bounds_it(blip: WorkerExit) -> None:
     made, now_s = supervisor(), 0.0
-    # Steps were made before: what fails before the first step is the program's mistake.
+    # Steps were made before: a failure before the first step is an error of the program.
     made.handle(ends(killed(), at=progress(7)), now_s=now_s)
     for generation in range(1, RESTART.budget):
         made.handle(started(generation), now_s=now_s)
@@ -408,7 +408,7 @@ def test_a_reader_in_another_thread_changes_nothing() -> None:
     budget = RestartBudget(1, 60.0)
     budget.spend(now_s=0.0)
     assert budget.used(now_s=61.0) == 0
-    assert budget.used(now_s=60.0) == 1, "a look at a later time forgets nothing"
+    assert budget.used(now_s=60.0) == 1, "a query at a later time drops nothing"
     assert budget.ages_s(now_s=60.0) == [60.0]
     budget.spend(now_s=61.0)
     assert budget.used(now_s=60.0) == 1

@@ -1,4 +1,4 @@
-"""When a silence is suspected, named, and acted on; and when it is left alone."""
+"""When a missing heartbeat is suspected, named, and acted on, and when it is ignored."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ def heartbeats(
 
 
 def hang(unresponsive_s: float, **changes: object) -> dict[int, RankView]:
-    """Rank 1 stands still, and the others wait for it."""
+    """Rank 1 makes no progress, and the others wait for it."""
     views = {r: behind(r, **changes) if r == 1 else waiting(r) for r in range(4)}
     return {
         rank: msgspec.structs.replace(one, unresponsive_s=unresponsive_s)
@@ -76,7 +76,7 @@ def test_one_look_is_not_enough_to_act() -> None:
     first = poll(made, hang(12.0))
     assert first is not None
     assert not first.acts
-    assert poll(made, hang(12.0)) is None  # the same look again
+    assert poll(made, hang(12.0)) is None  # the same observation again
     second = poll(made, hang(12.5))
     assert second is not None
     assert second.acts
@@ -118,7 +118,7 @@ def test_only_reported_where_that_is_requested() -> None:
         assert found is None or not found.acts
 
 
-def test_it_goes_away_by_itself() -> None:
+def test_it_ends_by_itself() -> None:
     made = watch()
     assert poll(made, hang(9.0)) is not None
     assert poll(made, hang(0.5)) is None

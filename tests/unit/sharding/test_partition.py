@@ -1,4 +1,4 @@
-"""A dimension is split by a rule; a run of items is cut into boxes."""
+"""A rule splits a dimension; a run of items is cut into boxes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Stages that number their layers from 0 have each layer once, under its true number."""
+"""Stages that number their layers from 0 have each layer once, under its global number."""
 
 from typing import Any
 

@@ -68,7 +68,7 @@ def test_the_first_difference_is_reported_with_its_path(
 
 
 RULES = read_rules(
-    "mesh: {dp: 2, tp: 1}\nreplicate: [small, large, beside]\nown: [own]\n"
+    "mesh: {dp: 2, tp: 1}\nreplicate: [small, large, extra]\nown: [own]\n"
     "shard: [{name: padded, axis: tp, dim: 0, size: 2, pad_to: 3}]",
     source="x",
 )
@@ -76,7 +76,7 @@ LARGE = np.zeros(SMALL_BYTES, np.float32)
 
 
 def problems(*ranks: Mapping[str, Array]) -> list[str]:
-    whole = {"small": array(1), "large": LARGE, "beside": array(2), "own": array(3)}
+    whole = {"small": array(1), "large": LARGE, "extra": array(2), "own": array(3)}
     made = MadeShards([{**whole, "padded": array(1, 2, 9), **held} for held in ranks])
     stored = stored_entries(made.headers, made.parts(), source="x")
     return differing(made, read_world(RULES, stored))
@@ -136,12 +136,12 @@ def test_equal_digests_prove_equality_without_a_read() -> None:
 
 
 def test_a_small_tensor_is_compared_by_content_if_its_neighbour_differs() -> None:
-    shards = ReadShards(*({"small": array(1), "beside": array(rank)} for rank in (2, 3)))
+    shards = ReadShards(*({"small": array(1), "extra": array(rank)} for rank in (2, 3)))
     shards.check(small=Box((0,), (1,)))
     assert [one.rank for one in shards.expected] == [0, 1]
     with pytest.raises(RanksDiffer) as caught:
-        shards.check(small=Box((0,), (1,)), beside=Box((0,), (1,)))
-    assert (caught.value.key, caught.value.ranks) == ("beside", (0, 1))
+        shards.check(small=Box((0,), (1,)), extra=Box((0,), (1,)))
+    assert (caught.value.key, caught.value.ranks) == ("extra", (0, 1))
 
 
 def test_a_large_tensor_that_differs_is_named_without_a_read() -> None:

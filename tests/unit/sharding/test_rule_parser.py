@@ -1,4 +1,4 @@
-"""A file of rules is read completely, and every mistake is reported with line and column."""
+"""A file of rules is read completely, and every error is reported with line and column."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whatever parts the ranks have of a tensor, any other part can be read from their shards."""
+"""For any parts that the ranks have of a tensor, any other part can be read from their shards."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ from ftrun.snapshot.shard_header import ShardHeader
 
 
 def header_of(*entries: LayoutEntry, knows_parts: bool = True) -> ShardHeader:
-    """As it is read from a shard's own header."""
+    """As read from a shard's own header."""
     made = make_layout(entries, plain_bytes=1)
     header = bytearray(made.header)
     if not knows_parts:

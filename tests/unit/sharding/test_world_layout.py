@@ -1,4 +1,4 @@
-"""Ranks store what numpy cuts, and the items of another world are copies, each copied once."""
+"""Ranks store the parts that numpy cuts; items of another world are copied, each of them once."""
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ FLAT = "mesh: {{dp: {dp}}}\nflat:\n  - {{name: row, axis: dp, pad_to: 1, tensors
 
 def test_1024_items_are_1026_on_three_ranks_and_1024_on_two() -> None:
     whole = numbers((1024,))
-    row = np.concatenate([whole, np.array([-1, -1])])  # whatever lies in the padding
+    row = np.concatenate([whole, np.array([-1, -1])])  # any values in the padding
     source, old = world_of(FLAT.format(dp=3), *({"row": part} for part in np.split(row, 3)))
     assert shapes(source, "row") == [(342,)] * 3
     target = lay_out(rules(FLAT.format(dp=2)), source)

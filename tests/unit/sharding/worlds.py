@@ -233,7 +233,7 @@ def rules_of(model: Sequence[Made], mesh: Mesh) -> ShardingRules:
 
 
 def arrays_of(model: Sequence[Made], mesh: Mesh) -> list[dict[str, Array]]:
-    """What numpy gives each rank."""
+    """The parts of each rank, cut by numpy."""
     found = []
     for rank in range(mesh.size):
         held = {one.name: one.array(rank, mesh) for one in model}
@@ -262,7 +262,7 @@ def view_of(items: Array, first: int, shape: Sequence[int], strides: Sequence[in
 
 
 def entry_named(rank: int, name: str) -> LayoutEntry:
-    """An entry of a shard that is copied from by items."""
+    """An entry of a shard that is copied by items."""
     return LayoutEntry(name, "I64", (), CopyTiming.LAZY)
 
 

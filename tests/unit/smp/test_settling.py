@@ -1,8 +1,8 @@
 """Snapshots never stop, however late each node receives commits and skips.
 
-The SMPs' commits and the ranks' settling are real, on real command pages. Simulated are the delays
-of messages and the leader: it commits what all nodes are ready for, and orders that the newest
-skipped step is abandoned.
+The SMPs' commits and the ranks' settling are real, on real command pages. The delays of messages
+and the leader are simulated: the leader commits what all nodes are ready for, and orders that the
+newest skipped step is abandoned.
 """
 
 import heapq
@@ -39,7 +39,7 @@ class Delays:
     lateness: float
     protecting: float
     discards: float = 0.0
-    """Of a thousand snapshots so many are found changed while they were copied."""
+    """Number of 1,000 snapshots that are found changed during their copy."""
 
 
 class Run:
@@ -64,7 +64,7 @@ class Run:
         ]
 
     def later(self, at_most: float, act: Callable[[], None], *, line: object) -> None:
-        """Do this after a delay; the order within one line is kept."""
+        """Runs this after a delay; the order within one line is kept."""
         at = max(self.now + self.random.uniform(0.2, 1.0) * at_most, self.lines.get(line, 0.0))
         self.lines[line] = at
         self.num_events += 1
@@ -72,7 +72,7 @@ class Run:
 
     def go(self) -> None:
         for step in range(1, NUM_STEPS + 1):
-            # A collective in each step: nobody begins the next before all have begun this one.
+            # A collective in each step: no rank starts the next before all have started this one.
             self.until(float(step))
             self.step = step
             for node in self.nodes:
@@ -127,7 +127,7 @@ class Node:
         self.commits = CommitCoordinator(ArenaStore(), self.send_to_agent)
         self.commits.protector = self  # type: ignore[assignment]
         self.ready: Version | None = None
-        group: Any = SimpleNamespace()  # there is one: that is all that commits ask of it
+        group: Any = SimpleNamespace()  # it exists: commits need no more than that
         self.commits.begin(
             self.page, Generation(GENERATION), ranks, run.num_ranks, GenerationStart(group=group)
         )
@@ -155,7 +155,7 @@ class Node:
         committed = commit_wait.committed
         slots = self.slots[rank].steps
         kept = slots.index(committed.step) if committed and committed.step in slots else 1
-        assert committed is None or committed.step in slots, "it has overwritten what counts"
+        assert committed is None or committed.step in slots, "the version is overwritten"
         slots[1 - kept] = step
         commit_wait.sealed(step)
         self.receive(rank, lambda: self.commits.sealed(rank, version(GENERATION, step)))
@@ -172,12 +172,12 @@ class Node:
         done, self.done = self.done, (committed, abandoned)
         if committed > done[0]:
             held = [self.slots[rank].steps for rank in self.ranks]
-            assert all(committed in steps for steps in held), "a rank has no longer what counts"
+            assert all(committed in steps for steps in held), "a rank has lost the version"
             self.commits.commit(version(GENERATION, committed))
         if abandoned > done[1]:
             self.commits.abandon(GENERATION, abandoned)
 
-    # --- in the place of the protector: other nodes have it after a while ----------------------
+    # --- in place of the protector: other nodes store it after a while ------------------------
 
     def protect(self, wanted: Version, _fds: Mapping[Rank, Sequence[int]]) -> None:
         ready = partial(self.report_ready, wanted)
@@ -212,7 +212,7 @@ def test_commits_continue_however_late_words_arrive(
         run.go()
         times = [0.0, *(at for at, _ in run.committed_at), float(NUM_STEPS)]
         longest = max(later - sooner for sooner, later in pairwise(times))
-        # Out of step: found in one trip, begun again in the next; more of them to learn how far.
+        # Found in one round trip, restarted in the next; more of them to learn the delay.
         limit = (1 + 0.4 * discards) * (6 + 8 * network)
         assert longest < limit, (seed, run.committed_at[-3:])
 

@@ -11,7 +11,7 @@ from ftrun.snapshot.layout import SMALL_BYTES, CopyTiming, Layout, LayoutEntry, 
 from ftrun.snapshot.manifest import RankManifest, Section, content_digests, sections_of
 
 LARGE = SMALL_BYTES // 4
-"""Items of float32 from which an entry stands alone."""
+"""Number of float32 items from which an entry gets its own section."""
 
 
 @st.composite
@@ -65,7 +65,7 @@ def test_a_large_entry_is_a_section_of_its_own(given_: list[LayoutEntry]) -> Non
 
 
 def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
-    """Plain values belong to one rank, and so does a pack that has anything else in it."""
+    """Plain values belong to one rank, as does a pack that has anything else in it."""
     layout = layout_of(
         lazy("large", LARGE),
         lazy("small", 1),

@@ -62,7 +62,7 @@ def test_replicas_that_differ_are_encoded_for_good() -> None:
     resolved = [plan.resolve(reported, drifted) for plan in plans]
     assert {one.differ for one in resolved} == {frozenset({(1, 1)})}
     assert len({one.plan.id for one in resolved if one.plan is not None}) == 1
-    # Equal again, but no longer believed.
+    # Equal again, but no longer trusted.
     again = dict(enumerate(node(rank, 6, 6, rank, header=8) for rank in range(3)))
     reported = said(plans, list(again.values()))
     for plan in plans:
@@ -81,7 +81,7 @@ def test_a_change_of_one_layout_makes_all_send_their_manifests() -> None:
     assert [plan_id == 0 for plan_id, _ in reported.values()] == [False, True, False]
     for plan in plans:
         resolved = plan.resolve(reported, dict(enumerate(changed)))
-        # Whoever had a plan must still send its manifest: the others wait for it.
+        # A node that had a plan must still send its manifest: the others wait for it.
         assert resolved.needs_manifests
         assert resolved.plan is not None
         assert not resolved.differ
@@ -120,7 +120,7 @@ def test_the_one_that_differs_from_most_is_found_once() -> None:
     assert made.poll(equal(1)) == set()
     assert made.poll(equal(2)) == set()
     assert made.poll(equal(3, r1=99)) == {1}
-    assert made.poll(equal(4, r1=98)) == set(), "it was told"
+    assert made.poll(equal(4, r1=98)) == set(), "it was reported"
 
 
 def test_where_no_node_has_most_all_are_reported() -> None:

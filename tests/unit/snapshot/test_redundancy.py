@@ -98,10 +98,10 @@ def test_every_byte_survives_any_m_losses(
     for lost in combinations(range(len(given_)), parity):
         for group in groups:
             left = {position for position, _ in group.holders} - set(lost)
-            assert left, "a replica is gone with m nodes"
+            assert left, "a replica is lost with m nodes"
         for position in lost:
             mirrors = {(position + ahead) % len(given_) for ahead in range(1, parity + 1)}
-            assert mirrors - set(lost), "a mirror is gone with m nodes"
+            assert mirrors - set(lost), "a mirror is lost with m nodes"
     again, _ = make_plan(manifests, parity=parity, small_state_bytes=limit)
     assert again.id == plan.id
 

@@ -1,4 +1,4 @@
-"""What `ftrun verify` takes, passes on to its runs, and refuses."""
+"""The arguments of `ftrun verify`: accepted, passed to its runs, or refused."""
 
 import re
 import sys

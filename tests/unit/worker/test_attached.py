@@ -1,4 +1,4 @@
-"""A declared layout fits the ranks there are, and is told apart from another one."""
+"""A declared layout fits the existing ranks, and is distinguished from another one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""When a snapshot is due, and what an accumulation in progress looks like."""
+"""When a snapshot is due, and how an accumulation in progress is detected."""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def pages() -> Iterator[tuple[SharedPage, SharedPage]]:
 
 
 def snapshot(made: SnapshotSchedule, *turns_s: float, quiet: int = 10) -> None:
-    """A copy's turn, those until its commit, and quiet ones after it."""
+    """A copy's turn, the turns until its commit, and quiet turns after it."""
     for number, step_s in enumerate(turns_s):
         turn = StepActivity.PROTECT if number else StepActivity.COPY
         made.learn(turn, step_s=step_s, copy_s=0.02, blocked_s=0.0)
@@ -134,7 +134,7 @@ def test_a_gradient_at_the_place_of_one_that_was_freed_is_another() -> None:
     elsewhere = []
     while id(grad := torch.ones(1, 3)) != place:
         elsewhere.append(grad)
-        assert len(elsewhere) < 10_000, "the freed place is not given out again"
+        assert len(elsewhere) < 10_000, "the freed place is not reused"
     model.weight.grad = grad
     assert accumulation.boundary()
     accumulation.close()
@@ -163,7 +163,7 @@ def test_a_step_that_no_hook_sees_is_seen_by_the_parameters(pair: Pair) -> None:
 
 
 class Reported:
-    """An object that says by itself where it is."""
+    """An object that reports its own position."""
 
     def __init__(self, *answers: bool) -> None:
         self.answers = list(answers)
@@ -256,7 +256,7 @@ def test_gradients_of_the_turn_before_are_found_when_a_step_uses_them(pair: Pair
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_thrown_away_do_not_cross(pair: Pair, set_to_none: bool) -> None:
+def test_discarded_gradients_do_not_cross(pair: Pair, set_to_none: bool) -> None:
     model, optimizer, accumulation = pair
     for _ in range(4):
         optimizer.zero_grad(set_to_none=set_to_none)

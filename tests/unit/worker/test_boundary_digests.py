@@ -1,4 +1,4 @@
-"""What a worker notes at a boundary: the loss of the step, and a few bytes of parameters."""
+"""The record of a worker at a boundary: the loss of the step, and a few bytes of parameters."""
 
 import struct
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ftrun.worker.state.tensors import HostCopy
 
 
 class Watched:
-    """A model and its optimizer, and the records that are made of them."""
+    """A model and its optimizer, and their records."""
 
     def __init__(self, model: nn.Module, *parameters: nn.Parameter) -> None:
         self.model = model
@@ -178,7 +178,7 @@ def test_a_loss_that_comes_much_too_late_is_left_out() -> None:
 def test_digests_of_a_device_that_is_behind_come_to_their_own_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is no device here: host copies that have not arrived stand in for one."""
+    """Host copies that have not arrived replace a device, which does not exist here."""
     expected, watched = Watched(mlp()), Watched(mlp())
     before = expected.at(1)
     with monkeypatch.context() as behind:

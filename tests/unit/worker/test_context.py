@@ -91,7 +91,7 @@ def test_a_standby_becomes_the_worker_of_its_message(
     mine.close()
     found = decode_launch(launch)
     assert (found.rank, found.restore, found.start) == (0, None, "warm")
-    # They would be in the environment twice.
+    # Otherwise they would be in the environment twice.
     assert found.argv == []
     assert found.variables == {}
     assert (of_script, cwd) == ("1", str(tmp_path))

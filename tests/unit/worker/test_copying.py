@@ -1,4 +1,4 @@
-"""Samples of lazy tensors find a change wherever it is wide enough, and name the tensor."""
+"""Samples of lazy tensors detect every wide enough change, and name the tensor."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ ITEMS = 3 * ROW_BYTES // 4 + 1000
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Of each kind that is sampled in another way, with bytes that vary."""
+    """One tensor of each kind that is sampled differently, with bytes that vary."""
     torch.manual_seed(0)
     flat = torch.rand(ITEMS)
     return {
@@ -83,7 +83,7 @@ def test_each_row_is_sampled(row: int) -> None:
 
 
 def test_samples_lie_elsewhere_for_each_snapshot() -> None:
-    """A change of one line in 64 is found in one of some hundred snapshots."""
+    """A change of one cache line in 64 is detected in one of some hundred snapshots."""
     sources = {"flat": torch.rand(BOUNDARY_BYTES)}
     lazy = [LazyTensor("flat", sources["flat"], target := sources["flat"].clone())]
     samples = LazySamples(lazy)

@@ -1,4 +1,4 @@
-"""A loader resumed after k batches gives the batches that would have come."""
+"""A loader resumed after k batches yields the batches that would have followed."""
 
 import random
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def seed() -> None:
 
 
 def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
-    """Compare; gives the resumed run's loader."""
+    """Compares; returns the resumed run's loader."""
 
     def draws() -> tuple[float, ...]:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
@@ -170,7 +170,7 @@ def test_the_sampler_gets_the_epoch() -> None:
 
 
 def resized(make: Any, used: list[int], rank: int, size: int) -> list[int]:
-    """What one rank of a new world goes on with, after old ranks have used so many batches."""
+    """The samples of a rank in a new world, after old ranks have used these numbers of batches."""
     states = []
     for previous_rank, count in enumerate(used):
         feed = DataPosition("loader", make(previous_rank, len(used)))
@@ -185,7 +185,7 @@ def resized(make: Any, used: list[int], rank: int, size: int) -> list[int]:
 
 
 def dealt(kind: type[DataLoader[int]]) -> Any:
-    """A loader of a world's ranks that deals one order out to them."""
+    """A loader of a world's ranks that distributes one order among them."""
 
     def make(rank: int, size: int) -> DataLoader[int]:
         sampler = torch.utils.data.DistributedSampler(Counted(), size, rank, seed=4)
@@ -207,7 +207,7 @@ def test_another_number_of_ranks_continues_behind_what_was_used(
 
 
 class Own:
-    """A loader of the script's own, with a position but no iterator that is known."""
+    """A loader of the script's own, with a position but without a known iterator."""
 
     def __init__(self) -> None:
         self.at = 0

@@ -1,4 +1,4 @@
-"""DCP's metadata come back from plain values as they were."""
+"""DCP's metadata are restored unchanged from plain values."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_the_reserved_space_is_enough_for_names_of_any_usual_length() -> None:
     places = {index: (index.offset[0] // 512, index.fqn) for index in indices(items)}  # type: ignore[index]
     planner_data = {name: tuple(name.split(".")) for name in items}
     raw = plain.encode(pack(Metadata(items, planner_data), places))  # type: ignore[arg-type]
-    # The layout sets aside twice what it is given.
+    # The layout reserves twice this room.
     assert len(raw) < 2 * room_for(dict.fromkeys(items, 8))
 
 

@@ -12,11 +12,11 @@ from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.device_order import CopyStreams, GraphReplays, StepStreams
 
 META = torch.device("meta")
-"""Stands for a device: it has no memory, so a step on it is quick."""
+"""Replaces a device: it has no memory, so that a step on it is quick."""
 
 
 class Stream:
-    """Notes what is done with it in `log`."""
+    """Records each use in `log`."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.device, self.log = name, META, log
@@ -111,7 +111,7 @@ def test_copies_wait_for_what_was_queued_at_the_boundary(device: Device) -> None
 
 
 class Graph:
-    """A key for `GraphReplays`; the methods are those of torch's class, replaced by notes."""
+    """A key for `GraphReplays`; its methods replace those of torch's class."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Memory that is touched ahead: whose it is, until when, and that it is there."""
+"""Memory that is touched ahead: its owner, its lifetime, and its presence."""
 
 import ctypes
 import errno
@@ -31,10 +31,9 @@ def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefaultedMemory]:
 
 
 def resident_bytes(address: int, num_bytes: int) -> int:
-    """Of these addresses; 0 where nothing is mapped.
+    """Resident bytes of these addresses; 0 where nothing is mapped.
 
-    Not from /proc/self/smaps: the kernel joins a mapping to its neighbours, and then tells what all
-    of them hold.
+    Not from /proc/self/smaps: the kernel merges adjacent mappings, and then reports their sum.
     """
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     if _libc.mincore(address, num_bytes, pages):

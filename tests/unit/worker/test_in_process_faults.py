@@ -1,4 +1,4 @@
-"""A rank does to itself what is ordered, once, at the step that was named."""
+"""A rank injects an ordered fault into itself, once, at the named step."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ def context() -> WorkerContext:
 
 
 class Job:
-    """An optimizer whose steps are told to the watch as the hook would."""
+    """An optimizer whose steps are reported to the watch like by the hook."""
 
     def __init__(self, context: WorkerContext, page: FaultPage) -> None:
         self.weight = torch.nn.Parameter(torch.ones(3))
@@ -227,7 +227,7 @@ def test_a_rank_that_is_paused_continues_once_that_is_taken_back(
     ordered(page, kind, for_s=60.0)
 
     def take_back() -> None:
-        while not page.fired:  # else it would never fire
+        while not page.fired:  # otherwise it would never fire
             clock.sleep(0.01)
         clock.sleep(0.3)
         page.cancel(1)

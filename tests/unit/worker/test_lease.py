@@ -77,7 +77,7 @@ def test_no_optimizer_steps_without_a_lease(kind: str) -> None:
 
 @pytest.mark.parametrize(("ahead_s", "found"), [(0, "steps"), (1000, "waits")])
 def test_a_lease_ends_while_the_machine_is_suspended(ahead_s: int, found: str) -> None:
-    """Its monotonic clock stands meanwhile; the clock that counts suspends goes on."""
+    """Its monotonic clock stops during the suspend; the clock that counts suspends continues."""
     later = ["unshare", "--user", "--map-root-user", "--time", "--boottime", str(ahead_s)]
     if shutil.which("unshare") is None or subprocess.run([*later, "true"], check=False).returncode:
         pytest.skip("needs namespaces (time)")

@@ -1,4 +1,4 @@
-"""Which parameters had a gradient is kept in few names, and comes back as zeros."""
+"""The parameters that had a gradient are kept in few names, and restored as zeros."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Recording for `ftrun verify` changes no number, and leaves modules as usable as they were."""
+"""Recording for `ftrun verify` changes no number, and leaves modules fully usable."""
 
 import subprocess
 import sys

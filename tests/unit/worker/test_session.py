@@ -1,4 +1,4 @@
-"""The loops of a session count boundaries alike, whatever leaves a turn; no agent is needed."""
+"""The loops of a session count boundaries alike, for every exit of a turn; no agent is needed."""
 
 import subprocess
 import sys
@@ -313,7 +313,7 @@ def test_a_turn_left_by_an_exception_is_no_step_although_an_optimizer_has_steppe
 
 
 class Bar:
-    """A progress bar, as tqdm: a generator around what it was given, which it keeps."""
+    """A progress bar like tqdm: a generator around its iterable, which it keeps."""
 
     def __init__(self, iterable: Iterator[int]) -> None:
         self.iterable = iterable
@@ -370,7 +370,7 @@ def test_a_turn_left_by_break_is_a_step_although_an_old_traceback_is_held() -> N
         assert session.step == 4
 
 
-def test_a_loop_that_ends_with_what_is_around_it_has_its_last_turn() -> None:
+def test_a_loop_that_ends_with_its_surrounding_block_has_its_last_turn() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with attached(model, optimizer) as session:
@@ -392,7 +392,7 @@ def test_a_loop_that_the_next_item_of_another_iterator_ends_by_an_exception_is_n
 
 
 def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
-    """It is closed later, when the state may be another."""
+    """It is closed later, when the state may be another one."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with attached(model, optimizer) as session:
@@ -443,7 +443,7 @@ def test_the_index_of_a_batch_is_that_in_its_pass(session: Session) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another, without groups and state of its own, as Accelerate's."""
+    """An optimizer around another one, without groups and state of its own, like Accelerate's."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner

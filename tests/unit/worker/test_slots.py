@@ -1,4 +1,4 @@
-"""How much memory is asked for, when again after a refusal, and what the refusal advises."""
+"""The amount of requested memory, the retry after a refusal, and the advice of the refusal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bytes come out of other ranks' shards only as they were captured, and only those asked for."""
+"""Bytes are read from other ranks' shards only as captured, and only the requested ones."""
 
 from collections.abc import Callable, Iterator
 
@@ -78,7 +78,7 @@ def tensors_of(rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def give() -> Iterator[Give]:
-    """Two ranks' shards; `change` is given both and may damage them first."""
+    """Two ranks' shards; `change` receives both and may damage them first."""
     opened: list[LocalShards] = []
 
     def make(

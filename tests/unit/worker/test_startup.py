@@ -11,7 +11,7 @@ from ftrun.worker.process.startup import explain_missing_name
 
 @pytest.fixture
 def page() -> SharedPage:
-    """Of a process that was restored at step 20."""
+    """The script error of a process that was restored at step 20."""
     made = SharedPage(create_page("beat"))
     made.set(HeartbeatField.RESTORE_END_NS, 1)
     made.set(HeartbeatField.RESTORED_STEP, 20)
@@ -46,7 +46,7 @@ from ftrun.wire.shared_memory.pages import (
 from ftrun.wire.shared_memory.pages import create_stack_file
 from ftrun.worker.process.startup import report_error
 
-fd = create_page("beat")
+fd = create_page("heartbeat")
 page = SharedPage(fd)
 page.set(HeartbeatField.RESTORE_END_NS, 1)
 page.set(HeartbeatField.RESTORED_STEP, 20)

@@ -1,4 +1,4 @@
-"""Strides are kept where they are dense, and fit tensors of other shapes."""
+"""Strides are kept if they are dense, and fit tensors of other shapes."""
 
 import warnings
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ PLACEMENTS = [
 
 @pytest.fixture(params=[0, 1, 3])
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """This process as one of four that say nothing to each other."""
+    """Makes this process one of four that exchange no messages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,4 +1,4 @@
-"""A node that is asked to leave does so without harm; where all are asked, the run stops."""
+"""A draining node leaves without loss; if all nodes drain, the run stops."""
 
 from collections.abc import Iterable
 
@@ -35,12 +35,12 @@ TERMINATED = 143
 
 
 def ask(made: Agents, node_ids: str, step: int = 5, **more: object) -> None:
-    """These get SIGTERM."""
+    """These nodes receive SIGTERM."""
     works(made, step, node_ids, leaves=True, **more)
 
 
 def at_boundary(made: Agents, node_ids: str, asked: str) -> VersionPair:
-    """All ranks come to the boundary that is asked for, and its snapshot is committed."""
+    """All ranks reach the ordered boundary, and its snapshot is committed."""
     step = made["a"].reported(RequestFinalSnapshot)[0].after_step
     at = (made["a"].runs, step)
     hold(made, step, node_ids, at[0])
@@ -50,7 +50,7 @@ def at_boundary(made: Agents, node_ids: str, asked: str) -> VersionPair:
 
 
 def without_c() -> tuple[Agents, VersionPair]:
-    """Of three nodes c was asked to leave, and the others go on from the boundary."""
+    """Of three nodes c is draining, and the others continue from the boundary."""
     made = started("abc")
     works(made, 5)
     ask(made, "c")
@@ -61,7 +61,7 @@ def without_c() -> tuple[Agents, VersionPair]:
 
 
 def protected_again(made: Agents, node_ids: Iterable[str], at: VersionPair) -> None:
-    """What a generation starts from is protected among its members."""
+    """The restored version is protected among the members of the generation."""
     works(made, at[1], node_ids, ready=at)
     made.passes(3.0)
 
@@ -85,7 +85,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     ask(made, "b")
     made.passes(NOTICE_S - 0.5)
     assert not made["a"].reported(RequestFinalSnapshot), (
-        "others may be asked yet; the ranks train on"
+        "other nodes may still drain; the ranks continue"
     )
     made.passes(1.0)
     at = at_boundary(made, "abc", "b")
@@ -93,7 +93,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     assert made.running() == {"a": 1, "c": 1, "d": 1}
     assert made.plan("a").reason == "draining b"
     assert made.plan("a").restore == at
-    assert ends(made, "b") == [], "what it holds is needed"
+    assert ends(made, "b") == [], "its snapshot is needed"
     protected_again(made, "adc", at)
     assert ends(made, "b") == [(TERMINATED, True)]
     assert notes(made, "a", "nodes_draining") == ["draining b; the run continues without them"]
@@ -108,7 +108,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     assert not made["a"].member.leader.screening.reported, "it may run ranks again"
 
 
-def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
+def test_if_every_node_drains_the_run_stops_at_once() -> None:
     made = with_spares()
     works(made, 5)
     for one in "abcd":
@@ -124,7 +124,7 @@ def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
     assert notes(made, "a", "nodes_draining") == []
 
 
-def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
+def test_if_too_few_nodes_would_be_left_the_run_stops_at_once() -> None:
     made = started("abc", cluster_size=ClusterSize(3, 3, 0))
     works(made, 5)
     ask(made, "c")
@@ -162,8 +162,8 @@ def test_of_two_voters_the_one_that_stays_decides_alone_afterwards() -> None:
     assert ends(made, "b") == [(TERMINATED, True)]
 
 
-def goes_on_alone(made: Agents) -> VersionPair:
-    """Of a and b, b is draining a has a generation of its own, which starts from this."""
+def continues_alone(made: Agents) -> VersionPair:
+    """Of a and b, b drains; a runs a generation alone, which starts from the returned version."""
     works(made, 5, "ab")
     ask(made, "b")
     made.passes(NOTICE_S + 0.5)
@@ -174,15 +174,15 @@ def goes_on_alone(made: Agents) -> VersionPair:
 
 
 def reported_leaves(agent: Agent) -> list[tuple[str, ...]]:
-    """Who may go, by each heartbeat that it has sent as lead."""
+    """The nodes that may leave, in each heartbeat that the agent has sent as leader."""
     found = [sent.message for sent in agent.sent if isinstance(sent, Send)]
     return [message.leave for message in found if isinstance(message, LeaderHeartbeat)]
 
 
 def test_what_was_found_in_one_generation_releases_no_node_in_the_next() -> None:
     made = started("ab", cluster_size=ClusterSize(1, 2, 0))
-    at = goes_on_alone(made)
-    # Its slot is good as far as its SMP knows, which has nobody to send it to; its ranks look.
+    at = continues_alone(made)
+    # Its SMP considers the slot valid and has no node to send it to; the digest check finds it.
     reason = "step 6 does not match its digest"
     made["a"].holdings = Inventory([])
     made["b"].is_frozen = True
@@ -201,9 +201,9 @@ def test_what_was_found_in_one_generation_releases_no_node_in_the_next() -> None
     assert ends(made, "b") == [(TERMINATED, True)]
 
 
-def test_a_node_that_was_about_to_go_stays_where_another_ballot_begins() -> None:
+def test_a_draining_node_stays_if_another_ballot_begins() -> None:
     made = started("ab", cluster_size=ClusterSize(1, 2, 0))
-    at = goes_on_alone(made)
+    at = continues_alone(made)
     made["b"].is_frozen = True
     assert at < (1, 7)
     made.here_is("a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, ready=(1, 7)))
@@ -227,7 +227,7 @@ def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
     works(made, at[1], "ac", ready=at, steps_here=0, survives=1)
     works(made, at[1], "d", ready=at, steps_here=0)
     made.passes(2.0)
-    assert ends(made, "b") == [], "d says nothing of protection"
+    assert ends(made, "b") == [], "d does not report protection"
     works(made, at[1], "d", ready=at, steps_here=0, survives=1)
     made.passes(2.0)
     assert ends(made, "b") == [(TERMINATED, True)]
@@ -263,7 +263,7 @@ def test_a_leader_that_leaves_is_followed_by_the_next() -> None:
 
 
 def test_a_leader_that_leaves_takes_joining_nodes_in_although_it_has_no_vote() -> None:
-    """Once it is gone they look for the others, and not for the endpoint where nobody is."""
+    """After its end they look for the others, and not for the endpoint, where no agent runs."""
     made = with_spares()
     works(made, 5)
     ask(made, "a")
@@ -304,7 +304,7 @@ def test_the_others_may_be_asked_while_a_node_leaves() -> None:
     at = at_boundary(made, "abc", "b")
     made.passes(0.5)
     assert [one.version for one in made["c"].reported(WriteCheckpointPart)] == [version(*at)], (
-        "if all end after all"
+        "if all nodes drain in the end"
     )
     assert set(made.running()) == set("acd")
     for one in "acd":
@@ -329,7 +329,7 @@ def test_notices_that_keep_coming_are_those_of_a_job_that_is_deleted() -> None:
 
 
 def test_ranks_that_end_before_it_is_clear_are_not_started_again() -> None:
-    """Slurm signals every process of a step, ranks too; one node's notice may come before."""
+    """Slurm signals every process of a step, ranks too; the notice to a node may come earlier."""
     made = with_spares()
     works(made, 5)
     ended = exited(1, ExitKind.SIGNAL, -15)
@@ -378,7 +378,7 @@ def test_a_boundary_that_does_not_come_is_not_waited_for_longer_than_a_node_has_
     assert set(made.running()) == set("acd")
     assert made.plan("a").reason.endswith("without a snapshot at step 6")
     made.passes(5.0)
-    assert ends(made, "b") == [(TERMINATED, True)], "its time is over, protected or not"
+    assert ends(made, "b") == [(TERMINATED, True)], "its grace period is over, protected or not"
 
 
 def test_after_that_wait_a_node_has_time_to_give_what_it_holds() -> None:
@@ -450,7 +450,7 @@ def test_a_second_signal_stops_the_run() -> None:
     assert made["a"].reported(SignalWorkers)
 
 
-def test_growth_that_is_under_way_gives_way_to_a_departure() -> None:
+def test_a_departure_replaces_growth_in_progress() -> None:
     made = started("abc", cluster_size=ClusterSize(2, 4, 0))
     works(made, 5)
     made.start("d")

@@ -1,6 +1,6 @@
-"""Attendance: silence is seen from both sides, and only while one could hear.
+"""A missing heartbeat counts from both sides, and only while this process could receive.
 
-Doubt: a lead has ranks wait before it may have been replaced.
+Lease: a leader suspends ranks before another leader may have replaced it.
 """
 
 import pytest
@@ -13,7 +13,7 @@ SETTINGS = settings(failure_timeout_s=3.0, self_fencing_timeout_s=2.0, redial_s=
 
 
 def peers() -> tuple[FailureDetector, PeerState]:
-    """The lead's view of itself and of b, which has just come."""
+    """The leader's view of itself and of b, which has just connected."""
     made = FailureDetector(card("a"), SETTINGS)
     meet(made, card("a"), now_s=100.0, linked=True)
     return made, meet(made, card("b"), now_s=100.0, linked=True)
@@ -46,7 +46,7 @@ def test_another_rail_is_no_break_in_being_here_and_a_closed_connection_is_one()
     assert (b.met_s, b.here_s) == (104.0, 104.0)
 
 
-# --- rule 2: silence from both sides ----------------------------------------------------------
+# --- rule 2: no heartbeat, seen from both sides -----------------------------------------------
 
 
 def test_a_node_that_does_not_respond_is_unresponsive() -> None:
@@ -65,13 +65,13 @@ def test_a_node_that_does_not_receive_from_the_leader_is_as_unresponsive() -> No
     assert made.unresponsive_s(b, now_s=106.0) == 6.0
     made.heartbeat_received(b, Heartbeat(generation=1, number=1, received=2), now_s=200.0)
     assert made.unresponsive_s(b, now_s=106.0) == 4.0
-    # An answer to an older one does not take that back, and an unknown one is none.
+    # An answer to an older heartbeat does not revert that, and an unknown number is no answer.
     made.heartbeat_received(b, Heartbeat(generation=1, number=2, received=1), now_s=200.0)
     made.heartbeat_received(b, Heartbeat(generation=1, number=3, received=99), now_s=200.0)
     assert made.unresponsive_s(b, now_s=106.0) == 4.0
 
 
-def test_what_left_too_long_ago_is_no_answer_any_more() -> None:
+def test_an_answer_to_a_heartbeat_that_is_too_old_is_ignored() -> None:
     made, b = peers()
     b.acked_s = b.met_s = b.received_s = 0.0
     first = made.next_number(now_s=100.0)
@@ -92,7 +92,7 @@ def test_a_heartbeat_that_is_late_or_came_twice_changes_nothing() -> None:
     assert made.heartbeat_received(b, Heartbeat(generation=1, number=3), now_s=200.0)
 
 
-# --- rule 3: this process stood still ---------------------------------------------------------
+# --- rule 3: this process was paused ----------------------------------------------------------
 
 
 def test_time_without_heartbeat_counts_from_when_this_process_could_receive() -> None:
@@ -120,14 +120,14 @@ def test_a_node_that_is_not_connected_is_dialled_now_and_then() -> None:
     assert made.is_to_be_dialled(b, now_s=200.5)
 
 
-# --- who may decide without this lead ---------------------------------------------------------
+# --- nodes that may decide without this leader ------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("missed", "may"),
     [("", False), ("b", False), ("bc", False), ("bcd", True), ("bcde", True)],
 )
-@pytest.mark.parametrize("how", ["silent", "unknown"])
+@pytest.mark.parametrize("how", ["late", "unknown"])
 def test_a_majority_that_may_not_receive_from_this_leader_may_replace_it(
     missed: str, may: bool, how: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_node_that_is_back_may_have_decided_with_others_until_it_answers() -> 
     made, _ = peers()
     back = made.put(card("b"), now_s=100.0, linked=True, has_answered=False)
     number = made.next_number(now_s=100.0)
-    assert made.unresponsive_s(back, now_s=101.0) == 1.0, "it has a deadline like everyone"
+    assert made.unresponsive_s(back, now_s=101.0) == 1.0, "it has a deadline like all nodes"
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
     made.heartbeat_received(back, Heartbeat(generation=1, number=1, received=number), now_s=200.0)
     assert not made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
@@ -160,7 +160,7 @@ def test_a_node_that_is_back_may_have_decided_with_others_until_it_answers() -> 
 def test_a_restarted_node_has_decided_nothing_if_it_received_from_this_leader_to_the_end(
     no_progress_s: float, may: bool
 ) -> None:
-    """Its successor is the proof; c does not hear this lead."""
+    """Its successor is the proof; c receives nothing from this leader."""
     made = FailureDetector(card("a"), SETTINGS)
     for one in "abc":
         meet(made, one, now_s=0.0, linked=False)
@@ -186,7 +186,7 @@ def test_a_node_responds_for_two_heartbeats_and_this_one_always() -> None:
     assert made.is_responding("a", now_s=200.0)
     assert not made.is_responding("c", now_s=100.0)
     assert [one.node_id for one in made.here] == ["a", "b"]
-    b.lost = "it is silent"
+    b.lost = "no heartbeat"
     assert not made.is_responding("b", now_s=100.0)
     assert [one.node_id for one in made.here] == ["a"]
 
@@ -205,11 +205,11 @@ def peers_of_lease() -> FailureDetector:
 def test_it_starts_when_nodes_that_may_not_receive_from_the_leader_could_replace_it() -> None:
     made, known = LeadershipLease(SETTINGS_OF_LEASE), peers_of_lease()
     assert not made.poll(PLAN, known, now_s=101.9)
-    assert made.poll(PLAN, known, now_s=102.0), "that is news"
+    assert made.poll(PLAN, known, now_s=102.0), "the loss is reported"
     assert made.is_on
     assert not made.poll(PLAN, known, now_s=102.5)
     meet(known, "b", now_s=102.5)
-    assert made.poll(PLAN, known, now_s=102.5), "and that it is over"
+    assert made.poll(PLAN, known, now_s=102.5), "and its end is reported"
     assert not made.is_on
 
 

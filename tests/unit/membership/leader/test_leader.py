@@ -1,4 +1,4 @@
-"""A lead: who is lost and who comes, and what follows from it for the run."""
+"""A leader: lost nodes and new nodes, and the consequences for the run."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ from tests.unit.recovery.made import card, offer, part, promise, settings
 
 
 def started(node_ids: str, **changes: object) -> Agents:
-    """A run of these, led by a, that has begun; all that came are wished for."""
+    """A run of these nodes, led by a, that has begun; its size includes all nodes."""
     cluster_size = {
         "cluster_size": ClusterSize(2, len(node_ids), 0),
         "last_call_timeout_s": 5.0,
@@ -49,7 +49,7 @@ def started(node_ids: str, **changes: object) -> Agents:
 
 
 def with_spares(node_ids: str = "abcd", **changes: object) -> Agents:
-    """Three members, and the others stand by."""
+    """Three members; the other nodes are spares."""
     return started(node_ids, cluster_size=ClusterSize(2, 3, len(node_ids) - 3), **changes)
 
 
@@ -60,7 +60,7 @@ def notes(made: Agents, node_id: str, kind: str) -> list[str]:
 
 
 def works(made: Agents, step: int, node_ids: Iterable[str] = "abc", **changes: object) -> None:
-    """These nodes' ranks are at a step."""
+    """The ranks of these nodes are at a step."""
     for one in node_ids:
         found = Heartbeat(
             generation=made[one].runs, state="running", attached=True, step=step, steps_here=step
@@ -125,12 +125,12 @@ def test_a_node_that_is_lost_during_a_ballot_is_left_out_of_it() -> None:
     made = started("abcde")
     made["e"].is_frozen = True
     made.kill("d")
-    assert made.running() == {"e": 0}, "e is heard first"
+    assert made.running() == {"e": 0}, "e is received first"
     made.kill("e")
     assert made.running() == {"a": 1, "b": 1, "c": 1}
 
 
-def test_a_node_that_is_back_is_taken_in_at_a_step_boundary() -> None:
+def test_a_node_that_has_returned_joins_at_a_step_boundary() -> None:
     made = started("abc")
     works(made, 5)
     made.cut("c")
@@ -159,7 +159,7 @@ def test_a_node_that_is_back_votes_in_place_of_one_that_is_lost() -> None:
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     assert [(one.node_id, one.incarnation) for one in made.plan("a").spares] == [("d", 2), ("e", 2)]
     assert all(made.plan(one) == made.plan("a") for one in "bcde")
-    # Now two of the five may go.
+    # From now on two of the five may be lost.
     made.kill("b")
     made.kill("c")
     made.passes(8.0)
@@ -255,7 +255,7 @@ def test_lost_nodes_use_up_the_budget_of_restarts() -> None:
 
 
 @pytest.mark.parametrize(("limit", "members"), [(2, "abc"), (1, "ac")])
-def test_a_node_that_was_lost_too_often_runs_nothing_any_more(limit: int, members: str) -> None:
+def test_a_node_that_was_lost_too_often_runs_no_ranks(limit: int, members: str) -> None:
     made = with_spares("abcd", max_failures_per_hour=limit)
     made.kill("b")
     made.start("b", 2)
@@ -280,7 +280,7 @@ def test_a_spare_takes_over_from_all_before_it_and_waits_for_one_that_ran() -> N
 
 
 def test_a_member_that_is_slow_to_get_ready_is_waited_for_by_name() -> None:
-    """It reads a checkpoint: another ballot would have it read it once more."""
+    """It reads a checkpoint: another ballot would make it read the checkpoint again."""
     made = started("abc", answer_s=10.0, failure_timeout_s=60.0)
     made.reads["c"] = None
     made.here_is(
@@ -309,7 +309,7 @@ def test_without_enough_acceptances_of_spares_it_restarts() -> None:
 
 
 def test_a_leader_that_may_be_replaced_for_long_begins_a_ballot() -> None:
-    """Its spares alone are not heard, so no loss of a member leads to one."""
+    """Its spares alone send no heartbeat, so that no loss of a member causes one."""
     made = started("abc", cluster_size=ClusterSize(1, 1, 2))
     assert made.running() == {"a": 0}
     made.cut("a")
@@ -412,7 +412,7 @@ def test_where_the_commit_cannot_be_had_the_run_waits_for_nodes_that_may_hold_it
     assert set(made.running()) == set("abce")
 
 
-def test_where_no_node_can_hold_the_commit_any_more_the_run_ends() -> None:
+def test_if_no_node_can_hold_the_commit_the_run_ends() -> None:
     made = started("abc")
     hold(made, 8, "abc")
     for one in "abc":
@@ -440,7 +440,7 @@ def test_a_killed_rank_leads_to_a_new_generation_on_the_same_nodes() -> None:
 
 
 def test_an_exception_waits_for_a_node_that_does_not_respond_just_now() -> None:
-    """It may have followed from that node's end, which is found only later."""
+    """The failure may be a consequence of that node's end, which is detected later."""
     made = started("abc")
     works(made, 5)
     made.cut("c")
@@ -463,7 +463,7 @@ def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
     for one in "abc":
         (end,) = made[one].reported(EndRun)
         assert (end.exit_code, end.reason) == (3, "rank 1: exception")
-    # The others end at once; the lead waits until they have heard of it, its ranks do not.
+    # The others end at once. The leader waits until they have received the end; its ranks do not.
     assert made["a"].reported(KillWorkers) == [KillWorkers("rank 1: exception")]
 
 
@@ -496,7 +496,7 @@ def test_the_leader_does_not_wait_for_ever_for_nodes_that_do_not_receive_the_end
     assert made["b"].reported(EndRun)
     made.kill("b")
     made.passes(0.5)
-    assert notes(made, "a", "node_lost") == [], "it has gone because it was told to"
+    assert notes(made, "a", "node_lost") == [], "it left on command"
     made.passes(8.0)
     assert made["a"].reported(EndRun)
 
@@ -517,7 +517,7 @@ def test_a_finished_run_waits_for_an_agent_that_is_being_started_again() -> None
 
 
 def finished_without_d() -> Agents:
-    """The ranks have finished while a node that stands by was cut off."""
+    """The ranks have finished while a spare was cut off."""
     made = with_spares()
     works(made, 5)
     made.cut("d")
@@ -631,7 +631,7 @@ def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(
 def test_a_node_without_any_checkpoint_takes_none_from_the_others(
     cluster_size: ClusterSize,
 ) -> None:
-    """It rejects the only one, which the others can load."""
+    """It rejects the only checkpoint, which the others can load."""
     made = from_disk(cluster_size, a={9: ""}, b={9: "damaged"}, c={9: ""})
     assert not made["a"].reported(EndRun)
     plan = made["a"].reported(StartRanks)[-1].plan
@@ -708,7 +708,7 @@ def test_all_nodes_start_from_the_newest_checkpoint_that_none_has_rejected(
         assert bad["step-9"] == f"b: {of_b[9]}", "which node, and why"
 
 
-# --- the others have ended ----------------------------------------------------------------------
+# --- the others have ended --------------------------------------------------------------------
 
 
 def test_an_agent_that_comes_back_when_none_is_left_ends_after_a_minute() -> None:

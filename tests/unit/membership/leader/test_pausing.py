@@ -1,4 +1,4 @@
-"""Pausing: what is missing is said once, and the wait for it ends."""
+"""Pausing: the missing part is reported once, and the wait for it ends."""
 
 from ftrun.errors import ExitCode
 from ftrun.membership.leader.pausing import GONE_S, PUT_OFF_S, NodeWait
@@ -6,7 +6,7 @@ from ftrun.records.membership import RunPaused
 from ftrun.recovery.commands import EndRun, JournalEntry
 
 
-def test_it_reports_what_is_missing_and_reports_it_again_where_that_is_news() -> None:
+def test_it_reports_the_missing_part_and_repeats_the_report_if_it_changes() -> None:
     made = NodeWait(100.0)
     assert made.begin("b is missing", now_s=0.0) == [
         JournalEntry(RunPaused("PAUSED: b is missing; gives up after 100 s"), announce=True)
@@ -39,10 +39,10 @@ def test_a_run_that_continues_waits_for_nothing() -> None:
     made.over()
     assert not made.is_on
     assert made.given_up(now_s=1e6) is None
-    assert len(made.begin("b is missing", now_s=0.0)) == 1, "it is news again"
+    assert len(made.begin("b is missing", now_s=0.0)) == 1, "it is reported again"
 
 
-def test_where_none_is_left_it_waits_a_minute_for_nodes_that_may_be_started_again() -> None:
+def test_with_no_node_left_it_waits_a_minute_for_restarted_nodes() -> None:
     made = NodeWait(900.0)
     assert made.given_up(now_s=0.0, are_gone=True) is None
     made.begin("1 of 3 nodes is here", now_s=10.0)
@@ -66,4 +66,4 @@ def test_a_node_that_has_come_gets_the_time_to_make_the_run_continue() -> None:
     assert made.given_up(now_s=99.0 + PUT_OFF_S) is not None
     for now_s in range(100, 200):
         made.put_off(now_s=now_s)
-    assert made.given_up(now_s=160.0) is not None, "not for ever, for nodes that come and go"
+    assert made.given_up(now_s=160.0) is not None, "not forever, for nodes that join and leave"

@@ -1,4 +1,4 @@
-"""Planning: a ballot's promises become a generation, or the word what state is missing."""
+"""Planning: the promises of a ballot yield a generation, or the report of missing state."""
 
 import pytest
 
@@ -83,7 +83,7 @@ def test_a_first_generation_begins_with_nothing() -> None:
         ("a", [2, 3, 4, 5]),
     ]
     assert [one.node_id for one in found.spares] == ["c"]
-    # The store is the first member's.
+    # The first member hosts the store.
     assert (found.store_host, found.store_port) == ("b.local", 7)
     assert found.smp_ports == {"a": 10, "b": 8, "c": 2000}
     assert found.history == FailureHistory(restarts=3)
@@ -107,7 +107,7 @@ def test_the_newest_version_is_continued_from() -> None:
 
 
 def test_an_unprotected_slot_of_a_spare_is_not_fetched() -> None:
-    """The newest version of rank 1 is on c alone; where c has no ranks, the older one is used."""
+    """The newest version of rank 1 is only on c; if c has no ranks, the older version is used."""
     promises = []
     for one, held in (("a", [(0, 7), (0, 8)]), ("b", [(1, 7)]), ("c", [(1, 8)])):
         has = Inventory([offer(rank, (1, step), 2) for rank, step in held], [])
@@ -141,7 +141,7 @@ def test_parity_is_chosen_by_the_number_of_nodes_or_by_the_user() -> None:
     assert groups("abcd") == ([["a", "b", "c", "d"]], 1)
     assert groups("abcdefgh") == ([list("abcdefgh")], 2)
     assert groups("abcd", cluster_size=settings(erasure_parity=2)) == ([["a", "b", "c", "d"]], 2)
-    # There cannot be more of it than other nodes.
+    # The number of other nodes limits it.
     assert groups("ab", cluster_size=settings(erasure_parity=3)) == ([["a", "b"]], 1)
     assert groups("abcd", cluster_size=settings(erasure_parity=0))[1] == 0
 
@@ -200,8 +200,8 @@ def test_an_older_version_is_taken_only_where_the_nodes_that_hold_the_newer_do_n
     assert isinstance(planned(promises, "ab", RAN, short, waited_s=11.0), GenerationPlan)
 
 
-def test_the_first_version_is_missed_where_the_leader_may_have_committed_it() -> None:
-    """The leader commits and is cut off before a node receives it; over m nodes are lost."""
+def test_the_first_version_is_required_if_the_leader_may_have_committed_it() -> None:
+    """The leader commits and is cut off before a node receives it; more than m nodes are lost."""
     promises = [holding(2, one, (1, 8), "abcd") for one in "bc"]
     promises.append(promise(2, "d", knows=1))
     found = planned(promises, "bcd", plan(1, "abcd"))
@@ -265,7 +265,7 @@ def test_batches_stay_left_out_until_a_later_version_is_continued_from() -> None
     assert (later.restore, later.skip_batches) == ((2, 12), 0)
 
 
-def test_where_no_node_holds_it_any_more_the_run_ends() -> None:
+def test_if_no_node_holds_it_the_run_ends() -> None:
     here = [promise(2, one, committed=(1, 8), knows=1) for one in "abc"]
     found = planned(here, "abc", RAN)
     assert isinstance(found, EndRun)
@@ -273,7 +273,7 @@ def test_where_no_node_holds_it_any_more_the_run_ends() -> None:
     assert found.reason.startswith("the state of the run is lost: step 8 (generation 1)")
 
 
-def test_where_there_are_checkpoints_the_others_have_a_while_to_come_back() -> None:
+def test_with_checkpoints_the_others_have_a_limited_time_to_return() -> None:
     here = [promise(2, "a", committed=(1, 8), knows=1)]
     before = planned(here, "a", RAN, WITH_CHECKPOINTS, waited_s=10.9)
     assert isinstance(before, RestoreStateMissing)
@@ -281,12 +281,12 @@ def test_where_there_are_checkpoints_the_others_have_a_while_to_come_back() -> N
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == (None, None)
     assert "was committed and is lost" in found.restore_reason
-    # Without a checkpoint there is nothing else to go on from, however long it takes.
+    # Without a checkpoint the run has nothing else to resume from, for any waiting time.
     assert isinstance(planned(here, "a", RAN, waited_s=1e6), RestoreStateMissing)
 
 
 def test_what_was_committed_is_unknown_where_none_is_here_that_ran_and_remembers() -> None:
-    """A spare has no memory of it, nor has a member's process that was started again without."""
+    """A spare has no memory of it, nor has a member's process that restarted without memory."""
     previous = plan(1, "ab", spares="s")
     here = [promise(2, "s", knows=1), promise(2, "a", knows=-1)]
     found = planned(here, "sa", previous)

@@ -1,4 +1,4 @@
-"""Elections: everyone who is here is heard, and what was asked is asked until it is answered."""
+"""Elections: each present node is asked, and a request is repeated until it is answered."""
 
 from itertools import pairwise
 
@@ -65,7 +65,7 @@ class OneProposer:
 
 
 def asked(commands: list[Command]) -> list[str]:
-    """Whom the proposer asks, in order."""
+    """The nodes that the proposer asks, in order."""
     return [one.node_id for one in commands if isinstance(one, Send)]
 
 
@@ -102,7 +102,7 @@ def test_each_ballot_has_a_higher_number_than_anybody_has_promised() -> None:
     assert made.election.highest == 31
 
 
-def test_what_may_have_taken_effect_is_minded_unless_it_is_older() -> None:
+def test_a_plan_that_may_be_chosen_is_kept_unless_it_is_older() -> None:
     made = OneProposer()
     made.begin(unsure=plan(3, "xyz"))
     assert made.election.ballot is not None
@@ -113,7 +113,7 @@ def test_what_may_have_taken_effect_is_minded_unless_it_is_older() -> None:
 
 def test_a_node_that_is_lost_is_not_waited_for() -> None:
     made = OneProposer()
-    made.peer("c").lost = "silent"
+    made.peer("c").lost = "no heartbeat"
     assert asked(made.begin()) == ["a", "b"]
     made.promise("ab")
     assert made.election.stage() is BallotStage.PROMISED
@@ -140,13 +140,13 @@ def test_a_node_that_has_no_connection_is_dialled_and_not_asked() -> None:
     made = OneProposer()
     made.peer("c").linked = False
     assert made.begin()[-1] == Connect("c.local", 29400, "c")
-    assert made.election.repeat(now_s=0.4) == [], "it was dialled just now"
+    assert made.election.repeat(now_s=0.4) == [], "it was dialled a moment ago"
     made.promise("ab")
     assert made.election.stage() is BallotStage.ASKED, "c may hold what is to be restored"
-    # The connection was made, and it is asked.
+    # The connection exists, and the node is asked.
     made.peer("c").linked = True
     assert asked(made.election.ask(made.peer("c"), now_s=0.5)) == ["c"]
-    # Whoever has answered is not asked again.
+    # A node that has answered is not asked again.
     assert made.election.ask(made.peer("b"), now_s=0.5) == []
 
 
@@ -197,7 +197,7 @@ def test_its_own_node_is_always_waited_for() -> None:
 
 def test_a_node_that_is_lost_but_connected_is_asked_as_it_may_be_there() -> None:
     made = OneProposer()
-    made.peer("c").lost = "silent"
+    made.peer("c").lost = "no heartbeat"
     made.begin(now_s=10.0)
     made.promise("ab")
     assert asked(made.election.repeat(now_s=10.0)) == ["c"]
@@ -318,7 +318,7 @@ def test_a_node_that_is_lost_before_the_plan_has_promised_nothing() -> None:
     assert asked(made.announce("ab")) == ["b", "a"]
     assert made.election.is_member("b")
     assert not made.election.is_member("c")
-    # Afterwards its acceptance may be there already.
+    # Afterwards its acceptance may already be there.
     made.accept("b")
     made.election.lost("b")
     made.accept("a")
@@ -365,7 +365,7 @@ def test_before_a_plan_none_is_a_member() -> None:
     assert not made.election.is_member("a")
 
 
-# --- rule 3: giving the other one time --------------------------------------------------------
+# --- rule 3: time for the other proposer ------------------------------------------------------
 
 
 def test_a_refusal_leads_to_another_ballot_a_little_later() -> None:
@@ -395,7 +395,7 @@ def waits(place: int, refusals: int) -> list[float]:
         made.begin()
         made.election.restart("x", place, now_s=0.0)
         made.election.restart("y", place, now_s=5.0)
-        assert made.election.retry_reason == "x", "the first reason stands"
+        assert made.election.retry_reason == "x", "the first reason is kept"
         found.append(made.election.again_s or 0.0)
     return found
 
@@ -511,7 +511,7 @@ def test_acceptance_that_the_witness_refuses_breaks_the_ballot() -> None:
 
 
 def test_a_proposer_keeps_the_witness_from_others_once_it_has_the_votes() -> None:
-    """Whoever waits for nodes then is found there by those that come back."""
+    """Returning nodes then find the leader that waits for nodes."""
     made = Witnessed()
     assert made.election.renew_witness(None, now_s=1.0) == []
     assert questions(made.election.renew_witness(TWO, now_s=1.0)) == [(WitnessOperation.RENEW, 4)]

@@ -1,6 +1,6 @@
-"""Places: ranks are stable, and everyone who is here has a place or stands by.
+"""Rank assignment: ranks are stable, and each present node is a member or a spare.
 
-Who may run ranks: unfit nodes stay out, and whoever was set aside checks itself again.
+Eligibility: unfit nodes get no ranks, and an excluded node checks itself again.
 """
 
 import msgspec
@@ -38,7 +38,7 @@ def names(found: tuple[NodeCard, ...]) -> str:
 def assigned(
     here: str, before: str, cluster_size: ClusterSize = CLUSTER_SIZE, excluded: str = ""
 ) -> tuple[str, str]:
-    """Members and spares; the members before `/` ran the last generation, the others stood by."""
+    """Members and spares; the nodes before `/` ran the last generation, the others were spares."""
     members, _, spares = before.partition("/")
     found = assign(cards(here), plan(3, members, spares), cluster_size, set(excluded))
     assert isinstance(found, RankAssignment)
@@ -67,7 +67,7 @@ def test_every_node_has_one_place_and_one_that_stays_keeps_its_own(
     if len(ran) == len(members):
         for place, node_id in enumerate(ran):
             assert members[place] == node_id or node_id not in usable
-    # Of the spares no one takes a place before a member that is here does.
+    # No spare is assigned before a present member.
     stayed = [one for one in ran if one in usable]
     assert set(stayed[: len(members)]) <= set(members)
     if len(ran) != len(members):
@@ -163,7 +163,7 @@ def fit(number: int, *, is_whole: bool = True, rate: float = 0.0) -> NodeFitness
 
 
 def made_of(**checks: NodeFitness | None) -> tuple[Admission, FailureDetector]:
-    """A lead's screening of nodes with these results."""
+    """A leader's record of nodes with these check results."""
     peers = FailureDetector(card("a"), SETTINGS)
     for node_id, fitness in checks.items():
         peers.put(card(node_id), now_s=0.0, linked=True, has_answered=True).fitness = fitness
@@ -251,7 +251,7 @@ def test_an_agent_that_was_started_again_has_checked_itself() -> None:
     screening, peers = made_of(b=fit(4))
     screening.poll({"b"})
     again = peers.put(card("b", 2), now_s=0.0, linked=True, has_answered=False)
-    assert screening.unfit(set()) == {}  # it has not said yet whether it makes checks
+    assert screening.unfit(set()) == {}  # it has not yet reported whether it makes checks
     again.fitness = fit(1, is_whole=False)
     assert screening.unfit(set()) == {"b": "it was excluded, and repeats its check"}
     again.fitness = fit(1)
@@ -279,7 +279,7 @@ def test_slow_nodes_are_reported_once() -> None:
 
 
 def started(node_ids: str, unfit: str, cluster_size: ClusterSize, **changes: object) -> Agents:
-    """Agents that know how they are before they meet."""
+    """Agents that have their check results before they connect."""
     made = Agents(node_ids, settings(cluster_size=cluster_size, last_call_timeout_s=2.0, **changes))
     for one in node_ids:
         made.happens(one, NodeChecked(UNFIT if one in unfit else FIT))

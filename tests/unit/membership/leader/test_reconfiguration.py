@@ -1,8 +1,8 @@
-"""Enrolment: who votes while a generation runs.
+"""Voter reconfiguration: the voters of a running generation.
 
 Growth and eviction: at a step boundary, so that no step is lost.
 
-A node that holds the others up is replaced on wish: at a boundary, or at once if it hangs.
+A straggler is replaced on request: at a boundary, or at once if it hangs.
 """
 
 from itertools import combinations
@@ -37,7 +37,7 @@ HISTORY = FailureHistory(restarts=2)
 
 
 class FakeLeader:
-    """a leads a generation; who of it is here, and who has come beside it."""
+    """a leads a generation; the present nodes of the plan, and new nodes."""
 
     def __init__(self, of: GenerationPlan, here: str) -> None:
         self.plan = of
@@ -52,7 +52,7 @@ class FakeLeader:
     def lose(self, node_id: str) -> None:
         peer = self.peers.get(node_id)
         assert peer is not None
-        peer.lost, peer.linked = "silent", False
+        peer.lost, peer.linked = "no heartbeat", False
 
     def poll(self, now_s: float = 10.0) -> list[Command]:
         return self.reconfiguration.poll(self.plan, self.peers, HISTORY, now_s=now_s)
@@ -74,7 +74,7 @@ class FakeLeader:
 
     @property
     def spares(self) -> str:
-        """Those of the roster that is wanted."""
+        """The spares of the requested voters."""
         wanted = self.reconfiguration.wanted
         return "" if wanted is None else "".join(one.node_id for one in wanted.spares)
 
@@ -84,7 +84,7 @@ def asked(commands: list[Command]) -> str:
 
 
 def lost_voter() -> FakeLeader:
-    """Of three voters c is lost, and d has come."""
+    """Of three voters c is lost, and d has connected."""
     made = FakeLeader(plan(4, "ab", spares="c"), "abcd")
     made.lose("c")
     return made
@@ -102,7 +102,7 @@ def test_a_node_that_has_come_votes_in_place_of_one_that_is_lost() -> None:
     assert found == [Send(one, Accept(wanted)) for one in "abd"]
 
 
-def test_a_plan_that_takes_effect_is_given_once() -> None:
+def test_a_chosen_plan_is_returned_once() -> None:
     made = lost_voter()
     made.poll()
     wanted = made.reconfiguration.wanted
@@ -128,7 +128,7 @@ def test_a_majority_of_those_after_is_not_enough() -> None:
     assert made.spares == "fghi"
     wanted = made.reconfiguration.wanted
     assert made.accept("afghib") == [None] * 6
-    # c has heard of it before it was lost.
+    # c received it before it was lost.
     assert (
         made.reconfiguration.accepted(
             card("c"), Accepted(4, None, voter_revision=1), made.plan, made.peers
@@ -149,11 +149,11 @@ def test_an_acceptance_of_something_else_does_not_count(
     assert made.accept("a") == [None]
 
 
-# --- rule 1: what is worth it -----------------------------------------------------------------
+# --- rule 1: the change is worth it -----------------------------------------------------------
 
 
 def losses(voters: str, here: str) -> int:
-    """So many of those who are here may go, whoever they are; -1: they are too few already."""
+    """Number of present nodes that may be lost, in any choice; -1: they are already too few."""
     left = sorted(set(voters) & set(here))
     for count in range(len(left), -1, -1):
         rests = (set(left) - set(gone) for gone in combinations(left, count))
@@ -178,8 +178,8 @@ def test_voters_change_only_where_more_may_be_lost_afterwards(
         assert set(made.spares) == here
 
 
-def test_a_spare_that_is_lost_votes_no_more() -> None:
-    """Of four voters three are needed, of which none could be missed; of three two are."""
+def test_a_lost_spare_has_no_vote() -> None:
+    """Of four voters three are needed, and only three are left; of three voters two are needed."""
     made = FakeLeader(plan(4, "abc", spares="d"), "abcd")
     made.poll()
     assert made.reconfiguration.wanted is None
@@ -190,14 +190,14 @@ def test_a_spare_that_is_lost_votes_no_more() -> None:
 
 
 def test_no_more_are_standby_with_a_vote_than_were_requested() -> None:
-    """Else strangers could outvote the members, and their loss would pause a healthy run."""
+    """Otherwise new nodes could outvote the members, and their loss would pause a healthy run."""
     made = FakeLeader(plan(4, "ab", spares="c"), "abdefg")
     made.reconfiguration = VoterReconfiguration(settings(cluster_size=ClusterSize(2, 2, 1)))
     made.poll()
     assert made.spares == "d"
 
 
-def test_of_two_voters_the_successor_of_one_is_proof_that_it_votes_no_more() -> None:
+def test_of_two_voters_the_successor_of_one_proves_that_it_has_no_vote() -> None:
     made = FakeLeader(plan(4, "a", spares="b"), "a")
     made.come("b", incarnation=2)
     made.come("c")
@@ -232,10 +232,10 @@ def test_the_spares_of_now_come_first_and_in_their_order() -> None:
     assert made.spares == "zyvwx"
 
 
-# --- rule 2: who is taken in ------------------------------------------------------------------
+# --- rule 2: new voters -----------------------------------------------------------------------
 
 
-def test_only_a_node_that_has_stayed_for_a_while_is_taken_in() -> None:
+def test_only_a_node_that_has_been_present_for_a_while_joins() -> None:
     made = FakeLeader(plan(4, "ab", spares="c"), "ab")
     made.come("d", now_s=10.0)
     made.poll(14.75)
@@ -244,7 +244,7 @@ def test_only_a_node_that_has_stayed_for_a_while_is_taken_in() -> None:
     assert made.spares == "d"
 
 
-def test_it_looks_twice_a_heartbeat() -> None:
+def test_it_polls_twice_per_heartbeat() -> None:
     made = FakeLeader(plan(4, "ab", spares="c"), "ab")
     made.poll(10.0)
     made.come("d")
@@ -253,7 +253,7 @@ def test_it_looks_twice_a_heartbeat() -> None:
 
 
 @pytest.mark.parametrize("how", ["bound to another", "lost", "not connected"])
-def test_a_node_that_is_bound_to_another_or_not_there_is_not_taken_in(how: str) -> None:
+def test_a_node_with_another_promise_or_without_a_connection_does_not_join(how: str) -> None:
     made = lost_voter()
     peer = made.peers.get("d")
     assert peer is not None
@@ -261,7 +261,7 @@ def test_a_node_that_is_bound_to_another_or_not_there_is_not_taken_in(how: str) 
         case "bound to another":
             peer.promised = 5
         case "lost":
-            peer.lost = "silent"
+            peer.lost = "no heartbeat"
         case _:
             peer.linked = False
     made.poll()
@@ -271,7 +271,7 @@ def test_a_node_that_is_bound_to_another_or_not_there_is_not_taken_in(how: str) 
     assert made.spares == "d"
 
 
-# --- rule 3: until it takes effect ------------------------------------------------------------
+# --- rule 3: until it is chosen ---------------------------------------------------------------
 
 
 def test_it_asks_again_all_that_have_not_accepted() -> None:
@@ -281,16 +281,16 @@ def test_it_asks_again_all_that_have_not_accepted() -> None:
     assert asked(made.poll(10.0)) == "abd"
     made.accept("a")
     assert made.poll(10.2) == []
-    assert made.poll(10.5) == [], "a moment ago it was asked"
+    assert made.poll(10.5) == [], "it was asked a moment ago"
     c.linked = True
-    assert asked(made.poll(11.0)) == "bcd", "c is of those before"
+    assert asked(made.poll(11.0)) == "bcd", "c is one of the previous voters"
     assert made.reconfiguration.wanted is not None
     assert made.reconfiguration.wanted.voter_revision == 1
     assert asked(made.poll(11.5)) == ""
     assert asked(made.poll(12.0)) == "bcd"
 
 
-def test_where_others_are_here_now_another_voter_revision_is_wanted_and_accepted_again() -> None:
+def test_if_other_nodes_are_present_another_voter_revision_is_requested() -> None:
     made = lost_voter()
     made.poll(10.0)
     made.accept("a")
@@ -338,7 +338,7 @@ PLAN = plan(1, "ab")
 
 
 class Run:
-    """Two members that run steadily, and whoever else has come."""
+    """Two members that run steadily, and the other connected nodes."""
 
     def __init__(
         self, settings: MembershipSettings = SETTINGS_AT_BOUNDARY, *, attached: bool = True
@@ -417,7 +417,7 @@ def test_only_a_run_that_continues_undisturbed_grows() -> None:
     assert run.boundary >= 0
 
 
-def test_a_run_that_is_asked_to_stop_does_not_grow_any_more() -> None:
+def test_a_stopping_run_does_not_grow() -> None:
     run = Run()
     run.come("c")
     run.poll(10.0)
@@ -425,7 +425,7 @@ def test_a_run_that_is_asked_to_stop_does_not_grow_any_more() -> None:
     assert run.poll(60.0) == ""
 
 
-def test_only_nodes_that_have_stayed_a_while_are_taken_in() -> None:
+def test_only_nodes_that_have_been_present_for_a_while_join() -> None:
     run = Run()
     assert run.poll(100.0) == ""
     run.come("c", now_s=100.0)
@@ -443,7 +443,7 @@ def test_a_node_that_is_lost_or_excluded_or_not_connected_is_no_joining_node() -
     lost, unlinked = run.peers.get("c"), run.peers.get("d")
     assert lost is not None
     assert unlinked is not None
-    lost.lost, unlinked.linked = "silent", False
+    lost.lost, unlinked.linked = "no heartbeat", False
     assert run.poll(100.0, excluded="e") == ""
     assert run.boundary == -1
 
@@ -466,7 +466,7 @@ def test_no_run_grows_beyond_what_was_requested() -> None:
     assert full.poll(100.0) == ""
 
 
-def test_it_looks_twice_a_heartbeat_at_boundary() -> None:
+def test_it_polls_twice_per_heartbeat_at_a_boundary() -> None:
     run = Run(attached=False)
     assert run.poll(100.0) == ""
     run.come("c")
@@ -481,7 +481,7 @@ def test_a_commit_of_before_the_boundary_is_not_the_one_that_is_waited_for() -> 
     for one in "ab":
         run.heartbeat(one, step=8, at_boundary=True, ready=(1, 7))
     assert run.poll(20.0) == ""
-    # A node alone stops at a boundary of its own, which may be a later one.
+    # A single node stops at a boundary of its own, which may be a later one.
     for one in "ab":
         run.heartbeat(one, step=9, at_boundary=True, ready=(1, 9))
     assert run.poll(21.0) == "grows from 2 to 3 nodes"
@@ -493,7 +493,7 @@ def test_a_node_that_leaves_again_does_not_leave_the_ranks_at_the_boundary() -> 
     run.poll(10.0)
     c = run.peers.get("c")
     assert c is not None
-    c.lost = "silent"
+    c.lost = "no heartbeat"
     for one in "ab":
         run.heartbeat(one, step=8, at_boundary=True, ready=(1, 8))
     assert run.poll(20.0) == "grows from 2 to 2 nodes"
@@ -539,7 +539,7 @@ EVICT = settings(
 
 
 class RunOfEviction:
-    """Two nodes of two ranks, and one that stands by; rank 2 on b is late from step 30 on."""
+    """Two nodes of two ranks, and a spare; rank 2 on b is late from step 30 on."""
 
     def __init__(self, settings: MembershipSettings = EVICT, *, spare: bool = True) -> None:
         self.peers = FailureDetector(card("a"), settings)
@@ -604,7 +604,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
     at_the_boundary(run, ready=(1, run.boundary))
     assert run.poll(70.0).startswith("node b is evicted: ")
     assert run.is_excluded(70.0) == {"b"}
-    assert run.monitor.history(now_s=91.0).barred == {"b": 21.0}, "the next lead knows it too"
+    assert run.monitor.history(now_s=91.0).barred == {"b": 21.0}, "the next leader knows it too"
     run.monitor.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
     for node in "as":
         ranks = heartbeat("a" if node == "a" else "b", 200).ranks
@@ -636,11 +636,11 @@ def test_what_passes_is_left_alone() -> None:
     assert run.boundary == -1
 
 
-def test_a_node_that_was_standby_may_be_gone_at_the_boundary() -> None:
+def test_a_spare_may_be_lost_at_the_boundary() -> None:
     run = slow_run()
     spare = run.peers.get("s")
     assert spare is not None
-    spare.lost = "silent"
+    spare.lost = "no heartbeat"
     at_the_boundary(run, ready=(1, run.boundary))
     assert run.poll(70.0).startswith("no spare is left")
     assert run.is_excluded(91.0) == set()
@@ -670,7 +670,7 @@ def test_of_a_slow_link_one_end_is_evicted() -> None:
     assert run.monitor.orders.reason.startswith("node b is evicted: ")
 
 
-def test_a_node_whose_rank_hangs_is_evicted_where_that_is_requested_and_possible() -> None:
+def test_a_node_whose_rank_hangs_is_evicted_if_requested_and_possible() -> None:
     for action, spare, excluded in (
         ("evict", True, {"a"}),
         ("evict", False, set()),

@@ -1,4 +1,4 @@
-"""Who comes late by its own doing; what is not known makes nobody late."""
+"""Ranks that are late by their own delay; missing data makes no rank late."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ Entries = Mapping[int, list[tuple[str, int, float]]]
 def meetings(
     entries: Entries, nodes: tuple[str, ...] = NODES, found: ArrivalTracker | None = None
 ) -> list[JoinedCollective]:
-    """All that can be judged, once every rank has been seen a second later."""
+    """All collectives that can be judged, after every rank was observed a second later."""
     found = found or ArrivalTracker()
     for rank, entered in entries.items():
         end_s = max(at_s for reported in entries.values() for _, _, at_s in reported) + 1.0
@@ -52,7 +52,7 @@ def test_a_collective_is_given_once_and_when_all_have_been_checked_after_it() ->
     for rank in range(3):
         assert found.take() == []
         found.add(rank, NODES[rank], [("all", 2, 12.0)], GROUPS, seen_s=14.0 + rank)
-    assert found.take() == []  # ranks 0 and 1 may have been let go by something until 15.0
+    assert found.take() == []  # something may have delayed ranks 0 and 1 until 15.0
     for rank in range(2):
         found.add(rank, NODES[rank], [], GROUPS, seen_s=17.0)
     assert [one.seq for one in found.take()] == [2]
@@ -98,7 +98,7 @@ def test_a_slow_collective_makes_no_rank_late() -> None:
         2: [("t1", 1, 1.0)],
         3: [("t1", 1, 1.0)],
     }
-    # t1 took three seconds: both of it go on so much later.
+    # t1 took three seconds, so both of its ranks continue 3 s later.
     after = everyone(2, 1.5, 1.5, 4.5, 4.5)
     found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), before, after))
     assert late(found[-1]) == {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
@@ -132,8 +132,8 @@ def test_none_is_judged_after_something_unknown() -> None:
     first = everyone(1, 0.0, 0.0, 0.0, 0.0)
     second = everyone(2, 2.0, 2.0, 6.0, 6.0)
     third = everyone(3, 7.0, 7.0, 7.0, 8.0)
-    for unknown in ("t1", "of nobody"):
-        # Rank 3 was never seen in it, or nobody knows who belongs to it.
+    for unknown in ("t1", "of an unknown group"):
+        # Rank 3 was never seen in it, or the ranks of the group are unknown.
         entries = joined(first, {2: [(unknown, 1, 1.0)]}, second, third)
         assert [one.seq for one in meetings(entries)] == [1, 3]
 

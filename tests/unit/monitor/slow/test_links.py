@@ -1,4 +1,4 @@
-"""A hot cell is a link, a hot row a sender, a hot column a receiver; one odd look is nothing."""
+"""A hot cell is a link, a hot row a sender, a hot column a receiver; one outlier is no finding."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ftrun.monitor.slow.links import (
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 LEARNING = 14
-"""Looks until each cell has a past."""
+"""Number of observations until each cell has a history."""
 
 
 class Network:
@@ -143,7 +143,7 @@ def test_two_nodes_are_compared_with_their_past() -> None:
     assert "between nodes n0 and n1" in verdict.text
 
 
-def test_a_long_way_is_seen_where_little_is_sent() -> None:
+def test_a_long_path_is_detected_if_little_is_sent() -> None:
     network = Network(4)
     network.mb = 0.01
     network.samples(LEARNING)
@@ -236,7 +236,7 @@ def probe(
 
 
 def suspected() -> tuple[Network, Pair, Pair]:
-    """A link that is somewhat slower; the pairs that are to be probed."""
+    """A link that is slightly slower; the pairs that are to be probed."""
     network = learnt(4)
     network.slow = {("n1", "n2"): 5.0}
     assert network.samples(8) == [None] * 8
@@ -295,7 +295,7 @@ def test_probes_are_forgotten() -> None:
     assert network.samples(round(PROBE_LASTS_S) + 3)[-1] is None
 
 
-def test_a_probe_that_came_nowhere_yields_nothing() -> None:
+def test_a_failed_probe_yields_nothing() -> None:
     network, suspect, other = suspected()
     network.links.probed(probe(suspect, network.now_s, rtt_s=0.0, mb_per_s=0.0))
     network.links.probed(probe(other, network.now_s))
@@ -360,7 +360,7 @@ def test_of_two_readings_the_one_with_fewer_cells_counts() -> None:
 def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_low_confidence(
     nodes: int,
 ) -> None:
-    """Of three nodes it spoils four of six cells: whoever hears it or is heard by it waits."""
+    """Of three nodes it affects four of six cells: every peer of the node waits."""
     network = Network(nodes)
     for pair in network.pairs:
         if "n1" in pair:
@@ -374,7 +374,7 @@ def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_low_confide
 
 
 def test_networks_that_are_built_unevenly_are_left_alone() -> None:
-    """Two racks: what goes from one to the other takes four times as long, from the beginning."""
+    """Two racks: transfers between them take four times as long, from the beginning."""
     network = Network(6)
     for one, other in network.pairs:
         if (int(one[1]) < 3) != (int(other[1]) < 3):

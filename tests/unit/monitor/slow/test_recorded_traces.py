@@ -1,4 +1,4 @@
-"""The detectors on recordings of real runs: the right name, and no other, before or after."""
+"""The detectors on recordings of real runs name the right culprit, and no other at any time."""
 
 import pytest
 
@@ -19,7 +19,7 @@ SLOW_LINKS = {
     "long_link_4_nodes": ("node2",),
 }
 SAMPLE_S = 4.0
-"""So long it may take where steps are short: looks come every half second."""
+"""The allowed delay if steps are short; an observation arrives every half second."""
 
 
 def test_all_recordings_are_small_and_used() -> None:

@@ -1,4 +1,4 @@
-"""The true offset lies within the bound, whatever the network does; a jump is taken up."""
+"""The true offset is within the bound for any network; a clock jump is detected."""
 
 import random
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 
 
 def exchange(clock: ClockOffset, at_ns: int, offset_ns: int, way: tuple[int, int, int]) -> int:
-    """`way`: ns there, ns spent there, ns back. Gives when it arrived."""
+    """`way`: ns of the request, ns on the peer, ns of the reply. Returns the arrival time."""
     there, spent, back = way
     received = at_ns + there + offset_ns
     arrived = at_ns + there + spent + back

@@ -1,4 +1,4 @@
-"""Ranks that leave out a collective in silence."""
+"""Ranks that omit a collective without an error."""
 
 from ftrun.monitor.slow.skipped_collectives import KEPT, CollectiveCounts
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
@@ -30,7 +30,7 @@ def test_a_rank_that_leaves_one_out_is_named() -> None:
     assert "between steps 24 and 32" in found.text
     assert "rank 2 has called 3 fewer" in found.evidence[1]
     assert not found.act_immediately
-    assert counted(made, 40, [120, 120, 117, 120]) is None, "said once"
+    assert counted(made, 40, [120, 120, 117, 120]) is None, "reported once"
 
 
 def test_of_two_the_one_with_fewer() -> None:

@@ -1,4 +1,4 @@
-"""The rank that all wait for is named, whatever groups there are; on healthy runs nobody is."""
+"""The rank that all wait for is named, for all groups; healthy runs name no rank."""
 
 import random
 
@@ -23,7 +23,7 @@ NAMED_WITHIN = 20
 
 
 def programs(chance: random.Random, step_s: float) -> tuple[int, list[Compute | Meet | Wait]]:
-    """Some program, and its ranks."""
+    """A program, and its ranks."""
     kind = chance.choice(["one bucket", "buckets", "many buckets", "waits", "2x2", "2x4", "4x2"])
     if kind == "waits":
         ranks = chance.choice([2, 3, 4])
@@ -53,7 +53,7 @@ def any_world(seed: int, *, noises: tuple[float, ...] = (0.01, 0.05, 0.1, 0.2)) 
 def watched(
     world: SlowWorld, steps: int, detector: StragglerDetector | None = None
 ) -> list[tuple[int, Verdict]]:
-    """What is said in so many steps, and at which."""
+    """The verdicts of this number of steps, and the steps at which they were made."""
     detector = detector or StragglerDetector()
     found = []
     for samples in world.run(steps):
@@ -177,7 +177,7 @@ def test_a_node_that_was_late_from_the_beginning_and_is_so_no_more_makes_no_othe
         assert watched(world, 140, detector) == [], seed
         world.slow[0] = 2.0
         again += {v.culprits for _, v in watched(world, 60, detector)} == {(0,)}
-    assert again == 10, "and the next time it is found again"
+    assert again == 10, "it is found again the next time"
 
 
 def test_lateness_is_given_for_each_rank() -> None:
@@ -241,8 +241,8 @@ def test_all_slow_alike_is_not_named() -> None:
     assert watched(world, 60, detector) == []
 
 
-def test_where_all_become_uneven_hardly_anybody_is_named() -> None:
-    """Sequences of all lengths after a calm beginning: noise, and more of it than in the past."""
+def test_if_all_ranks_become_uneven_hardly_any_is_named() -> None:
+    """Sequences of all lengths after a calm start: noise, and more noise than in the past."""
     named = 0
     for seed in range(30):
         world = SlowWorld(2, [Compute(0.05), Meet(everyone(2))] * 2, seed, noise=0.02)
@@ -250,7 +250,7 @@ def test_where_all_become_uneven_hardly_anybody_is_named() -> None:
         watched(world, 80, detector)
         world.noise = 0.6
         named += bool(watched(world, 100, detector))
-    assert named <= 3  # 7 before the windows that are judged told of the noise as well
+    assert named <= 3  # 7 before the judged windows also included the noise
 
 
 def test_one_that_saves_now_and_then_is_not_named() -> None:
@@ -282,7 +282,7 @@ def test_what_was_late_next_to_a_slow_link_is_not_named_once_that_is_mended() ->
     for samples in world.run(30):
         assert detector.poll(samples, world.groups, is_link_slow=True) is None
     world.slow.clear()
-    for samples in world.run(2):  # the link is seen to be well a moment after it is
+    for samples in world.run(2):  # the link is found healthy a moment after it is
         assert detector.poll(samples, world.groups, is_link_slow=True) is None
     assert watched(world, 40, detector) == []
     world.slow[2] = 2.0

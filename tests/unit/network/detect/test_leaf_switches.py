@@ -19,7 +19,7 @@ from ftrun.network.detect.leaf_switches import (
 )
 from ftrun.network.detect.probe_schedule import NetworkPath, schedule
 from ftrun.wire.cluster.generation import PathMeasurement
-from tests.unit.network.made_roads import SimulatedPaths, leaf_map, same_leaves
+from tests.unit.network.simulated_paths import SimulatedPaths, leaf_map, same_leaves
 
 SLURM = """
 # two leaves and a spine
@@ -112,7 +112,7 @@ def test_a_list_without_end_is_refused() -> None:
         names_of_list("n[0-999999999]")
 
 
-# --- what fails as one ----------------------------------------------------------------------------
+# --- fault domains ----------------------------------------------------------------------------
 
 
 def test_labels_of_all_nodes_report_what_fails_as_one() -> None:
@@ -145,11 +145,11 @@ def test_groups_are_spread_over_leaf_switches(places: list[int]) -> None:
 
 NOISE = 0.3
 NARROW = 0.5
-"""Of an interface's rate: a leaf's uplink, whatever number of nodes share it."""
+"""Rate of a leaf's uplink, in units of an interface's rate; the nodes of the leaf share it."""
 
 
 def mistakes(truth: dict[str, str], reported: dict[str, str]) -> int:
-    """Pairs of nodes that are put together or apart against the truth."""
+    """Number of pairs of nodes that are wrongly grouped or separated."""
     nodes = sorted(reported)
     return sum(
         (reported[one] == reported[other]) != (truth[one] == truth[other])
@@ -179,7 +179,7 @@ def test_where_uplinks_are_hardly_narrow_it_is_right_or_not_known(uplink: float)
         leaves = leaves_from_probes(made.nodes, made.survey())
         if mistakes(made.leaves, dict(leaves.of)):
             wrong.append(seed)
-    # Two leaves of two nodes can look like one: each road had the uplink to itself.
+    # Two leaves of two nodes can look like one: each path had the uplink to itself.
     assert len(wrong) <= 1, wrong
 
 
@@ -275,7 +275,7 @@ def test_of_very_few_nodes_nothing_can_be_known(count: int) -> None:
     assert not leaves_from_probes(made.nodes, made.survey()).is_known
 
 
-def test_a_sample_of_many_nodes_is_enough_where_leaves_lie_side_by_side() -> None:
+def test_a_sample_of_many_nodes_is_enough_if_leaves_are_contiguous() -> None:
     made = SimulatedPaths(leaf_map(16, 16, 16, 16), uplink=NARROW, noise=NOISE)
     plan = schedule(made.nodes, dict.fromkeys(made.rails, made.nodes), most_rounds=120)
     assert plan.coverage < 0.6

@@ -1,4 +1,4 @@
-"""Rounds: no node is in two probes of one, few nodes are covered whole, many as far as is said."""
+"""Rounds: no node is in two probes of a round; few nodes are covered completely, many partly."""
 
 from collections import Counter
 

@@ -1,6 +1,6 @@
-"""Rails: interfaces of one network are one, then those of one name, then those at one place.
+"""Rails: interfaces of one network are one rail, then those of one name, then of one position.
 
-Variables for the libraries: only where the user has set none.
+Variables for the libraries: only those that the user has not set.
 """
 
 import pytest

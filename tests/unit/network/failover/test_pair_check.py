@@ -1,4 +1,4 @@
-"""While ranks make no steps the members try to connect to each other; two failures name a pair."""
+"""While ranks make no steps, the members try to connect to each other; two failures name a pair."""
 
 import msgspec
 import pytest
@@ -17,9 +17,9 @@ PLAN = plan(1, "abcd")
 
 
 def answer(
-    asked: list[Send], cut: set[Pair], problem: str = "silent"
+    asked: list[Send], cut: set[Pair], problem: str = "no answer"
 ) -> list[tuple[str, ProbePathResult]]:
-    """What the members find where these pairs are cut."""
+    """The results of the members if these pairs are cut."""
     found = []
     for one in asked:
         order = one.message
@@ -34,7 +34,7 @@ def answer(
     return found
 
 
-def survey(check: PairCheck, cut: set[Pair], now_s: float, problem: str = "silent") -> int:
+def survey(check: PairCheck, cut: set[Pair], now_s: float, problem: str = "no answer") -> int:
     """One survey, if one is due; the number of probes."""
     asked, count = check.poll(PLAN, now_s=now_s), 0
     while asked:
@@ -131,7 +131,7 @@ def test_a_pair_is_forgotten_when_steps_are_made_again() -> None:
 
 
 def test_the_next_leader_knows_of_the_hang_and_of_the_longest_start() -> None:
-    """Its own generation has never made a step, and is not given for ever."""
+    """Its own generation has never made a step, and its time is not unlimited."""
     before = Run()
     before.at(1.0, 0, 0.0, is_cut=False)
     before.at(61.0, 40, 0.0, is_cut=False)

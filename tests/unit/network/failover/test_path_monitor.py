@@ -1,4 +1,4 @@
-"""The lead probes where it has a reason to, plans by what it finds, and leaves what fails."""
+"""The leader probes if it has a reason, plans by the results, and leaves a failed rail."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class Slow(SlowSuspicions):
 
 
 class World:
-    """A lead with its nodes, which answer at once."""
+    """A leader with its nodes, which answer at once."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class World:
             )
 
     def ballot(self, previous: GenerationPlan | None = None) -> RankAssignment:
-        """Up to the plan."""
+        """Runs up to the plan."""
         held = self.paths.postpone(self.cards, previous, now_s=self.now_s)
         while held is not None:
             assert held
@@ -114,7 +114,7 @@ class World:
         return places.along(self.paths.decide(places.members, places.spares, previous))
 
     def begin(self) -> GenerationPlan:
-        """A generation that runs."""
+        """A running generation."""
         places = self.ballot()
         self.paths.begin()
         self.notes += self.paths.drain_journal_entries()
@@ -122,7 +122,7 @@ class World:
         return plan(0, places.members, paths=places.paths)
 
     def stops_responding(self, node_id: str, rail: str) -> None:
-        """What comes from and to this node over this rail is lost, and b says so."""
+        """Packets from and to this node over this rail are lost, and b reports it."""
         self.rate = lambda path: (
             0.0 if path.rail == rail and node_id in (path.source, path.destination) else 1e9
         )
@@ -143,7 +143,7 @@ class World:
         return [one.record.kind for one in self.notes]
 
 
-def test_before_the_first_generation_every_path_is_probed_and_the_plan_takes_effect() -> None:
+def test_before_the_first_generation_every_path_is_probed_and_the_plan_is_applied() -> None:
     world = World()
     places = world.ballot()
     assert len(world.asked) == 12
@@ -464,11 +464,11 @@ def test_what_was_judged_is_not_judged_again_before_more_is_found(
     running = plan(0, world.cards)
     world.pass_by(running)
     assert world.paths.plan is not None
-    assert len(asked) == 1, "once for what is told and for the plan"
+    assert len(asked) == 1, "once for the report and for the plan"
     world.cards.append(railed("e"))
     meet(world.peers, world.cards[-1], now_s=world.now_s)
     world.pass_by(running, 20.0)
-    assert len(asked) == 3, "with the new node, and of the members alone"
+    assert len(asked) == 3, "with the new node, and with the members only"
 
 
 def test_a_first_ballot_that_begins_again_probes_nothing_twice() -> None:
@@ -479,7 +479,7 @@ def test_a_first_ballot_that_begins_again_probes_nothing_twice() -> None:
     assert world.asked == []
 
 
-def test_what_is_dead_is_not_tried_for_every_word_and_checked_again_later() -> None:
+def test_a_dead_path_is_not_used_for_every_message_and_is_checked_later() -> None:
     world = World("abcd")
     running = world.begin()
     world.stops_responding("c", "eth1")
@@ -496,7 +496,7 @@ def test_what_is_dead_is_not_tried_for_every_word_and_checked_again_later() -> N
     world.pass_by(running, 62.0)
     asked = len(world.asked)
     world.pass_by(running, 62.0)
-    assert len(world.asked) == asked, "it is mended"
+    assert len(world.asked) == asked, "it is repaired"
     assert world.kinds().count("path_finding") >= reported > 0
     world.paths.lost("c")
 
@@ -523,7 +523,7 @@ def test_where_no_plan_was_made_with_on_none_is_reported_later() -> None:
 
 
 def new_leader(running: GenerationPlan, nodes: str = "abcd") -> World:
-    """One that has taken over: it has probed nothing."""
+    """A new leader: it has probed nothing."""
     world = World(nodes)
     world.paths.know(running.voters)
     world.ballot(running)
@@ -574,7 +574,7 @@ def test_a_short_look_keeps_the_rate_that_was_measured() -> None:
     assert {one.bytes_per_s for one in status.paths} == {1e9}
 
 
-def test_what_is_dead_is_checked_shortly_and_ever_more_seldom_and_reported_once() -> None:
+def test_a_dead_path_is_checked_with_growing_intervals_and_reported_once() -> None:
     world = World("abcd")
     running = world.begin()
     world.stops_responding("c", "eth1")
@@ -589,10 +589,10 @@ def test_what_is_dead_is_checked_shortly_and_ever_more_seldom_and_reported_once(
     assert len(reported) == len(set(reported)), "once for each place"
     world.rate = lambda path: 1e9
     world.pass_by(running, 300.0)
-    assert not all(one.is_short for one in world.asked), "what is mended is measured"
+    assert not all(one.is_short for one in world.asked), "a repaired path is measured"
 
 
-def test_of_two_nodes_what_is_dead_is_checked_again_and_used_when_it_is_mended() -> None:
+def test_of_two_nodes_a_dead_path_is_checked_again_and_used_after_repair() -> None:
     world = World("ab")
     running = world.begin()
     world.stops_responding("a", "eth1")
@@ -604,7 +604,7 @@ def test_of_two_nodes_what_is_dead_is_checked_again_and_used_when_it_is_mended()
     assert all(one.is_short for one in world.asked)
     world.rate = lambda path: 1e9
     world.pass_by(running, 200.0)
-    assert not all(one.is_short for one in world.asked), "what is mended is measured"
+    assert not all(one.is_short for one in world.asked), "a repaired path is measured"
     status = world.paths.status(running, now_s=world.now_s)
     assert status is not None
     assert {one.bytes_per_s for one in status.paths} == {1e9}
@@ -620,7 +620,7 @@ def test_a_plan_is_noted_only_where_it_differs() -> None:
 
 
 class Broken:
-    """Raises for everything."""
+    """Raises for every call."""
 
     def __getattr__(self, name: str) -> object:
         raise ZeroDivisionError("a bug")

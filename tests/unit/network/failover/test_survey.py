@@ -1,4 +1,4 @@
-"""A survey goes round by round, and comes to its end whatever the nodes do."""
+"""A survey proceeds round by round, and ends whatever the nodes do."""
 
 from collections import Counter
 from itertools import pairwise
@@ -53,7 +53,7 @@ def found_by(source: str, order: ProbePathRequest, *, is_dead: bool = False) -> 
 
 
 def run(survey: ProbeSurvey, dead: set[tuple[str, str]] = frozenset()) -> tuple[float, list[int]]:  # type: ignore[assignment]
-    """Answer everything; a try of a dead interface takes 0.4 s, another one 10 ms."""
+    """Answers everything; a probe of a dead interface takes 0.4 s, another one 10 ms."""
     now_s, sizes = 0.0, []
     waiting = asked(survey.poll(now_s=now_s))
     while not survey.is_over:
@@ -228,7 +228,7 @@ def test_of_two_tries_of_a_path_the_better_one_counts() -> None:
 
 @pytest.mark.parametrize("num_rails", [1, 2])
 @pytest.mark.parametrize("count", [2, 8, 64, 512, 2048, 4096])
-def test_of_many_nodes_so_many_paths_are_probed_and_kept_that_a_leader_can_judge_them(
+def test_with_many_nodes_the_leaders_time_limits_the_probed_paths(
     count: int, num_rails: int
 ) -> None:
     nodes = [f"n{number}" for number in range(count)]
@@ -240,8 +240,10 @@ def test_of_many_nodes_so_many_paths_are_probed_and_kept_that_a_leader_can_judge
     assert num_paths <= MAX_PATHS or (count, num_rails) == (4096, 2)
     assert min(met.values()) >= min(4, 2 * (count - 1)), "two others, both ways"
     some = nodes[::2]
-    beside = schedule_for(some, nodes, rails, most_rounds=most_rounds(2 * len(some), num_rails, 24))
-    assert sum(map(len, beside.rounds)) <= most_kept(count, num_rails)
+    partial = schedule_for(
+        some, nodes, rails, most_rounds=most_rounds(2 * len(some), num_rails, 24)
+    )
+    assert sum(map(len, partial.rounds)) <= most_kept(count, num_rails)
 
 
 def test_a_node_that_could_not_try_reports_nothing_of_the_path_and_is_asked_again() -> None:

@@ -1,6 +1,6 @@
-"""Orders: the best there is for few nodes, never worse than the one given, with few moves.
+"""Orders: the best one for few nodes, never worse than the given one, with few moves.
 
-Loads: what rings and trees of nodes put on nodes, uplinks and bad roads.
+Loads: the load of rings and trees on nodes, uplinks and bad paths.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from ftrun.network.plan.node_order import (
     ring_load,
     tree_flows,
 )
-from tests.unit.network.made_roads import leaf_map
+from tests.unit.network.simulated_paths import leaf_map
 
 
 def moves(one: tuple[str, ...], other: tuple[str, ...]) -> int:
@@ -33,7 +33,7 @@ def moves(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 @st.composite
 def networks(draw: st.DrawFn, least: int, most: int, most_leaves: int = 4) -> NetworkModel:
-    """Nodes on leaves, some of whose roads are bad, and switches above some leaves."""
+    """Nodes on leaves, with some bad paths, and switches above some leaves."""
     count = draw(st.integers(least, most))
     nodes = [f"n{number}" for number in range(count)]
     switches = [f"s{number}" for number in range(most_leaves)]
@@ -114,7 +114,7 @@ def test_a_large_relabelled_cluster_has_the_same_load_in_a_ring(
     other, mapped = relabelled(network, nodes, chance)
     load = order_nodes(mapped, other).cost.ring
     assert load == order_nodes(nodes, network).cost.ring
-    # No ring can do with less: each leaf sends to another at least once.
+    # No ring needs less: each leaf sends to another one at least once.
     assert load == ring_load(nodes, NetworkModel())
 
 
@@ -189,7 +189,7 @@ def test_leaves_under_one_switch_lie_side_by_side() -> None:
     assert changes == 1
 
 
-def test_of_many_nodes_with_bad_paths_so_much_is_tried_as_a_leader_has_time_for(
+def test_with_many_nodes_and_bad_paths_the_leaders_time_limits_the_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[int] = []

@@ -1,4 +1,4 @@
-"""Plans: which rails, which order, which way for snapshots, and true sentences about it."""
+"""Plans: rails, node order, snapshot rail, and correct sentences about them."""
 
 import msgspec
 import pytest
@@ -9,10 +9,10 @@ from ftrun.network.detect.leaf_switches import LeafSwitches, leaves_from_labels
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.plan.planner import PlanningInputs, plan_network
 from ftrun.wire.cluster.generation import NetworkPlan
-from tests.unit.network.made_roads import RATE, SimulatedPaths, leaf_map
+from tests.unit.network.simulated_paths import RATE, SimulatedPaths, leaf_map
 
 TURNS = {f"n{number}": f"sw{number % 2}" for number in range(8)}
-"""Two leaves that take turns in the order of names."""
+"""Two leaves that alternate in the order of names."""
 
 
 def situation(made: SimulatedPaths, **more: object) -> PlanningInputs:
@@ -185,7 +185,7 @@ def test_a_rail_that_one_node_lacks_is_reported_in_the_singular() -> None:
 
 
 def test_a_busy_machine_throttles_and_drops_nothing() -> None:
-    """As a real run had it: rates by chance up to 3 times apart, and round trips of 15 ms."""
+    """As in a real run: rates differ randomly by up to a factor of 3, round trips are 15 ms."""
     rates = [52e6, 40e6, 99e6, 35e6, 60e6, 90e6]
     rtts = [0.015, 0.0002, 0.0002, 0.015, 0.06, 0.0003]
     for turn in range(6):
@@ -286,7 +286,7 @@ def test_one_node_has_no_paths() -> None:
     assert plan(made) == NetworkPlan(order=["n0"], words=["One node: there are no paths to plan."])
 
 
-# --- single roads ---------------------------------------------------------------------------------
+# --- single paths -----------------------------------------------------------------------------
 
 
 def test_neighbours_in_a_ring_have_no_slow_path_between_them() -> None:

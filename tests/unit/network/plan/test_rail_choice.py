@@ -1,4 +1,4 @@
-"""Without a rate a plan keeps its rails, but for the dead ones."""
+"""Without measured rates a plan keeps its rails, except for the dead ones."""
 
 from ftrun.network.detect.rails import match_rails
 from ftrun.network.plan.rail_choice import keep_rails

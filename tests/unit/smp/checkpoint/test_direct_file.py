@@ -129,7 +129,7 @@ def test_the_pace_is_asked_before_each_write_and_can_give_the_file_up(tmp_path: 
     with pytest.raises(RuntimeError, match="being stopped"):
         file.write(content(5 * BUFFER_BYTES))
     file.close()
-    # The fourth may be on its way when the third is found to be given up; none follows.
+    # The fourth may be in progress when the third is found abandoned; none follows.
     assert asked in ([BUFFER_BYTES] * 3, [BUFFER_BYTES] * 4)
     assert (tmp_path / "file").stat().st_size == 2 * BUFFER_BYTES
 
@@ -224,7 +224,7 @@ def test_each_copy_has_its_size_and_memory_of_its_own() -> None:
     assert [bytes(block[:1]) for block in blocks] == [b"a", b"b", b"c"]
 
 
-def test_memory_is_lent_again_and_what_does_not_fit_any_more_goes() -> None:
+def test_memory_is_reused_and_freed_if_it_no_longer_fits() -> None:
     made = copy_buffers()
     fill(made.lend([10, 20]), b"x")
     made.begin()
@@ -266,7 +266,7 @@ def test_what_is_there_already_asks_for_no_free_memory() -> None:
     assert made.lend([2, 1]) is not None, "four times as much is free"
     made.begin()
     assert made.lend([2, 1, 13]) is None
-    assert made.num_bytes == 0, "who has no room for all has nothing"
+    assert made.num_bytes == 0, "without room for all it gets no buffer"
 
 
 def test_memory_that_the_kernel_refuses_is_not_there() -> None:
@@ -281,7 +281,7 @@ def test_memory_that_the_kernel_refuses_is_not_there() -> None:
     ("passed_s", "free_bytes", "kept"),
     [(0.0, 400, 100), (KEEP_S - 0.1, 400, 100), (KEEP_S, 400, 0), (0.0, 399, 0)],
 )
-def test_it_goes_back_after_a_while_or_where_it_is_missed(
+def test_memory_is_returned_after_a_while_or_when_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, passed_s: float, free_bytes: int, kept: int
 ) -> None:
     now_s = [50.0]

@@ -1,4 +1,4 @@
-"""Both storages follow the same rules: names, order, what is abandoned, and what is retained."""
+"""Both storages follow the same rules: names, order, abandoned checkpoints, and retention."""
 
 import os
 import threading
@@ -193,7 +193,7 @@ def test_no_object_has_too_many_blocks(num_bytes: int) -> None:
     assert num_bytes / size <= 8_000
 
 
-# --- what is abandoned ------------------------------------------------------------------------
+# --- abandoned checkpoints --------------------------------------------------------------------
 
 
 def test_a_single_node_removes_all_that_its_run_has_begun(storage: Storage) -> None:
@@ -220,7 +220,7 @@ def test_several_nodes_leave_the_newest_of_the_earlier_ones(storage: Storage) ->
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_what_another_run_has_begun_goes_when_it_is_stale(
+def test_stale_checkpoints_of_another_run_are_removed(
     storage: Storage, root: Path, is_alone: bool
 ) -> None:
     fresh, stale = (begin(storage, 1, run_id=run_id) for run_id in ("fresh", "stale"))
@@ -258,7 +258,7 @@ def test_a_removal_that_fails_is_only_logged(
     assert "denied" in caplog.text
 
 
-# --- what is retained -------------------------------------------------------------------------
+# --- retention --------------------------------------------------------------------------------
 
 
 def stored(step: int, *, run_id: str = "run", age_s: float = 0.0) -> StoredCheckpoint:

@@ -70,7 +70,7 @@ class Node:
         self.memory.forget_promises()
 
     def allocate(self, shape: Any, allocated: Any) -> int:
-        """As `create` does, when the test lets it."""
+        """As `create`, when the test permits it."""
         self.allocating.append(shape.rank)
         assert self.may_go_on.wait(TIMEOUT_S)
         return create(shape, allocated)

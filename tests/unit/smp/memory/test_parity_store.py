@@ -173,7 +173,7 @@ def test_a_damaged_part_counts_as_missing_until_it_is_filled_again(
     parity_store.note_damage(version(0, 1), 0)
     parity_store.note_damage(version(0, 2), 0)
     assert [part.is_complete for part in parity_store.parts()] == [False]
-    assert parity_store.find(version(0, 1), 0) is not None, "what is whole is still served"
+    assert parity_store.find(version(0, 1), 0) is not None, "the complete part is still served"
     fill(parity_store, 1, ParityRegionState.COMPLETE, protected_in=1)
     assert [part.is_complete for part in parity_store.parts()] == [True]
 

@@ -115,7 +115,7 @@ def test_a_whole_part_is_committed_although_its_round_has_begun_again(is_whole: 
 
 
 def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> None:
-    """The other node has not received it, and would wait without end."""
+    """The other node has not received it, and would wait forever."""
     made = Made()
     made.keep(is_whole=True)
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
@@ -123,7 +123,7 @@ def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> Non
     assert VersionReady(GENERATION, STEP, 1) in made.ready
     made.ready.clear()
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
-    assert made.ready == [VersionReady(GENERATION, STEP, 1)], "its agent asks once more"
+    assert made.ready == [VersionReady(GENERATION, STEP, 1)], "its agent asks again"
     made.links.sent.clear()
     made.protector.linked("n1")
     assert made.links.sent == [RoundSealed(GENERATION, STEP, 1, 0, [], GENERATION)]

@@ -1,4 +1,4 @@
-"""Items move to their next source if one refuses, is silent, is lost or sends other bytes."""
+"""Items move to their next source if one refuses, does not answer, is lost or sends other bytes."""
 
 import contextlib
 from collections import deque

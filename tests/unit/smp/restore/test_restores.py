@@ -185,7 +185,7 @@ class Node:
                     return body
             if select.select([self.jobs], [], [], 1.0)[0]:
                 self.jobs.finish()
-        raise AssertionError(f"{kinds} does not come; told: {self.reported}")
+        raise AssertionError(f"{kinds} does not come; received: {self.reported}")
 
     def outcome(self) -> Any:
         return self.wait(smp_messages.RestoreReady, smp_messages.RestoreFailed)
@@ -257,7 +257,7 @@ def test_an_owner_without_slots_and_mirror_is_named(net: Net) -> None:
 
 
 @pytest.mark.parametrize("part", ["header", "digest table", "piece 1"])
-def test_a_damaged_slot_is_set_aside_by_rank(net: Net, part: str) -> None:
+def test_a_damaged_slot_is_rejected_by_rank(net: Net, part: str) -> None:
     layout = layout_of()
     own, other = Node(net, "own", [1]), Node(net, "other", [0])
     other.hold(0, image_of(layout, 1), layout)
@@ -335,10 +335,10 @@ class Lost:
     def __init__(self, net: Net, *, replicated: bool) -> None:
         self.layout = layout_of()
         self.image = image_of(self.layout, 1)
-        self.lost, self.keeper = Node(net, "lost", [0]), Node(net, "keeper", [1])
+        self.lost, self.holder = Node(net, "lost", [0]), Node(net, "holder", [1])
         self.own = Node(net, "own", [])
         self.lost.hold(0, self.image, self.layout)
-        self.keeper.hold(1, image_of(self.layout, 2), self.layout)
+        self.holder.hold(1, image_of(self.layout, 2), self.layout)
         count = len(self.layout.pieces)
         shared = 1 if replicated else 0
         mirrored = [PieceRun(shared, count - shared)]
@@ -355,7 +355,7 @@ class Lost:
             step=WANTED.step,
             world_size=2,
             protected_in=WANTED.generation,
-            members=[GroupMember("lost", [0]), GroupMember("keeper", [1])],
+            members=[GroupMember("lost", [0]), GroupMember("holder", [1])],
             parity=1,
             position=position,
             block_bytes=4096,
@@ -368,8 +368,8 @@ class Lost:
 
     def store_mirror(self, raw: bytes) -> None:
         record = self.record(1, NodeRedundancy([RankRedundancy(1, [], [], [])], 0, 0))
-        region, slot = allocate_parity_region(record), self.keeper.parity_store.free_slot()
-        self.keeper.parity_store.put(slot, region)
+        region, slot = allocate_parity_region(record), self.holder.parity_store.free_slot()
+        self.holder.parity_store.put(slot, region)
         region.begin(record)
         region.mirror_space(0)[: len(raw)] = raw
         region.store_mirror(0, len(raw), xxhash.xxh3_64_intdigest(raw))
@@ -377,8 +377,8 @@ class Lost:
 
     def begin(self) -> None:
         gone = NodeAddress("lost", 1, "host", 0, [0])
-        nodes = [gone, self.keeper.address]
-        self.own.serve(), self.keeper.serve()
+        nodes = [gone, self.holder.address]
+        self.own.serve(), self.holder.serve()
         self.own.begin([0], [PreviousGroup(nodes, 1, WANTED.generation)])
 
 
@@ -392,24 +392,24 @@ def test_a_lost_slot_comes_from_its_mirror_and_from_replicas(net: Net, replicate
 
 def test_a_mirror_of_other_contents_is_refused(net: Net) -> None:
     made = Lost(net, replicated=False)
-    made.keeper.parity_store.free()
-    made.keeper.parity_store = ParityStore()
+    made.holder.parity_store.free()
+    made.holder.parity_store = ParityStore()
     made.store_mirror(b"".join(made.parts)[:-1])
     made.begin()
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
     assert "rank 0 of node lost" in failed.reason
-    assert "cannot fetch its small state (keeper: a mirror of " in failed.reason
+    assert "cannot fetch its small state (holder: a mirror of " in failed.reason
     assert "unreachable: lost" in failed.reason
 
 
 def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
     made = Lost(net, replicated=True)
-    made.keeper.memory.free()
+    made.holder.memory.free()
     made.begin()
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "bytes of a replica (keeper: this node has no piece" in failed.reason
+    assert "bytes of a replica (holder: this node has no piece" in failed.reason
 
 
 # --- pieces for another world --------------------------------------------------------------------
@@ -417,8 +417,8 @@ def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
 
 def shards_of(made: Lost) -> PreviousWorldShards:
     served = made.own.serve()
-    made.keeper.serve()
-    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.keeper.address]
+    made.holder.serve()
+    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.holder.address]
     groups = [PreviousGroup(nodes, 1, WANTED.generation)]
     fetch = Fetch(made.own.rpc, timeout_s=TIMEOUT_S)
     world = PreviousWorld(WANTED, groups, made.own.address, "own")
@@ -437,31 +437,31 @@ def test_pieces_of_a_lost_shard_come_from_its_mirror_and_replicas(
     assert bytes(out) == made.image[len(made.layout.header) :]
 
 
-def test_a_piece_that_no_node_has_is_named_with_the_nodes_that_are_gone(net: Net) -> None:
+def test_a_missing_piece_is_named_with_the_lost_nodes(net: Net) -> None:
     made = Lost(net, replicated=True)
-    made.keeper.memory.free()
+    made.holder.memory.free()
     shards = shards_of(made)
     out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
     with pytest.raises(LayoutUnknown, match=r"piece 0 of rank 0, .*unreachable nodes: lost"):
         shards.read([(Rank(0), 0)], out)
 
 
-def test_a_damaged_mirror_on_the_reading_node_is_set_aside(net: Net) -> None:
+def test_a_damaged_mirror_on_the_reading_node_is_rejected(net: Net) -> None:
     made = Lost(net, replicated=False)
-    served = made.keeper.serve()
-    (region,) = [one for one in made.keeper.parity_store._slots if one is not None]
+    served = made.holder.serve()
+    (region,) = [one for one in made.holder.parity_store._slots if one is not None]
     region.mirror_space(0)[0] ^= 1
-    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.keeper.address]
+    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.holder.address]
     groups = [PreviousGroup(nodes, 1, WANTED.generation)]
-    fetch = Fetch(made.keeper.rpc, timeout_s=TIMEOUT_S)
-    world = PreviousWorld(WANTED, groups, made.keeper.address, "keeper")
+    fetch = Fetch(made.holder.rpc, timeout_s=TIMEOUT_S)
+    world = PreviousWorld(WANTED, groups, made.holder.address, "holder")
     shards = PreviousWorldShards(world, fetch, served, None)
     with pytest.raises(LayoutUnknown, match="mirror of place 0"):
         shards.head(Rank(0))
-    ((_, ask),) = made.keeper.excluded
+    ((_, ask),) = made.holder.excluded
     assert isinstance(ask, GetMirror)
-    made.keeper.parity_store.drop_damaged_mirror(WANTED, ask.protected_in, ask.position)
-    assert made.keeper.parity_store.parts()[0].mirrors == []
+    made.holder.parity_store.drop_damaged_mirror(WANTED, ask.protected_in, ask.position)
+    assert made.holder.parity_store.parts()[0].mirrors == []
 
 
 def test_a_cancelled_read_ends(net: Net) -> None:
@@ -556,11 +556,11 @@ def test_a_load_that_storage_does_not_complete_fails_without_blaming_links(net: 
     load = Load([b"a piece that no node has"])
 
     def fail(places: Any) -> None:
-        raise OSError("the disk is gone")
+        raise OSError("the disk is lost")
 
     load.read_too = fail  # type: ignore[method-assign]
     own = begin_load(net, load)
     own.rpc.lost("other", "its link broke")
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert (failed.reason, failed.is_link) == ("the disk is gone", False)
+    assert (failed.reason, failed.is_link) == ("the disk is lost", False)

@@ -26,7 +26,7 @@ def tensor_of(bits: Bits, dtype: str) -> torch.Tensor:
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit; what is no number is none in either."""
+    """Equal in every bit; a NaN in one is a NaN in the other."""
     is_none = expected.isnan()
     assert torch.equal(found.isnan(), is_none)
     assert np.array_equal(bits_of(found[~is_none]), bits_of(expected[~is_none]))

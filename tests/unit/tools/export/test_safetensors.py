@@ -34,7 +34,7 @@ def test_any_tensors_find_their_places(
     by_name = {one.name: one for one in given}
     for file in files:
         end = len(file.header)
-        for name, at in file.places.items():  # in the order in which they lie there
+        for name, at in file.places.items():  # in the order of their offsets
             one = by_name[name]
             assert at == end
             assert (at - len(file.header)) % ITEM_BYTES[one.dtype] == 0

@@ -1,4 +1,4 @@
-"""What is exported has the names of the script's own state dicts, and nothing goes unsaid."""
+"""Exported tensors have the names of the script's own state dicts; omissions are reported."""
 
 from typing import Any
 

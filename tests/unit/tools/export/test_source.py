@@ -1,4 +1,4 @@
-"""Whatever ranks have cut a tensor into, its bytes come out whole, in parts of any size."""
+"""For any split of a tensor over ranks, its bytes are read completely, in parts of any size."""
 
 import itertools
 import math
@@ -130,7 +130,7 @@ def test_ranks_that_hold_different_things_have_no_one_tensor(
 
 
 def test_equal_small_tensors_next_to_different_ones_are_equal(tmp_path: Path) -> None:
-    """They share a piece, so its digest tells nothing of them."""
+    """They share a piece, so its digest does not distinguish them."""
     shared, other = np.arange(4), np.arange(6)
     places = [
         write_shard(

@@ -55,5 +55,5 @@ def test_a_torn_record_is_left_out() -> None:
     page.write_record(2, 2, (1 << MAX_SAMPLES) - 1, DIGESTS)
     whole = mmap.mmap(fd, PAGE_BYTES)
     at = whole.find(DIGESTS)
-    whole[at + 100] ^= 1  # as a kill leaves it in the middle of a write
+    whole[at + 100] ^= 1  # as after a kill in the middle of a write
     assert sorted(page.records()) == [2]
