@@ -395,7 +395,7 @@ class Member:
             links=self._links,
             witness=self.witness,
         )
-        self.leader = leader
+        self.leader, self._dial_due_s = leader, now_s  # the endpoint may begin another run
         leader.known.numbers, leader.known.has_met = self._leader_numbers, self._discovery.has_met
         self._discovery.hand_over(leader.monitor.incidents, now_s=now_s)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
@@ -404,9 +404,9 @@ class Member:
             peer.refused = card.node_id in succession.refused
             if card.node_id in succession.lost:
                 peer.lost, peer.was_unresponsive = "the leader is lost", not peer.refused
-        lost = set(succession.lost)
         self._discovery.leader(now_s=now_s)
-        return leader.succeed(lost, reason, follower.plan_since_s(now_s=now_s), now_s=now_s)
+        known_s = follower.plan_since_s(now_s=now_s)
+        return leader.succeed(set(succession.lost), reason, known_s, now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------
 
