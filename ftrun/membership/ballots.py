@@ -161,6 +161,9 @@ class Ballot:
     """The witness has accepted the plan."""
     needs_witness: bool = False
     """No plan can be announced without the promise of the witness."""
+    concurrent: set[tuple[ConfigurationId, Electorate]] = field(default_factory=set)
+    """Further voter sets: those of plans with a number that is already in `needs`. They are of a
+    second run, or of a proposer that used the same number."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
@@ -168,9 +171,8 @@ class Ballot:
         if effective is not None and effective.configuration_id > self.base:
             # A newer base: its voters decide, and voters of older configurations no longer count.
             self.base = effective.configuration_id
-            self.needs[effective.configuration_id] = electorate_of(effective)
-        if accepted is not None and accepted.configuration_id > self.base:
-            # A plan of another run may have the number of the base; it must not replace its voters.
+            self._need(effective.configuration_id, electorate_of(effective))
+        if accepted is not None:
             self.mind(accepted)
         self._leave_out_older()
 
@@ -183,13 +185,19 @@ class Ballot:
 
     def _leave_out_older(self) -> None:
         self.needs = {at: identity for at, identity in self.needs.items() if at >= self.base}
+        self.concurrent = {one for one in self.concurrent if one[0] >= self.base}
+
+    def _need(self, at: ConfigurationId, voters: Electorate) -> None:
+        known = self.needs.setdefault(at, voters)
+        if known != voters and at >= (0, 0):
+            self.concurrent.add((at, voters))
 
     def mind(self, plan: GenerationPlan) -> None:
         """Records that this plan, or one in its `decided_by`, may have been chosen."""
         if plan.configuration_id not in self.void and plan not in self.given_up:
-            self.needs[plan.configuration_id] = electorate_of(plan)
+            self._need(plan.configuration_id, electorate_of(plan))
         for voters in plan.decided_by:
-            self.needs.setdefault(voters.configuration_id, frozenset(voters.identities))
+            self._need(voters.configuration_id, frozenset(voters.identities))
 
     def newest_plan(
         self, plan: GenerationPlan | None = None, unsure: GenerationPlan | None = None
@@ -224,11 +232,14 @@ class Ballot:
         The voters of the first generation are the nodes that have promised.
         """
         first = {(-1, 0): electorate(has.card for has in self.promises.values())}
-        needs = sorted((self.needs or first).items())
-        return [
-            VoterSet(generation, sorted(identity), voter_revision)
-            for (generation, voter_revision), identity in needs
-        ]
+        needs = [*(self.needs or first).items(), *self.concurrent]
+        return sorted(
+            (
+                VoterSet(generation, sorted(identity), voter_revision)
+                for (generation, voter_revision), identity in needs
+            ),
+            key=lambda voters: (voters.configuration_id, voters.identities),
+        )
 
     def shortage(self) -> str:
         if self.needs_witness and not self.witness:
@@ -244,9 +255,9 @@ class Ballot:
 
     def announce(self, plan: GenerationPlan) -> None:
         self.plan = plan
-        self.needs = {
-            voters.configuration_id: frozenset(voters.identities) for voters in plan.decided_by
-        }
+        self.needs, self.concurrent = {}, set()
+        for voters in plan.decided_by:
+            self._need(voters.configuration_id, frozenset(voters.identities))
 
     def is_promised(self) -> bool:
         if self.needs_witness and not self.witness:
@@ -269,7 +280,7 @@ class Ballot:
     def _is_carried(self, agreed: Collection[Identity]) -> bool:
         return all(
             carries(identity, agreed, dead=dead, gone=gone)
-            for (generation, _), identity in self.needs.items()
+            for (generation, _), identity in (*self.needs.items(), *self.concurrent)
             for dead, gone in [self._no_more(identity, generation)]
         )
 

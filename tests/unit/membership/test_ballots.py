@@ -242,7 +242,7 @@ def test_a_plan_that_may_have_taken_effect_has_its_voters_asked_too() -> None:
     between = plan(
         3,
         "bcd",
-        decided_by=[VoterSet(1, sorted(voters_of("xyz"))), VoterSet(2, sorted(voters_of("d")))],
+        decided_by=[VoterSet(1, sorted(voters_of("abc"))), VoterSet(2, sorted(voters_of("d")))],
     )
     made = ballot(9, plan(1, "abc"))
     made.take_promise(promise(9, "b", accepted=between))
@@ -309,14 +309,22 @@ def test_a_second_run_that_has_made_no_version_is_given_up(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_second_run_with_the_same_number_does_not_replace_the_voters(known: bool) -> None:
-    """A node without memory has accepted its own generation 1."""
-    second = plan(1, "c", life="second")
+    """Nodes without memory have accepted their own generation 1: both majorities are needed."""
+    second = plan(1, "cde", life="second")
     made = ballot(9, FIRST if known else None)
     made.take_promise(promise(9, "b", effective=None if known else FIRST, committed=(1, 4)))
     made.take_promise(promise(9, "c", accepted=second, knows=1))
     assert made.needs == {(1, 0): voters_of("ab")}
-    assert not made.is_promised()
+    assert made.concurrent == {((1, 0), voters_of("cde"))}
     assert made.newest_plan(FIRST if known else None) == FIRST
+    made.take_promise(promise(9, "a"))
+    assert not made.is_promised()
+    made.take_promise(promise(9, "d"))
+    assert made.is_promised()
+    made.announce(plan(9, "ab", decided_by=made.decided_by()))
+    assert len(made.decided_by()) == 2
+    made.take_promise(promise(9, "b", effective=plan(2, "ab")))
+    assert made.concurrent == set()
 
 
 def test_a_second_run_whose_members_are_missing_is_followed() -> None:
