@@ -42,6 +42,7 @@ SEEDS = [
     pytest.param(625331, "liveness", id="two runs have used the same number"),
     pytest.param(716607, "safety", id="a new leader dials the endpoint at once"),
     pytest.param(731817, "liveness", id="a restarted node and a second run have one number"),
+    pytest.param(740004, "liveness", id="two proposers repeat their ballots at the same times"),
     pytest.param(710763, "safety", id="a plan is chosen late, after a voter revision"),
     pytest.param(700296, "safety", id="one node only has fetched its restore point"),
 ]

@@ -254,7 +254,8 @@ class Leader:
         return found + self._check(now_s)
 
     def not_promised(self, body: PrepareRejected, *, now_s: float) -> list[Command]:
-        self._election.not_promised(body, position_of(self.me.node_id, self.plan), now_s=now_s)
+        place = position_of(self.me.node_id, self.plan or self.unsure)
+        self._election.not_promised(body, place, now_s=now_s)
         return []
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
@@ -279,7 +280,7 @@ class Leader:
         return self._election.renew_witness(self.plan if leads else None, now_s=now_s)
 
     def witness_answered(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
-        place = position_of(self.me.node_id, self.plan)
+        place = position_of(self.me.node_id, self.plan or self.unsure)
         named = self._election.witness_answered(event, place, now_s=now_s)
         return [one for card in named for one in self.meet(card, now_s=now_s)] + self._check(now_s)
 
@@ -380,7 +381,7 @@ class Leader:
             self.shutdown.has_ended(node_id)
         self._draining.note(peer.card, body, now_s=now_s)
         plan = self.plan if self.is_settled else None
-        place = position_of(self.me.node_id, self.plan)
+        place = position_of(self.me.node_id, self.plan or self.unsure)
         self._election.note_promise(peer, body.promised, plan, place, now_s=now_s)
         if not self.is_settled or self.is_lease_expired:
             self.monitor.note(node_id, body)  # Rule 3: heartbeats repeat the state
