@@ -262,7 +262,7 @@ def capture(it: Breaking) -> None:
 
 def encoding(it: Breaking) -> None:
     is_encoded = it.kind == "fsdp2"  # the state of DDP, which other nodes have as well
-    point = "smp.protect.block_added:60" if is_encoded else "smp.protect.mirror_kept:30"
+    point = "smp.protect.block_added:60" if is_encoded else "smp.protect.mirror_stored:30"
     it.run.start_all({1: it.crash_env(point)})
     it.wait_for_crash()
     it.hit("kill", 1)

@@ -616,8 +616,8 @@ def test_replicas_cross_no_byte(cluster: Cluster) -> None:
     at = cluster.protect(1, 2)
     assert sent_bytes(cluster) < 3 * 2 * 150_000
     for node in cluster.nodes:
-        assert isinstance(node.work()["vault_bytes"], int)
-        assert node.work()["vault_bytes"] < 400_000  # type: ignore[operator]
+        assert isinstance(node.work()["parity_bytes"], int)
+        assert node.work()["parity_bytes"] < 400_000  # type: ignore[operator]
     cluster.lose(2)
     cluster.restore(at)
     cluster.check(at)
@@ -686,7 +686,7 @@ def test_parity_takes_its_share_of_memory_and_no_more(cluster: Cluster) -> None:
     cluster.protect(1, 2, 3)
     coded = max(cluster.model.layout(rank).image_bytes for rank in range(4))
     for node in cluster.nodes:
-        bytes_now = node.work()["vault_bytes"]
+        bytes_now = node.work()["parity_bytes"]
         assert isinstance(bytes_now, int)
         assert bytes_now <= 2 * (coded / 3 * 1.05 + 200_000)
 
@@ -939,9 +939,9 @@ def test_a_slot_that_is_damaged_before_it_is_protected_is_abandoned(cluster: Clu
 
 PROTECT_POINTS = [
     "smp.protect.described",
-    "smp.protect.vault_made",
+    "smp.protect.region_created",
     "smp.protect.opened",
-    "smp.protect.mirror_kept",
+    "smp.protect.mirror_stored",
     "smp.protect.block_added",
     "smp.protect.stored",
     "smp.protect.ready",
@@ -990,7 +990,7 @@ def test_the_next_smp_serves_from_the_parity_regions_of_the_one_before(cluster: 
     cluster.check(at)
 
 
-FETCH_POINTS = ["smp.fetch.mirror_taken", "smp.fetch.sealed", "smp.fetch.agent_told"]
+FETCH_POINTS = ["smp.fetch.mirror_taken", "smp.fetch.sealed", "smp.fetch.agent_notified"]
 
 
 @pytest.mark.parametrize("point", FETCH_POINTS)

@@ -16,7 +16,7 @@ from tests.contract.answering import closed_port
 from tests.ftp_server import FtpServer, ftp_server, url_of
 from tests.integration.test_checkpoint_files import LAYOUT, Arenas, arenas
 from tests.integration.test_checkpoint_url import newest, write, writer
-from tests.integration.test_shelf import ftrun
+from tests.integration.test_checkpoints_command import ftrun
 
 __all__ = ["arenas"]
 

@@ -155,7 +155,7 @@ class GenerationRunner:
             rails=_path_variables(plan, self._node_id),
         )
         self.send_to_smp()
-        crash_point("agent.restart.smp_told")
+        crash_point("agent.restart.smp_notified")
         self._await_share()
         # Before the plan is accepted, because the next agent of this node proves with this state
         # what this agent had accepted.

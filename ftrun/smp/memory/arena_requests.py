@@ -157,7 +157,7 @@ class ArenaRequests:
         if is_wanted:
             self._memory.add(fd, making.generation)
             self._send_to_agent(granted(making.shape), fds=(fd,))
-            crash_point("smp.arena.agent_told")
+            crash_point("smp.arena.agent_notified")
         for requester in making.requesters:
             if is_wanted:
                 requester.send(granted(making.shape), fds=(fd,))

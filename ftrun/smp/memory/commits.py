@@ -160,7 +160,7 @@ class CommitCoordinator:
     # --- workers -----------------------------------------------------------------------------
 
     def sealed(self, rank: Rank, sealed: Version) -> None:
-        crash_point("smp.commit.seal_heard")
+        crash_point("smp.commit.seal_received")
         if self._group is not None and sealed.step <= self._abandoned:
             return  # a rank on another node has no shard of this step
         before = self.tracker.complete

@@ -290,7 +290,7 @@ class RedundancyCoordinator:
 
     def status(self) -> dict[str, object]:
         return {
-            "vault_bytes": self.parity_store.allocated_bytes,
+            "parity_bytes": self.parity_store.allocated_bytes,
             "sent_bytes": self._peers.num_sent_bytes,
             "protected": msgspec.to_builtins(self.parity_store.parts()),
             **self._protector.status(),

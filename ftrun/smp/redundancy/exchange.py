@@ -203,7 +203,7 @@ class Exchange:
         if region is not None:
             tools.parity_store.put(slot, region)
             tools.send_to_agent(ParityRegionCreated(slot), fds=(region.fd,))
-            crash_point("smp.protect.vault_made")
+            crash_point("smp.protect.region_created")
         if self._is_stopped:
             return
         self._region = tools.parity_store.take(slot, record)

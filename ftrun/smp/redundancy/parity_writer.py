@@ -145,7 +145,7 @@ class ParityWriter:
             self._region.mirror_space(sender)[: len(payload)] = payload
             self._region.store_mirror(sender, len(payload), digest)
             self.num_bytes += len(payload)
-        crash_point("smp.protect.mirror_kept")
+        crash_point("smp.protect.mirror_stored")
         self._count(1)
 
     def _index_from(self, reported: FragmentHeader, sender: int, name: str) -> int:

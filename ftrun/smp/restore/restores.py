@@ -227,7 +227,7 @@ class RestoreCoordinator:
             self._send_to_agent(
                 worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,)
             )
-            crash_point("smp.fetch.agent_told")
+            crash_point("smp.fetch.agent_notified")
         self._all_arrived(restore, f"fetched {num_bytes} bytes")
 
     def _all_arrived(self, restore: _Restore, what: str) -> None:

@@ -112,7 +112,7 @@ def create_parity_region(total_bytes: int) -> int:
 
     Raises OSError (ENOSPC, ENOMEM); nothing stays allocated.
     """
-    fd = os.memfd_create("ftrun-vault", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("ftrun-parity", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, total_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -251,7 +251,7 @@ class Capture:
             self._commit_wait.skipped(step)
             self._link.report_skipped(step)
             return
-        crash_point("worker.capture.begun")
+        crash_point("worker.capture.started")
         state = collect()
         slots = self._store.slots_for(state, is_last=is_last)
         if slots is None:

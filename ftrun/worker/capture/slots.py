@@ -177,7 +177,7 @@ class SlotProvider:
         page.set(HeartbeatField.SEALED_NS, clock.now_ns())
         page.add(HeartbeatField.SEALED_COUNT, 1)
         link.report_sealed(step=step, layout_id=slots.layout_id)
-        crash_point("worker.capture.told")
+        crash_point("worker.capture.smp_notified")
 
     def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
         now_ns = clock.now_ns() if state is SlotState.SEALED else 0

@@ -152,7 +152,7 @@ def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
 
 def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
-    crash_point("worker.restore.begun")
+    crash_point("worker.restore.started")
     make_fit(saved.optional_part("modules") or {}, saved.described, tree)
     groups = saved.groups_among(set(tree.persistent().names.values()))
     add_groups(groups, tree)
