@@ -171,8 +171,9 @@ class Ballot:
         if effective is not None and effective.configuration_id > self.base:
             # A newer base: its voters decide, and voters of older configurations no longer count.
             self.base = effective.configuration_id
-            self._need(effective.configuration_id, electorate_of(effective))
-        if accepted is not None:
+            self.needs[effective.configuration_id] = electorate_of(effective)
+        if accepted is not None and accepted.configuration_id > self.base:
+            # Otherwise it is of a second run: its voters must not replace those of the base.
             self.mind(accepted)
         self._leave_out_older()
 
@@ -185,7 +186,7 @@ class Ballot:
 
     def _leave_out_older(self) -> None:
         self.needs = {at: identity for at, identity in self.needs.items() if at >= self.base}
-        self.concurrent = {one for one in self.concurrent if one[0] >= self.base}
+        self.concurrent = {one for one in self.concurrent if one[0] > self.base}
 
     def _need(self, at: ConfigurationId, voters: Electorate) -> None:
         known = self.needs.setdefault(at, voters)

@@ -308,23 +308,31 @@ def test_a_second_run_that_has_made_no_version_is_given_up(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_second_run_with_the_same_number_does_not_replace_the_voters(known: bool) -> None:
-    """Nodes without memory have accepted their own generation 1: both majorities are needed."""
-    second = plan(1, "cde", life="second")
+def test_a_second_run_with_the_number_of_the_base_does_not_replace_its_voters(known: bool) -> None:
+    """Nodes without memory have accepted their own generation 1."""
     made = ballot(9, FIRST if known else None)
+    made.take_promise(promise(9, "c", accepted=plan(1, "cde", life="second"), knows=1))
     made.take_promise(promise(9, "b", effective=None if known else FIRST, committed=(1, 4)))
-    made.take_promise(promise(9, "c", accepted=second, knows=1))
-    assert made.needs == {(1, 0): voters_of("ab")}
-    assert made.concurrent == {((1, 0), voters_of("cde"))}
+    assert (made.needs, made.concurrent) == ({(1, 0): voters_of("ab")}, set())
     assert made.newest_plan(FIRST if known else None) == FIRST
+    assert not made.is_promised()
+    made.take_promise(promise(9, "a"))
+    assert made.is_promised()
+
+
+def test_of_two_plans_with_one_number_each_may_have_been_chosen() -> None:
+    """Both majorities are needed while no newer plan is known to be chosen."""
+    made = ballot(9, None)
+    made.take_promise(promise(9, "b", accepted=FIRST, knows=1))
+    made.take_promise(promise(9, "c", accepted=plan(1, "cde", life="second"), knows=1))
     made.take_promise(promise(9, "a"))
     assert not made.is_promised()
     made.take_promise(promise(9, "d"))
     assert made.is_promised()
     made.announce(plan(9, "ab", decided_by=made.decided_by()))
-    assert len(made.decided_by()) == 2
+    assert [voters.generation for voters in made.decided_by()] == [1, 1]
     made.take_promise(promise(9, "b", effective=plan(2, "ab")))
-    assert made.concurrent == set()
+    assert (set(made.needs), made.concurrent) == ({(2, 0)}, set())
 
 
 def test_a_second_run_whose_members_are_missing_is_followed() -> None:
