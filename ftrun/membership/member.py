@@ -404,9 +404,9 @@ class Member:
             peer.refused = card.node_id in succession.refused
             if card.node_id in succession.lost:
                 peer.lost, peer.was_unresponsive = "the leader is lost", not peer.refused
+        lost = set(succession.lost)
         self._discovery.leader(now_s=now_s)
-        known_s = follower.plan_since_s(now_s=now_s)
-        return leader.succeed(set(succession.lost), reason, known_s, now_s=now_s)
+        return leader.succeed(lost, reason, follower.plan_since_s(now_s=now_s), now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------
 
