@@ -325,7 +325,7 @@ def pause_s(recent_starts: int) -> float:
 
 
 def shut_down_smp(folder: RunFolder) -> bool:
-    """Requests that the SMP frees everything and ends; returns whether it confirmed."""
+    """Requests that the SMP frees everything, and waits for its end; returns whether it agreed."""
     from ftrun.wire.messages.envelope import Done, Hello
     from ftrun.wire.messages.smp import Shutdown
     from ftrun.wire.transport.channel import connect
@@ -337,11 +337,22 @@ def shut_down_smp(folder: RunFolder) -> bool:
             deadline_s=SHUTDOWN_S,
         )  # fmt: skip
         try:
-            return isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
+            pid = channel.peer_pid
+            has_agreed = isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
         finally:
             channel.close()
     except FtrunError:
         return False
+    if has_agreed:
+        _wait_for_end(pid)
+    return has_agreed
+
+
+def _wait_for_end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        select.select([handle], [], [], SHUTDOWN_S)
+        os.close(handle)
 
 
 def answers(path: Path) -> bool:

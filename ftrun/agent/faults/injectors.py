@@ -10,8 +10,6 @@ Rule 2: a reverter, which outlives the agent, ends each fault that has a duratio
 
 import os
 import signal
-import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -250,9 +248,7 @@ class FaultInjectors:
             return smp.child.pid
         if smp.channel is None:
             raise FaultRefused("there is no SMP on this node just now")
-        with socket.socket(fileno=os.dup(smp.channel.fileno())) as sock:
-            found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", found)[0])
+        return smp.channel.peer_pid
 
     def _agent_kill(self, _: FaultOrder) -> FaultAction:
         pid = os.getpid()

@@ -59,6 +59,13 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    @property
+    def peer_pid(self) -> int:
+        """Pid of the process that listens, or that connected to this one."""
+        size = struct.calcsize("3i")
+        found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(struct.unpack("3i", found)[0])
+
     def send(
         self,
         body: AnyMessage,
