@@ -17,6 +17,7 @@ Rule 2: a generation is chosen when a majority of the voters of the last chosen 
         another plan was accepted in between, it may have been chosen: a majority of its voters is
         needed too. The same holds for each voter set whose majority that plan needed, because a
         plan before it may have been chosen.
+        Of two such plans with one number, both majorities are needed.
 Rule 3: a voter is a node id and an incarnation. Its successor on the same node is another voter,
         and proves that the first one can vote no more. What the first one accepted is known only
         if the successor has its persisted plan.
