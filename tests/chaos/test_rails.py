@@ -18,7 +18,7 @@ from virtual_cluster import VirtualCluster, available
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NODES = 3
 MORE_STEPS = 40
@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             cluster,
             folder,
             job_argv("ddp", folder, pace=3, steps=300),
-            Deadline(200.0),
+            Deadline(600),
             members=NODES,
             flags=["--secret-file", secret],
         )

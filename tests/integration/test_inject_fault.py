@@ -101,7 +101,7 @@ QUICK = ("--allow-faults", "--snapshot-every", "1", "--nproc-per-node", "2")
 
 Script = Callable[..., str]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def asked(run: Run, *words: object) -> "subprocess.CompletedProcess[str]":

@@ -33,7 +33,7 @@ from ftrun.records.decode import decode
 from ftrun.records.membership import PreflightFinished
 from ftrun.wire.transport.handshake import PeerIdentity
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 ME = PeerIdentity(run_id="r", purpose="agent", node_id="b", incarnation=1)
 
 
