@@ -236,13 +236,13 @@ class CommandExecutor:
         self.report.send(is_urgent=True)
 
     def _end(self, command: commands.EndRun) -> None:
-        self.has_left = command.goes_on
+        self.has_left = command.run_continues
         self.workers.kill()
         self.publishing.publish_status()
         self.generations.repeats.conclude()
         self.publishing.before_end()
         self.signals.forget()
-        if not command.goes_on:
+        if not command.run_continues:
             self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_requested)
         if command.exit_code != ExitCode.DONE:
             raise RunEnded(command)
