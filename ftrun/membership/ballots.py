@@ -165,13 +165,16 @@ class Ballot:
     concurrent: set[tuple[ConfigurationId, Electorate]] = field(default_factory=set)
     """Further voter sets: those of plans with a number that is already in `needs`. They are of a
     second run, or of a proposer that used the same number."""
+    known: GenerationPlan | None = None
+    """The newest plan that a promise reported as chosen. Other voters omit it from then on, and the
+    promise itself is removed if its node is lost."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
         effective, accepted = promise.effective, promise.accepted
         if effective is not None and effective.configuration_id > self.base:
             # A newer base: its voters decide, and voters of older configurations no longer count.
-            self.base = effective.configuration_id
+            self.base, self.known = effective.configuration_id, effective
             self.needs[effective.configuration_id] = electorate_of(effective)
         if accepted is not None and accepted.configuration_id > self.base:
             # Otherwise it is of a second run: its voters must not replace those of the base.
@@ -213,7 +216,7 @@ class Ballot:
             unsure: a newer one that may have been chosen.
         """
         has = self.promises.values()
-        chosen = [plan, *(one.effective for one in has)]
+        chosen = [plan, self.known, *(one.effective for one in has)]
         maybe = [*(one.accepted for one in has), self.remembered, unsure]
         found = [one for one in (*chosen, *maybe) if one is not None]
         newest = max(found, key=lambda plan: plan.configuration_id, default=None)

@@ -22,6 +22,7 @@ from simulation.network import Network
 from simulation.node import Agent, Node
 from simulation.probes import PathProbes
 from simulation.scenario import Scenario, draw
+from simulation.snapshots import as_version
 from simulation.training import Group
 from simulation.witness import WitnessModel
 from simulation.world import Violation, World
@@ -352,6 +353,9 @@ class Simulation:
             and (newest.restore is not None or self.invariants.has_sealed(newest.generation))
         ):
             return False  # it may still be committed, and be lost then
+        restore = as_version(newest.restore)
+        if record is None and restore is not None and not can_have(restore, memories):
+            return False  # the same, of a version that a previous world has made
         names = [node.node_id for node in here]
         if self.bad_loads and self.invariants.may_go_back() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes

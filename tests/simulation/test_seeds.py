@@ -45,6 +45,8 @@ SEEDS = [
     pytest.param(740004, "liveness", id="two proposers repeat their ballots at the same times"),
     pytest.param(710763, "safety", id="a plan is chosen late, after a voter revision"),
     pytest.param(700296, "safety", id="one node only has fetched its restore point"),
+    pytest.param(1082705, "safety", id="the node that reported the newest plan is lost"),
+    pytest.param(1084762, "liveness", id="the only shards of the previous world are lost"),
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late never joins"),

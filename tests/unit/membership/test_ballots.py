@@ -274,6 +274,16 @@ def test_the_newest_plan_that_anybody_brings_counts() -> None:
     assert made.newest_plan() == plan(4, "abd")
 
 
+def test_a_plan_stays_known_if_the_node_that_reported_it_is_lost() -> None:
+    """The others have omitted it, because they were asked after this node had answered."""
+    made = ballot(9, plan(1, "abc"))
+    made.take_promise(promise(9, "a", effective=plan(2, "abc")))
+    del made.promises["a"]
+    for one in "bc":
+        made.take_promise(promise(9, one))
+    assert made.newest_plan(plan(1, "abc")) == plan(2, "abc")
+
+
 FIRST, SECOND = plan(1, "ab", life="first"), plan(3, "cd", life="second")
 
 
