@@ -1,8 +1,8 @@
 """Collectives of the fake device, by gloo, as NCCL orders them: in a stream of the group.
 
-A call returns at once. The group's stream waits for the caller's stream, calls gloo on the memory of
-the device when it gets there, and `wait` lets the caller's stream wait for it. The order of the
-collectives of a group is therefore the order of the calls, on each rank.
+A call returns at once. The group's stream waits for the caller's stream, and calls gloo on the
+memory of the device when it gets there. `wait` lets the caller's stream wait for it. Each rank runs
+the collectives of a group in the order of the calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,6 +62,10 @@ class FakeProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         gloo = self._gloo

@@ -1,7 +1,7 @@
 """What ftrun assumes about a device: one function for each assumption, with the name of a device.
 
-A function raises AssertionError if the device differs. They run on the fake device in each test run,
-and on a GPU in `scripts/check_gpu`, so they need only torch. Each leaves the device idle.
+A function raises AssertionError if the device differs. They need only torch, so that a program for
+GPUs can call them too; tests call them with the fake device. Each leaves the device idle.
 """
 
 import ctypes

@@ -21,6 +21,8 @@ def convolutions() -> nn.Module:
 
 
 class Attention(nn.Module):
+    """One layer of a transformer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 16)

@@ -1,4 +1,4 @@
-"""Trains some steps under torchrun's variables; prints a digest of the state of rank 0.
+"""Trains some steps under torchrun's variables; each rank prints a digest of its state.
 
 Arguments: `fake` or `cpu`, and `ddp` or `fsdp`.
 """
@@ -43,10 +43,9 @@ def main() -> None:
         optimizer.zero_grad()
     found = hashlib.sha256()
     for value in model.state_dict().values():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        found.update(whole.detach().cpu().numpy().tobytes())
-    if rank == 0:
-        print(f"digest {found.hexdigest()}", flush=True)
+        local = value.to_local() if hasattr(value, "to_local") else value
+        found.update(local.detach().cpu().numpy().tobytes())
+    print(f"rank {rank}: {found.hexdigest()}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
