@@ -115,6 +115,10 @@ class FakeProcessGroup(dist.ProcessGroup):
         call = lambda t: gloo._reduce_scatter_base(t[0], t[1], *_given(opts))  # noqa: E731
         return self._queue([output, source], output, call)
 
+    # The names from torch 2.13 on.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
     def barrier(self, opts: Any = None) -> dist.Work:
         torch.accelerator.synchronize()
         return self._gloo.barrier(*_given(opts))  # type: ignore[no-any-return]
@@ -123,6 +127,8 @@ class FakeProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors, result: Any, call: Callable[[list[torch.Tensor]], dist.Work]
     ) -> dist.Work:
         device = tensors[0].device
+        if device.type == "cpu":
+            return call(list(tensors))
         stream = self._streams.setdefault(device, torch.Stream(device))
         stream.wait_stream(torch.accelerator.current_stream(device))
         for one in tensors:

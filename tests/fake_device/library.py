@@ -52,7 +52,7 @@ def library(cache: Path = CACHE) -> Path:
 
 def _key() -> str:
     if shutil.which(COMPILER) is None:
-        raise CompilerMissing("needs g++: it is not installed")
+        raise CompilerMissing(f"{COMPILER} is not installed (see scripts/system-packages.txt)")
     version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
     found = hashlib.sha256(version)
     found.update(repr((torch.__version__, torch.__file__, FLAGS)).encode())

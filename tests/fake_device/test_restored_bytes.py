@@ -45,7 +45,7 @@ def restored(tmp_path: Path) -> Iterator[Restored]:
         yield run
 
 
-@pytest.mark.parametrize("stream", ["default", "own"])
+@pytest.mark.parametrize("stream", ["own", pytest.param("default", marks=pytest.mark.full)])
 def test_of_a_training_in_a_stream(restored: Restored, stream: str) -> None:
     found = restored("stream_training.py", stream)
     assert found["step"] > 8
@@ -53,7 +53,7 @@ def test_of_a_training_in_a_stream(restored: Restored, stream: str) -> None:
     assert found["wrong"] == []
 
 
-@pytest.mark.parametrize("what", ["update", "step"])
+@pytest.mark.parametrize("what", ["update", pytest.param("step", marks=pytest.mark.full)])
 def test_of_steps_by_graph_replay(restored: Restored, what: str) -> None:
     found = restored("graph_training.py", what)
     assert found["step"] > 8
