@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_device.library import CompilerMissing, library, search_path
 
 from tests.integration.conftest import Run
@@ -53,6 +54,7 @@ def test_of_a_training_in_a_stream(restored: Restored, stream: str) -> None:
     assert found["wrong"] == []
 
 
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="needs torch 2.12")
 @pytest.mark.parametrize("what", ["update", pytest.param("step", marks=pytest.mark.full)])
 def test_of_steps_by_graph_replay(restored: Restored, what: str) -> None:
     found = restored("graph_training.py", what)
