@@ -177,6 +177,27 @@ def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Pat
     assert run.journal("recovered"), "each rank has reported a step"
 
 
+def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
+    start: Start, script: Script, tmp_path: Path
+) -> None:
+    script("print('harmless')\n", "harmless.py")
+    script(
+        "import types, torch\n"
+        "module = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        "torch.utils.rename_privateuse1_backend('gadget')\n"
+        "torch._register_device_module('gadget', module)\n",
+        "greedy.py",
+    )
+    name = script("print('trained')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run = start("--preload", "harmless", "--preload", "greedy", name, env={"PYTHONPATH": path})
+    assert run.wait() == 0, run.text
+    assert "trained" in run.text
+    (fresh,) = run.journal("fresh_start_used")
+    assert str(fresh["reason"]).startswith("--preload greedy: torch.gadget.is_initialized()")
+    assert run.text.count("--preload greedy: torch.gadget.is_initialized() is true") == 1
+
+
 def test_module_and_command_start(start: Start, script: Script) -> None:
     script("import sys, os\nprint(f'module {sys.argv[1:]} {os.environ[\"RANK\"]}')\n", "mod.py")
     run = start("--nproc-per-node", "2", "-m", "mod", "a", "-b")
