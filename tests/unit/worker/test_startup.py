@@ -1,5 +1,6 @@
 """An exception of the script is shown with what ftrun knows about it."""
 
+import os
 import subprocess
 import sys
 
@@ -90,3 +91,31 @@ print("noted")
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=240
     )
     assert run.stdout == "noted\n", run.stderr
+
+
+def test_a_standby_runs_no_backward_if_torch_is_built_for_a_device() -> None:
+    """A backward queries all devices, before the environment of the rank is set."""
+    program = """
+import torch
+from ftrun.worker.process import startup
+
+calls = []
+torch.Tensor.backward = lambda tensor: calls.append("backward")
+torch.optim.AdamW.step = lambda optimizer: calls.append("step")
+startup._touch()
+assert calls == ["backward", "step"], calls
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+startup._touch()
+assert calls == ["backward", "step"], calls
+print("idle")
+"""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=240,
+    )
+    assert run.stdout == "idle\n", run.stderr
