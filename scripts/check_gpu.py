@@ -38,7 +38,7 @@ TWO_GPUS = """Two GPUs: on a machine with two free GPUs, from this checkout,
   1. ftrun --nproc-per-node 2 scripts/train_gpt.py        DDP over NCCL
   2. kill -9 a rank: both ranks restart on the newest snapshot within 5 s
   3. kill -STOP a rank: ftrun status names it as the culprit of a hang
-This script does not run them yet, and says so in its result."""
+This script does not run these, and says so in its result."""
 
 
 def checks_of(args: argparse.Namespace) -> dict[str, Callable[[Check], Figures]]:
@@ -73,7 +73,7 @@ def main() -> int:
                 args.json.write_text(json.dumps(everything, indent=1) + "\n")
     if args.two:
         print(TWO_GPUS)
-        figures["two"] = {"ok": None, "shown": {"not run": "one GPU only, see above"}}
+        figures["two"] = {"ok": None, "shown": {"not run": "needs two GPUs, and is done by hand"}}
         show("two", figures["two"], 0.0)
     show_conditions(found)
     print(f"  {time.monotonic() - started_s:.0f} s in all")
