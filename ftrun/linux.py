@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 OOM_SCORE = 500
 """OOM score of workers, so that the kernel kills a worker before any process of ftrun."""
+
+DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/infiniband/")
+"""How the paths of accelerators and RDMA cards begin."""
 
 
 def name_process(name: str) -> None:
@@ -74,8 +78,12 @@ def fork_orphan() -> bool:
     return False
 
 
-def threads_in_the_way() -> str:
-    """The reason why a fork of this process could hang; empty if a fork is safe."""
+def unfit_to_fork() -> str:
+    """The reason why a fork of this process could hang or fail; empty if a fork is safe."""
+    return _threads_in_the_way() or _device_in_use()
+
+
+def _threads_in_the_way() -> str:
     with open("/proc/self/status", encoding="ascii") as status:
         threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
     # OpenBLAS starts its own threads if OMP_NUM_THREADS is not set, up to one per CPU; they are
@@ -83,7 +91,32 @@ def threads_in_the_way() -> str:
     allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
     if threads <= allowed:
         return ""
-    return f"the zygote has {threads} threads, and only {allowed} can be forked safely"
+    return f"the process has {threads} threads, and only {allowed} can be forked safely"
+
+
+def _device_in_use() -> str:
+    """Asks only torch that is loaded, and does not initialise a device."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        custom = torch._C._get_privateuse1_backend_name()
+        for name in {"cuda", custom, accelerator.type if accelerator else "cuda"}:
+            module = getattr(torch, name, None)
+            for check in ("is_initialized", "_is_in_bad_fork"):
+                if getattr(module, check, bool)():
+                    return f"torch.{name}.{check}() is true: a device does not work after a fork"
+    files = open_device_files()
+    return f"{', '.join(files)} is open, and does not work after a fork" if files else ""
+
+
+def open_device_files(pid: int | str = "self") -> list[str]:
+    """The files in `DEVICE_FILES` that a process has open; empty if it has ended."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):  # ended, or of another user
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return sorted(file for file in found if file.startswith(DEVICE_FILES))
 
 
 def become_subreaper() -> None:

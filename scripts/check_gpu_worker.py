@@ -1,11 +1,12 @@
 """The worker of check_gpu.py: small trainings that kill themselves, and measurements.
 
-Under ftrun: `exact`, `idle`, `respawn`, `cost`; alone: `reference` and `rates`. All write lines to
-rank<N>.jsonl.
+Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`; alone: `reference`, `rates` and `nvml`.
+All write lines to rank<N>.jsonl.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -23,8 +24,12 @@ import xxhash
 from bench_notes import Notes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import ftrun
+from ftrun import process_tree
+from ftrun.agent.observe.device_memory import used_by_nvml
+from ftrun.agent.observe.devices import driver
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.wire.transport.channel import short_socket_path
 from ftrun.worker.context import worker_context
@@ -39,6 +44,16 @@ OPTIONS: dict[str, dict[str, bool]] = {
     **{name: {"capturable": True} for name in ("capturable", "graph", "graph-update")},
 }
 """Options of AdamW, by variant."""
+
+EVENT_TYPES = {
+    "xid": 0x8,
+    "double_bit_ecc": 0x2,
+    "fatal_poison": 0x2000,
+    "gpu_unavailable": 0x4000,
+    "recovery_action_changed": 0x8000,
+}
+RECOVERY_ACTION = 230
+"""NVML's numbers; an older package does not have all names."""
 
 
 class Training:
@@ -288,6 +303,79 @@ def rates(device: str) -> dict[str, float]:
     return {key: round(value, 2) for key, value in found.items()}
 
 
+def pinning() -> dict[str, float]:
+    """Seconds to pin memory, which other processes wait for in their calls to the driver."""
+    found: dict[str, float] = {}
+    for mib in (128, 4096):
+        started_s = time.monotonic()
+        torch.empty(mib << 20, dtype=torch.uint8, pin_memory=True)
+        found[f"pin_{mib}_mib_s"] = round(time.monotonic() - started_s, 3)
+    return found
+
+
+# --- processes, NVML, conformance ---------------------------------------------------------------
+
+
+class Sleeping(Dataset[int]):
+    """Its workers never come back from the first item, so that only a signal ends them."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(3600)
+        return index
+
+
+def memory(device: str, path: Path, notes: Notes) -> None:
+    """Fill 70 % of the free device memory; two children have sessions of their own."""
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    before = [json.loads(line) for line in path.read_text().splitlines()][:1]
+    children = [pid for line in before for pid in line["children"]]
+    left = [pid for pid in children if process_tree.state_of(pid) not in ("", "Z")]
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 1 << 28
+    size = before[0]["bytes"] if before else int(0.7 * free)
+    weight = torch.ones(1, device=device, requires_grad=True)
+    state = torch.ones(size, dtype=torch.uint8, device=device)
+    loader = DataLoader(Sleeping(), num_workers=2, worker_init_fn=lambda _: os.setsid())
+    workers = iter(loader)
+    children = [one.pid for one in multiprocessing.active_children()]
+    time.sleep(0.5)  # until each child has its session
+    facts = {"children": children, "left": left, "bytes": state.nbytes}
+    notes.write("begun", generation=generation, pid=os.getpid(), **facts)
+    optimizer = torch.optim.SGD([weight])
+    weight.sum().backward()
+    optimizer.step()
+    wait(device)
+    notes.write("step", generation=generation)
+    next(workers)
+
+
+def nvml_facts() -> dict[str, Any]:
+    """What NVML gives for the first GPU; empty without its package or driver."""
+    nvml = driver()
+    if nvml is None:
+        return {"NVML": "no package or no driver"}
+    device = nvml.nvmlDeviceGetHandleByIndex(0)
+    found: dict[str, Any] = {
+        "driver": str(nvml.nvmlSystemGetDriverVersion()),
+        "used_mib": sum(used_by_nvml()().values()) >> 20,
+    }
+    events = nvml.nvmlEventSetCreate()
+    for name, kind in EVENT_TYPES.items():
+        try:
+            nvml.nvmlDeviceRegisterEvents(device, kind, events)
+            found[name] = "registered"
+        except nvml.NVMLError as error:
+            found[name] = str(error)
+    try:
+        (value,) = nvml.nvmlDeviceGetFieldValues(device, [RECOVERY_ACTION])
+        found["recovery_action"] = value.value.uiVal if not value.nvmlReturn else "not known"
+    except nvml.NVMLError as error:
+        found["recovery_action"] = str(error)
+    return found
+
+
 # --- NCCL, respawn ------------------------------------------------------------------------------
 
 
@@ -383,7 +471,12 @@ def main() -> None:
     elif args.what == "cost":
         Costs(args).measure(args.rounds, notes)
     elif args.what == "rates":
-        notes.write("rates", found=rates(args.device))
+        found = rates(args.device) | (pinning() if args.device == "cuda" else {})
+        notes.write("rates", found=found)
+    elif args.what == "nvml":
+        notes.write("nvml", found=nvml_facts())
+    elif args.what == "memory":
+        memory(args.device, args.folder / f"rank{rank}.jsonl", notes)
     elif args.what == "respawn":
         respawn(args.device, args.folder, notes)
     else:

@@ -17,6 +17,7 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.observe.device_memory import DeviceMemory
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.smp_client import AgentSmpClient, UnconfirmedCommands
@@ -73,6 +74,7 @@ class CommandExecutor:
     report: NodeReporter
     signals: SignalHandlers
     publishing: Publishing
+    device_memory: DeviceMemory
     is_done: bool = False
     """Every rank has finished."""
     has_left: bool = False
@@ -225,7 +227,10 @@ class CommandExecutor:
 
     def _start_ranks(self) -> None:
         assert self._agent is not None
-        self.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
+        memory_s = self._await_device_memory()
+        self.generations.run(
+            self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s, memory_s=memory_s
+        )
         self.signals.catch()  # torch has installed its own handlers
         self.maintenance.generation_started(clock.now_s())
         self.observer.observe(self.workers.handles)
@@ -234,6 +239,14 @@ class CommandExecutor:
             if not self.control.member.is_suspended:  # resumed by the other thread just now
                 self.workers.suspend(False)
         self.report.send(is_urgent=True)
+
+    def _await_device_memory(self) -> float:
+        """Return the seconds it took."""
+        self.device_memory.before_start()
+        if not self.workers.used_device:
+            return 0.0
+        self.workers.used_device = False
+        return self.device_memory.wait(since_s=self._stopped_s)
 
     def _end(self, command: commands.EndRun) -> None:
         self.has_left = command.run_continues

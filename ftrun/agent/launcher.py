@@ -34,6 +34,7 @@ from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.loop import RunLoop, RunSignals
 from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.control_server import ControlServer
@@ -218,6 +219,7 @@ class _Run:
     rpc: ClusterRpc | None
     rank_observer: RankObserver
     signals: RunSignals
+    device_memory: DeviceMemory
     observers: Observers = field(init=False)
     started_s: float = field(default_factory=clock.now_s)
 
@@ -331,6 +333,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         rpc=None if node.is_alone else ClusterRpc(control_loop, journal, merged),
         rank_observer=RankObserver(workers.unused_fds, spec.profile.hang),
         signals=RunSignals(spec, journal=journal, workers=workers),
+        device_memory=DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s),
     )
 
 
@@ -357,6 +360,7 @@ def _loop(run: _Run) -> RunLoop:
         report,
         run.signals,
         run,
+        run.device_memory,
     )
     faults = _faults(run) if run.spec.allow_faults else None
     if run.rpc is not None:

@@ -52,6 +52,7 @@ def test_every_page_is_there() -> None:
         "frameworks.md",
         "getting-started.md",
         "glossary.md",
+        "gpu.md",
         "internals.md",
         "layouts.md",
         "many-nodes.md",

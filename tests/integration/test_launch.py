@@ -177,6 +177,27 @@ def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Pat
     assert run.journal("recovered"), "each rank has reported a step"
 
 
+def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
+    start: Start, script: Script, tmp_path: Path
+) -> None:
+    script("print('harmless')\n", "harmless.py")
+    script(
+        "import types, torch\n"
+        "module = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        "torch.utils.rename_privateuse1_backend('gadget')\n"
+        "torch._register_device_module('gadget', module)\n",
+        "greedy.py",
+    )
+    name = script("print('trained')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run = start("--preload", "harmless", "--preload", "greedy", name, env={"PYTHONPATH": path})
+    assert run.wait() == 0, run.text
+    assert "trained" in run.text
+    (fresh,) = run.journal("fresh_start_used")
+    assert str(fresh["reason"]).startswith("--preload greedy: torch.gadget.is_initialized()")
+    assert run.text.count("--preload greedy: torch.gadget.is_initialized() is true") == 1
+
+
 def test_module_and_command_start(start: Start, script: Script) -> None:
     script("import sys, os\nprint(f'module {sys.argv[1:]} {os.environ[\"RANK\"]}')\n", "mod.py")
     run = start("--nproc-per-node", "2", "-m", "mod", "a", "-b")
@@ -351,12 +372,23 @@ def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
     assert "was stopped (SIGSTOP)" in str(run.journal("generation_started")[1]["reason"])
 
 
-def test_data_loader_workers_of_a_killed_rank_die_with_it(start: Start, script: Script) -> None:
-    name = script("""
+@pytest.mark.parametrize("has_own_session", [False, True])
+def test_data_loader_workers_of_a_killed_rank_die_with_it(
+    start: Start, script: Script, has_own_session: bool
+) -> None:
+    name = script(
+        """
 import os, time, torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+class Items(Dataset):
+    def __len__(self): return 1000000
+    def __getitem__(self, index):
+        if index > 10 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(600)  # so that it does not notice that its rank has ended
+        return index
 if __name__ == "__main__":
-    loader = iter(DataLoader(list(range(1000000)), num_workers=2))
+    begin = (lambda _: os.setsid()) if OWN_SESSION else None
+    loader = iter(DataLoader(Items(), num_workers=2, worker_init_fn=begin))
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight])
     for step in range(10):
@@ -365,7 +397,11 @@ if __name__ == "__main__":
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         open("kids", "w").write(kids)
         os.kill(os.getpid(), 9)
-""")
+    else:
+        left = [kid for kid in open("kids").read().split() if os.path.exists(f"/proc/{kid}")]
+        assert not left, left
+""".replace("OWN_SESSION", str(has_own_session))
+    )
     run = start(name)
     assert run.wait() == 0, run.text
     kids = [int(pid) for pid in (run.folder / "kids").read_text().split()]

@@ -1,6 +1,11 @@
-"""The smallest of all memory limits is found, and named."""
+"""The smallest of all memory limits is found; a fork that could not use a device is refused."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from ftrun.linux import MARGIN, available_memory
 
@@ -71,3 +76,62 @@ def test_a_machine_without_proc_files_of_cgroups(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 5 kB\n")
     assert "no MemAvailable" in available_memory(tmp_path).limit
+
+
+DEVICE_MODULE = """
+import sys, types, torch
+from ftrun.linux import unfit_to_fork
+module = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: False)
+torch.utils.rename_privateuse1_backend("gadget")
+torch._register_device_module("gadget", module)
+assert unfit_to_fork() == "", unfit_to_fork()
+setattr(module, sys.argv[1], lambda: True)
+print(unfit_to_fork())
+"""
+
+DEVICE_FILE = """
+import sys
+from ftrun import linux
+linux.DEVICE_FILES = (sys.argv[1],)
+assert linux.unfit_to_fork() == "", linux.unfit_to_fork()
+file = open(sys.argv[1] + "0", "w")
+print(linux.unfit_to_fork())
+file.close()
+assert linux.unfit_to_fork() == ""
+assert linux.open_device_files(1 << 30) == []
+"""
+
+THREADS = """
+import threading
+from ftrun.linux import unfit_to_fork
+end = threading.Event()
+threading.Thread(target=end.wait).start()
+print(unfit_to_fork())
+end.set()
+"""
+
+
+def output_of(program: str, *words: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("check", ["is_initialized", "_is_in_bad_fork"])
+def test_a_device_of_any_type_that_is_in_use_makes_a_fork_unsafe(check: str) -> None:
+    assert output_of(DEVICE_MODULE, check).startswith(f"torch.gadget.{check}() is true")
+
+
+def test_an_open_device_file_makes_a_fork_unsafe(tmp_path: Path) -> None:
+    assert f"{tmp_path}/card0 is open" in output_of(DEVICE_FILE, f"{tmp_path}/card")
+
+
+def test_a_second_thread_makes_a_fork_unsafe() -> None:
+    assert output_of(THREADS) == "the process has 2 threads, and only 1 can be forked safely"

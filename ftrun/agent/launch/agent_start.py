@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftrun.linux import become_subreaper, die_with_parent, name_process, threads_in_the_way
+from ftrun.linux import become_subreaper, die_with_parent, name_process, unfit_to_fork
 from ftrun.wire.messages.agent_start import (
     RESERVE_SOCKET,
     RETAINED_FDS,
@@ -128,7 +128,7 @@ def _prepare(folder: RunFolder) -> dict[str, Any] | None:
 
         if before is None:
             del os.environ[_NVML_CHECK]
-        is_fit = not unknown_torch(torch.__version__) and not threads_in_the_way()
+        is_fit = not unknown_torch(torch.__version__) and not unfit_to_fork()
         return settings if is_fit else None
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

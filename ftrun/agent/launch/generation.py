@@ -17,6 +17,7 @@ import xxhash
 
 from ftrun import clock
 from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.phases import phases_of
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
@@ -81,6 +82,7 @@ class GenerationRunner:
         self._took_effect = False
         self._persisted = kept
         self._decided_s = 0.0
+        self._memory_s = 0.0
         self._restored: Version | None = None
         self._previous_world_size = 0
         """World size of the restored version; 0: the same as now."""
@@ -162,9 +164,12 @@ class GenerationRunner:
         self._persist_state()
         return self._restored
 
-    def run(self, agent: FtrunElasticAgent, *, noticed_s: float, stopped_s: float) -> None:
+    def run(
+        self, agent: FtrunElasticAgent, *, noticed_s: float, stopped_s: float, memory_s: float
+    ) -> None:
         plan = self.plan
         assert plan is not None
+        self._memory_s = memory_s
         agent.place_in(plan, self._node_id)
         agent.start_generation(plan.generation)
         self._workers.launched(agent)
@@ -226,27 +231,7 @@ class GenerationRunner:
         if not pages or not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             return
 
-        def last_s(at: HeartbeatField) -> float:
-            return max(page.get(at) for page in pages) / 1e9
-
-        script_s = last_s(HeartbeatField.STARTED_NS)
-        group_s = max(last_s(HeartbeatField.INIT_GROUP_NS), script_s)
-        restored_s = max(last_s(HeartbeatField.RESTORE_END_NS), group_s)
-        restoring_s = max(
-            (page.get(HeartbeatField.RESTORE_END_NS) - page.get(HeartbeatField.RESTORE_BEGIN_NS))
-            / 1e9
-            for page in pages
-        )
-        first_step_s = last_s(HeartbeatField.FIRST_STEP_NS)
-        phases_s = {
-            "decide": restart.decided_s - restart.stopped_s,
-            "stop": restart.stopped_s - restart.noticed_s,
-            "fork": script_s - restart.decided_s,
-            "rendezvous": group_s - script_s,
-            "build": restored_s - group_s - restoring_s,
-            "restore": restoring_s,
-            "first_step": first_step_s - restored_s,
-        }
+        phases_s = phases_of(restart, pages, memory_s=self._memory_s)
         self.restarts[-1] = msgspec.structs.replace(restart, phases_s=phases_s)
         self._journal.write(self.restarts[-1])
 

@@ -63,6 +63,7 @@ class ZygoteClient:
         self.child: ChildProcess | None = None
         self.unfit = ""
         """Why the last fork was refused; empty if it was not."""
+        self._logged_refusal = ""
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -92,6 +93,7 @@ class ZygoteClient:
         missing = self._wanted - len(self._standbys) - self._ordered
         if missing > 0 and self._control is not None:
             self._ordered += missing
+            self.unfit = ""
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"count": missing}).encode())
 
@@ -172,10 +174,17 @@ class ZygoteClient:
             orders.set_inheritable(False)
             self._standbys.append(Standby(orders))
         if "unfit" in message:
-            self.unfit = message["unfit"]
+            self._refused(message["unfit"])
         for name in set(message.get("missing", ())) & set(self._preload):
             _log.warning("--preload %s: there is no such module", name)
         return True
+
+    def _refused(self, reason: str) -> None:
+        self._ordered = 0  # the next refill asks again, because a thread may have ended
+        self.unfit = reason
+        if reason != self._logged_refusal:
+            self._logged_refusal = reason
+            _log.warning("%s. Ranks start as new processes, which takes longer", reason)
 
     def _hello(self, standby: Standby) -> ChildProcess | None:
         standby.orders.settimeout(10.0)

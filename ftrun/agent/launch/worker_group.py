@@ -19,18 +19,20 @@ import msgspec
 from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
+from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
+from ftrun.linux import open_device_files
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.fault_orders import FaultPages
-from ftrun.wire.messages.worker import LaunchRequest, decode_launch
-from ftrun.wire.run_environment import GENERATION, LAUNCH, RUN_ID
+from ftrun.wire.messages.worker import LaunchRequest
+from ftrun.wire.run_environment import GENERATION, RUN_ID
 from ftrun.wire.shared_memory.pages import (
     CommandField,
     HeartbeatField,
@@ -79,6 +81,8 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
+        self.used_device = False
+        """Ranks that were killed have used a device since its memory was last awaited."""
         self._stuck: list[ChildProcess] = []
         """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
         self._stuck_before: list[tuple[int, int]] = []
@@ -147,23 +151,35 @@ class WorkerGroup:
             What has not ended, as `stuck` reports it. It hangs in the kernel with SIGKILL pending,
                 so it runs no line of the script any more.
         """
+        page_fds = [handle.slot.request.descriptors["heartbeat"] for handle in self.handles]
+        trees = RankTrees(self.pids(), page_fds)
+        is_on_page = any(slot.page.get(HeartbeatField.DEVICE_NS) for slot in self.slots)
+        self.used_device |= is_on_page or trees.use_device()
         for handle in self.handles:
             handle.child.signal_group(SIGKILL)
             handle.child.signal(SIGKILL)
+        trees.kill_below()
         give_up_s = clock.now_s() + KILL_WAIT_S
         for handle in self.handles:
             known = handle.child in self._stuck
             if not known and not handle.child.wait(max(0.0, give_up_s - clock.now_s())):
                 handle.child.name = f"rank {handle.slot.rank}"
-                self._stuck.append(handle.child)
+                self._add_stuck(handle.child)
         give_up_s = max(give_up_s, clock.now_s() + _ORPHANS_WAIT_S)
-        while left := set(self._kill_orphans()) - {child.pid for child in self._stuck}:
+        while left := trees.kill_all() - {child.pid for child in self._stuck}:
             if clock.now_s() > give_up_s:
                 for pid in left:
                     with suppress(ProcessLookupError):
-                        self._stuck.append(ChildProcess(pid, "a process that a rank has started"))
+                        self._add_stuck(ChildProcess(pid, "a process that a rank has started"))
+                break
             clock.sleep(_POLL_AGAIN_S)
+        trees.close()
         return self.stuck()
+
+    def _add_stuck(self, child: ChildProcess) -> None:
+        if files := open_device_files(child.pid):
+            child.name += f" with {', '.join(files)} open"
+        self._stuck.append(child)
 
     def stuck(self) -> str:
         """Processes that have not died of SIGKILL, in words; empty if there are none."""
@@ -180,23 +196,6 @@ class WorkerGroup:
             f"{found} has not died of SIGKILL: a device or a file system hangs in the kernel. This "
             "node needs attention"
         )
-
-    def _kill_orphans(self) -> list[int]:
-        """Kill the processes that were reparented here when ranks ended; return their pids.
-
-        A process that a rank has started in a session of its own is not in the rank's process
-        group.
-        """
-        sessions = set(self.pids())
-        found: list[int] = []
-        for pid in process_tree.children_by_list():
-            is_in_session = process_tree.session_of(pid) in sessions
-            if is_in_session or _agent_of(pid) == os.getpid():
-                found.append(pid)
-                with suppress(OSError):
-                    os.kill(pid, SIGKILL)
-                    os.waitpid(pid, os.WNOHANG)
-        return found
 
     def signal(self, number: int) -> None:
         for handle in self.alive():
@@ -440,16 +439,6 @@ class WorkerGroup:
 def _last_stack(handle: WorkerHandle) -> str:
     stack = parse_dump(stacks(handle.slot.stack_fd)) if handle.child.ended_with < 0 else None
     return as_traceback(stack) if stack is not None else ""
-
-
-def _agent_of(pid: int) -> int:
-    """Pid of the agent whose rank has started this process; 0 if no rank has started it."""
-    for variable in process_tree.variables_of(pid):
-        name, _, value = variable.partition(b"=")
-        if name == LAUNCH.encode():
-            with suppress(msgspec.MsgspecError):
-                return decode_launch(value).agent_pid
-    return 0
 
 
 # --- sums over the pages of all ranks -------------------------------------------------------------

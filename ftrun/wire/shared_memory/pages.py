@@ -88,6 +88,7 @@ class HeartbeatField(IntEnum):
     NUMERICAL_ANOMALY_STEP = 29  # first step after which a parameter was not a finite number
     HAS_SERVER = 30  # the flight recorder can be read on the agent's named socket
     HAS_DUMPER = 31  # signal number that writes all stacks to the stack file
+    DEVICE_NS = 35  # torch has initialised a device
 
 
 class CommandField(IntEnum):

@@ -61,6 +61,7 @@ def install(*, started_with: dict[str, str]) -> None:
     lease.install(context)
     visibility.register_dumper(context)
     _time_init_group(context)
+    _time_device(context.page)
     early_restore.begin(context)
     if "fault" in context.launch.descriptors:
         from ftrun.worker.process import in_process_faults as inner_faults
@@ -162,6 +163,17 @@ def _time_init_group(context: WorkerContext) -> None:
 
     dist.init_process_group = init_process_group
     distributed_c10d.init_process_group = init_process_group
+
+
+def _time_device(page: SharedPage) -> None:
+    """Note when torch initialises the device, by the device module's own list of calls for then."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(accelerator) if accelerator is not None else None
+    call_then = getattr(module, "_lazy_call", None)  # cuda and xpu have it
+    if call_then is not None:
+        call_then(lambda: page.set(HeartbeatField.DEVICE_NS, clock.now_ns()))
 
 
 _turn = 0

@@ -7,8 +7,9 @@ Gives:    standbys: processes with torch imported that wait for a `LaunchRequest
           socket, so a launch does not pass through the zygote.
 Survives: nothing; standbys and workers do not need the zygote after their fork.
 
-Rule 1: one thread, no tensor operation and no CUDA call before a fork. If the parent ran one
-        parallel operation, the child hangs in libgomp. Checked before each fork.
+Rule 1: one thread, no tensor operation, no device and no device file before a fork. If the parent
+        ran one parallel operation, the child hangs in libgomp. Checked after each module that the
+        user preloads, and before each fork.
 Rule 2: a standby is forked twice, so that it becomes a child of the agent (a subreaper). The agent
         reads its exit status, and the kernel kills the standby when the agent dies.
 
@@ -30,13 +31,14 @@ import runpy
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 from ftrun.linux import (
     die_with_parent,
     fork_orphan,
     ignore_user_signals,
     name_process,
-    threads_in_the_way,
+    unfit_to_fork,
 )
 from ftrun.wire.messages.agent_start import (
     MAX_FDS,
@@ -81,12 +83,15 @@ def preload(modules: tuple[str, ...]) -> list[str]:
     return missing
 
 
-def unfit_to_fork() -> str:
-    """Reason why a fork of this process could hang or fail; empty if a fork is safe."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was initialised in the zygote (by a preloaded module?)"
-    return threads_in_the_way()
+def preload_for_user(modules: Sequence[str]) -> tuple[list[str], str]:
+    """Import modules while a fork is safe; return missing ones, and the one that made it unsafe."""
+    missing: list[str] = []
+    is_safe = not unfit_to_fork()
+    for name in modules:
+        missing += preload((name,))
+        if is_safe and unfit_to_fork():
+            return missing, name
+    return missing, ""
 
 
 def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None:
@@ -103,7 +108,7 @@ def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None
     return None
 
 
-def serve(control: socket.socket, agent_pid: int) -> socket.socket | None:
+def serve(control: socket.socket, agent_pid: int, *, unsafe_module: str) -> socket.socket | None:
     """Fork on order until the agent closes the socket; a standby returns its order socket."""
     while True:
         order = control.recv(1 << 16)
@@ -112,7 +117,8 @@ def serve(control: socket.socket, agent_pid: int) -> socket.socket | None:
         for _ in range(json.loads(order)["count"]):
             reason = unfit_to_fork()
             if reason:
-                control.send(json.dumps({"unfit": reason}).encode())
+                cause = f"--preload {unsafe_module}: " if unsafe_module else ""
+                control.send(json.dumps({"unfit": f"{cause}{reason}"}).encode())
                 break
             orders = fork_standby(control, agent_pid)
             if orders is not None:
@@ -135,11 +141,12 @@ def main() -> None:
     reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
     if reserve_fd >= 0 and begin_reserve(reserve_fd, control, variables):
         return  # this process is an agent that was forked later, or its rank, and has ended
-    missing += preload(tuple(sys.argv[3:]))
+    not_found, unsafe_module = preload_for_user(sys.argv[3:])
+    missing += not_found
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True, "missing": missing}).encode())
-    orders = serve(control, agent_pid)
+    orders = serve(control, agent_pid, unsafe_module=unsafe_module)
     if orders is None:
         os._exit(0)
     # Returns after the user's script, into a normal interpreter exit, so that atexit handlers and
@@ -157,8 +164,8 @@ _AS_IN_A_NEW_PROCESS = (
 def begin_reserve(fd: int, zygotes: socket.socket, variables: dict[str, str]) -> bool:
     """Fork the reserve; return True only in an agent or rank forked from it, after its program."""
     is_reserve = False
-    with contextlib.suppress(OSError):  # if fork fails, the next agent starts as a new program
-        is_reserve = fork_orphan()
+    with contextlib.suppress(OSError):  # without a fork, the next agent starts as a new program
+        is_reserve = not unfit_to_fork() and fork_orphan()
     if not is_reserve:
         os.close(fd)
         return False

@@ -15,7 +15,7 @@ WAIT_S = 600.0
 SETUP = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from ftrun import process_tree
+from ftrun import linux, process_tree
 from ftrun.agent.launch.process import ChildProcess, spawn
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -57,9 +57,11 @@ def number_in(name):
 TREES = """
 trainer = "setsid sh -c 'echo $$ > inner; sleep 600; :'; :"
 daemon = "(setsid sh -c 'echo $$ > daemon; sleep 600; :' &); sleep 600; :"
-group = group_of(trainer, daemon)
+bare = "exec setsid env -i PATH=$PATH sh -c 'echo $$ > bare; sleep 600; :'"
+group = group_of(trainer, daemon, f"sh -c \\"{bare}\\"; :")
 helper = subprocess.Popen(["sleep", "600"])
-inner, orphan = number_in("inner"), number_in("daemon")
+inner, orphan, unmarked = (number_in(name) for name in ("inner", "daemon", "bare"))
+assert process_tree.session_of(unmarked) == unmarked
 until(lambda: process_tree.parent_of(orphan) == os.getpid())
 
 group.suspend(True)
@@ -69,7 +71,7 @@ until(lambda: process_tree.state_of(inner) == "S")
 
 group.kill()
 assert not process_tree.left_behind(Path("none"))
-for pid in (inner, orphan, *group.pids()):
+for pid in (inner, orphan, unmarked, *group.pids()):
     assert process_tree.state_of(pid) in ("", "Z"), pid
 assert helper.poll() is None, "no rank has started it"
 helper.kill()
@@ -88,13 +90,16 @@ until(lambda: process_tree.state_of(left) in ("", "Z"))
 HANGS_IN_THE_KERNEL = """
 from ftrun.agent.launch import worker_group
 worker_group.KILL_WAIT_S = 0.5
-group = group_of("sleep 600", "sleep 600")
+linux.DEVICE_FILES = (os.getcwd(),)
+group = group_of("exec 9> card; sleep 600", "sleep 600")
 held = Path(sys.argv[1])
 (held / "cgroup.procs").write_text(str(group.pids()[0]))
 (held / "freezer.state").write_text("FROZEN")
 until(lambda: process_tree.state_of(group.pids()[0]) == "D")
 reason = group.kill()
-assert f"rank 0 (pid {group.pids()[0]}) has not died of SIGKILL" in reason, reason
+found = f"rank 0 with {os.getcwd()}/card open (pid {group.pids()[0]}) has not died of SIGKILL"
+assert found in reason, reason
+assert group.used_device
 assert "rank 1" not in reason
 assert group.stuck() == group.kill() == reason, "it is not waited for again"
 (held / "freezer.state").write_text("THAWED")

@@ -65,6 +65,23 @@ def test_the_phases_of_a_restart_follow_one_another() -> None:
         assert following.begin_s == pytest.approx(one.end_s, abs=1e-6)
 
 
+def test_the_phases_of_a_device_have_their_place_in_the_record() -> None:
+    waited = b'"device_memory":0.002,"fork":'
+    lines = [
+        line.replace(b'"fork":', waited).replace(b'"build":', b'"device":0.001,"build":')
+        for line in (one.replace(b'": ', b'":') for one in recorded("one-node-two-kills"))
+    ]
+    bars = run_facts(lines).incidents[0].bars
+    assert [bar.name for bar in bars][3:7] == [
+        "wait for device memory",
+        "start the processes",
+        "meet (process group)",
+        "imports and device",
+    ]
+    for one, following in itertools.pairwise(bars):
+        assert following.begin_s == pytest.approx(one.end_s, abs=1e-6)
+
+
 def test_a_checkpoint_restart_is_reckoned_from_this_run_alone() -> None:
     cost = run_facts(recorded("one-node-two-kills")).incidents[0].cost
     assert cost is not None

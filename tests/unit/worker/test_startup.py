@@ -1,5 +1,6 @@
 """An exception of the script is shown with what ftrun knows about it."""
 
+import os
 import subprocess
 import sys
 
@@ -65,3 +66,56 @@ except NameError as error:
     )
     assert "NameError: name 'step' is not defined" in done.stderr, done.stderr
     assert "ftrun: this process has made no step, because step 20 is restored" in done.stderr
+
+
+def test_the_page_has_the_time_at_which_torch_initialises_a_device() -> None:
+    """In a process of its own, because a device module cannot be removed."""
+    program = """
+import types, torch
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
+from ftrun.worker.process.heartbeat import _time_device
+
+calls = []
+page = SharedPage(create_page("heartbeat"))
+_time_device(page)  # a CPU build: there is nothing to wait for
+torch.utils.rename_privateuse1_backend("gadget")
+torch._register_device_module("gadget", types.SimpleNamespace(_lazy_call=calls.append))
+torch.accelerator.current_accelerator = lambda: torch.device("gadget")
+_time_device(page)
+assert page.get(HeartbeatField.DEVICE_NS) == 0
+calls.pop()()
+assert page.get(HeartbeatField.DEVICE_NS) > 0 and not calls
+print("noted")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=240
+    )
+    assert run.stdout == "noted\n", run.stderr
+
+
+def test_a_standby_runs_no_backward_if_torch_is_built_for_a_device() -> None:
+    """A backward queries all devices, before the environment of the rank is set."""
+    program = """
+import torch
+from ftrun.worker.process import startup
+
+calls = []
+torch.Tensor.backward = lambda tensor: calls.append("backward")
+torch.optim.AdamW.step = lambda optimizer: calls.append("step")
+startup._touch()
+assert calls == ["backward", "step"], calls
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+startup._touch()
+assert calls == ["backward", "step"], calls
+print("idle")
+"""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=240,
+    )
+    assert run.stdout == "idle\n", run.stderr

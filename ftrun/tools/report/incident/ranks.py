@@ -155,8 +155,10 @@ def _after(line: JournalLine[Recovered] | None, moments: IncidentTimes) -> list[
         return found
     at = max(decided - zero, begin)
     bars = [TimelineBar("no process", begin, at, "dead")]
-    for key, name, style in PHASES:
-        took_s = max((line.record.phases_s or {}).get(key, 0.0), 0.0)
+    for key, after_s in (line.record.phases_s or {}).items():
+        if key not in PHASES:
+            continue
+        took_s, (name, style) = max(after_s, 0.0), PHASES[key]
         label = "starting" if style == "starting" else name
         if bars[-1].style == style:
             bars[-1] = TimelineBar(label, bars[-1].begin_s, at + took_s, style)

@@ -32,13 +32,16 @@ _UNRESPONSIVE = re.compile(r"no heartbeat for ([\d.]+) s")
 _FETCHED = re.compile(r"fetched (\d+) bytes in ([\d.]+) s")
 _MAX_DETECT_S = 86_400.0
 
-PHASES = (
-    ("fork", "start the processes", "starting"),
-    ("rendezvous", "meet (process group)", "starting"),
-    ("build", "the script's own set-up", "starting"),
-    ("restore", "restore", "restoring"),
-    ("first_step", "first step", "training"),
-)
+PHASES = {
+    "device_memory": ("wait for device memory", "starting"),
+    "fork": ("start the processes", "starting"),
+    "device": ("imports and device", "starting"),
+    "rendezvous": ("meet (process group)", "starting"),
+    "build": ("the script's own set-up", "starting"),
+    "restore": ("restore", "restoring"),
+    "first_step": ("first step", "training"),
+}
+"""Names and styles of the phases after the decision; a record has them in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +204,10 @@ def _restart(
     restored = with_commas(str(record.restored or ""))
     add("agree, choose what to restore", stopped, decided, "dead", restored)
     at = decided
-    for key, name, style in PHASES:
-        took_s = (record.phases_s or {}).get(key)
-        if at is None or took_s is None:
-            return
+    for key, took_s in (record.phases_s or {}).items():
+        if at is None or key not in PHASES:
+            continue
+        name, style = PHASES[key]
         add(name, at, at + max(took_s, 0.0), style, where)
         at += max(took_s, 0.0)
         where = ""

@@ -1,0 +1,136 @@
+"""Waits until the device memory of ended ranks is free again.
+
+Runs in:  agent: one read in a thread of its own when the run begins, then the main thread.
+Takes in: memory in use on each GPU, by NVML; CUDA_VISIBLE_DEVICES.
+Gives:    a wait before the next generation. If the memory does not come back, the generation
+          starts anyway, and the log names the processes that have device files open.
+Survives: a machine without NVML, and a driver that does not answer: nothing is awaited there.
+
+The driver frees the memory of a process after its end, when the last descriptor of its context is
+closed. A generation that starts earlier can run out of memory.
+
+Rule 1: the value to come back to is read before the first generation starts. A driver that has not
+        answered by then gives none, because later values include the ranks.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ftrun import clock, process_tree
+from ftrun.agent.observe.devices import driver
+from ftrun.linux import open_device_files
+
+_log = logging.getLogger(__name__)
+
+TOLERANCE_BYTES = 1 << 30
+"""Other processes on the GPU may grow by this much."""
+
+_FIRST_READ_S = 2.0
+_POLL_S = 0.05
+_DRIVER = "/dev/nvidiactl"
+_MAX_NAMED = 8
+
+UsedBytes = Callable[[], Mapping[str, int]]
+
+
+def still_used(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by device beyond the value before the first generation; empty: all came back."""
+    more = {name: now.get(name, 0) - num_bytes for name, num_bytes in before.items()}
+    return {name: num_bytes for name, num_bytes in more.items() if num_bytes > TOLERANCE_BYTES}
+
+
+class DeviceMemory:
+    """The memory of the GPUs of this node, compared with its state before the first generation."""
+
+    def __init__(self, used_bytes: UsedBytes, *, limit_s: float) -> None:
+        self._used_bytes = used_bytes
+        self._limit_s = limit_s
+        self._before: Mapping[str, int] | None = None
+        self._read = threading.Thread(target=self._read_first, name="device-memory", daemon=True)
+        self._read.start()
+
+    def before_start(self) -> None:
+        """Before ranks start: wait for the first value, and use none that comes later."""
+        if self._before is None:
+            self._read.join(_FIRST_READ_S)
+        if self._before is None:
+            self._before = {}
+            _log.warning(
+                "NVML has not answered within %.0f s: later generations of this node do not wait "
+                "until device memory is free", _FIRST_READ_S,
+            )  # fmt: skip
+
+    def wait(self, *, since_s: float) -> float:
+        """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds."""
+        began_s = clock.now_s()
+        before = self._before
+        while before and (left := still_used(before, self._used_bytes())):
+            if clock.now_s() - since_s >= self._limit_s:
+                self._give_up(left)
+                break
+            clock.sleep(_POLL_S)
+        return clock.now_s() - began_s
+
+    def _read_first(self) -> None:
+        found = self._used_bytes()
+        if self._before is None:
+            self._before = found
+
+    def _give_up(self, left: Mapping[str, int]) -> None:
+        amounts = ", ".join(f"{name}: {n / 1e9:.1f} GB" for name, n in sorted(left.items()))
+        _log.warning(
+            "device memory of the ranks that ended is not free after %.0f s (%s). The ranks start "
+            "now. Device files are open in: %s",
+            self._limit_s, amounts, "; ".join(_holders()) or "no process of this user",
+        )  # fmt: skip
+        # What is still used belongs to others, or does not come back: it is not awaited again.
+        self._before = self._used_bytes()
+
+
+def _holders() -> Iterator[str]:
+    """Processes of this user that have device files open."""
+    num_named = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        if files := open_device_files(name):
+            num_named += 1
+            if num_named > _MAX_NAMED:
+                return
+            yield f"{process_tree.name_of(int(name))} (pid {name}): {', '.join(files)}"
+
+
+def used_by_nvml() -> UsedBytes:
+    """Reads the memory in use on the visible GPUs of this machine."""
+    nvml: Any = None
+    is_loaded = False
+
+    def used_bytes() -> dict[str, int]:
+        nonlocal nvml, is_loaded
+        if not is_loaded:
+            nvml, is_loaded = driver() if os.path.exists(_DRIVER) else None, True
+        found: dict[str, int] = {}
+        if nvml is not None:
+            # A device that fails here has its own report, and is not awaited.
+            with suppress(Exception):
+                for name, device in _visible_devices(nvml):
+                    found[name] = int(nvml.nvmlDeviceGetMemoryInfo(device).used)
+        return found
+
+    return used_bytes
+
+
+def _visible_devices(nvml: Any) -> Iterator[tuple[str, Any]]:
+    """Names and handles; CUDA_VISIBLE_DEVICES has indices, or UUIDs of GPUs and MIG instances."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        wanted = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+    for name in filter(None, map(str.strip, wanted.split(","))):
+        if name.lstrip("-").isdigit():
+            if int(name) < 0:
+                return  # CUDA ignores what follows
+            yield f"GPU {name}", nvml.nvmlDeviceGetHandleByIndex(int(name))
+        else:
+            yield name, nvml.nvmlDeviceGetHandleByUUID(name)

@@ -1,0 +1,154 @@
+"""Processes and device memory: standbys, respawns, and what is left of a killed rank."""
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+from bench_common import (
+    NotesReader,
+    ftrun_status,
+    launched,
+    pause,
+    read_journal,
+    wait_for,
+)
+from check_gpu_runs import Check, Figures, Lines
+
+IDLE_NAMES = ("ftrun-zygote", "ftrun-standby")
+STEPS_BEFORE = 30
+RESPAWN_S = 5.0
+"""Required: from a kill to the end of the next step."""
+
+MEMORY_S = 5.0
+"""Required: from a kill until the device memory is free."""
+
+LEFT_MIB = 64
+"""The driver's own use varies by less."""
+
+
+def standby(check: Check) -> Figures:
+    """Neither the zygote nor a standby uses the device, and ranks are forked from them."""
+    before, found = memory_mib(), dict[str, Figures]()
+    with launched("idle", check.ftrun("idle", "--seconds", 600), check.folder) as one:
+
+        def are_there() -> bool:
+            for child in psutil.Process(one.process.pid).children(recursive=True):
+                found.update(facts_of(child))
+            return found.keys() >= set(IDLE_NAMES)
+
+        wait_for("a standby", are_there, [one], check.deadline)
+        pause(2.0, [one], check.deadline)
+        are_there()
+        used = memory_mib() - before
+        lines = read_journal(check.folder, check.run_id())
+    fresh = [line["reason"] for line in lines if line["kind"] == "fresh_start_used"]
+    are_idle = all(facts["threads"] == 1 and not facts["device_files"] for facts in found.values())
+    shown = {**found, "added_mib": used, "fresh_starts": fresh}
+    return {"ok": are_idle and not fresh and used <= 0, "shown": shown}
+
+
+def facts_of(process: psutil.Process) -> dict[str, Figures]:
+    folder = Path(f"/proc/{process.pid}")
+    try:
+        name = (folder / "comm").read_text().strip()
+        files = [os.readlink(one) for one in (folder / "fd").iterdir()]
+        files = [one for one in files if one.startswith(("/dev/nvidia", "/dev/infiniband/"))]
+        facts = {"device_files": files, "threads": process.num_threads()}
+        has_driver = "libcuda.so" in (folder / "maps").read_text()
+    except (OSError, psutil.Error):
+        return {}
+    return {name: {**facts, "libcuda": has_driver}} if name in IDLE_NAMES else {}
+
+
+def memory_mib() -> int:
+    """Memory in use on the first GPU; 0 without one."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return 0
+
+
+def respawn(check: Check) -> Figures:
+    """One rank over NCCL: time from a kill to the next step, then flight recorder and status."""
+    deadline, reader = check.deadline, NotesReader(check.folder / "rank0.jsonl")
+    num_kills = 10 if check.is_gpu else 2
+    before, killed, killed_ns = memory_mib(), -1, 0
+    shown: Figures = {"kill_to_step_s": [], "used_mib": []}
+
+    def steps() -> Lines:
+        """Of the newest generation after the last kill."""
+        lines = [line for line in reader.of("step") if line["generation"] > killed]
+        return [line for line in lines if line["generation"] == lines[-1]["generation"]]
+
+    with launched("respawn", check.ftrun("respawn"), check.folder) as one:
+        for count in range(num_kills + 1):
+            wait_for("steps", lambda: len(steps()) >= STEPS_BEFORE, [one], deadline)
+            if count:
+                shown["kill_to_step_s"].append(round((steps()[0]["ns"] - killed_ns) / 1e9, 2))
+            pause(1.0, [one], deadline)
+            shown["used_mib"].append(memory_mib() - before)
+            if count < num_kills:
+                killed, killed_ns = steps()[0]["generation"], time.monotonic_ns()
+                os.kill(reader.of("begun", killed)[-1]["pid"], signal.SIGKILL)
+        status = ftrun_status(check.run_id())
+        (check.folder / "facts").touch()
+        wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
+    phases = recovered(check)
+    names = list(dict.fromkeys(name for one in phases for name in one))
+    shown["phases_s"] = {
+        name: round(statistics.median(one.get(name, 0.0) for one in phases), 3) for name in names
+    }
+    pause(1.0, [], deadline)
+    shown["left_mib"] = memory_mib() - before
+    shown["status"] = [(rank["step"], rank["start"]) for rank in status["ranks"]]
+    shown["unprotected"] = status["snapshots"]["unprotected_reason"]
+    shown |= reader.of("facts")[0]["found"]
+    ok = max(shown["kill_to_step_s"]) <= RESPAWN_S and all(step for step, _ in shown["status"])
+    return {"ok": ok and not shown["unprotected"], "shown": shown, "phases": phases}
+
+
+def recovered(check: Check) -> Lines:
+    """The phases of each restart so far."""
+    lines = read_journal(check.folder, check.run_id())
+    return [line["phases_s"] for line in lines if line["kind"] == "recovered"]
+
+
+def memory(check: Check) -> Figures:
+    """A rank with most of the device memory dies; its children in own sessions sleep on."""
+    reader = NotesReader(check.folder / "rank0.jsonl")
+    before = memory_mib()
+
+    def begun(generation: int) -> bool:
+        return bool(reader.of("step", generation))
+
+    with launched("memory", check.ftrun("memory"), check.folder) as one:
+        wait_for("the first generation", lambda: begun(0), [one], check.deadline)
+        rank = reader.of("begun", 0)[0]
+        used = memory_mib() - before
+        os.kill(rank["pid"], signal.SIGKILL)
+        wait_for("the next generation", lambda: begun(1), [one], check.deadline)
+        wait_for("its record", lambda: bool(recovered(check)), [one], check.deadline)
+        output = one.output.read_text()
+    phases = recovered(check)[0]
+    left_mib, end_s = memory_mib() - before, time.monotonic() + MEMORY_S
+    while left_mib > LEFT_MIB and time.monotonic() < end_s:
+        time.sleep(0.05)
+        left_mib = memory_mib() - before
+    next_rank = reader.of("begun", 1)[0]
+    waited_s = phases["stop"] + phases.get("device_memory", 0.0)
+    shown = {
+        "state_gb": round(rank["bytes"] / 1e9, 1),
+        "used_mib": used,
+        "stop_and_memory_s": round(waited_s, 3),
+        "children_before": len(rank["children"]),
+        "children_left": next_rank["left"],
+        "left_mib": left_mib,
+    }
+    is_same = next_rank["bytes"] == rank["bytes"] and len(rank["children"]) == 2
+    is_free = waited_s <= MEMORY_S and left_mib <= LEFT_MIB and "is not free after" not in output
+    return {"ok": is_same and is_free and not next_rank["left"], "shown": shown, "phases": phases}
