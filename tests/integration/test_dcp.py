@@ -104,6 +104,7 @@ def chain(start: Start, name: str, *turns: tuple[int, str]) -> None:
         assert last[0].startswith(f"step={6 * (number + 1)} ")
 
 
+@pytest.mark.full
 def test_what_two_ranks_have_saved_is_loaded_by_one_from_disk(
     start: Start, script: Callable[..., str]
 ) -> None:

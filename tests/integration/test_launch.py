@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(900)]
 # other ranks may write in between.
 
 
-@pytest.mark.parametrize("has_port", [False, True])
+@pytest.mark.parametrize("has_port", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_killed_rank_of_an_unmodified_script_is_respawned(
     start: Start, script: Script, tmp_path: Path, has_port: bool
 ) -> None:

@@ -52,7 +52,7 @@ def converted(
 @pytest.mark.parametrize(
     "sizes",
     [
-        [(3, 3)],
+        pytest.param([(3, 3)], marks=pytest.mark.full),
         pytest.param([(4, 4), (1, 1), (2, 1)], marks=pytest.mark.full),
         pytest.param([(3, 3), (8, 4), (2, 2)], marks=pytest.mark.full),
     ],

@@ -49,7 +49,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 @pytest.mark.parametrize(
     ("wrapped", "is_view"),
     [
-        pytest.param(ZERO, False, id="zero"),
+        pytest.param(ZERO, False, id="zero", marks=pytest.mark.full),
         pytest.param(ZERO, True, id="zero in buckets", marks=pytest.mark.full),
         pytest.param(FSDP, False, id="fsdp", marks=pytest.mark.full),
         pytest.param(FSDP, True, id="fsdp with own parameters", marks=pytest.mark.full),

@@ -73,7 +73,7 @@ def started(start: Start, folder: Path, code: str, *words: str, ranks: int = 1) 
 @pytest.mark.parametrize(
     ("title", "ranks", "deaths"),
     [
-        ("nanoGPT loop", 1, {"0": 6, "1": 5}),
+        pytest.param("nanoGPT loop", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
         ("N steps over epochs", 2, {"0": 7, "1": 5}),
         pytest.param("LoRA with accumulation", 1, {"0": 10, "1": 8}, marks=pytest.mark.full),
         pytest.param("EMA evaluation", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),

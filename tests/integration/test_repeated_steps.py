@@ -109,6 +109,7 @@ def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None
     assert f"repeated {count} steps: {both}" in pages, made
 
 
+@pytest.mark.full
 def test_without_losses_parameters_are_compared_and_without_a_repeat_nothing(
     train: Callable[..., Run],
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..
     assert f"    {first['text']}" in screen
 
 
+@pytest.mark.full
 def test_a_script_that_is_not_deterministic_is_named(train: Callable[..., Run]) -> None:
     run = train("urandom", "13,12")
     first, second = results(run)

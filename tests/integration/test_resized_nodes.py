@@ -297,7 +297,7 @@ def ends_of(cluster: Cluster) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
 def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kind: str) -> None:
     cluster.narrow = kind == "fsdp"  # many small reads, one window after the other
     first, second, third = cluster.add(), cluster.add(), cluster.add()

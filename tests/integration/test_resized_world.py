@@ -275,6 +275,7 @@ def test_old_shards_stay_until_the_new_world_has_committed(node: Node) -> None:
     assert node.sizes() == [(3, rank) for rank in range(3)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("node", ["hsdp"], indirect=True)
 def test_shards_that_are_replicated_too_come_back_in_another_layout(node: Node) -> None:
     assert node.run(4, 2) == [0] * 4, node.log()

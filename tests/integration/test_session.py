@@ -211,7 +211,7 @@ def test_one_process_with_shuffled_data_resumes_bitwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "workers",
+        pytest.param("workers", marks=pytest.mark.full),
         pytest.param("persistent", marks=pytest.mark.full),
         pytest.param("stateful", marks=pytest.mark.full),
     ],
