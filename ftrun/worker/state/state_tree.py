@@ -420,9 +420,7 @@ class _References:
             sharded = is_sharded(value)
             if sharded and self._when is CopyTiming.BOUNDARY:
                 raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
-            if self._when is CopyTiming.BOUNDARY:
-                return self._add(path, value, kind_of(value))
-            return self._add(path, value, "sharded" if sharded else "tensor")
+            return self._add(path, value, kind_of(value, "sharded" if sharded else "tensor"))
         if isinstance(value, np.ndarray):
             return self._add(path, _as_tensor(value, path), "array")
         return None
