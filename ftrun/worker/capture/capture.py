@@ -192,7 +192,7 @@ class Capture:
         if torch.compiler.is_compiling():
             return
         self._hook_fired = True
-        if self._check is not None or self._thread.is_busy:
+        if self._check is not None or self._copy_of_devices is not None:
             self._resolve()
 
     def _observe(self) -> None:
@@ -374,7 +374,7 @@ class Capture:
 
     def _fail(self, step: int, error: Exception) -> None:
         """Skip the snapshot of this step because of an error that may pass, such as a bad value."""
-        self._check = self._verified = None
+        self._check = self._verified = self._copy_of_devices = None
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
         is_new = "value" not in self._context.unprotected
         text = f"no snapshots until this is over: {kind}{error}"

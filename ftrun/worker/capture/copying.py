@@ -214,7 +214,7 @@ class SlotViews:
         source = byte_view(tensor).numpy()
         target = byte_view(self.target(entry.name)).numpy()
         made = []
-        for piece in cut(entry.offset, entry.num_bytes):
+        for piece in cut(entry.offset, entry.num_bytes, self.layout.piece_bytes):
             start = piece.offset - entry.offset
             end = start + piece.num_bytes
             index = index_at[piece.offset]
@@ -230,7 +230,7 @@ class SlotViews:
             return DeviceSource(entry.name, tensor, target)
         pieces = [
             (index_at[piece.offset], self._bytes_of(piece))
-            for piece in cut(entry.offset, entry.num_bytes)
+            for piece in cut(entry.offset, entry.num_bytes, self.layout.piece_bytes)
         ]
         return DeviceSource(entry.name, tensor, target, pieces)
 

@@ -151,8 +151,9 @@ class Device:
             self._deliver()
 
     def abandon(self) -> None:
-        """Wait for the queued copies and drop them, after an error."""
-        self.side.synchronize()
+        """Wait for the queued copies and drop them; after an error, there may be some."""
+        if self._pending:
+            self.side.synchronize()
         while self._pending:
             self._give_back(self._pending.popleft().buffer)
 

@@ -100,6 +100,10 @@ class GraphReplays:
         for kind, name, original in self._originals:
             setattr(kind, name, original)
 
+    @property
+    def is_capturing(self) -> bool:
+        return self._stepping is not None
+
     def outside_captures(self, hook: Hook) -> Hook:
         """Wrap the hook of a step: in a capture a step is recorded and does not run."""
 

@@ -97,6 +97,7 @@ class DeviceCopies:
         self._kept = []
         self._num_waiting = 0
         for device in self.devices:
+            device.abandon()
             device.follow()
         for key, pairs in by_device.items():
             device_of_pairs = device_at(key)
@@ -115,6 +116,7 @@ class DeviceCopies:
         if not sources:
             return
         if device not in self.devices:
+            device.abandon()
             device.follow()
         if sum(len(one.target) for one in sources) > BOUNDARY_BYTES:
             for source in sources:

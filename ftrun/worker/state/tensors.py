@@ -61,6 +61,18 @@ def is_accelerator(device: torch.device) -> bool:
     return found is not None and found.type == device.type
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is captured into a graph, so that a copy or query breaks it."""
+    try:
+        stream: Any = torch.accelerator.current_stream(device)
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        return False  # a device without streams
+    ask = getattr(stream, "is_capturing", None)  # from 2.12
+    ask = ask or getattr(module, "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def kind_of(tensor: torch.Tensor, kind: str = "tensor") -> str:
     """Kind of a tensor in a reference among plain values: `tensor`, `tensor@cuda`, ...
 

@@ -280,3 +280,16 @@ def test_an_error_in_a_copy_leaves_the_buffers_usable(monkeypatch: pytest.Monkey
     snapshots.table = table
     snapshots.boundary()
     assert snapshots.wrong(0) == set()
+
+
+def test_a_boundary_without_its_copy_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error between the two drops the snapshot; its bytes must not reach a later one."""
+    monkeypatch.setattr(device_copies, "_devices", {})
+    tensors = some_tensors()
+    dropped, snapshots = Snapshots(tensors, "copier first", ""), Snapshots({}, "copier first", "")
+    dropped.copy.copy_boundary()
+    snapshots.boundary()
+    assert snapshots.wrong(0) == set()
+    assert not bool((dropped.views.bytes != 0).any())
