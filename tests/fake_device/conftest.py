@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_device.library import CompilerMissing, library
+from fake_device.library import CompilerMissing, library, search_path
 
 FOLDER = Path(__file__).parent / "on_device"
-TESTS = FOLDER.parents[1]
 REPORTS = "FAKE_DEVICE_REPORTS"
 LIMIT_S = 280
 _STASH = pytest.StashKey[dict[Path, dict[str, list[Any]]]]()
@@ -80,7 +79,7 @@ def _run(config: pytest.Config, names: list[str], reports: Path, folder: Path) -
     """Run these tests; how the process ended."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    variables |= {"PYTHONPATH": str(TESTS), REPORTS: str(reports)}
+    variables |= {"PYTHONPATH": search_path(), REPORTS: str(reports)}
     output = folder / "output"
     with output.open("wb") as file:
         process = subprocess.Popen(

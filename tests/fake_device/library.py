@@ -6,6 +6,7 @@ time wait for the first of them; the library appears by a rename, so a killed bu
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,12 @@ COMPILER = "g++"
 
 class CompilerMissing(Exception):
     """There is no g++ (see scripts/system-packages.txt)."""
+
+
+def search_path() -> str:
+    """PYTHONPATH for processes that import this package."""
+    words = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, words))
 
 
 def library(cache: Path = CACHE) -> Path:
@@ -45,7 +52,7 @@ def library(cache: Path = CACHE) -> Path:
 
 def _key() -> str:
     if shutil.which(COMPILER) is None:
-        raise CompilerMissing("needs g++: it is not installed")
+        raise CompilerMissing(f"{COMPILER} is not installed (see scripts/system-packages.txt)")
     version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
     found = hashlib.sha256(version)
     found.update(repr((torch.__version__, torch.__file__, FLAGS)).encode())

@@ -324,8 +324,8 @@ void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     PlainKernels plain;
     try {
       results = kind == Kind::writes ? written_results(op, args) : new_results(op, args, device);
-    } catch (const c10::NotImplementedError&) {
-      // No meta kernel: the values decide.
+    } catch (const std::exception&) {
+      // The shapes depend on values, or the call is wrong: the kernel of the processor decides.
     }
   }
   std::vector<std::pair<size_t, Draw>> draws;
@@ -402,6 +402,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
                torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl("convolution_backward_overrideable",
                torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  // Compositions of other operators by default, which give other bytes than the processor's kernels.
+  for (auto name : {"native_layer_norm", "native_group_norm"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&launch>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
