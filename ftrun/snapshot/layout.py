@@ -32,6 +32,10 @@ SMALL_BYTES = 1 << 18
 PIECE_BYTES = 1 << 18
 """Bytes copied and hashed at once: 128 to 512 KiB measured best (2 MiB L2 cache, 2026-11)."""
 
+DEVICE_PIECE_BYTES = 1 << 22
+"""The same for state on devices. Each piece costs two calls that release the interpreter lock, and
+smaller pieces slow a training thread of small operations."""
+
 PLAIN_BYTES = 1 << 15
 """Least capacity for plain values; `PLAIN_SHARE` of the tensors' bytes if that is more, up to
 `PIECE_BYTES`. Values that outgrow their capacity need a new arena."""
@@ -45,6 +49,7 @@ PAGE_BYTES = 4096
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
     "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "C128": 16,
 }  # fmt: skip
 """Bytes of one item, by the safetensors name of the dtype."""
 
@@ -108,12 +113,14 @@ class Layout:
     Args:
         knows_parts: the header states which part of which tensor each entry is; False for ftrun
             before 0.2.
+        piece_bytes: largest piece of a large entry.
     """
 
     entries: tuple[LayoutEntry, ...]
     plain_capacity: int
     metadata: dict[str, str] = field(default_factory=dict)
     knows_parts: bool = True
+    piece_bytes: int = PIECE_BYTES
 
     @cached_property
     def data_bytes(self) -> int:
@@ -126,6 +133,8 @@ class Layout:
         ours = {"ftrun.when": self._when}
         if self.knows_parts:
             ours["ftrun.parts"] = self._parts
+        if self.piece_bytes != PIECE_BYTES:
+            ours["ftrun.piece_bytes"] = str(self.piece_bytes)
         described: dict[str, object] = {"__metadata__": {**self.metadata, **ours}}
         for entry in self.entries:
             described[entry.name] = {
@@ -157,7 +166,7 @@ class Layout:
                 if pack_start is None:
                     pack_start, pack_when = entry.offset, entry.when
             else:
-                found.extend(cut(entry.offset, entry.num_bytes))
+                found.extend(cut(entry.offset, entry.num_bytes, self.piece_bytes))
         return tuple(found)
 
     def pieces_of(self, entry: LayoutEntry) -> range:
@@ -179,10 +188,10 @@ class Layout:
         return ";".join(texts).rstrip(";")
 
 
-def cut(offset: int, num_bytes: int) -> list[Piece]:
+def cut(offset: int, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     return [
-        Piece(offset + at, min(PIECE_BYTES, num_bytes - at))
-        for at in range(0, num_bytes, PIECE_BYTES)
+        Piece(offset + at, min(piece_bytes, num_bytes - at))
+        for at in range(0, num_bytes, piece_bytes)
     ]
 
 
@@ -192,6 +201,7 @@ def make_layout(
     plain_bytes: int,
     metadata: dict[str, str] | None = None,
     plain_capacity: int = 0,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Layout:
     """Orders the entries, assigns their offsets, and adds capacity for the plain values.
 
@@ -199,6 +209,7 @@ def make_layout(
         plain_bytes: present size of the plain values. At least four times that is reserved,
             because they grow during a run.
         plain_capacity: capacity for plain values in bytes; 0: chosen here.
+        piece_bytes: largest piece of a large entry.
     """
     # Items of wide dtypes first, so that every item in a pack is aligned to its own size.
     ordered = sorted(
@@ -220,7 +231,7 @@ def make_layout(
         placed.append(replace(entry, offset=offset))
         offset += entry.num_bytes
     placed.append(LayoutEntry(PLAIN_NAME, "U8", (capacity,), CopyTiming.BOUNDARY, offset))
-    return Layout(tuple(placed), capacity, metadata or {})
+    return Layout(tuple(placed), capacity, metadata or {}, piece_bytes=piece_bytes)
 
 
 def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[Layout, int]:
@@ -240,6 +251,7 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
         when = metadata.pop("ftrun.when")
         reported = metadata.pop("ftrun.parts", None)
         parts = _parse_parts(reported or "", len(when))
+        piece_bytes = _piece_bytes(metadata.pop("ftrun.piece_bytes", PIECE_BYTES))
         entries = tuple(
             LayoutEntry(
                 name,
@@ -251,7 +263,7 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
             )
             for (name, entry), mark, part in zip(described.items(), when, parts, strict=True)
         )
-        layout = Layout(entries, entries[-1].num_bytes, metadata, reported is not None)
+        layout = Layout(entries, entries[-1].num_bytes, metadata, reported is not None, piece_bytes)
         _check_parts(entries)
         fits = 8 + length + layout.data_bytes <= (image_bytes or len(image))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -264,6 +276,13 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
 def _parse_parts(text: str, count: int) -> list[TensorPart | None]:
     found = [parse_part(one) if one else None for one in text.split(";")]
     return found + [None] * (count - len(found))
+
+
+def _piece_bytes(text: str | int) -> int:
+    found = int(text)
+    if found < 1:
+        raise ValueError(f"pieces of {found} bytes")
+    return found
 
 
 def _check_parts(entries: Sequence[LayoutEntry]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece
+from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece
 
 
 class Section(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ def sections_of(layout: Layout) -> list[SectionPlace]:
     while at < len(pieces):
         entry = large.get(pieces[at].offset) if pieces[at].num_bytes else None
         if entry is not None:
-            count = -(-entry.num_bytes // PIECE_BYTES)
+            count = -(-entry.num_bytes // layout.piece_bytes)
             found.append(_of_entry(entry, at, count))
         else:
             count = 1

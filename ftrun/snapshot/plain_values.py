@@ -36,8 +36,10 @@ class TensorRef:
 
     Args:
         name: its entry in the layout.
-        kind: its type: `tensor`, `array` (numpy), `sharded` (the local part of a DTensor), or
-            `tensor@cuda` for a tensor on a device of that type.
+        kind: its type: `tensor`, `array` (numpy), or `sharded` (the local part of a DTensor). A
+            tensor on a device adds the device relative to the current one of the process:
+            `tensor@cuda`, `tensor@cuda:+1`. Older versions wrote no device for the state of
+            optimizers, which is restored to the CPU first then.
         stride: of its items in memory, in items; empty: row by row.
     """
 

@@ -26,7 +26,7 @@ from ftrun.worker.loops import Loops, left_pass
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
-from ftrun.worker.state.tensors import HostCopy
+from ftrun.worker.state.tensors import HostCopy, is_capturing
 
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
@@ -238,6 +238,8 @@ class Session(Loops):
     def report(self, *, loss: "float | torch.Tensor") -> None:
         """Show the loss in `ftrun status`; does not wait for a device.
 
+        The call has no effect while a graph is captured.
+
         Raises:
             UsageError: the tensor has more than one element.
         """
@@ -250,8 +252,9 @@ class Session(Loops):
             return
         step = self._step + 1
         if isinstance(loss, torch.Tensor) and not loss.is_cpu:
+            if is_capturing(loss.device):
+                return
             self._losses.append((step, HostCopy(loss)))
-            # Only CUDA reports whether a copy has arrived. On other devices one step is enough.
             while len(self._losses) > 1 and self._losses[0][1].has_arrived:
                 step, copy = self._losses.popleft()
                 self._take_loss(self._context, step, copy.tensor)

@@ -304,6 +304,8 @@ class SnapshotSession:
     def _end_step(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
+        if self._graphs.is_capturing:
+            return  # a wait, query or copy would end the capture
         self._streams.join()
         self.digests.boundary(step)
         heartbeat.step_done(self._context.page, step)

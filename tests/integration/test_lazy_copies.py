@@ -21,7 +21,7 @@ from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying
 from ftrun.worker.capture.boundaries import AccumulationTracker
-from ftrun.worker.capture.copying import LazyCopyCheck
+from ftrun.worker.capture.lazy_check import LazyCopyCheck
 from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
 from ftrun.worker.state.optimizers import OptimizerWatch

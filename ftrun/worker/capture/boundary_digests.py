@@ -5,7 +5,7 @@ Takes in: the reported loss, and a few bytes of some parameters.
 Gives:    boundary records in the heartbeat page; the agent compares them (monitor/repeat_check.py).
 Survives: the worker; the agent reads the page of a dead worker.
 
-Rule 1: nothing waits for a device. Copies of parameter bytes from a CUDA device are queued after
+Rule 1: nothing waits for a device. Copies of parameter bytes from a device are queued after
         the step, and written to the record of their step when they have arrived.
 Rule 2: an error in this module costs the comparison, never the step.
 """
@@ -27,7 +27,7 @@ from ftrun.monitor.repeat_check import LATE_STEPS
 from ftrun.wire.shared_memory.pages import MAX_SAMPLES, SharedPage
 from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.module_state import every_name
-from ftrun.worker.state.tensors import HostCopy, is_sharded, local_tensor
+from ftrun.worker.state.tensors import HostCopy, is_accelerator, is_sharded, local_tensor
 
 SLICE_BYTES = 64
 STAYS = 32
@@ -231,7 +231,7 @@ def _has_bytes(parameter: torch.Tensor) -> bool:
 
 def _bytes_of(local: torch.Tensor) -> torch.Tensor | None:
     """Memory of a dense tensor as bytes, in storage order; None if it cannot be read."""
-    if not (local.is_cpu or local.is_cuda) or not local.data_ptr():
+    if not (local.is_cpu or is_accelerator(local.device)) or not local.data_ptr():
         return None
     plain = local.detach()
     if not torch.ops.aten.is_non_overlapping_and_dense(plain):

@@ -7,10 +7,11 @@ Gives:    sealed slots, and reports of them to the SMP; counts and times on the 
 Survives: nothing; the slot with the newest committed version is never written, so a kill at any
           moment leaves it whole.
 
-Rule 1: between two boundaries at most one snapshot is in progress. The copy thread is idle whenever
-        an optimizer changes a parameter.
+Rule 1: between two boundaries at most one snapshot is in progress. Whenever an optimizer changes a
+        parameter, the copy thread is idle, or has queued all its reads of devices. The stream of
+        the step waits for these reads, and the training thread does not.
 Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
-        boundary before its slot is sealed (copying.py), and a difference discards the snapshot.
+        boundary before its slot is sealed (lazy_check.py), and a difference discards the snapshot.
         The first `verify_first` snapshots, and one in `verify_every`, are verified snapshots. They
         are copied at the boundary, so they are exact regardless of the script, and compared by
         digest just before the optimizer steps. A tensor that differs is copied at the boundary
@@ -46,8 +47,9 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
-from ftrun.worker.capture.copying import CopyThread, LazyCopyCheck, SlotCopy
-from ftrun.worker.capture.device_order import CopyStreams
+from ftrun.worker.capture.copying import CopyThread, SlotCopy
+from ftrun.worker.capture.device_sources import DeviceCopies
+from ftrun.worker.capture.lazy_check import LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -94,7 +96,8 @@ class Capture:
         self._is_patient = True
         self._is_off = False
         self._trouble = ""
-        self._streams = CopyStreams()
+        self._copy_of_devices: DeviceCopies | None = None
+        """The copy in progress, or the last one, if it reads devices."""
         self._hook = register_optimizer_step_pre_hook(self.before_step)
 
     # --- training thread -------------------------------------------------------------------
@@ -117,10 +120,10 @@ class Capture:
             return
         started_ns = clock.now_ns()
         try:
-            self._end_turn()
+            is_due = force or (allowed and self._cadence.is_due(step))
+            self._end_turn(is_due=is_due)
             self._learn(started_ns)
             self._link.send_again()
-            is_due = force or (allowed and self._cadence.is_due(step))
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
             # The agent starts another SMP; until then no memory can be requested.
@@ -166,6 +169,13 @@ class Capture:
 
         Never raises.
         """
+        if not self._is_off and os.getpid() == self._pid:
+            started_ns = clock.now_ns()
+            self._thread.wait()
+            self._count_blocked(started_ns)
+            self._resolve()
+
+    def _resolve(self) -> None:
         if self._is_off or os.getpid() != self._pid:
             return
         started_ns = clock.now_ns()
@@ -182,12 +192,15 @@ class Capture:
         if torch.compiler.is_compiling():
             return
         self._hook_fired = True
-        if self._check is not None:
-            self.resolve()
+        if self._check is not None or self._copy_of_devices is not None:
+            self._resolve()
 
     def _observe(self) -> None:
-        """Wait for the copy, and sample its sources before they may change."""
-        self._thread.wait()
+        """Order what follows after the copy, and sample its sources before they may change."""
+        if self._copy_of_devices is None:
+            self._thread.wait()
+        else:
+            self._copy_of_devices.precede()
         if self._check is not None:
             self._check.observe()
         verified, self._verified = self._verified, None
@@ -195,9 +208,16 @@ class Capture:
             copy, table = verified
             self._demote(copy.differing(table), _BEFORE_STEP)
 
-    def _end_turn(self) -> None:
+    def _end_turn(self, *, is_due: bool) -> None:
         hook_fired, self._hook_fired = self._hook_fired, False
         check = self._check
+        if check is not None:
+            check.hook_fired = hook_fired = hook_fired or check.hook_fired
+            is_complete = not self._thread.is_busy and check.has_arrived
+            if hook_fired and not (is_due or is_complete):
+                return  # the check continues at the next boundary, so no thread waits for a device
+        self._thread.wait()
+        self._copy_of_devices = None
         self._observe()
         self._check = None
         if check is not None and hook_fired:
@@ -220,6 +240,8 @@ class Capture:
                 blocked_s=self._blocked_ns / 1e9,
             )
         self._turn = StepActivity.QUIET if self._commit_wait.is_free else StepActivity.PROTECT
+        if self._thread.is_busy:
+            self._turn = StepActivity.COPY
         self._is_typical = True
         self._blocked_ns = 0
 
@@ -260,19 +282,21 @@ class Capture:
             return
         slot = self._store.begin_copy(slots, step)
         copy = slots.copy_of(slot, state, self._at_boundary)
+        check = LazyCopyCheck(copy.samples)
         copy.copy_boundary()
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
         crash_point("worker.capture.boundary_copied")
-        check = self._check = LazyCopyCheck(copy.samples)
+        self._check = check
+        self._copy_of_devices = copy.on_devices or None
         if self._is_verified():
+            copy.on_devices.synchronize()
             self._copy(slots, slot, copy, check, step)
             self._verified = (copy, slots.arena.table(slot))
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-            job = lambda: self._copy(slots, slot, copy, check, step)  # noqa: E731
-            self._thread.start(self._streams.after_this(copy.devices, job))
+            self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
 
     def _is_verified(self) -> bool:
         settings = self._context.settings
@@ -326,6 +350,7 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
+            copy.on_devices.issued.set()
             self._copy_s = (clock.now_ns() - started_ns) / 1e9
 
     def _demote(self, names: list[str], what: str) -> None:
@@ -349,7 +374,7 @@ class Capture:
 
     def _fail(self, step: int, error: Exception) -> None:
         """Skip the snapshot of this step because of an error that may pass, such as a bad value."""
-        self._check = self._verified = None
+        self._check = self._verified = self._copy_of_devices = None
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
         is_new = "value" not in self._context.unprotected
         text = f"no snapshots until this is over: {kind}{error}"

@@ -1,10 +1,8 @@
-"""Copies tensors into a slot, computes the digests, and checks lazy copies.
+"""Copies tensors into a slot, and computes the digests.
 
-Runs in:  worker: boundary copies and samples in the training thread; lazy copies, and the
-          comparison of the samples with them, in the copy thread.
+Runs in:  worker: boundary copies in the training thread, lazy copies in the copy thread.
 Takes in: a layout, the sources, a slot's image.
-Gives:    bytes in the slot and a digest per piece; the names of tensors that changed before their
-          lazy copy was complete, or before the optimizer step.
+Gives:    bytes in the slot and a digest per piece.
 
 Rule: digests are computed from the slot, never from a source. A source may change between copy and
       digest, but a sealed slot always matches its digests.
@@ -16,22 +14,13 @@ np.copyto runs in the calling thread only. Tensor.copy_ would use the threads th
 forward, and reaches a third of the rate when all cores are busy. np.copyto and the digest both
 release the GIL.
 
-The lazy copy check proves that a lazy copy equals the state at the step boundary. A version counter
-counts each in-place change that autograd records. `p.data.copy_()` is not recorded, and a script
-that swaps average weights in and out leaves no trace. Therefore one cache line of every 64 KiB is
-read at the boundary, at an offset that is random for each snapshot. The copy must hold the same
-lines, and the tensor must still hold them when the optimizer steps. Changes of fewer bytes can be
-missed; the verified snapshots of capture.py find those.
-
 If a parameter gets other memory (`p.data = q`), the copy stays correct, because the sources keep
 the old memory.
 """
 
 import logging
 import queue
-import random
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +31,9 @@ import torch
 import xxhash
 
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece, cut
+from ftrun.worker.capture.device_copies import device_at
+from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
+from ftrun.worker.capture.lazy_check import LazySamples, LazyTensor
 from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut
 
@@ -50,30 +42,9 @@ _log = logging.getLogger(__name__)
 digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 
 
-# --- the lazy copy check ------------------------------------------------------------------------
-
-LINE_BYTES = 64
-ROW_BYTES = 1 << 16
-"""One line of each row is read, which takes 1.4 ms per GiB of state (2026-11)."""
-
 BOUNDARY_BYTES = 1 << 14
 """CPU tensors up to this size are copied at the boundary. That takes 3 us each, as long as two
 samples."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by item size. torch.take lacks kernels for some float types, and NaN does not equal
-itself."""
-
-_random = random.Random()
-
-
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor that is copied lazily, and its target in the slot."""
-
-    name: str
-    source: torch.Tensor
-    target: torch.Tensor
 
 
 def is_lazy(source: TensorSource, boundary_names: Collection[str]) -> bool:
@@ -81,151 +52,11 @@ def is_lazy(source: TensorSource, boundary_names: Collection[str]) -> bool:
     tensor = source.tensor
     if source.when is not CopyTiming.LAZY or source.name in boundary_names or not tensor.numel():
         return False
-    if tensor.device.type == "cpu" and tensor.nbytes <= BOUNDARY_BYTES:
+    if tensor.device.type != "cpu":
+        return device_at(tensor.device) is not None and not tensor.is_inference()
+    if tensor.nbytes <= BOUNDARY_BYTES:
         return False
     return not tensor.is_inference()  # it has no version counter
-
-
-class _Sampler(ABC):
-    """Reads samples of some tensors and of their copies, and compares all of them in one call."""
-
-    def __init__(
-        self, tensors: Sequence["LazyTensor"], view: Callable[[torch.Tensor], Any]
-    ) -> None:
-        self._names = [one.name for one in tensors]
-        self._sources = [view(one.source) for one in tensors]
-        self._targets = [view(one.target) for one in tensors]
-        self._ends = np.cumsum([len(self.read([one], 0.0)) for one in self._targets])
-
-    @abstractmethod
-    def read(self, views: Sequence[Any], where: float) -> Any: ...
-
-    def sources(self, where: float) -> Any:
-        return self.read(self._sources, where)
-
-    def targets(self, where: float) -> Any:
-        return self.read(self._targets, where)
-
-    def differing(self, one: Any, two: Any) -> set[str]:
-        one, two = _in_memory(one), _in_memory(two)
-        if np.array_equal(one, two):
-            return set()
-        found = np.flatnonzero((one != two).reshape(len(one), -1).any(axis=1))
-        return {self._names[at] for at in np.searchsorted(self._ends, found, side="right")}
-
-
-class _LineSampler(_Sampler):
-    """Reads lines of contiguous tensors in CPU memory."""
-
-    def read(self, views: Sequence[np.ndarray], where: float) -> np.ndarray:
-        parts = []
-        for rows in views:
-            start = int(where * (rows.shape[1] // LINE_BYTES)) * LINE_BYTES
-            parts.append(rows[:, start : start + LINE_BYTES])
-        return np.concatenate(parts)
-
-
-class _ItemSampler(_Sampler):
-    """Reads single items of tensors with other strides or on another device.
-
-    On a device, reads are queued without waiting; `differing` waits for them.
-    """
-
-    def read(self, views: Sequence[torch.Tensor], where: float) -> torch.Tensor:
-        return torch.cat([_taken(bits, where).view(torch.uint8) for bits in views])
-
-
-class LazySamples:
-    """Reads samples of the lazy tensors of one slot; created once per set of sources."""
-
-    def __init__(self, tensors: Sequence[LazyTensor]) -> None:
-        self.tensors = tensors
-        in_lines = [one for one in tensors if _has_lines(one.source)]
-        by_device: dict[torch.device, list[LazyTensor]] = {}
-        for one in tensors:
-            if not _has_lines(one.source):
-                by_device.setdefault(one.source.device, []).append(one)
-        self.samplers: list[_Sampler] = [_ItemSampler(group, _bits) for group in by_device.values()]
-        if in_lines:
-            self.samplers.append(_LineSampler(in_lines, _rows))
-
-    def versions(self) -> list[int]:
-        return [one.source._version for one in self.tensors]
-
-
-class LazyCopyCheck:
-    """Lazy copy check of one snapshot; must be created at the boundary, before the copy begins."""
-
-    def __init__(self, samples: LazySamples) -> None:
-        self._samples = samples
-        self._where = _random.random()
-        self._versions = samples.versions()
-        self._at_boundary = self._sources()
-        self._at_step: list[object] | None = None
-
-    def wrong_copies(self) -> list[str]:
-        """Names of tensors whose copy may differ from the boundary; call it after the copy."""
-        copied = [one.targets(self._where) for one in self._samples.samplers]
-        return sorted(self._recorded() | self._differing(copied))
-
-    def observe(self) -> None:
-        """Sample the tensors before an optimizer changes them; later calls do nothing."""
-        if self._at_step is None:
-            self._at_step = self._sources()
-
-    def changed_before_step(self) -> list[str]:
-        """Names of tensors that had changed at `observe`."""
-        return sorted(self._differing(self._at_step)) if self._at_step is not None else []
-
-    def changed_now(self) -> list[str]:
-        return sorted(self._recorded() | self._differing(self._sources()))
-
-    def _sources(self) -> list[object]:
-        return [one.sources(self._where) for one in self._samples.samplers]
-
-    def _recorded(self) -> set[str]:
-        now = zip(self._samples.tensors, self._versions, self._samples.versions(), strict=True)
-        return {tensor.name for tensor, before, after in now if before != after}
-
-    def _differing(self, samples: list[object]) -> set[str]:
-        names: set[str] = set()
-        for one, before, after in zip(
-            self._samples.samplers, self._at_boundary, samples, strict=True
-        ):
-            names |= one.differing(before, after)
-        return names
-
-
-def _has_lines(tensor: torch.Tensor) -> bool:
-    return can_be_cut(tensor) and tensor.nbytes >= LINE_BYTES
-
-
-def _rows(tensor: torch.Tensor) -> np.ndarray:
-    """View as [rows, bytes per row] of the same memory, without the remainder."""
-    array = byte_view(tensor).numpy()
-    count = max(1, len(array) // ROW_BYTES)
-    return array[: len(array) // count * count].reshape(count, -1)
-
-
-def _in_memory(samples: Any) -> np.ndarray:
-    return samples.cpu().numpy() if isinstance(samples, torch.Tensor) else samples
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_BITS[tensor.itemsize])
-
-
-def _taken(bits: torch.Tensor, where: float) -> torch.Tensor:
-    """Read evenly spaced items: one line's worth per row, or per tensor smaller than a row."""
-    per_row = LINE_BYTES // bits.itemsize
-    step = max(1, min(ROW_BYTES // bits.itemsize, bits.numel()) // per_row)
-    count = bits.numel() // step
-    first = int(where * step)
-    index = torch.arange(first, first + count * step, step, device=bits.device)
-    return torch.take(bits, index)
-
-
-# --- copies -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +73,7 @@ class CopyPiece:
 class SlotCopy:
     """Copies into one slot for one set of persistent sources, with all views cut in advance.
 
-    `whole_*` are lazy tensors that are not cut: small, on a device, or with other strides.
+    `whole_*` are lazy tensors of the CPU that are not cut: small, or with other strides.
     """
 
     whole_targets: list[torch.Tensor] = field(default_factory=list)
@@ -252,6 +83,7 @@ class SlotCopy:
     lazy: list[LazyTensor] = field(default_factory=list)
     boundary_targets: list[torch.Tensor] = field(default_factory=list)
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
+    on_devices: DeviceCopies = field(default_factory=lambda: DeviceCopies(()))
     packed: list[tuple[int, Any]] = field(default_factory=list)
     """Index and slot bytes of all other pieces: packs, boundary copies, plain values."""
 
@@ -259,21 +91,35 @@ class SlotCopy:
     def samples(self) -> LazySamples:
         return LazySamples(self.lazy)
 
-    @cached_property
-    def devices(self) -> set[torch.device]:
-        """The devices that lazy copies read; not the CPU."""
-        return {one.source.device for one in self.lazy if not one.source.is_cpu}
-
     def copy_boundary(self) -> None:
-        if self.boundary_targets:
-            torch._foreach_copy_(self.boundary_targets, self.boundary_sources)
+        """Copy the boundary sources; on devices, queue the copies and the state to copy later."""
+        targets, sources = self.boundary_targets, self.boundary_sources
+        if not all(source.is_cpu for source in sources):
+            far = [i for i, source in enumerate(sources) if not source.is_cpu]
+            near = [i for i, source in enumerate(sources) if source.is_cpu]
+            self.on_devices.begin([sources[i] for i in far], [targets[i] for i in far])
+            targets, sources = [targets[i] for i in near], [sources[i] for i in near]
+        elif self.on_devices:
+            self.on_devices.begin((), ())
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def copy_lazy(self, table: memoryview) -> None:
         if self.whole_targets:
             torch._foreach_copy_(self.whole_targets, self.whole_sources)
-        # Nearly in file order, so that live capture can write the file before the copy ends.
+        if self.on_devices:
+            self._copy_cuts(table)
+            self.on_devices.copy(table, lambda: self._digest_packs(table))
+        else:
+            # Nearly in file order, so that live capture can write the file before the copy ends.
+            self._digest_packs(table)
+            self._copy_cuts(table)
+
+    def _digest_packs(self, table: memoryview) -> None:
         for index, view in self.packed:
             table[index] = digest_of(view)
+
+    def _copy_cuts(self, table: memoryview) -> None:
         for one in self.cuts:
             np.copyto(one.target, one.source)
             table[one.index] = digest_of(one.target)
@@ -286,7 +132,7 @@ class SlotCopy:
         ):
             if content_digest(source) != content_digest(target):
                 names.add(name)
-        return sorted(names)
+        return sorted(names | self.on_devices.differing())
 
 
 class SlotViews:
@@ -330,6 +176,7 @@ class SlotViews:
         made = SlotCopy()
         index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
         hashed: set[int] = set()
+        on_devices: list[DeviceSource] = []
         at_boundary = _names_at_boundary(persistent, boundary_names)
         for source in persistent:
             entry = self._entries[source.name]
@@ -339,7 +186,11 @@ class SlotViews:
                 made.boundary_sources.append(source.tensor)
                 continue
             made.lazy.append(LazyTensor(source.name, source.tensor, target))
-            if entry.is_small or not can_be_cut(source.tensor):
+            if not source.tensor.is_cpu:
+                one = self._on_device(entry, source.tensor, index_at)
+                on_devices.append(one)
+                hashed.update(index for index, _ in one.pieces)
+            elif entry.is_small or not can_be_cut(source.tensor):
                 made.whole_targets.append(target)
                 made.whole_sources.append(source.tensor)
                 made.whole_names.append(source.name)
@@ -347,6 +198,7 @@ class SlotViews:
                 cuts = self._cut(entry, source.tensor, index_at)
                 made.cuts += cuts
                 hashed.update(one.index for one in cuts)
+        made.on_devices = DeviceCopies(on_devices)
         for source in fresh:
             made.boundary_targets.append(self.target(source.name))
         made.packed = [
@@ -362,13 +214,25 @@ class SlotViews:
         source = byte_view(tensor).numpy()
         target = byte_view(self.target(entry.name)).numpy()
         made = []
-        for piece in cut(entry.offset, entry.num_bytes):
+        for piece in cut(entry.offset, entry.num_bytes, self.layout.piece_bytes):
             start = piece.offset - entry.offset
             end = start + piece.num_bytes
             index = index_at[piece.offset]
             part = slice(start, end)
             made.append(CopyPiece(source[part], target[part], index, entry.name))
         return made
+
+    def _on_device(
+        self, entry: LayoutEntry, tensor: torch.Tensor, index_at: dict[int, int]
+    ) -> DeviceSource:
+        target = byte_view(self.target(entry.name)).numpy()
+        if entry.is_small:
+            return DeviceSource(entry.name, tensor, target)
+        pieces = [
+            (index_at[piece.offset], self._bytes_of(piece))
+            for piece in cut(entry.offset, entry.num_bytes, self.layout.piece_bytes)
+        ]
+        return DeviceSource(entry.name, tensor, target, pieces)
 
     def _bytes_of(self, piece: Piece) -> Any:
         return self.bytes[piece.offset : piece.offset + piece.num_bytes]
@@ -403,7 +267,7 @@ def _memory(source: TensorSource) -> int:
 def content_digest(tensor: torch.Tensor) -> int:
     """Digest of a tensor's bytes; copies the tensor only if it cannot be cut."""
     if not can_be_cut(tensor):
-        tensor = tensor.cpu().contiguous()
+        tensor = tensor.contiguous()
     return digest_of(byte_view(tensor).numpy()) if tensor.numel() else 0
 
 

@@ -1,6 +1,6 @@
 """Orders the reads of a snapshot after the work that the script has queued on a device.
 
-Runs in:  worker: hooks and boundaries in the training thread, copies in the copy thread.
+Runs in:  worker, training thread: hooks and boundaries.
 Takes in: the streams in which optimizers step; captures and replays of graphs.
 Gives:    streams that wait for the steps; the optimizers whose step a graph replays.
 
@@ -8,16 +8,13 @@ Streams of a device run independently of each other. Without an event, a read in
 return the bytes before a step that another stream has not reached yet.
 
 Rule 1: at a boundary, the current stream of each device waits for the streams that had steps.
-Rule 2: the copy thread uses streams of its own. They wait for the work queued up to the boundary,
-        not for the forward that follows it.
-Rule 3: a replay fires no optimizer hook and changes no version counter. Any replay may change the
+Rule 2: a replay fires no optimizer hook and changes no version counter. Any replay may change the
         state, so it waits for the copy in progress, as an optimizer step does.
-Rule 4: no copy is in progress during a capture, because work of another thread may end it.
+Rule 3: no copy is in progress during a capture, because work of another thread may end it.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,37 +70,6 @@ class StepStreams:
             self.note(device)
 
 
-class CopyStreams:
-    """The streams in which the copy thread reads devices."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.Stream] = {}
-
-    def after_this(
-        self, devices: Collection[torch.device], job: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Return the job with its device work ordered after all that is queued now: rule 2.
-
-        Args:
-            devices: that the job reads.
-            job: runs in another thread, and waits for its own device work.
-        """
-        started = []
-        for device in devices:
-            stream = self._streams.get(device) or torch.Stream(device)
-            self._streams[device] = stream
-            started.append((stream, torch.accelerator.current_stream(device).record_event()))
-
-        def ordered() -> None:
-            with ExitStack() as stack:
-                for stream, event in started:
-                    stream.wait_event(event)
-                    stack.enter_context(stream)
-                job()
-
-        return ordered
-
-
 class GraphReplays:
     """Observes the captures and replays of graphs until it is closed.
 
@@ -133,6 +99,10 @@ class GraphReplays:
         self._hook.remove()
         for kind, name, original in self._originals:
             setattr(kind, name, original)
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._stepping is not None
 
     def outside_captures(self, hook: Hook) -> Hook:
         """Wrap the hook of a step: in a capture a step is recorded and does not run."""

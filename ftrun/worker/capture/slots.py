@@ -42,7 +42,8 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree
 
-Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...]]
+Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...], int]
+"""Entries of persistent and of fresh sources, and the size of pieces."""
 
 _LAST_WAIT_S = 60.0
 """Longest wait for an arena at the last boundary."""
@@ -125,7 +126,7 @@ class SlotProvider:
         self.current: ArenaSlots | None = None
         self._context = context
         self._inherited: Arena | None = None
-        self._wanted: tuple[Shape, int] = (((), ()), 0)
+        self._wanted: tuple[Shape, int] = (((), (), 0), 0)
         self._refusal: _Refusal | None = None
         self._maker: threading.Thread | None = None
         self._made: ArenaSlots | Exception | None = None
@@ -294,6 +295,7 @@ class SlotProvider:
             plain_bytes=plain_bytes,
             metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
             plain_capacity=plain_capacity,
+            piece_bytes=shape[2],
         )
         return layout, xxhash.xxh3_64_intdigest(layout.header)
 
@@ -344,7 +346,7 @@ def _plain_capacity(arena: Arena) -> int:
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
     fresh = tuple(source.entry for source in state.fresh)
-    return (state.persistent.entries, fresh), len(state.plain) + 8
+    return (state.persistent.entries, fresh, state.persistent.piece_bytes), len(state.plain) + 8
 
 
 def needed_bytes(tree: StateTree, state: BoundaryState) -> int:

@@ -223,7 +223,7 @@ def _made_tensor(
     is_like = parameter is not None and saved.shape == tuple(parameter.shape) and saved.shape
     if parameter is not None and is_sharded(parameter) and is_like:
         made = _like(parameter, dtype)
-    elif ref.kind == "sharded" and parameter is not None and not is_like:
+    elif ref.kind.startswith("sharded") and parameter is not None and not is_like:
         raise ShapeChanged(
             key=ref.name, saved=f"a sharded {saved}", present=f"state of {list(parameter.shape)}"
         )

@@ -17,8 +17,8 @@ a restore (scripts/bench_reshard.py).
 
 Rule 1: no process writes to this arena before `attach` ends: the SMP only reads it, and other ranks
         have their own arenas. A piece that matched its digest therefore stays unchanged.
-Rule 2: memory is prefaulted only if the state will be in main memory: on a node with an
-        accelerator, nothing is done.
+Rule 2: memory is prefaulted only for state that was in main memory: on a device, only digests are
+        compared.
 Rule 3: prefaulting continues only while the remaining bytes are at most half of the memory that the
         limits leave to this process. This is checked repeatedly, because a script may need more
         memory before `attach` than after it.
@@ -60,7 +60,6 @@ _STRIDE_BYTES = 8 << 20
 _RECHECK_BYTES = 64 << 20
 _LARGEST_PART = 0.5
 _POPULATE_WRITE = 23
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/dri/renderD128")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -297,8 +296,6 @@ def make_ready(context: WorkerContext) -> bool:
         FtrunError, OSError: the size cannot be determined, or there is no memory.
     """
     global _ready
-    if any(os.path.exists(path) for path in _ACCELERATORS):
-        return False
     num_bytes = _needed_bytes(context)
     if num_bytes < LEAST_BYTES:
         return False
@@ -385,13 +382,14 @@ def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
 
 
 def state_names(parts: Mapping[str, bytes]) -> list[str]:
-    """Names of the optimizer state tensors, in the order in which a restore reads them."""
+    """Names of the optimizer state in main memory, in the order in which a restore reads it."""
     names: list[str] = []
     if "optimizer_state" not in parts:
         return names  # saved by ftrun.dcp, which fills existing tensors
 
     def note(ref: TensorRef) -> None:
-        names.append(ref.name)
+        if "@" not in ref.kind:
+            names.append(ref.name)
 
     plain.decode(parts["optimizer_state"], deref=note)
     return names

@@ -28,6 +28,7 @@ from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip
+from ftrun.worker.state.loss_scale import loadable
 from ftrun.worker.state.optimizer_state import groups_for, load_optimizer, put_back_gradients
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
@@ -284,7 +285,8 @@ def load_objects(saved: Parts, attached: AttachedState, persistent: PersistentSo
     for name, thing in attached.stateful.items():
         if skip(name):
             continue
-        thing.load_state_dict(_completed(stateful[name], thing.state_dict, name, attached))
+        its = _completed(stateful[name], thing.state_dict, name, attached)
+        thing.load_state_dict(loadable(thing, its))
     for name, holder in holders.items():
         if skip(name):
             continue

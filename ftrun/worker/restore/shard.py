@@ -26,9 +26,10 @@ from ftrun.snapshot.plain_values import TensorRef
 from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import digest_of, entry_view
+from ftrun.worker.capture.device_copies import Bytes, Device, device_at
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore import early_restore
-from ftrun.worker.state.tensors import DTYPES, LocalPart, at_home, byte_view, can_be_cut
+from ftrun.worker.state.tensors import DTYPES, LocalPart, byte_view, can_be_cut, home_of
 
 
 class LocalShardReader:
@@ -127,6 +128,10 @@ class LocalShardReader:
         pieces = self._layout.pieces_of(entry)
         is_checked = self._unchecked.isdisjoint(pieces)
         is_cast = DTYPES[entry.dtype] != target.dtype
+        device = None if target.is_cpu else device_at(target.device)
+        if device is not None and not entry.is_small and not is_cast:
+            self._put(device, entry, target)
+            return
         if is_checked or entry.is_small or is_cast or not can_be_cut(target):
             target.copy_(self.tensor(name))
             return
@@ -138,6 +143,26 @@ class LocalShardReader:
                 begin, end = piece.offset, piece.offset + piece.num_bytes
                 self._check_piece(index)
                 into[begin - entry.offset : end - entry.offset].copy_(self._data[begin:end])
+
+    def _put(self, device: Device, entry: LayoutEntry, target: torch.Tensor) -> None:
+        """Copy through page-locked buffers; the current stream waits on the device."""
+        pieces = self._layout.pieces_of(entry)
+
+        def fill(begin: int, end: int, buffer: Bytes) -> None:
+            begin, end = begin + entry.offset, end + entry.offset
+            for index in pieces:
+                piece = self._pieces[index]
+                if begin <= piece.offset < end:
+                    self._check_piece(index)
+                    at = piece.offset - begin
+                    content = self._bytes[piece.offset : piece.offset + piece.num_bytes]
+                    np.copyto(buffer[at : at + piece.num_bytes], content)
+
+        self._used.add(entry.name)
+        device.follow()
+        with self._reporting_to_agent():
+            device.put(target, fill)
+        device.precede(device.record())
 
     def check_all_used(self) -> None:
         """Check that every saved tensor was used, and compare the remaining pieces.
@@ -179,8 +204,9 @@ class LocalShardReader:
     def _deref(self, ref: TensorRef) -> object:
         entry = self._entries[ref.name]
         copied = self._copied.pop(ref.name, None)
-        if copied is None or ref.stride:
-            made = early_restore.empty(entry.shape, DTYPES[entry.dtype], "cpu", ref.stride)
+        home = home_of(ref.kind)
+        if copied is None or ref.stride or home.type != "cpu":
+            made = early_restore.empty(entry.shape, DTYPES[entry.dtype], home, ref.stride)
             if copied is None:
                 self.copy_into(ref.name, made)
             else:
@@ -189,7 +215,7 @@ class LocalShardReader:
         self._used.add(ref.name)
         if ref.kind == "array":
             return copied.numpy()
-        return LocalPart(copied) if ref.kind == "sharded" else at_home(copied, ref.kind)
+        return LocalPart(copied) if ref.kind.startswith("sharded") else copied
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:

@@ -1,9 +1,9 @@
 """Restores what decides a step's last bits: random states, and the order of DDP's buckets.
 
-Runs in:  worker, training thread. numpy and CUDA are accessed only if the script has loaded them,
-          because a first access takes time, or makes a later fork unsafe.
-Takes in: random states of Python, numpy, torch and each CUDA device; the order in which gradients
-          became ready, recorded at earlier boundaries.
+Runs in:  worker, training thread. numpy and devices are accessed only if the script has loaded
+          them, because a first access takes time, or makes a later fork unsafe.
+Takes in: random states of Python, numpy, torch and each device; the order in which gradients became
+          ready, recorded at earlier boundaries.
 Gives:    the same states; a DDP whose next forward builds the same buckets.
 
 DDP rebuilds its buckets after its first backward, in the order in which gradients became ready. The
@@ -38,8 +38,8 @@ def take_all() -> dict[str, Any]:
     }
     if (numpy := sys.modules.get("numpy")) is not None:
         taken["numpy"] = _numpy_state(numpy.random.get_state())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        taken["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
+    if (module := _device_module()) is not None and module.is_initialized():
+        taken[_device_type()] = [_to_bytes(state) for state in module.get_rng_state_all()]
     return taken
 
 
@@ -54,8 +54,32 @@ def put_back(taken: dict[str, Any]) -> None:
 
         name, raw, *rest = taken["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(raw, numpy.uint32), *rest))
-    if "cuda" in taken and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_from_bytes(state) for state in taken["cuda"]])
+    if (states := taken.get(_device_type())) and (module := _device_module()) is not None:
+        _set_devices(module, [_from_bytes(state) for state in states])
+
+
+def _device_type() -> str:
+    """Type of the accelerator, such as `cuda`; it names the states of its devices. Empty: none."""
+    found = torch.accelerator.current_accelerator()
+    return "" if found is None else found.type
+
+
+def _device_module() -> Any:
+    """Torch's module for the accelerator; None if it has no random states of its devices."""
+    kind = _device_type()
+    module = torch.get_device_module(kind) if kind else None
+    return module if hasattr(module, "get_rng_state_all") else None
+
+
+def _set_devices(module: Any, states: list[torch.Tensor]) -> None:
+    """Set the states by index; a device that was not saved gets a state derived from the first."""
+    for index in range(module.device_count()):
+        if index < len(states):
+            module.set_rng_state(states[index], index)
+        else:
+            seed = derived_seed([_to_bytes(states[0])], index)
+            generator = torch.Generator(f"{_device_type()}:{index}")
+            module.set_rng_state(generator.manual_seed(seed).get_state(), index)
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:
@@ -169,10 +193,11 @@ def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
             made[stream] = _numpy_state(numpy.random.RandomState(seed % (1 << 32)).get_state())
         elif stream == "torch":
             made[stream] = seeded(seed)
-        elif torch.cuda.is_available():
+        elif stream == _device_type() and (module := _device_module()) is not None:
+            present = range(min(len(state), module.device_count()))
             made[stream] = [
-                generator_bytes(torch.Generator(f"cuda:{at}").manual_seed(seed))
-                for at in range(len(state))
+                generator_bytes(torch.Generator(f"{stream}:{at}").manual_seed(seed))
+                for at in present
             ]
     return made
 

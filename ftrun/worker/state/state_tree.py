@@ -13,7 +13,7 @@ the same addresses. The state_dict of other objects is read each time, because i
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.snapshot.boxes import TensorPart
-from ftrun.snapshot.layout import CopyTiming, LayoutEntry
+from ftrun.snapshot.layout import DEVICE_PIECE_BYTES, PIECE_BYTES, CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import Skips, TensorRef, encode, encode_each, join
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
@@ -35,6 +35,7 @@ from ftrun.worker.state.attached import (
     SkipWithin,
     held_by,
 )
+from ftrun.worker.state.loss_scale import scaler_state
 from ftrun.worker.state.module_state import every_name, given_by, named_parts
 from ftrun.worker.state.optimizer_state import (
     GroupReader,
@@ -116,6 +117,11 @@ class PersistentSources:
     @cached_property
     def entries(self) -> tuple[LayoutEntry, ...]:
         return tuple(source.entry for source in self.sources)
+
+    @cached_property
+    def piece_bytes(self) -> int:
+        on_cpu = all(source.tensor.is_cpu for source in self.sources)
+        return PIECE_BYTES if on_cpu else DEVICE_PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,9 +426,7 @@ class _References:
             sharded = is_sharded(value)
             if sharded and self._when is CopyTiming.BOUNDARY:
                 raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
-            if self._when is CopyTiming.BOUNDARY:
-                return self._add(path, value, kind_of(value))
-            return self._add(path, value, "sharded" if sharded else "tensor")
+            return self._add(path, value, kind_of(value, "sharded" if sharded else "tensor"))
         if isinstance(value, np.ndarray):
             return self._add(path, _as_tensor(value, path), "array")
         return None
@@ -447,7 +451,7 @@ def _num_held(submodules: module_state.Submodules) -> int:
 
 def _states(attached: AttachedState) -> Iterator[tuple[str, object]]:
     for name, thing in attached.stateful.items():
-        yield name, given_by(thing.state_dict, name)
+        yield name, given_by(partial(scaler_state, thing), name)
 
 
 def _dicts(attached: AttachedState) -> dict[str, Any]:

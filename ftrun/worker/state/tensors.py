@@ -5,6 +5,7 @@ dimension are not adjacent (an uneven strided shard), or the values are partial 
 snapshot can be restored by the same number of ranks only.
 """
 
+import logging
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +20,15 @@ DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64", torch.complex128: "C128",
 }  # fmt: skip
-"""Safetensors' name of each dtype that can be stored."""
+"""Name of each dtype that can be stored, as safetensors spells it if it knows the dtype."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+_log = logging.getLogger(__name__)
 
 
 def local_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
@@ -51,16 +56,62 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """Kind of a tensor in a reference among plain values: `tensor`, or `tensor@cuda`."""
-    kind = tensor.device.type
-    return "tensor" if kind == "cpu" else f"tensor@{kind}"
+def is_accelerator(device: torch.device) -> bool:
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == device.type
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is captured into a graph, so that a copy or query breaks it."""
+    try:
+        stream: Any = torch.accelerator.current_stream(device)
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        return False  # a device without streams
+    ask = getattr(stream, "is_capturing", None)  # from 2.12
+    ask = ask or getattr(module, "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+def kind_of(tensor: torch.Tensor, kind: str = "tensor") -> str:
+    """Kind of a tensor in a reference among plain values: `tensor`, `tensor@cuda`, ...
+
+    The device is relative to the current one of this process: `tensor@cuda:+1` is on the next.
+    """
+    device = tensor.device
+    if device.type == "cpu":
+        return kind
+    if not is_accelerator(device) or device.index is None:
+        return f"{kind}@{device.type}"
+    offset = device.index - torch.accelerator.current_device_index()
+    offset %= max(1, torch.accelerator.device_count())
+    return f"{kind}@{device.type}:+{offset}" if offset else f"{kind}@{device.type}"
+
+
+def home_of(kind: str) -> torch.device:
+    """The device that `kind_of` named; the current device if this process does not have it."""
+    _, _, place = kind.partition("@")
+    name, _, offset = place.partition(":+")
+    if name in ("", "cpu", "meta"):
+        return torch.device(name or "cpu")
+    found, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    has_device = found is not None and found.type == name and int(offset or 0) < count
+    if not has_device:
+        _log_missing(place)
+    if found is None or not count:
+        return torch.device("cpu")
+    index = torch.accelerator.current_device_index() + (int(offset or 0) if has_device else 0)
+    return torch.device(found.type, index % count)
+
+
+@lru_cache(maxsize=16)
+def _log_missing(place: str) -> None:
+    _log.warning("a tensor was saved on %s, which is not here: it is restored elsewhere", place)
 
 
 def at_home(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Move a restored tensor to the device type that `kind_of` named, on its current device."""
-    _, _, device = kind.partition("@")
-    return tensor.to(device) if device else tensor
+    """Move a restored tensor to the device that `kind_of` named."""
+    return tensor.to(home_of(kind)) if "@" in kind else tensor
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -225,17 +276,31 @@ def box_of(tensor: torch.Tensor) -> Box | None:
 
 
 class HostCopy:
-    """Copy of one tensor in host memory; shares the memory of a CPU tensor."""
+    """Copy of one tensor in host memory; shares the memory of a CPU tensor.
+
+    The copy of a device's tensor is queued in the current stream, and no thread waits for it.
+    """
 
     def __init__(self, source: torch.Tensor) -> None:
-        # torch allocates a pinned target for this copy from CUDA, so the copy is asynchronous.
-        self.tensor = source.detach().to("cpu", non_blocking=True)
-        self._event: torch.cuda.Event | None = None
-        if source.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(source.device))
+        source = source.detach()
+        self.tensor = source
+        self._event: torch.Event | None = None
+        if source.is_cpu:
+            return
+        try:
+            memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self.tensor = memory.copy_(source, non_blocking=True)
+            self._event = torch.accelerator.current_stream(source.device).record_event()
+        except (RuntimeError, NotImplementedError):  # no page-locked memory, or no events
+            self.tensor = source.cpu()
 
     @property
     def has_arrived(self) -> bool:
         """Whether the copy is complete; until then the content of `tensor` is undefined."""
-        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
+        return self._event is None or self._event.query()
+
+    def awaited(self) -> torch.Tensor:
+        """The tensor, after the wait for its content."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self.tensor

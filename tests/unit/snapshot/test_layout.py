@@ -10,6 +10,7 @@ from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.boxes import Box, TensorPart
 from ftrun.snapshot.layout import (
     ALIGN_BYTES,
+    DEVICE_PIECE_BYTES,
     ITEM_BYTES,
     PAGE_BYTES,
     PIECE_BYTES,
@@ -201,3 +202,20 @@ def test_a_layout_of_unknown_parts_reports_nothing_of_them() -> None:
     unknown = Layout(made.entries, made.plain_capacity, knows_parts=False)
     assert b"ftrun.parts" in made.header
     assert b"ftrun.parts" not in unknown.header
+
+
+def test_larger_pieces_are_read_from_the_header() -> None:
+    """State on devices has them; an image without the key has pieces of the usual size."""
+    entry = LayoutEntry("w", "U8", (DEVICE_PIECE_BYTES + 5,), CopyTiming.LAZY)
+    usual = make_layout([entry], plain_bytes=8)
+    large = make_layout([entry], plain_bytes=8, piece_bytes=DEVICE_PIECE_BYTES)
+    sizes = [piece.num_bytes for piece in large.pieces]
+    assert sizes[:2] == [DEVICE_PIECE_BYTES, 5]
+    assert b"piece_bytes" not in usual.header
+    image = large.header + bytes(large.data_bytes)
+    found, _ = parse_header(memoryview(image))
+    assert found.pieces == large.pieces
+    assert found.metadata == large.metadata
+    broken = image.replace(str(DEVICE_PIECE_BYTES).encode() + b'"', b'-100000"', 1)
+    with pytest.raises(LayoutUnknown, match="pieces of -100000 bytes"):
+        parse_header(memoryview(broken))

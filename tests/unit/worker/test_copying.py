@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from ftrun.snapshot.layout import CopyTiming
-from ftrun.worker.capture.copying import (
-    BOUNDARY_BYTES,
-    ROW_BYTES,
-    LazyCopyCheck,
-    LazySamples,
-    LazyTensor,
-    is_lazy,
-)
+from ftrun.worker.capture.copying import BOUNDARY_BYTES, is_lazy
+from ftrun.worker.capture.lazy_check import ROW_BYTES, LazyCopyCheck, LazySamples, LazyTensor
 from ftrun.worker.state.state_tree import source_of
 
 ITEMS = 3 * ROW_BYTES // 4 + 1000
@@ -27,6 +21,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "half": torch.rand(ITEMS).to(torch.bfloat16),
         "nan": torch.full((ITEMS,), float("nan")),
         "last": torch.rand(2, 3 * ROW_BYTES, 5).to(torch.float8_e4m3fn),
+        "wide": torch.randn(5_000, dtype=torch.complex128).view(50, 100).t(),
+        "exponents": torch.rand(ITEMS).to(torch.float8_e8m0fnu),
         "complex": torch.randn(10_000, dtype=torch.complex64).view(100, 100).t(),
     }
 

@@ -82,7 +82,7 @@ def test_the_reserved_space_is_enough_for_names_of_any_usual_length() -> None:
 
 
 def test_what_no_snapshot_can_keep_is_named() -> None:
-    about = TensorStorageMetadata(TensorProperties(torch.complex128), torch.Size((1,)), [])
+    about = TensorStorageMetadata(TensorProperties(torch.complex32), torch.Size((1,)), [])
     with pytest.raises(ValueNotStorable, match=r"^spectrum holds"):
         pack(Metadata({"spectrum": about}), {})
     packed = pack(Metadata({}, planner_data={"x": object()}), {})

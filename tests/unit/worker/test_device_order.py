@@ -1,7 +1,6 @@
 """Streams wait for the steps before a snapshot reads, and graph replays count as steps."""
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from ftrun.worker.capture.boundaries import AccumulationTracker
-from ftrun.worker.capture.device_order import CopyStreams, GraphReplays, StepStreams
+from ftrun.worker.capture.device_order import GraphReplays, StepStreams
 
 META = torch.device("meta")
 """Replaces a device: it has no memory, so that a step on it is quick."""
@@ -23,24 +22,6 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> str:
-        self.log.append(f"event of {self.name}")
-        return f"the event of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def __enter__(self) -> None:
-        self.log.append(f"in {self.name}")
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.log.append(f"out of {self.name}")
 
 
 class Device:
@@ -58,7 +39,6 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(torch.accelerator, "current_stream", made.current_stream)
-    monkeypatch.setattr(torch, "Stream", lambda device: Stream("copies", made.log))
     return made
 
 
@@ -97,17 +77,6 @@ def test_a_step_on_the_cpu_asks_no_device(streams: StepStreams) -> None:
     """`torch.accelerator.current_stream` raises on a machine without a device."""
     optimizer_on("cpu").step()
     streams.join()
-
-
-def test_copies_wait_for_what_was_queued_at_the_boundary(device: Device) -> None:
-    copies = CopyStreams()
-    first = copies.after_this([META], lambda: device.log.append("copy"))
-    assert device.log == ["event of main"]
-    first()
-    order = ["copies waits for the event of main", "in copies", "copy", "out of copies"]
-    assert device.log[1:] == order
-    copies.after_this([], lambda: device.log.append("copy on the CPU"))()
-    assert device.log[5:] == ["copy on the CPU"]
 
 
 class Graph:

@@ -104,7 +104,6 @@ def test_touching_ends_when_it_is_over(ready: PrefaultedMemory) -> None:
 
 
 def test_a_pool_that_comes_too_late_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_restore, "_ACCELERATORS", ())
     monkeypatch.setattr(early_restore, "_needed_bytes", lambda context: 4 * MIB)
     early_restore.expect()
     early_restore.release()

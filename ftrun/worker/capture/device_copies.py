@@ -1,0 +1,267 @@
+"""Copies tensors of devices into a slot and back, through buffers in page-locked memory.
+
+Runs in:  worker: marks and boundary copies in the training thread, other copies in the copy thread.
+Takes in: tensors of any accelerator that torch knows, and the bytes of a slot.
+Gives:    the bytes in the slot and their digests; events for the streams of the training.
+
+A copy between a device and page-locked memory runs beside the work of the device. The copy thread
+waits for its event without the interpreter lock. It then copies the bytes from the buffer to the
+slot and computes their digest while they are in the CPU cache.
+
+Rule 1: copies run in a stream of their own. It waits for the work queued up to the boundary, not
+        for the forward that follows.
+Rule 2: a buffer is reused after the event of its last copy, and after its bytes were used.
+Rule 3: an event is awaited on a device only after it is recorded, because an event that was never
+        recorded does not make a stream wait.
+Rule 4: a tensor that the stream reads is referenced until its bytes have arrived.
+"""
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftrun.worker.state.tensors import byte_view
+
+BUFFER_BYTES = 32 << 20
+NUM_BUFFERS = 4
+NUM_BUFFERS_OF_OTHERS = 2
+"""Buffers of each device after the first one."""
+BOUNDARY_BYTES = 64 << 20
+"""Bytes of boundary sources for which the training thread does not wait."""
+
+_SMALLEST_BITS = 16
+
+_log = logging.getLogger(__name__)
+
+Bytes = Any
+"""[num_bytes] uint8 of numpy."""
+Take = Callable[[Bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a chunk, and their target in the slot.
+
+    Args:
+        index: of the piece that these bytes complete; -1: none.
+        piece: all bytes of that piece in the slot.
+    """
+
+    name: str
+    begin: int
+    target: Bytes
+    index: int = -1
+    piece: Bytes | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChunk:
+    """Tensors of one device whose bytes are copied at once, one after another."""
+
+    tensors: Sequence[torch.Tensor]
+    parts: Sequence[Part]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parts[-1].end
+
+    def joined(self) -> torch.Tensor:
+        """[num_bytes] uint8 on the device; a view if the only tensor is contiguous."""
+        found = [byte_view(one.contiguous()) for one in self.tensors]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: torch.Tensor
+    done: torch.Event
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A copy to the host; `source` is referenced until it has arrived."""
+
+    done: torch.Event
+    source: torch.Tensor
+    content: Bytes
+    take: Take
+    buffer: _Buffer | None
+
+
+class Device:
+    """The copy stream of one device, and its buffers; one thread at a time uses them."""
+
+    def __init__(self, device: torch.device, *, num_buffers: int = NUM_BUFFERS) -> None:
+        self.device = device
+        self.side = torch.Stream(device)
+        self._num_buffers = num_buffers
+        self._buffers: deque[_Buffer] = deque()
+        """Free ones, the longest unused first."""
+        self._num_made = 0
+        self._boundary: _Buffer | None = None
+        self._pending: deque[_InFlight] = deque()
+
+    def mark(self) -> torch.Event:
+        """An event after all work that is queued in this thread's current stream."""
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def follow(self) -> None:
+        """Let the copies wait for the work of this thread's current stream."""
+        self.side.wait_event(self.mark())
+
+    def precede(self, event: torch.Event) -> None:
+        """Let this thread's current stream wait for an event of the copies."""
+        torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def record(self) -> torch.Event:
+        return self.side.record_event()
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    # --- to the host ------------------------------------------------------------------------
+
+    def keep(self, chunk: DeviceChunk, take: Take) -> None:
+        """Queue a copy into the boundary buffer, which holds one chunk until `drain`."""
+        if self._boundary is None or self._boundary.memory.numel() < chunk.num_bytes:
+            self._boundary = self._made(chunk.num_bytes)
+        self._queue(chunk, take, self._boundary, is_free_after=False)
+
+    def fetch(self, chunk: DeviceChunk, take: Take) -> None:
+        """Queue the copy of a chunk; if no buffer is free, deliver the oldest chunk first.
+
+        Args:
+            chunk: of this device.
+            take: receives the bytes in `fetch` or `drain`; they are valid during the call.
+        """
+        self._queue(chunk, take, self._free_buffer(chunk.num_bytes), is_free_after=True)
+
+    def drain(self) -> None:
+        """Deliver all chunks; waits for them."""
+        while self._pending:
+            self._deliver()
+
+    def abandon(self) -> None:
+        """Wait for the queued copies and drop them; after an error, there may be some."""
+        if self._pending:
+            self.side.synchronize()
+        while self._pending:
+            self._give_back(self._pending.popleft().buffer)
+
+    def _queue(
+        self, chunk: DeviceChunk, take: Take, buffer: _Buffer, *, is_free_after: bool
+    ) -> None:
+        with self.side:
+            source = chunk.joined()
+            memory = buffer.memory[: chunk.num_bytes]
+            memory.copy_(source, non_blocking=True)
+            buffer.done.record(self.side)
+        freed = buffer if is_free_after else None
+        self._pending.append(_InFlight(buffer.done, source, memory.numpy(), take, freed))
+
+    def _deliver(self) -> None:
+        oldest = self._pending.popleft()
+        try:
+            oldest.done.synchronize()
+            oldest.take(oldest.content)
+        finally:
+            self._give_back(oldest.buffer)
+
+    def _give_back(self, buffer: _Buffer | None) -> None:
+        if buffer is not None:
+            self._buffers.append(buffer)
+
+    # --- to the device ----------------------------------------------------------------------
+
+    def put(self, target: torch.Tensor, fill: Callable[[int, int, Bytes], None]) -> None:
+        """Fill a tensor of this device; whatever reads it must wait for `record` then.
+
+        Args:
+            target: with any strides.
+            fill: writes the bytes from the first to the second offset of the contiguous tensor
+                into a buffer; the offsets are multiples of `BUFFER_BYTES`.
+        """
+        with self.side:
+            dense = target
+            if not target.is_contiguous():
+                dense = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            into = byte_view(dense)
+            for begin in range(0, into.numel(), BUFFER_BYTES):
+                end = min(begin + BUFFER_BYTES, into.numel())
+                buffer = self._free_buffer(end - begin)
+                try:
+                    buffer.done.synchronize()
+                    memory = buffer.memory[: end - begin]
+                    fill(begin, end, memory.numpy())
+                    into[begin:end].copy_(memory, non_blocking=True)
+                    buffer.done.record(self.side)
+                finally:
+                    self._buffers.append(buffer)
+            if dense is not target:
+                target.copy_(dense)
+
+    # --- buffers ----------------------------------------------------------------------------
+
+    def _free_buffer(self, num_bytes: int) -> _Buffer:
+        """The longest unused buffer, at least of this size."""
+        while not self._buffers and self._num_made >= self._num_buffers:
+            self._deliver()  # Rule 2
+        if self._buffers and self._num_made >= self._num_buffers:
+            found = self._buffers.popleft()
+            if found.memory.numel() >= num_bytes:
+                return found
+            found.done.synchronize()
+            self._num_made -= 1
+        made = self._made(num_bytes)
+        self._num_made += 1
+        return made
+
+    def _made(self, num_bytes: int) -> _Buffer:
+        return _Buffer(_host_memory(num_bytes), torch.Event(self.device))
+
+
+_devices: dict[torch.device, Device | None] = {}
+
+
+def device_at(device: torch.device) -> Device | None:
+    """The copies of a device; None if it has no streams and events."""
+    if device not in _devices:
+        _devices[device] = _opened(device)
+    return _devices[device]
+
+
+def _opened(device: torch.device) -> Device | None:
+    num_buffers = NUM_BUFFERS_OF_OTHERS if any(_devices.values()) else NUM_BUFFERS
+    try:
+        made = Device(device, num_buffers=num_buffers)
+        made.mark()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        _log.warning(
+            "%s has no streams, so its tensors are copied at the boundary: %s", device, error
+        )
+        return None
+    return made
+
+
+@functools.cache
+def _warn_pageable(error: str) -> None:
+    _log.warning("no page-locked memory, so copies from devices are slower: %s", error)
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    """Page-locked memory, rounded up to a power of two; pageable if that is refused."""
+    size = 1 << max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        _warn_pageable(str(error))
+        return torch.empty(size, dtype=torch.uint8)

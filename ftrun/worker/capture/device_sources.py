@@ -1,0 +1,269 @@
+"""Copies the sources of one snapshot from their devices into a slot.
+
+Runs in:  worker: `begin` and `precede` in the training thread, `copy` in the copy thread.
+Takes in: sources on devices, and the bytes of a slot.
+Gives:    the bytes in the slot and the digests of the pieces of large sources.
+
+Small sources are joined on the device, because a copy per tensor costs more than its bytes. A large
+source is cut at multiples of the piece size, so that each digest is computed while its piece is in
+the CPU cache. The chunks of several devices alternate.
+"""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from ftrun.worker.capture.device_copies import (
+    BOUNDARY_BYTES,
+    BUFFER_BYTES,
+    Bytes,
+    Device,
+    DeviceChunk,
+    Part,
+    device_at,
+)
+from ftrun.worker.state.tensors import byte_view
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSource:
+    """A lazy source on a device.
+
+    Args:
+        target: its bytes in the slot.
+        pieces: index and bytes in the slot of each piece; empty if it shares a piece with others.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    target: Bytes
+    pieces: Sequence[tuple[int, Bytes]] = ()
+
+
+class _OfDevice:
+    """The lazy sources of one device, in chunks."""
+
+    def __init__(self, device: Device, sources: Sequence[DeviceSource]) -> None:
+        self.device = device
+        self.packs = list(_packs([one for one in sources if not one.pieces]))
+        self.chunks = [chunk for one in sources if one.pieces for chunk in _chunks(one)]
+        self.copied: torch.Event | None = None
+        """Recorded after the last copy of the present snapshot is queued."""
+
+
+class DeviceCopies:
+    """Copies from devices into one slot, for one set of lazy sources."""
+
+    def __init__(self, sources: Sequence[DeviceSource]) -> None:
+        by_device: dict[torch.device, list[DeviceSource]] = {}
+        for one in sources:
+            by_device.setdefault(one.tensor.device, []).append(one)
+        self._of_device = [
+            _OfDevice(device, group)
+            for key, group in by_device.items()
+            if (device := device_at(key)) is not None
+        ]
+        self.issued = threading.Event()
+        """Set when every read of the present snapshot is queued, or will not be made."""
+        self._kept: list[Device] = []
+        """Devices of the boundary sources of the present snapshot."""
+        self._num_waiting = 0
+        """Chunks that are not in the slot yet, and whose pieces hold several tensors."""
+        self._digest_packs: Callable[[], None] = lambda: None
+
+    def __bool__(self) -> bool:
+        return bool(self._of_device or self._kept)
+
+    @property
+    def devices(self) -> list[Device]:
+        return [one.device for one in self._of_device]
+
+    def begin(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Queue the boundary copies; the copies of `copy` see the state of this moment.
+
+        The streams of the training wait on the device. This thread waits only if the sources do
+        not fit the boundary buffer.
+        """
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for pair in zip(sources, targets, strict=True):
+            by_device.setdefault(pair[0].device, []).append(pair)
+        self.issued.clear()
+        self._kept = []
+        self._num_waiting = 0
+        for device in self.devices:
+            device.abandon()
+            device.follow()
+        for key, pairs in by_device.items():
+            device_of_pairs = device_at(key)
+            if device_of_pairs is None:
+                for source, target in pairs:
+                    target.copy_(source)
+            else:
+                self._keep(device_of_pairs, pairs)
+
+    def _keep(self, device: Device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        sources = [
+            DeviceSource("", source, byte_view(target).numpy())
+            for source, target in pairs
+            if source.numel()
+        ]
+        if not sources:
+            return
+        if device not in self.devices:
+            device.abandon()
+            device.follow()
+        if sum(len(one.target) for one in sources) > BOUNDARY_BYTES:
+            for source in sources:
+                for chunk in _chunks(source):
+                    device.fetch(chunk, functools.partial(_store, chunk, None))
+            device.drain()
+            return
+        chunk = _packed(sources)
+        device.keep(chunk, functools.partial(self._store_pack, chunk))
+        self._num_waiting += 1
+        device.precede(device.record())
+        self._kept.append(device)
+
+    def copy(self, table: memoryview, digest_packs: Callable[[], None]) -> None:
+        """Copy the lazy sources; returns when all bytes are in the slot.
+
+        Args:
+            table: receives the digests of the pieces of large sources.
+            digest_packs: called once all small and boundary sources are in the slot.
+        """
+        devices = list({id(one): one for one in (*self._kept, *self.devices)}.values())
+        self._num_waiting += sum(len(one.packs) for one in self._of_device)
+        self._digest_packs = digest_packs
+        if not self._num_waiting:
+            digest_packs()
+        try:
+            for one, chunk in _in_turn([(one, one.packs) for one in self._of_device]):
+                one.device.fetch(chunk, functools.partial(self._store_pack, chunk))
+            for one, chunk in _in_turn([(one, one.chunks) for one in self._of_device]):
+                one.device.fetch(chunk, functools.partial(_store, chunk, table))
+            for one in self._of_device:
+                one.copied = one.device.record()
+            self.issued.set()
+            for device in devices:
+                device.drain()
+        except BaseException:
+            for device in devices:
+                device.abandon()
+            raise
+
+    def _store_pack(self, chunk: DeviceChunk, content: Bytes) -> None:
+        _store(chunk, None, content)
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._digest_packs()
+
+    def precede(self) -> None:
+        """Let the current streams wait for the reads of the lazy sources.
+
+        This thread waits until they are queued: that is, until all but the last chunks are copied.
+        """
+        self.issued.wait()
+        for one in self._of_device:
+            if one.copied is not None:
+                one.device.precede(one.copied)
+
+    def synchronize(self) -> None:
+        """Wait for all work on the devices, in whatever stream it is."""
+        for one in self._of_device:
+            one.device.synchronize()
+
+    def differing(self) -> set[str]:
+        """Names of lazy sources that differ in any byte from the slot; waits for the devices."""
+        found: set[str] = set()
+        self.synchronize()
+        for one in self._of_device:
+            for chunk in (*one.packs, *one.chunks):
+                one.device.fetch(chunk, functools.partial(_compare, chunk, found))
+            one.device.drain()
+        return found
+
+
+def _in_turn(
+    chunks: Sequence[tuple[_OfDevice, Sequence[DeviceChunk]]],
+) -> Iterator[tuple[_OfDevice, DeviceChunk]]:
+    """The chunks of several devices in turn."""
+    pairs = [[(one, chunk) for chunk in its] for one, its in chunks]
+    for turn in itertools.zip_longest(*pairs):
+        yield from (pair for pair in turn if pair is not None)
+
+
+def _store(chunk: DeviceChunk, table: memoryview | None, content: Bytes) -> None:
+    for part in chunk.parts:
+        np.copyto(part.target, content[part.begin : part.end])
+        if table is not None and part.piece is not None:
+            table[part.index] = xxhash.xxh3_64_intdigest(part.piece)
+
+
+def _compare(chunk: DeviceChunk, found: set[str], content: Bytes) -> None:
+    for part in chunk.parts:
+        if not np.array_equal(part.target, content[part.begin : part.end]):
+            found.add(part.name)
+
+
+def _packs(sources: Sequence[DeviceSource]) -> Iterator[DeviceChunk]:
+    """Chunks of many small sources, each of at most `BUFFER_BYTES`."""
+    group: list[DeviceSource] = []
+    num_bytes = 0
+    for one in sources:
+        if group and num_bytes + len(one.target) > BUFFER_BYTES:
+            yield _packed(group)
+            group, num_bytes = [], 0
+        group.append(one)
+        num_bytes += len(one.target)
+    if group:
+        yield _packed(group)
+
+
+def _packed(sources: Sequence[DeviceSource]) -> DeviceChunk:
+    parts, begin = [], 0
+    for one in sources:
+        parts.append(Part(one.name, begin, one.target))
+        begin += len(one.target)
+    return DeviceChunk([one.tensor for one in sources], parts)
+
+
+def _chunks(source: DeviceSource) -> Iterator[DeviceChunk]:
+    """Chunks of one large source; parts end where its pieces end."""
+    ends = list(itertools.accumulate(len(piece) for _, piece in source.pieces))
+    at = index = 0
+    for tensor in slices(source.tensor, BUFFER_BYTES):
+        parts, begin = [], at
+        while at < begin + tensor.nbytes:
+            if index == len(ends):
+                end = begin + tensor.nbytes
+                parts.append(Part(source.name, at - begin, source.target[at:end]))
+            else:
+                end = min(ends[index], begin + tensor.nbytes)
+                number, piece = source.pieces[index] if end == ends[index] else (-1, None)
+                parts.append(Part(source.name, at - begin, source.target[at:end], number, piece))
+                index += end == ends[index]
+            at = end
+        yield DeviceChunk([tensor], parts)
+
+
+def slices(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Cut a tensor into parts whose bytes, one after another, are those of the contiguous tensor.
+
+    A part has at most `most_bytes`, which is a multiple of the item size.
+    """
+    if tensor.nbytes <= most_bytes:
+        yield tensor
+        return
+    if tensor.is_contiguous():
+        yield from torch.split(byte_view(tensor), most_bytes)
+        return
+    num_rows = max(1, most_bytes // (tensor.nbytes // tensor.shape[0]))
+    for row in range(0, tensor.shape[0], num_rows):
+        part = tensor[row : row + num_rows]
+        yield from (part,) if part.nbytes <= most_bytes else slices(part[0], most_bytes)

@@ -1,0 +1,21 @@
+"""The worker uses any accelerator in one way."""
+
+import re
+from pathlib import Path
+
+WORKER = Path(__file__).parents[2] / "ftrun" / "worker"
+
+ALLOWED = {
+    "capture/device_order.py": "wraps the methods of CUDA's graphs, which torch has no name for",
+    "process/zygote.py": "asks whether CUDA was used before a fork, without loading another module",
+}
+
+
+def test_cuda_is_named_only_where_torch_has_no_common_name() -> None:
+    found = {
+        str(path.relative_to(WORKER))
+        for path in WORKER.rglob("*.py")
+        if re.search(r"\btorch\.cuda\b|\bis_cuda\b", path.read_text())
+    }
+    assert found <= ALLOWED.keys()
+    assert "capture/device_order.py" in found

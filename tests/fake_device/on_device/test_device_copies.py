@@ -1,0 +1,295 @@
+"""The copies of one snapshot, and the same with one wait left out at a time.
+
+Every tensor holds the number of its updates plus a number of its own, so a copy of another moment
+or of another tensor has another number. The tests without a wait must find wrong bytes: they prove
+that the other tests would notice.
+"""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from fake_device import fake
+
+from ftrun.snapshot.layout import CopyTiming, make_layout
+from ftrun.worker.capture import device_copies, device_sources
+from ftrun.worker.capture.copying import SlotCopy, SlotViews, digest_of
+from ftrun.worker.capture.device_copies import Device
+from ftrun.worker.capture.device_sources import DeviceCopies
+from ftrun.worker.state.state_tree import source_of
+
+DEVICE = torch.device("fake:0")
+Event = torch.Event
+BUFFER_BYTES = 1 << 19
+NUM_STEPS = 4
+PATIENCE_S = 0.2
+"""A right training thread waits for the copy for so long, if the copy waits for it."""
+
+
+def made(shape: tuple[int, ...], device: torch.device = DEVICE) -> torch.Tensor:
+    return torch.zeros(shape, device=device)
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    return {
+        "large": made((700, 701)),
+        "channels last": made((40, 64, 9, 9)).to(memory_format=torch.channels_last),
+        "transposed": made((3, 200_000)).t(),
+        **{f"small {number}": made((number + 1, 5)) for number in range(12)},
+        "one": made((1,)),
+    }
+
+
+class Snapshots:
+    """A training thread that updates tensors, and a copy thread that copies them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], schedule: str, left_out: str) -> None:
+        self.schedule, self.left_out = schedule, left_out
+        self.tensors = tensors
+        self.buffer = made((3000,))
+        for number, one in enumerate(tensors.values()):
+            one.add_(1000.0 * number)
+        sources = [source_of(name, one, CopyTiming.LAZY) for name, one in tensors.items()]
+        sources.append(source_of("buffer", self.buffer, CopyTiming.BOUNDARY))
+        self.layout = make_layout([one.entry for one in sources], plain_bytes=8)
+        self.image = bytearray(self.layout.image_bytes)
+        self.views = SlotViews(self.layout, memoryview(self.image))
+        self.copy: SlotCopy = self.views.prepare(sources, (), ())
+        self.table = memoryview(np.zeros(len(self.layout.pieces), np.uint64)).cast("B").cast("Q")
+        self.has_updated = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def boundary(self) -> None:
+        self.copy.copy_boundary()
+        self.has_updated.clear()
+        self.thread = threading.Thread(target=self._copy)
+        self.thread.start()
+        if self.schedule == "copier first":
+            self.thread.join()
+
+    def _copy(self) -> None:
+        if self.left_out in ("update", "issued"):
+            self.has_updated.wait(5.0)
+        self.copy.copy_lazy(self.table)
+
+    def forward(self) -> None:
+        self.buffer.add_(100.0)
+
+    def update(self) -> None:
+        if self.left_out != "update":
+            self.copy.on_devices.precede()
+        for one in self.tensors.values():
+            one.add_(1.0)
+        if self.schedule == "trainer first":
+            torch.accelerator.current_stream(DEVICE).synchronize()  # as loss.item() does
+            self.has_updated.set()
+
+    def wrong(self, step: int) -> set[str]:
+        """Names of the tensors whose copy is of another moment; also checks the digests."""
+        assert self.thread is not None
+        self.thread.join()
+        found = {
+            name
+            for number, name in enumerate(self.tensors)
+            if not bool((self.views.target(name) == step + 1000.0 * number).all())
+        }
+        if not bool((self.views.target("buffer") == 100.0 * step).all()):
+            found.add("buffer")
+        for index, piece in enumerate(self.layout.pieces):
+            content = self.views.bytes[piece.offset : piece.offset + piece.num_bytes]
+            assert not piece.num_bytes or self.table[index] == digest_of(content)
+        return found
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: str,
+    left_out: str = "",
+    tensors: Callable[[], dict[str, torch.Tensor]] = some_tensors,
+) -> set[str]:
+    """Train; return the names of the tensors that some snapshot has wrong."""
+    for module in (device_copies, device_sources):
+        monkeypatch.setattr(module, "BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(device_copies, "_devices", {})
+    if schedule == "trainer first":
+        monkeypatch.setattr(device_copies, "NUM_BUFFERS", 1000)
+    found: set[str] = set()
+    snapshots = Snapshots(tensors(), schedule, left_out)
+    if schedule == "trainer first":
+        drain = Device.drain
+
+        def later(device: Device) -> None:
+            snapshots.has_updated.wait(PATIENCE_S)
+            drain(device)
+
+        monkeypatch.setattr(Device, "drain", later)
+    _leave_out(monkeypatch, left_out)
+    for step in range(NUM_STEPS):
+        snapshots.forward()
+        if step:
+            snapshots.update()
+            found |= snapshots.wrong(step)
+        else:
+            for one in snapshots.tensors.values():
+                one.add_(1.0)
+        snapshots.boundary()
+    snapshots.has_updated.set()
+    return found | snapshots.wrong(NUM_STEPS)
+
+
+class Unawaited:
+    """An event for which no thread waits."""
+
+    def __init__(self) -> None:
+        self.event = Event(DEVICE)
+
+    def record(self, stream: torch.Stream) -> None:
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _leave_out(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    if wait == "begun":
+        monkeypatch.setattr(Device, "follow", lambda device: None)
+    elif wait == "issued":
+        monkeypatch.setattr(DeviceCopies, "precede", _order)
+    elif wait == "stream":
+        monkeypatch.setattr(DeviceCopies, "precede", lambda copies: copies.issued.wait())
+    elif wait == "kept":
+        precede = Device.precede
+
+        def wait_and_order(copies: DeviceCopies) -> None:
+            copies.issued.wait()
+            _order(copies, precede)
+
+        monkeypatch.setattr(DeviceCopies, "precede", wait_and_order)
+        monkeypatch.setattr(Device, "precede", lambda device, event: None)
+    elif wait == "record":
+        monkeypatch.setattr(Device, "record", lambda device: Event(device.device))
+    elif wait == "drain":
+        monkeypatch.setattr(torch, "Event", lambda device: Unawaited())
+    elif wait == "reuse":
+        monkeypatch.setattr(Device, "_free_buffer", lambda device, n: _first(device))
+
+
+def _order(copies: DeviceCopies, precede: Callable[..., None] = Device.precede) -> None:
+    for one in copies._of_device:
+        if one.copied is not None:
+            precede(one.device, one.copied)
+
+
+def _first(device: Device) -> device_copies._Buffer:
+    if not device._buffers:
+        device._buffers.append(device._made(BUFFER_BYTES))
+    return device._buffers[0]
+
+
+@pytest.fixture(params=["default stream", "own stream"])
+def stream(request: pytest.FixtureRequest) -> torch.Stream:
+    if request.param == "own stream":
+        return torch.Stream(DEVICE)
+    return torch.accelerator.current_stream(DEVICE)
+
+
+@pytest.mark.parametrize("schedule", ["free", "copier first", "trainer first"])
+@pytest.mark.parametrize("mode", ["lazy", "threads", "eager"])
+def test_each_copy_is_of_its_boundary(
+    mode: str, schedule: str, stream: torch.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stream:
+        assert run(monkeypatch, schedule) == set()
+
+
+LEFT_OUT = [
+    ("begun", "copier first"),
+    ("drain", "copier first"),
+    ("reuse", "copier first"),
+    ("update", "trainer first"),
+    ("issued", "trainer first"),
+    ("stream", "trainer first"),
+    ("record", "trainer first"),
+    ("kept", "trainer first"),
+]
+
+
+@pytest.mark.parametrize(("left_out", "schedule"), LEFT_OUT)
+def test_each_wait_is_needed(left_out: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.Stream(DEVICE):
+        assert run(monkeypatch, schedule, left_out)
+
+
+@pytest.mark.parametrize("mode", ["threads"])
+def test_the_training_thread_waits_for_no_device(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the boundary and nothing before the update needs what the device does."""
+    monkeypatch.setattr(device_copies, "_devices", {})
+    snapshots = Snapshots(some_tensors(), "free", "")
+    torch.accelerator.synchronize(DEVICE)
+    is_open = threading.Event()
+    fake.call_in_stream(DEVICE, lambda: _wait(is_open))
+    snapshots.boundary()
+    snapshots.update()
+    is_open.set()
+    assert snapshots.wrong(0) == set()
+
+
+def _wait(is_open: threading.Event) -> None:
+    assert is_open.wait(20.0)
+
+
+def test_a_boundary_larger_than_its_buffer_is_copied_by_the_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (device_copies, device_sources):
+        monkeypatch.setattr(module, "BOUNDARY_BYTES", 1 << 10)
+    assert run(monkeypatch, "copier first") == set()
+
+
+def test_several_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_two() -> dict[str, torch.Tensor]:
+        other = torch.device("fake:1")
+        return {"one": made((900, 701)), "two": made((500, 901), other), "three": made((7,), other)}
+
+    assert run(monkeypatch, "copier first", tensors=on_two) == set()
+
+
+@pytest.mark.parametrize("name", some_tensors())
+def test_a_tensor_that_differs_from_its_copy_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+    snapshots = Snapshots(some_tensors(), "copier first", "")
+    snapshots.boundary()
+    assert snapshots.copy.differing(snapshots.table) == []
+    snapshots.tensors[name][-1:].add_(1.0)
+    assert snapshots.copy.differing(snapshots.table) == [name]
+
+
+def test_an_error_in_a_copy_leaves_the_buffers_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+    snapshots = Snapshots(some_tensors(), "copier first", "")
+    table, snapshots.table = snapshots.table, memoryview(b"read-only" * 8).cast("Q")
+    snapshots.copy.copy_boundary()
+    with pytest.raises(TypeError):
+        snapshots.copy.copy_lazy(snapshots.table)
+    snapshots.table = table
+    snapshots.boundary()
+    assert snapshots.wrong(0) == set()
+
+
+def test_a_boundary_without_its_copy_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error between the two drops the snapshot; its bytes must not reach a later one."""
+    monkeypatch.setattr(device_copies, "_devices", {})
+    tensors = some_tensors()
+    dropped, snapshots = Snapshots(tensors, "copier first", ""), Snapshots({}, "copier first", "")
+    dropped.copy.copy_boundary()
+    snapshots.boundary()
+    assert snapshots.wrong(0) == set()
+    assert not bool((dropped.views.bytes != 0).any())

@@ -1,0 +1,120 @@
+"""A session on the device: what it restores is bitwise the state of the boundary, on its device."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import fake
+from torch import nn
+
+from ftrun.config.profile import SnapshotConfig
+from ftrun.worker.state.determinism import put_back, take_all
+from tests.integration.in_process_worker import TIMEOUT_S, Run
+
+DEVICE = torch.device("fake:0")
+WIDTH = 600
+
+
+@pytest.fixture(params=[0, 3], ids=["lazy", "verified"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+    with closing(Run(tmp_path)) as one:
+        one.settings = SnapshotConfig(
+            every=1, commit_timeout_s=TIMEOUT_S, verify_first=request.param
+        )
+        yield one
+
+
+def made() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(8 * 25, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    )
+    model = model.to(DEVICE).to(memory_format=torch.channels_last)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+
+def step(parts: dict[str, Any], number: int) -> None:
+    given = torch.Generator().manual_seed(number)
+    x = torch.randn(16, 4, 5, 5, generator=given).to(DEVICE)
+    parts["model"](x).square().mean().backward()
+    parts["optimizer"].step()
+    parts["optimizer"].zero_grad()
+
+
+def state_of(parts: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.accelerator.synchronize(DEVICE)
+    found = {name: one.detach().cpu().clone() for name, one in parts["model"].state_dict().items()}
+    for index, state in parts["optimizer"].state_dict()["state"].items():
+        found |= {f"{index}.{key}": value.cpu().clone() for key, value in state.items()}
+    return found
+
+
+@pytest.mark.parametrize("mode", ["lazy", "threads"])
+@pytest.mark.parametrize("where", ["default", "own"])
+def test_a_restore_is_bitwise(run: Run, mode: str, where: str) -> None:
+    current = torch.accelerator.current_stream(DEVICE)
+    with torch.Stream(DEVICE) if where == "own" else current:
+        parts = made()
+        session = run.attach(**parts)
+        for number in range(4):
+            step(parts, number)
+            session.step_done()
+        wanted = state_of(parts)
+        drawn = torch.rand(5, device=DEVICE).cpu()
+        session._protection.finish()  # type: ignore[union-attr]
+        again = made()
+        restored = run.attach(**again)
+        assert restored.restored
+        assert torch.equal(torch.rand(5, device=DEVICE).cpu(), drawn)
+        found = state_of(again)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+        state = again["optimizer"].state
+        weight = again["model"][0].weight
+        assert state[weight]["exp_avg"].device == DEVICE
+        assert state[weight]["exp_avg"].stride() == weight.stride()
+
+
+def test_the_loss_is_reported_without_a_wait(run: Run) -> None:
+    parts = made()
+    session = run.attach(**parts)
+    for number in range(3):
+        session.report(loss=torch.full((), float(number), device=DEVICE))
+        assert fake.num_pending()
+    torch.accelerator.synchronize(DEVICE)
+    session.report(loss=torch.full((), 9.0, device=DEVICE))
+    assert run.page.loss == 2.0
+
+
+def test_the_scale_of_losses_is_copied_without_a_wait(run: Run) -> None:
+    parts = {**made(), "scaler": torch.amp.GradScaler("fake")}
+    session = run.attach(**parts)
+    for number in range(2):
+        step(parts, number)
+        parts["scaler"].scale(torch.ones((), device=DEVICE))
+        parts["scaler"]._scale.fill_(1024.0 * (number + 1))
+        session.step_done()
+    session._protection.finish()  # type: ignore[union-attr]
+    again = {**made(), "scaler": torch.amp.GradScaler("fake")}
+    run.attach(**again)
+    assert again["scaler"].state_dict() == {**parts["scaler"].state_dict(), "scale": 2048.0}
+
+
+def test_random_states_are_by_device_and_the_rest_follows() -> None:
+    taken = take_all()
+    assert len(taken["fake"]) == 2
+    drawn = [torch.rand(3, device=f"fake:{index}").cpu() for index in range(2)]
+    put_back(taken)
+    assert torch.equal(torch.rand(3, device="fake:0").cpu(), drawn[0])
+    put_back({**taken, "fake": taken["fake"][:1]})
+    assert torch.equal(torch.rand(3, device="fake:0").cpu(), drawn[0])
+    second = torch.rand(3, device="fake:1").cpu()
+    put_back({**taken, "fake": taken["fake"][:1]})
+    assert torch.equal(torch.rand(3, device="fake:1").cpu(), second)
