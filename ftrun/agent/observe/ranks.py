@@ -21,6 +21,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -32,6 +33,7 @@ from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
+from ftrun.agent.observe.recorder_dumps import write_dumps
 from ftrun.config.profile import HangConfig
 from ftrun.monitor.flight_recorder import RecorderSource, parse_trace, recorded_groups
 from ftrun.monitor.page_values import decode_backends, quantile_s
@@ -113,7 +115,8 @@ class _GroupMemory:
 class RankObserver:
     """Observes the ranks of one agent."""
 
-    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig) -> None:
+    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig, dumps: Path) -> None:
+        """`dumps` is the folder for dumps of the flight recorders, taken once in a hang."""
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any."""
         self.views: tuple[RankView, ...] = ()
@@ -124,6 +127,8 @@ class RankObserver:
         self._handles: list[WorkerHandle] = []
         self._memories: dict[int, _Memory] = {}
         self._group_memory = _GroupMemory()
+        self._dumps = dumps
+        self._has_dumped = False
         self._readers: dict[str, RecorderReader] = {}
         """By the rank's socket; replaced with each generation."""
         self.sample: NodeSample | None = None
@@ -193,6 +198,7 @@ class RankObserver:
         if unresponsive_s < deadlines.sample_s:
             self._memories.clear()
             self._group_memory.clear()
+            self._has_dumped = False
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
@@ -201,6 +207,10 @@ class RankObserver:
         views = tuple(self._view(handle) for handle in handles)
         if handles is self._handles:
             self.views = views
+        if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
+            self._has_dumped = True
+            folder = self._dumps / str(handles[0].slot.request.generation)
+            write_dumps(folder, [(handle, self._reader(handle)) for handle in handles])
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page
@@ -248,8 +258,11 @@ class RankObserver:
     def _read(self, handle: WorkerHandle, facts: ProcessState) -> Recorded:
         if facts.state in ("T", "t"):
             return Recorded()  # a stopped process does not answer
+        return self._reader(handle).read(handle.slot.page)
+
+    def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
-        return self._readers.setdefault(path, RecorderReader(path)).read(handle.slot.page)
+        return self._readers.setdefault(path, RecorderReader(path))
 
     def _compare(self, rank: int, pid: int, facts: ProcessState, stack: RankStack) -> _Activity:
         now_s = clock.now_s()
