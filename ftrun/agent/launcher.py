@@ -29,6 +29,7 @@ from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
+from ftrun.agent.launch.recorder_settings import DUMPS
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -331,7 +332,9 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         control_loop,
         maintenance,
         rpc=None if node.is_alone else ClusterRpc(control_loop, journal, merged),
-        rank_observer=RankObserver(workers.unused_fds, spec.profile.hang),
+        rank_observer=RankObserver(
+            workers.unused_fds, spec.profile.hang, Path(spec.log_folder) / DUMPS
+        ),
         signals=RunSignals(spec, journal=journal, workers=workers),
         device_memory=DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s),
     )

@@ -8,7 +8,7 @@ Rule 1: Positive evidence is a process that cannot run its code (stopped, ended,
 Rule 2: A verdict states what cannot be determined: several culprits, and `possible`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import (
@@ -53,12 +53,14 @@ def find_hang(
     waits = waits_of(views)
     if different := mismatches(views):
         return _skipped(different[0], waits, node_of)
-    if waits.edges:
+    if waits.edges or waits.stuck_devices:
         ends = waits.ends()
         if ends & waits.unknown:
             return None  # its node has not reported yet
         if not all(is_late(views[rank], limit_s) or views[rank].is_finished for rank in ends):
             return None  # it makes steps, so it will enter the collective
+        if ends and ends <= set(waits.behind) - waits.stuck_devices and waits.stuck:
+            return _not_left(waits, node_of)
         if ends:
             return _not_entered([views[rank] for rank in sorted(ends)], waits, node_of, settings)
         return _deadlock(waits, node_of, settings)
@@ -91,14 +93,14 @@ def _not_entered(
 ) -> Verdict:
     ranks = tuple(view.rank for view in culprits)
     victims = tuple(sorted(waits.waiting - set(ranks)))
-    kinds = [_kind_of(view, settings) for view in culprits]
+    kinds = [_kind_of(view, waits, settings) for view in culprits]
     kind = kinds[0][0]
     # If no rank waits for the culprits, they may be doing work of their own.
     act_immediately = all(at_once for _, at_once in kinds) and bool(victims)
     evidence, counter_evidence = _of_waiting(waits, ranks), list[str]()
     for view in culprits[:_MANY]:
-        evidence += _of_state(view, settings)
-        counter_evidence += _counter_evidence(view)
+        evidence += _of_device(view.rank, waits) + _of_state(view, settings)
+        counter_evidence += _counter_evidence(view) + _device_counter_evidence(view.rank, waits)
     return Verdict(
         kind=kind,
         culprits=ranks,
@@ -108,7 +110,9 @@ def _not_entered(
         evidence=tuple(evidence),
         counter_evidence=tuple(counter_evidence),
         confidence=Confidence.CERTAIN if act_immediately else Confidence.LIKELY,
-        may_take_long=any(_may_take_long(view) for view in culprits),
+        may_take_long=any(
+            _may_take_long(view) for view in culprits if view.rank not in waits.proven
+        ),
         act_immediately=act_immediately,
         fingerprint=f"{kind.value} {function_of(culprits[0].place)}",
     )
@@ -118,13 +122,36 @@ def _may_take_long(view: RankView) -> bool:
     return view.has_reported or view.activity in OWN_TIME
 
 
-def _kind_of(view: RankView, settings: HangConfig) -> tuple[VerdictKind, bool]:
+def _kind_of(view: RankView, waits: WaitGraph, settings: HangConfig) -> tuple[VerdictKind, bool]:
     if view.is_finished:
         return VerdictKind.HANG_IN_COMPUTATION, True
     if view.process in ("T", "t"):
         return VerdictKind.FROZEN, True
     if view.process == "D":
         return VerdictKind.FROZEN, False
+    if view.rank in waits.stuck_devices:
+        return VerdictKind.DEVICE_STUCK, _is_device_proof(view, waits, settings)
+    return _kind_of_host(view, settings)
+
+
+def _is_device_proof(view: RankView, waits: WaitGraph, settings: HangConfig) -> bool:
+    """Whether host and device have not moved, and another member had completed it before.
+
+    Ranks are not observed at the same moment. A member that has not moved for a while has not
+    completed the collective in between.
+    """
+    behind = waits.behind[view.rank]
+    others = (group for one in behind.completed_by for group in waits.views[one].groups)
+    limit_s = settings.no_activity_s
+    return (
+        view.rank in waits.proven
+        and max(view.still_s, view.unmoved_s) >= limit_s
+        and behind.group.still_s >= limit_s
+        and any(one.name == behind.group.name and one.still_s >= limit_s for one in others)
+    )
+
+
+def _kind_of_host(view: RankView, settings: HangConfig) -> tuple[VerdictKind, bool]:
     is_still = view.still_s >= settings.no_activity_s
     if view.holds_gil and view.process == "S" and view.still_s >= _A_MOMENT_S:
         return VerdictKind.GIL_STUCK, is_still and not _may_take_long(view)
@@ -144,15 +171,17 @@ def _sentence(
         does = {
             VerdictKind.INPUT_BOUND: "wait for their data",
             VerdictKind.FROZEN: "are frozen",
+            VerdictKind.DEVICE_STUCK: "have devices that are stuck",
         }.get(kind, "have stopped making progress")
     else:
         subject = rank_on_node(first.rank, node_of)
         does = _does(first, kind)
-    others = sorted(waits.waiting - {view.rank for view in culprits})
+    ranks = {view.rank for view in culprits}
+    others = sorted(waits.waiting - ranks)
     if not others:
         return f"{subject} {does}; no other rank waits"
     verb = "waits" if len(others) == 1 else "wait"
-    return f"{subject} {does}, and {ranks_text(others)} {verb}{_in_what(waits)}"
+    return f"{subject} {does}, and {ranks_text(others)} {verb}{_in_what(waits, ranks)}"
 
 
 def _does(view: RankView, kind: VerdictKind) -> str:
@@ -165,6 +194,8 @@ def _does(view: RankView, kind: VerdictKind) -> str:
             return f"hangs in the kernel{where}{at}"
         case VerdictKind.FROZEN:
             return "is stopped (SIGSTOP)"
+        case VerdictKind.DEVICE_STUCK:
+            return f"has a device that is stuck{at}"
         case VerdictKind.GIL_STUCK:
             return f"holds the GIL and makes no progress{at}"
         case VerdictKind.BUSY_LOOP:
@@ -177,29 +208,37 @@ def _does(view: RankView, kind: VerdictKind) -> str:
             return f"has stopped making progress{at}"
 
 
-def _in_what(waits: WaitGraph) -> str:
-    for view in waits.views.values():
-        for group in view.waiting:
-            return f" in {_call_of(group)}"
+def _in_what(waits: WaitGraph, culprits: Collection[int]) -> str:
+    for _, group in _waiting_groups(waits, culprits):
+        return f" in {_call_of(group)}"
     return " for it"
 
 
+def _waiting_groups(
+    waits: WaitGraph, culprits: Collection[int]
+) -> list[tuple[int, ProcessGroupView]]:
+    """Groups in which ranks wait, first those in which a culprit is waited for."""
+
+    def is_unrelated(one: tuple[int, ProcessGroupView]) -> bool:
+        group = one[1]
+        awaited = group.ranks if group.waits_seq else (group.messages[0].peer,)
+        return not set(awaited).intersection(culprits)
+
+    found = [(rank, group) for rank, view in sorted(waits.views.items()) for group in view.waiting]
+    return sorted(found, key=is_unrelated)
+
+
 def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
-    found: dict[tuple[str, int], tuple[ProcessGroupView, list[int]]] = {}
-    for rank, view in sorted(waits.views.items()):
-        for group in view.waiting:
-            found.setdefault((group.name, group.waits_seq), (group, []))[1].append(rank)
+    found: dict[tuple[str, str], list[tuple[int, ProcessGroupView]]] = {}
+    for rank, group in _waiting_groups(waits, culprits):
+        found.setdefault((group.name, _call_of(group)), []).append((rank, group))
     lines = []
-    for group, ranks in list(found.values())[:_MANY]:
-        longest_s = max(
-            one.waits_s
-            for rank in ranks
-            for one in waits.views[rank].waiting
-            if (one.name, one.waits_seq) == (group.name, group.waits_seq)
-        )
-        verb = "has" if len(ranks) == 1 else "have"
+    for (_, call), waiting in list(found.items())[:_MANY]:
+        group = waiting[0][1]
+        longest_s = max(_waited_s(one) for _, one in waiting)
+        verb = "has" if len(waiting) == 1 else "have"
         lines.append(
-            f"{ranks_text(ranks)} {verb} entered {_call_of(group)} and not left it for "
+            f"{ranks_text(rank for rank, _ in waiting)} {verb} entered {call} and not left it for "
             f"{longest_s:.1f} s"
         )
         for culprit in culprits[:_MANY]:
@@ -207,6 +246,22 @@ def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
             if own is not None and own.entered < group.waits_seq:
                 lines.append(f"rank {culprit} entered only #{own.entered:,} of that group")
     return lines
+
+
+def _of_device(rank: int, waits: WaitGraph) -> list[str]:
+    if rank not in waits.stuck_devices:
+        return []
+    behind = waits.behind[rank]
+    call, others = _call_of(behind.group), behind.completed_by or behind.started_by
+    does = "completed" if behind.completed_by else "started"
+    verb = "has" if len(others) == 1 else "have"
+    return [f"{ranks_text(others)} {verb} {does} {call}, and rank {rank} has only called it"]
+
+
+def _device_counter_evidence(rank: int, waits: WaitGraph) -> list[str]:
+    if rank not in waits.stuck_devices or rank in waits.proven:
+        return []
+    return [f"the device of rank {rank} may run a long kernel before that collective"]
 
 
 def _of_state(view: RankView, settings: HangConfig) -> list[str]:
@@ -235,7 +290,7 @@ def _of_state(view: RankView, settings: HangConfig) -> list[str]:
         found.append(f"{subject}: {view.child}")
     if view.place:
         found.append(f"{subject} is at {short(view.place)}")
-    return found
+    return [*found, *(f"{subject}: {note}" for note in view.recorder_notes)]
 
 
 def _counter_evidence(view: RankView) -> list[str]:
@@ -293,9 +348,7 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
         victims=tuple(sorted(waits.waiting)),
         text=f"{ranks_text(ranks)} wait for messages that do not arrive",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
-        counter_evidence=(
-            "messages between two ranks are not recorded, so the sender is not known",
-        ),
+        counter_evidence=("no recorder shows these messages, so the sender is not known",),
         confidence=Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
     )
@@ -370,9 +423,17 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
 
 
 def _call_of(group: ProcessGroupView) -> str:
+    if not group.waits_seq:
+        first = group.messages[0]
+        preposition = "to" if first.op == "send" else "from"
+        return f"{first.op} {preposition} rank {first.peer} of {_group_name(group)}"
     call = group.call(group.waits_seq)
     op = call.op if call is not None else "a collective"
     return f"{op} #{group.waits_seq:,} of {_group_name(group)}"
+
+
+def _waited_s(group: ProcessGroupView) -> float:
+    return group.waits_s if group.waits_seq else group.messages[0].waits_s
 
 
 def _group_name(group: ProcessGroupView) -> str:

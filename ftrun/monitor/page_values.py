@@ -8,9 +8,14 @@ about the last thousand steps.
 Groups are one line of text: `0=0-7 12=0-6:2 15=0,3`: name, then ranges, with a step if it is not 1.
 A group that does not fit is omitted. Its collectives are still observed, but no rank is named for
 missing one of them.
+
+Backends are one line of text too: `cpu:gloo cuda:nccl 0,1,-,4`: the backend of each device, with a
+`*` if it is not torch's own class of that name; then, for each group of the other line, the number
+by which torch's recorder of device collectives knows it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 NUM_BUCKETS = 128
 FORGET_AT = 1024
@@ -67,6 +72,49 @@ def decode_groups(text: str) -> dict[str, tuple[int, ...]]:
             except ValueError:
                 continue
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Backends of one rank's process groups."""
+
+    by_device: Mapping[str, str] = field(default_factory=dict)
+    """`{"cpu": "gloo", "cuda": "nccl"}`"""
+    ids: tuple[int | None, ...] = ()
+    """Number of each group in the recorder of device collectives, in the order of the groups; None:
+    the group has no such backend."""
+
+    @property
+    def device_backend(self) -> str:
+        """Backend of the collectives on devices; empty if all run on the CPU."""
+        others = (one for device, one in self.by_device.items() if device != "cpu")
+        return next((one for one in others if one != "gloo"), "")
+
+
+def encode_backends(backends: Backends, limit_bytes: int) -> str:
+    """Without the numbers if they do not fit."""
+    words = [f"{_plain(device)}:{_plain(name)}" for device, name in backends.by_device.items()]
+    if any(one is not None for one in backends.ids):
+        words.append(",".join("-" if one is None else str(one) for one in backends.ids))
+    while len(" ".join(words).encode()) > limit_bytes:
+        words.pop()
+    return " ".join(words)
+
+
+def decode_backends(text: str) -> Backends:
+    """Decode a line; malformed words are skipped."""
+    by_device: dict[str, str] = {}
+    ids: tuple[int | None, ...] = ()
+    for word in text.split():
+        device, colon, name = word.partition(":")
+        if colon:
+            by_device[device] = name
+            continue
+        try:
+            ids = tuple(None if one == "-" else int(one) for one in word.split(","))
+        except ValueError:
+            continue
+    return Backends(by_device, ids)
 
 
 def encode_ranks(ranks: Iterable[int]) -> str:

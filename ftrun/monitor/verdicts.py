@@ -19,6 +19,7 @@ class VerdictKind(Enum):
     FROZEN = "frozen"
     HANG_IN_COMPUTATION = "hang in computation"
     HANG_IN_COMMUNICATION = "hang in communication"
+    DEVICE_STUCK = "device stuck"
     SKIPPED_COLLECTIVE = "skipped collective"
     DEADLOCK = "deadlock"
     GIL_STUCK = "GIL stuck"
@@ -127,6 +128,18 @@ class CollectiveCall(msgspec.Struct, frozen=True):
     sizes: str = ""
 
 
+class OpenMessage(msgspec.Struct, frozen=True):
+    """A send or a receive that a rank has called and that is not over."""
+
+    op: str
+    """`send` or `recv`."""
+    peer: int
+    """The other rank."""
+    seq: int = 0
+    """Counted by each process group, for messages only."""
+    waits_s: float = 0.0
+
+
 class ProcessGroupView(msgspec.Struct, frozen=True):
     """One process group as one of its ranks sees it."""
 
@@ -139,11 +152,30 @@ class ProcessGroupView(msgspec.Struct, frozen=True):
     waits_seq: int = 0
     """Oldest collective that this rank has entered and not left; 0: none."""
     waits_s: float = 0.0
+    enqueued: int = 0
+    """Newest collective that the host has called, as the recorder counts them; 0: not counted."""
+    still_s: float = 0.0
+    """Seconds for which nothing was called and nothing became over in this group."""
+    messages: tuple[OpenMessage, ...] = ()
+    """The oldest open message of each kind and peer, the oldest first."""
+    is_on_device: bool = False
+    """Its collectives run on a device, after the host has called them."""
+    has_started: bool | None = None
+    """The oldest open collective runs on the device; None: starts are not recorded."""
 
     @property
     def entered(self) -> int:
         """Newest collective that this rank has entered; 0: none yet."""
-        return self.calls[-1].seq if self.calls else 0
+        return max(self.calls[-1].seq if self.calls else 0, self.enqueued)
+
+    @property
+    def completed(self) -> int:
+        """Newest collective up to which all are over; 0: none."""
+        return self.waits_seq - 1 if self.waits_seq else self.entered
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.waits_seq or self.messages)
 
     def call(self, seq: int) -> CollectiveCall | None:
         return next((one for one in self.calls if one.seq == seq), None)
@@ -171,10 +203,16 @@ class RankView(msgspec.Struct, frozen=True):
     """Seconds for which it has used no CPU, read and written nothing, and kept the same stack."""
     spins_s: float = 0.0
     """Seconds for which it has used a CPU without leaving one function of the user's code."""
+    unmoved_s: float = 0.0
+    """Seconds for which its main thread has kept the same stack, with or without CPU."""
     holds_gil: bool = False
     is_gil_known: bool = True
     """Its stack was read from outside, which also shows the holder of the GIL."""
     groups: tuple[ProcessGroupView, ...] = ()
+    is_recorder_complete: bool = True
+    """False: a group or message that is missing in `groups` proves nothing."""
+    recorder_notes: tuple[str, ...] = ()
+    """Why `groups` is missing or incomplete; each continues "rank 3: "."""
     stack: tuple[Frame, ...] = ()
     """Stack of the main thread, the innermost frame first; empty if it could not be read."""
     blocked_in: str = ""
@@ -185,7 +223,7 @@ class RankView(msgspec.Struct, frozen=True):
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:
-        return tuple(one for one in self.groups if one.waits_seq)
+        return tuple(one for one in self.groups if one.is_waiting)
 
     @property
     def is_held_up(self) -> bool:

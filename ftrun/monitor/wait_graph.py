@@ -1,7 +1,7 @@
 """Wait graph of the ranks, and the deadlines of a step.
 
-Edges lead from a rank in a collective to the ranks that have not entered it. Deadlines are learned
-from the run's own step times.
+Edges lead from a rank that waits to the ranks that it waits for. Deadlines are learned from the
+run's own step times.
 
 Source: C4's rule (arXiv 2406.04594): a rank that has not entered while others wait is the culprit.
         With several process groups, the culprit is at the end of all wait chains. NVIDIA's
@@ -9,10 +9,17 @@ Source: C4's rule (arXiv 2406.04594): a rank that has not entered while others w
 
 Rule 1: Only sequence numbers are compared, never clocks.
 Rule 2: A rank that waits itself, in any group, is a victim.
+Rule 3: A rank in a collective waits for the members that have not entered it.
+Rule 4: It also waits for the members in which an older collective is open. If another member has
+        completed that one, this member's device is stuck: its host has called the collective.
+Rule 5: A rank whose oldest open message names a peer waits for that peer, if the peer has no open
+        counterpart.
+Rule 6: If all members are in one collective and starts are recorded, a member that has not started
+        while others have is stuck too.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import CollectiveCall, ProcessGroupView, RankView
@@ -46,6 +53,9 @@ class HangDeadlines:
 
 _VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")
 """Operations whose sizes differ between ranks; `all_reduce` is not one of them."""
+_NEEDS_ALL = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all",
+              "alltoall", "barrier")  # fmt: skip
+"""Operations that no member can complete without the data of every other member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +74,42 @@ class CollectiveMismatch:
         return dict(sorted(found.items(), key=lambda side: len(side[1])))
 
 
+StuckCollective = tuple[ProcessGroupView, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """One rank whose oldest open collective is over, or at least runs, in another member."""
+
+    group: ProcessGroupView
+    """As this rank sees it."""
+    completed_by: set[int] = field(default_factory=set)
+    started_by: set[int] = field(default_factory=set)
+
+    @property
+    def is_proof(self) -> bool:
+        """The other members could not complete it before this rank's device had run it.
+
+        The first rank of a broadcast may be done before the last one begins.
+        """
+        call = self.group.call(self.group.waits_seq)
+        op = call.op.lower() if call is not None and self.completed_by else ""
+        return any(word in op for word in _NEEDS_ALL)
+
+
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
     """Waits of all ranks in one observation."""
 
     views: Mapping[int, RankView]
-    edges: dict[int, set[int]]
-    """For each waiting rank: the ranks that have not entered its collective."""
-    unknown: set[int]
+    edges: dict[int, set[int]] = field(default_factory=dict)
+    """For each waiting rank: the ranks that it waits for."""
+    unknown: set[int] = field(default_factory=set)
     """Ranks that others wait for and that have no view."""
-    stuck: list[tuple[ProcessGroupView, list[int]]]
+    stuck: list[StuckCollective] = field(default_factory=list)
     """Collectives that all ranks have entered, with the ranks that have not left."""
+    behind: dict[int, Behind] = field(default_factory=dict)
+    """Ranks in which a collective is open that another member has completed."""
 
     @property
     def waiting(self) -> set[int]:
@@ -90,10 +125,23 @@ class WaitGraph:
 
         Empty if all wait for each other in a cycle.
         """
-        waited_for = set().union(*self.edges.values()) if self.edges else set()
-        free = {rank for rank in waited_for if not self.edges.get(rank)}
-        not_receiving = free - self.waiting
-        return not_receiving or free
+        proven = self.proven
+        waited_for = {one for rank in self.edges.keys() - proven for one in self.edges[rank]}
+        free = {rank for rank in waited_for if not self.edges.get(rank)} | proven
+        not_receiving = free - (self.waiting - self.stuck_devices)
+        return not_receiving or free or self.stuck_devices - self.edges.keys()
+
+    @property
+    def stuck_devices(self) -> set[int]:
+        return {rank for rank, one in self.behind.items() if one.group.is_on_device}
+
+    @property
+    def proven(self) -> set[int]:
+        """Ranks of `stuck_devices` for which a long kernel is no explanation.
+
+        What else they wait for does not matter: the open collective needs no other rank any more.
+        """
+        return {rank for rank in self.stuck_devices if self.behind[rank].is_proof}
 
     def circle(self) -> list[int]:
         """Ranks that wait for each other, in order; valid only if `ends` is empty."""
@@ -104,19 +152,61 @@ class WaitGraph:
 
 
 def waits_of(views: Mapping[int, RankView]) -> WaitGraph:
-    edges: dict[int, set[int]] = {}
-    unknown: set[int] = set()
-    stuck: dict[tuple[str, int], tuple[ProcessGroupView, list[int]]] = {}
+    graph = WaitGraph(views)
+    stuck: dict[tuple[str, int], StuckCollective] = {}
     for rank, view in sorted(views.items()):
-        for group in view.waiting if view.is_held_up else ():
-            absent = {one for one in members_of(group, views) if _is_absent(one, group, views)}
-            unknown |= absent - set(views)
-            if absent:
-                edges.setdefault(rank, set()).update(absent)
-            else:
+        for group in view.waiting:
+            # What a device waits for does not depend on what the host computes.
+            if not view.is_held_up and not group.is_on_device:
+                continue
+            _note_behind(graph, rank, group)
+            found = _unanswered_peers(rank, group, views) | _awaited(group, views)
+            graph.unknown.update(found - set(views))
+            if found:
+                graph.edges.setdefault(rank, set()).update(found)
+            elif group.waits_seq:
                 key = (group.name, group.waits_seq)
                 stuck.setdefault(key, (group, []))[1].append(rank)
-    return WaitGraph(views, edges, unknown, list(stuck.values()))
+    for group, ranks in stuck.values():
+        if not _note_not_started(graph, group, ranks):
+            graph.stuck.append((group, ranks))
+    return graph
+
+
+def _awaited(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[int]:
+    """Members that have not entered the collective, or are in an older one: rules 3 and 4."""
+    return {
+        one
+        for one in (members_of(group, views) if group.waits_seq else ())
+        if _is_absent(one, group, views) or _is_in_older(one, group, views)
+    }
+
+
+def _note_behind(graph: WaitGraph, rank: int, group: ProcessGroupView) -> None:
+    completed_by = {
+        one
+        for one in (members_of(group, graph.views) if group.waits_seq else ())
+        if one in graph.views
+        and (own := _in_group(graph.views[one], group.name)) is not None
+        and own.completed >= group.waits_seq
+    }
+    if completed_by:
+        graph.behind[rank] = Behind(group, completed_by)
+
+
+def _note_not_started(graph: WaitGraph, group: ProcessGroupView, ranks: Iterable[int]) -> bool:
+    """Whether some ranks of a collective have not started it while others have: rule 6."""
+    found: dict[bool | None, dict[int, ProcessGroupView]] = {}
+    for rank in ranks:
+        own = next(one for one in graph.views[rank].groups if one.name == group.name)
+        found.setdefault(own.has_started, {})[rank] = own
+    if set(found) != {True, False}:
+        return False
+    for rank in found[True]:
+        graph.edges.setdefault(rank, set()).update(found[False])
+    for rank, own in found[False].items():
+        graph.behind.setdefault(rank, Behind(own)).started_by.update(found[True])
+    return True
 
 
 def members_of(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[int]:
@@ -146,7 +236,28 @@ def _is_absent(rank: int, group: ProcessGroupView, views: Mapping[int, RankView]
     if view is None:
         return True
     own = _in_group(view, group.name)
-    return own is None or own.entered < group.waits_seq
+    return view.is_recorder_complete if own is None else own.entered < group.waits_seq
+
+
+def _is_in_older(rank: int, group: ProcessGroupView, views: Mapping[int, RankView]) -> bool:
+    own = _in_group(views[rank], group.name) if rank in views else None
+    return own is not None and 0 < own.waits_seq < group.waits_seq
+
+
+def _unanswered_peers(
+    rank: int, group: ProcessGroupView, views: Mapping[int, RankView]
+) -> set[int]:
+    """The peer of the oldest open message, if it has no open counterpart: rule 5."""
+    if not group.messages:
+        return set()
+    first = group.messages[0]
+    view = views.get(first.peer)
+    if view is None:
+        return {first.peer}
+    own = _in_group(view, group.name)
+    wanted = ("recv" if first.op == "send" else "send", rank)
+    answers = own is not None and any((one.op, one.peer) == wanted for one in own.messages)
+    return set() if answers or not view.is_recorder_complete else {first.peer}
 
 
 def _in_group(view: RankView, name: str) -> ProcessGroupView | None:

@@ -20,6 +20,7 @@ from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
+from ftrun.agent.launch.recorder_settings import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -51,11 +52,6 @@ _FULL_BYTES = 1 << 16
 _POLL_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
-
-RECORDED_CALLS = 128
-"""Collectives that torch's flight recorder keeps; reading its default of 2,000 takes 15 ms."""
-
-_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 
 
 class WorkerGroup:
@@ -135,7 +131,12 @@ class WorkerGroup:
             **rails,
             RUN_ID: self._spec.run_id,
             GENERATION: str(request.generation),
-            **({} if _RECORDER_SIZE in os.environ else {_RECORDER_SIZE: str(RECORDED_CALLS)}),
+            **recorder_variables(
+                os.environ,
+                dumps=Path(self._spec.log_folder) / DUMPS / str(request.generation),
+                pipes=self._smp.folder.path,
+                has_devices=has_nccl_devices(),
+            ),
         }
         self.starter.handles = {}
 

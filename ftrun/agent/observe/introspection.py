@@ -1,35 +1,26 @@
-"""Reads the Python stack and the flight recorder of a rank without the rank's cooperation.
+"""Reads the Python stack of a rank without the rank's cooperation.
 
 Runs in:  agent, the thread of the rank observer.
-Takes in: a pid; the rank's stack file, in case py-spy is not permitted; the unix socket of torch's
-          worker server in the rank. Its C++ thread answers even if the rank hangs while it holds
-          the GIL.
+Takes in: a pid; the rank's stack file, in case py-spy is not permitted.
 Gives:    a `RankStack`: the main thread's frames, the innermost first, and whether it holds the
-          GIL; `RecordedCollective`s, the oldest first.
+          GIL.
 Source:   py-spy reads another process's memory (10 to 30 ms here); a container may forbid that.
           faulthandler's C code writes all stacks of its own process on a signal, even while the GIL
-          is held, but not while the process is stopped. The handler `fr_trace_json` was read in
-          torch 2.13, where 64 entries take 1 ms. With gloo an entry has no start and no end, only
-          `retired` after its end.
+          is held, but not while the process is stopped.
 """
 
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from ftrun import clock
 from ftrun.monitor.verdicts import Frame
 from ftrun.wire.shared_memory.pages import clear_stacks, stacks
-from ftrun.wire.transport.channel import short_socket_path
 
 SPY_S = 5.0
 DUMP_WAIT_S = 0.5
@@ -150,82 +141,6 @@ def as_traceback(stack: RankStack) -> str:
         path, _, line = where.rpartition(":")
         lines.append(f'  File "{path}", line {line}, in {function}')
     return "\n".join(lines)
-
-
-# --- the flight recorder ------------------------------------------------------------------------
-
-RECORDER_S = 1.0
-MAX_ANSWER_BYTES = 64 << 20
-_REQUEST = (
-    b"POST /handler/fr_trace_json HTTP/1.1\r\nHost: rank\r\nContent-Length: 0\r\n"
-    b"Connection: close\r\n\r\n"
-)
-
-
-class RecordedCollective(msgspec.Struct, frozen=True):
-    """One collective as this rank has called it."""
-
-    process_group: tuple[str, str]
-    """Name and description of the group."""
-    collective_seq_id: int
-    profiling_name: str
-    """For example `gloo:all_reduce`."""
-    time_created_ns: int
-    """When it was called, on the wall clock."""
-    retired: bool
-    """It has ended on this rank."""
-    is_p2p: bool = False
-    input_sizes: list[list[int]] = []
-
-    @property
-    def group(self) -> str:
-        return self.process_group[0]
-
-    @property
-    def op(self) -> str:
-        return self.profiling_name.rpartition(":")[2]
-
-    @property
-    def sizes(self) -> str:
-        shown = " ".join(str(sizes) if sizes else "scalar" for sizes in self.input_sizes[:4])
-        return shown + (" ..." if len(self.input_sizes) > 4 else "")
-
-
-class _Trace(msgspec.Struct):
-    entries: list[RecordedCollective] = []
-
-
-_decoder = msgspec.json.Decoder(_Trace)
-
-
-def read_entries(path: str, *, deadline_s: float = RECORDER_S) -> list[RecordedCollective] | None:
-    """All entries of a rank; None if it does not answer."""
-    try:
-        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as link:
-            link.settimeout(deadline_s)
-            with short_socket_path(Path(path)) as short:
-                link.connect(short)
-            link.sendall(_REQUEST)
-            answer = _read_all(link)
-        head, _, body = answer.partition(b"\r\n\r\n")
-    except OSError:
-        return None
-    return parse_entries(body) if b" 200 " in head[:32] else None
-
-
-def parse_entries(trace: bytes) -> list[RecordedCollective] | None:
-    try:
-        return _decoder.decode(trace).entries
-    except msgspec.DecodeError:
-        return None
-
-
-def _read_all(link: socket.socket) -> bytes:
-    parts, size = [], 0
-    while size < MAX_ANSWER_BYTES and (part := link.recv(1 << 18)):
-        parts.append(part)
-        size += len(part)
-    return b"".join(parts)
 
 
 if __name__ == "__main__":  # for the preflight command

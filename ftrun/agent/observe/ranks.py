@@ -21,6 +21,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -28,19 +29,16 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.devices import DeviceCounters
-from ftrun.agent.observe.introspection import (
-    RankStack,
-    RecordedCollective,
-    parse_entries,
-    read_entries,
-    take_stack,
-)
+from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
+from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
+from ftrun.agent.observe.recorder_dumps import write_dumps
 from ftrun.config.profile import HangConfig
-from ftrun.monitor.page_values import decode_groups, quantile_s
+from ftrun.monitor.flight_recorder import RecorderSource, parse_trace, recorded_groups
+from ftrun.monitor.page_values import decode_backends, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
-from ftrun.monitor.verdicts import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
+from ftrun.monitor.verdicts import Frame, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
 
@@ -53,7 +51,6 @@ QUICK_S = 0.2
 GAP_S = 2.0
 """A longer absence of this thread means that the machine was paused or starved."""
 
-SHOWN_CALLS = 8
 IDLE_CORES = 0.05
 """A rank that uses less is idle; background threads of a script use about as much."""
 
@@ -79,12 +76,47 @@ class _Memory:
     at_s: float
     still_since_s: float
     spins_since_s: float
+    unmoved_since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Activity:
+    """Cores used since the last poll; seconds without any work, in a busy loop, with one stack."""
+
+    cpu: float
+    still_s: float
+    spins_s: float
+    unmoved_s: float
+
+
+class _GroupMemory:
+    """Since when nothing has changed in each group of each rank."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], tuple[object, float]] = {}
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def with_times(
+        self, rank: int, groups: Sequence[ProcessGroupView], now_s: float
+    ) -> tuple[ProcessGroupView, ...]:
+        found = []
+        for group in groups:
+            open_messages = tuple((one.op, one.peer, one.seq) for one in group.messages)
+            state = (group.waits_seq, group.entered, open_messages)
+            before, since_s = self._seen.get((rank, group.name), (state, now_s))
+            since_s = since_s if before == state else now_s
+            self._seen[rank, group.name] = state, since_s
+            found.append(msgspec.structs.replace(group, still_s=round(now_s - since_s, 2)))
+        return tuple(found)
 
 
 class RankObserver:
     """Observes the ranks of one agent."""
 
-    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig) -> None:
+    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig, dumps: Path) -> None:
+        """`dumps` is the folder for dumps of the flight recorders, taken once in a hang."""
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any."""
         self.views: tuple[RankView, ...] = ()
@@ -94,6 +126,11 @@ class RankObserver:
         self._unused_fds = unused_fds
         self._handles: list[WorkerHandle] = []
         self._memories: dict[int, _Memory] = {}
+        self._group_memory = _GroupMemory()
+        self._dumps = dumps
+        self._has_dumped = False
+        self._readers: dict[str, RecorderReader] = {}
+        """By the rank's socket; replaced with each generation."""
         self.sample: NodeSample | None = None
         """The newest sample of ranks that complete steps."""
         self._sampler = Sampler()
@@ -112,6 +149,7 @@ class RankObserver:
     def observe(self, handles: list[WorkerHandle]) -> None:
         self.views, self.sample = (), None
         self._sampler = Sampler()
+        self._readers = {}
         self._handles = handles
 
     def examine(self, handles: list[WorkerHandle]) -> None:
@@ -159,6 +197,8 @@ class RankObserver:
         )
         if unresponsive_s < deadlines.sample_s:
             self._memories.clear()
+            self._group_memory.clear()
+            self._has_dumped = False
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
@@ -167,6 +207,10 @@ class RankObserver:
         views = tuple(self._view(handle) for handle in handles)
         if handles is self._handles:
             self.views = views
+        if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
+            self._has_dumped = True
+            folder = self._dumps / str(handles[0].slot.request.generation)
+            write_dumps(folder, [(handle, self._reader(handle)) for handle in handles])
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page
@@ -193,33 +237,38 @@ class RankObserver:
         stack = take_stack(
             handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.slot.stack_fd
         ) or RankStack(())
-        entries = (
-            read_entries(handle.slot.request.rank_socket)
-            if page.get(HeartbeatField.HAS_SERVER)
-            else None
-        )
-        cpu, still_s, spins_s = self._compare(rank, handle.pid, facts, stack)
+        recorded = self._read(handle, facts)
+        activity = self._compare(rank, handle.pid, facts, stack)
         return msgspec.structs.replace(
             view,
-            cpu=round(cpu, 2),
-            still_s=round(still_s, 2),
-            spins_s=round(spins_s, 2),
+            cpu=round(activity.cpu, 2),
+            still_s=round(activity.still_s, 2),
+            spins_s=round(activity.spins_s, 2),
+            unmoved_s=round(activity.unmoved_s, 2),
             holds_gil=stack.holds_gil,
             is_gil_known=stack.is_spied,
-            groups=_groups(entries or [], page.groups),
+            groups=self._group_memory.with_times(rank, recorded.groups, clock.now_s()),
+            is_recorder_complete=recorded.is_complete,
+            recorder_notes=recorded.notes,
             stack=stack.frames,
             blocked_in=facts.blocked_in,
             child=facts.child,
         )
 
-    def _compare(
-        self, rank: int, pid: int, facts: ProcessState, stack: RankStack
-    ) -> tuple[float, float, float]:
-        """Cores used since the last poll; seconds without any work; seconds in a busy loop."""
+    def _read(self, handle: WorkerHandle, facts: ProcessState) -> Recorded:
+        if facts.state in ("T", "t"):
+            return Recorded()  # a stopped process does not answer
+        return self._reader(handle).read(handle.slot.page)
+
+    def _reader(self, handle: WorkerHandle) -> RecorderReader:
+        path = handle.slot.request.rank_socket
+        return self._readers.setdefault(path, RecorderReader(path))
+
+    def _compare(self, rank: int, pid: int, facts: ProcessState, stack: RankStack) -> _Activity:
         now_s = clock.now_s()
         functions = own_functions(stack.frames)
         last = self._memories.get(rank)
-        cpu, still_since_s, spins_since_s = 0.0, now_s, now_s
+        cpu, still_since_s, spins_since_s, unmoved_since_s = 0.0, now_s, now_s, now_s
         if last is not None and last.pid == pid:
             cpu = (facts.cpu_s - last.facts.cpu_s) / max(0.01, now_s - last.at_s)
             is_quiet = (
@@ -227,14 +276,16 @@ class RankObserver:
                 and facts.io_bytes - last.facts.io_bytes < IDLE_BYTES
                 and facts.children_work - last.facts.children_work < IDLE_WORK
             )
-            if is_quiet and stack.frames == last.frames:
-                still_since_s = last.still_since_s
+            if stack.frames == last.frames:
+                still_since_s = last.still_since_s if is_quiet else now_s
+                unmoved_since_s = last.unmoved_since_s if stack.frames else now_s
             if cpu >= BUSY_CORES and functions and functions == last.functions:
                 spins_since_s = last.spins_since_s
         self._memories[rank] = _Memory(
-            pid, facts, stack.frames, functions, now_s, still_since_s, spins_since_s
-        )
-        return cpu, now_s - still_since_s, now_s - spins_since_s
+            pid, facts, stack.frames, functions, now_s, still_since_s, spins_since_s,
+            unmoved_since_s,
+        )  # fmt: skip
+        return _Activity(cpu, now_s - still_since_s, now_s - spins_since_s, now_s - unmoved_since_s)
 
     def _close_unused(self) -> None:
         """Close stack files of ended ranks; only here, because only this thread writes to them."""
@@ -246,11 +297,12 @@ class RankObserver:
 def _last_calls(handle: WorkerHandle) -> RankView:
     """The last calls: of a running rank from its server, of a failed one from its stack file."""
     page, slot = handle.slot.page, handle.slot
-    entries: list[RecordedCollective] | None = None
-    if handle.child.status is not None:
-        entries = parse_entries(left_calls(slot.stack_fd))
-    elif page.get(HeartbeatField.HAS_SERVER):
-        entries = read_entries(slot.request.rank_socket, deadline_s=QUICK_S)
+    groups: tuple[ProcessGroupView, ...] = ()
+    if handle.child.status is None:
+        groups = RecorderReader(slot.request.rank_socket).read(page, deadline_s=QUICK_S).groups
+    elif trace := parse_trace(left_calls(slot.stack_fd)):
+        source, now_ns = RecorderSource(page.groups), clock.wall_s() * 1e9
+        groups = recorded_groups(trace, source, now_ns=now_ns).views
     return RankView(
         rank=slot.rank,
         pid=handle.pid,
@@ -258,43 +310,11 @@ def _last_calls(handle: WorkerHandle) -> RankView:
         step=page.get(HeartbeatField.STEP),
         unresponsive_s=0.0,
         is_finished=handle.child.status == 0,
-        groups=_groups(entries or [], page.groups),
+        groups=groups,
     )
 
 
-def _groups(entries: list[RecordedCollective], published: str) -> tuple[ProcessGroupView, ...]:
-    ranks, now_ns = decode_groups(published), clock.wall_s() * 1e9
-    by_name: dict[str, list[RecordedCollective]] = {}
-    for entry in entries:
-        if not entry.is_p2p:
-            by_name.setdefault(entry.group, []).append(entry)
-    found = []
-    for name, own in by_name.items():
-        own.sort(key=lambda entry: entry.collective_seq_id)
-        inside = [entry for entry in own if not entry.retired]
-        calls = [
-            CollectiveCall(one.collective_seq_id, one.op, one.sizes) for one in own[-SHOWN_CALLS:]
-        ]
-        found.append(
-            ProcessGroupView(
-                name=name,
-                desc=own[-1].process_group[1],
-                ranks=ranks.get(name, ()),
-                calls=tuple(calls),
-                waits_seq=inside[0].collective_seq_id if inside else 0,
-                waits_s=round(max(0.0, (now_ns - inside[0].time_created_ns) / 1e9), 2)
-                if inside
-                else 0.0,
-            )
-        )
-    return tuple(found)
-
-
 SAMPLE_EVERY_S = 1.0
-DEVICE_EVERY_S = 15.0
-"""Interval if collectives run on a device, because the cost of a sample there is not measured
-yet."""
-
 COST = 0.004
 """Of a processor, for each rank."""
 
@@ -311,8 +331,7 @@ class Sampler:
         self._last_s = 0.0
         self._sockets = SocketStats()
         self.on_device = False
-        """Collectives run on a device, so a read of the recorder queries the device for its
-        events."""
+        """Collectives of a rank run on a device. Its recorder is not sampled."""
         self._reported: dict[tuple[int, str], int] = {}
         """The newest collective that a sample has reported, by rank and group."""
 
@@ -329,18 +348,21 @@ class Sampler:
         self._number += 1
         # Only CPU time counts. A starved rank answers late, and that is when it must be sampled.
         took_s = _BOTH_ENDS * (clock.thread_cpu_s() - cpu_s)
-        every_s = DEVICE_EVERY_S if self.on_device else SAMPLE_EVERY_S
-        self._due_s = at_s + max(every_s, took_s / (COST * len(handles)))
+        self._due_s = at_s + max(SAMPLE_EVERY_S, took_s / (COST * len(handles)))
         return NodeSample(self._number, at_s, span_s, ranks, links, max(0, free_memory()))
 
     def _rank(self, handle: WorkerHandle, ahead_s: float) -> RankSample:
         """Sample one rank; `ahead_s` is the wall clock minus the monotonic clock."""
         page, rank = handle.slot.page, handle.slot.rank
         entered: list[Entered] = []
-        if page.get(HeartbeatField.HAS_SERVER) and handle.child.status is None:
-            for entry in read_entries(handle.slot.request.rank_socket) or ():
+        backends = decode_backends(page.backends)
+        self.on_device |= bool(backends.device_backend)
+        is_on_cpu = not backends.device_backend or "gloo" in backends.by_device.values()
+        is_read = page.get(HeartbeatField.HAS_SERVER) and is_on_cpu
+        if is_read and handle.child.status is None:
+            trace = read_trace(handle.slot.request.rank_socket)
+            for entry in trace.entries if trace is not None else ():
                 seq = entry.collective_seq_id
-                self.on_device |= not entry.profiling_name.startswith("gloo:")
                 if not entry.is_p2p and seq > self._reported.get((rank, entry.group), 0):
                     entered.append((entry.group, seq, entry.time_created_ns / 1e9 - ahead_s))
         for group, seq, _ in entered:

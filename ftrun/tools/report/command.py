@@ -22,6 +22,7 @@ from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.journal import FILE_NAME
 from ftrun.records.decode import decode
+from ftrun.tools.report.dumps import collect_dumps
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
 from ftrun.tools.report.run import incident_by, run_facts
 
@@ -80,6 +81,8 @@ def report(
         f" and {len(written) - 1} of its incidents in the same folder" if len(written) > 1 else ""
     )
     sys.stdout.write(f"{written[0]}{more}\n{sentence}\n")
+    if chosen is not None and chosen.dumps:
+        sys.stdout.write(f"The ranks' flight recorders: {chosen.dumps}\n")
     if opens:
         webbrowser.open(written[0].resolve().as_uri())
     return ExitCode.DONE
@@ -114,7 +117,10 @@ def _put(out: str | None, usual: Path, page: str) -> Path:
 
 
 def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentFacts:
-    if not chosen.culprits or chosen.is_planned:
+    if chosen.is_planned:
+        return chosen
+    chosen = replace(chosen, dumps=collect_dumps(folder, chosen))
+    if not chosen.culprits:
         return chosen
     rank = chosen.culprits[0]
     home = next((node for node in facts.nodes if rank in node.ranks), None)

@@ -31,6 +31,7 @@ _ENOUGH_FAILURES = 10
 HANGS = (
     "hang in computation",
     "hang in communication",
+    "device stuck",
     "skipped collective",
     "deadlock",
     "frozen",

@@ -141,6 +141,8 @@ class IncidentFacts:
     """When the first version of the new generation was committed."""
     log_title: str = ""
     log_lines: tuple[str, ...] = ()
+    dumps: str = ""
+    """Command that analyses the dumps of the ranks' flight recorders; empty: there are none."""
 
     @property
     def is_reported(self) -> bool:

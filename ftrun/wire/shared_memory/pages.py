@@ -33,9 +33,12 @@ _CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
 _CALLS_EVERY = (1, 8, 64, 512)
 _NAME_AT, _NAME_BYTES = 2048, 64
 _NOTE_AT, _NOTE_BYTES = 2176, 1024
+_BACKENDS_AT, _BACKENDS_BYTES = 3200, 896
 _GROUPS_AT, _GROUPS_BYTES = 4096, 4096
 MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
+MAX_BACKENDS_BYTES = _BACKENDS_BYTES - 2
 NEVER_STEP = (1 << 63) - 1
+_NO_CAPTURE = 1
 
 MAX_SAMPLES = 32
 """Maximum number of parameters of which a boundary record has a digest."""
@@ -54,7 +57,7 @@ _CHECK_BYTES = 4
 
 
 class HeartbeatField(IntEnum):
-    """Fields of a heartbeat page: worker -> agent."""
+    """Fields of a heartbeat page: worker -> agent, except `READING_NS`."""
 
     PID = 0
     GENERATION = 1
@@ -88,7 +91,11 @@ class HeartbeatField(IntEnum):
     NUMERICAL_ANOMALY_STEP = 29  # first step after which a parameter was not a finite number
     HAS_SERVER = 30  # the flight recorder can be read on the agent's named socket
     HAS_DUMPER = 31  # signal number that writes all stacks to the stack file
-    DEVICE_NS = 35  # torch has initialised a device
+    CAPTURES = 32  # of device graphs: 0: not observed, 1: none in progress, 2: one in progress
+    TIMED = 33  # recorders of device collectives have start events
+    REPLAYS = 34  # replays of device graphs; their collectives are in no recorder
+    READING_NS = 35  # set by the agent: it queries events until then, so no capture begins
+    DEVICE_NS = 36  # torch has initialised a device
 
 
 class CommandField(IntEnum):
@@ -179,6 +186,23 @@ class SharedPage:
     @groups.setter
     def groups(self, text: str) -> None:
         self._set_text(_GROUPS_AT, _GROUPS_BYTES, text)
+
+    @property
+    def backends(self) -> str:
+        """Backends of this rank's groups, encoded by `ftrun.monitor.page_values`."""
+        return self._text(_BACKENDS_AT, _BACKENDS_BYTES)
+
+    @backends.setter
+    def backends(self, text: str) -> None:
+        self._set_text(_BACKENDS_AT, _BACKENDS_BYTES, text)
+
+    @property
+    def may_capture(self) -> bool:
+        """A device graph may be being captured; a query of any event would break the capture."""
+        return self._words[HeartbeatField.CAPTURES] != _NO_CAPTURE
+
+    def note_capture(self, *, is_in_progress: bool) -> None:
+        self._words[HeartbeatField.CAPTURES] = _NO_CAPTURE + int(is_in_progress)
 
     @property
     def samples(self) -> tuple[str, ...]:

@@ -15,12 +15,19 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftrun.monitor.page_values import encode_groups
-from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage, leave_calls
+from ftrun.monitor.page_values import Backends, encode_backends, encode_groups
+from ftrun.wire.shared_memory.pages import (
+    MAX_BACKENDS_BYTES,
+    MAX_GROUPS_BYTES,
+    HeartbeatField,
+    SharedPage,
+    leave_calls,
+)
 from ftrun.wire.transport.channel import short_socket_path
 from ftrun.worker.context import WorkerContext
 
@@ -78,7 +85,7 @@ def start_server(context: WorkerContext) -> None:
 
 
 def publish_groups(page: SharedPage) -> None:
-    """Write the ranks of all process groups to the page, if their number has changed."""
+    """Write ranks and backends of all process groups to the page, if their number has changed."""
     global _num_groups
     c10d = sys.modules.get(_C10D)
     if c10d is None:
@@ -89,7 +96,27 @@ def publish_groups(page: SharedPage) -> None:
     _num_groups = len(known)
     names = c10d._world.pg_names
     groups = {str(names.get(pg, "")): sorted(ranks) for pg, ranks in known.items()}
+    page.backends = encode_backends(_backends(known), MAX_BACKENDS_BYTES)
     page.groups = encode_groups(groups, MAX_GROUPS_BYTES)
+    page.set(HeartbeatField.TIMED, int(os.environ.get("TORCH_NCCL_ENABLE_TIMING", "0") == "1"))
+
+
+def _backends(groups: Iterable[Any]) -> Backends:
+    """The backends of all groups; a `*` marks a class that is not torch's own ProcessGroup*."""
+    by_device: dict[str, str] = {}
+    ids: list[int | None] = []
+    for group in groups:
+        number = None
+        for device in getattr(group, "_device_types", ()):
+            with suppress(RuntimeError):
+                backend = group._get_backend(device)
+                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+                name = str(backend.name()).lower()
+                is_own = type(backend).__name__.lower() == f"processgroup{name}"
+                by_device.setdefault(device.type, name if is_own else f"{name}*")
+                number = getattr(backend, "uid", number) if name == "nccl" else number
+        ids.append(number)
+    return Backends(by_device, tuple(ids))
 
 
 def calls_so_far() -> int:

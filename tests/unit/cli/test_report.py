@@ -89,6 +89,29 @@ def test_json_holds_the_same_facts(here: Path, capsys: pytest.CaptureFixture[str
     assert not list(here.glob("ftrun-logs/*/*.html"))
 
 
+def test_dumps_of_an_incident_are_collected_for_the_analyzer(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = here / "ftrun-logs" / "one-node-two-kills"
+    assert report("1", run="one-node-two-kills", as_json=True) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["dumps"] == ""
+    for below, name, age_s in (("", "rank_0", 0.01), ("n2/", "rank_1", 0.01), ("", "rank_2", -9.0)):
+        dumps = logs / f"{below}fr" / str(first["generation"])
+        dumps.mkdir(parents=True, exist_ok=True)
+        (dumps / name).write_text(name)
+        os.utime(dumps / name, times=(0, first["began_t_s"] + age_s))
+    assert report("1", run="one-node-two-kills") == 0
+    found = logs / "incident-0001" / "fr"
+    assert capsys.readouterr().out.endswith(
+        f"The ranks' flight recorders: torchfrtrace {found} -p rank_\n"
+    )
+    assert {one.name: one.read_text() for one in found.iterdir()} == {
+        "rank_0": "rank_0",
+        "rank_1": "rank_1",
+    }
+
+
 @pytest.mark.parametrize("name", ["nobody", "../../etc", "\x00", "a" * 5000, "", "ftrun-logs"])
 def test_a_run_that_is_not_there(here: Path, name: str) -> None:
     with pytest.raises((UsageError, FtrunError), match=r"no journal of run"):

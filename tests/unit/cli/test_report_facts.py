@@ -372,7 +372,7 @@ def test_a_drill_is_one_that_there_is(kind: str) -> None:
 
 def test_every_kind_of_verdict_but_a_few_has_a_drill() -> None:
     without = {kind.value for kind in VerdictKind} - set(report_incident.DRILLS)
-    assert without == {"crash", "deadlock", "memory growth", "failing node"}
+    assert without == {"crash", "deadlock", "device stuck", "memory growth", "failing node"}
 
 
 def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_reported() -> None:

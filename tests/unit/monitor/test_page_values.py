@@ -10,9 +10,12 @@ from ftrun.config.profile import HangConfig
 from ftrun.monitor.page_values import (
     FORGET_AT,
     NUM_BUCKETS,
+    Backends,
     bucket_of,
+    decode_backends,
     decode_groups,
     decode_ranks,
+    encode_backends,
     encode_groups,
     encode_ranks,
     quantile_s,
@@ -103,3 +106,16 @@ def test_the_users_own_line_is_found() -> None:
     assert RankView(0, 1, "S", 1, 1.0, stack=stack).place == "/me/train.py:8 in go"
     assert RankView(0, 1, "S", 1, 1.0, stack=stack[:1]).place == stack[0]
     assert RankView(0, 1, "S", 1, 1.0).place == ""
+
+
+def test_backends_come_back() -> None:
+    both = Backends({"cpu": "gloo", "cuda": "nccl"}, (0, None, 4))
+    assert encode_backends(both, 100) == "cpu:gloo cuda:nccl 0,-,4"
+    assert decode_backends(encode_backends(both, 100)) == both
+    assert both.device_backend == "nccl"
+    assert encode_backends(both, 20) == "cpu:gloo cuda:nccl"
+    plain = Backends({"cpu": "gloo", "cuda": "gloo"}, (None,))
+    assert encode_backends(plain, 100) == "cpu:gloo cuda:gloo"
+    assert plain.device_backend == ""
+    assert decode_backends("") == Backends()
+    assert decode_backends("torn 1,2").ids == (1, 2)

@@ -232,6 +232,12 @@ def _doing(view: RankView) -> str:
         f"process state {view.process}" if view.process else "",
         "holds the GIL" if view.holds_gil else "",
         *(f"waits in {_collective(group)}" for group in view.groups[:3] if group.waits_seq),
+        *(
+            f"waits in {one.op}, peer rank {one.peer}"
+            for group in view.groups[:3]
+            for one in group.messages[:1]
+        ),
+        *view.recorder_notes,
     ]
     return ", ".join(one for one in words if one)
 

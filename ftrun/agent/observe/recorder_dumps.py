@@ -1,0 +1,123 @@
+"""Dumps of the flight recorders, in the form that torch's own analyzer reads.
+
+Runs in:  agent, the thread of the rank observer; the reader also in tools.
+Takes in: recorders of the ranks, when a hang is suspected; files that torch has dumped by itself.
+Gives:    `rank_<R>` for each rank in the folder of a generation. The command
+          `torchfrtrace FOLDER -p rank_` compares them.
+
+Rule 1: a pickle may name any code. It is read here only, by an unpickler that refuses every name.
+        What a rank sends as a pickle is written as it is, and the agent does not read it.
+Rule 2: the analyzer fails on a dump without groups (torch's own of gloo), so they are taken from
+        the rank's page.
+"""
+
+import json
+import os
+import pickle  # noqa: TID251 - the format of torch's dumps; see rule 1
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftrun.agent.launch.recorder_settings import PIPE, PIPE_STEM
+from ftrun.agent.launch.warm_start import WorkerHandle
+from ftrun.agent.observe.recorder import RecorderReader
+from ftrun.monitor.flight_recorder import Trace, trace_of
+from ftrun.monitor.page_values import decode_groups
+from ftrun.wire.shared_memory.pages import HeartbeatField
+
+MAX_DUMP_BYTES = 64 << 20
+PREFIX = "rank_"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads plain values only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"the dump names {module}.{name}, which is not plain data")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("the dump refers to an object outside of it")
+
+
+def read_dump(path: Path) -> Trace:
+    """Read a dump.
+
+    Raises:
+        ValueError: it is too large, or no dump of plain values.
+        OSError: it cannot be read.
+    """
+    if path.stat().st_size > MAX_DUMP_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_DUMP_BYTES >> 20} MiB")
+    try:
+        with path.open("rb") as file:
+            found = _PlainUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError) as error:
+        raise ValueError(f"{path} is no dump of plain values: {error}") from error
+    trace = trace_of(found)
+    if trace is None:
+        raise ValueError(f"{path} is no dump of a flight recorder")
+    return trace
+
+
+def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader]]) -> int:
+    """Write a dump of each rank that gives one; return their number."""
+    count = 0
+    for handle, reader in ranks:
+        page, rank = handle.slot.page, handle.slot.rank
+        if handle.child.status is not None:
+            continue
+        if not page.get(HeartbeatField.HAS_SERVER):
+            own = Path(handle.slot.request.rank_socket).parent / PIPE_STEM
+            ask_by_pipe(os.environ.get(PIPE) or str(own), rank)
+            continue
+        data = reader.dump(page)
+        with suppress(OSError, ValueError):
+            if data is not None:
+                _write(folder, rank, as_pickle(data, page.groups))
+                count += 1
+    return count
+
+
+def as_pickle(dump: bytes, groups: str) -> bytes:
+    """A dump as torch's analyzer reads it; a pickle stays as it is.
+
+    Args:
+        dump: a pickle of NCCL's recorder, or the JSON of another one.
+        groups: ranks of the groups, as on the page.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if dump[:1] == pickle.PROTO:
+        return dump
+    found = json.loads(dump)
+    if not isinstance(found, dict):
+        raise ValueError("it is no dump of a flight recorder")  # noqa: TRY004 - as other wrong text
+    found.setdefault("entries", [])
+    known = {name: one for name, one in found.get("pg_config", {}).items() if name}
+    found["pg_config"] = known or {
+        # A rank without an entry of a group does not know its description, and the analyzer
+        # compares them.
+        name: {"name": name, "desc": name, "ranks": str(list(ranks))}
+        for name, ranks in decode_groups(groups).items()
+    }
+    return pickle.dumps(found, protocol=2)  # torch's own protocol
+
+
+def ask_by_pipe(prefix: str, rank: int) -> bool:
+    """Have torch dump into its own file within a second; whether there is a reader."""
+    with suppress(OSError):
+        pipe = os.open(f"{prefix}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            return os.write(pipe, b"1") == 1
+        finally:
+            os.close(pipe)
+    return False
+
+
+def _write(folder: Path, rank: int, data: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{PREFIX}{rank}"
+    part.write_bytes(data)
+    part.rename(folder / f"{PREFIX}{rank}")

@@ -1,0 +1,239 @@
+"""What torch's flight recorder of one rank says: which collectives are over, entered, and open.
+
+Source:   torch's FlightRecorder, versions 2.8 to 2.15. The JSON of a dump has 0, and its pickle
+          None, for a time that was not seen; counts of `pg_status` are text in JSON.
+
+Rule 1: a collective is over if it is `retired` or its state is `completed`. The head of a group is
+        the oldest collective that is not over.
+Rule 2: a rank has entered a collective if an entry exists or `pg_status` counts it. On a device the
+        host runs ahead, so entering proves nothing about the device.
+Rule 3: `pg_status` knows a group by a number of the process, which differs between ranks. The name
+        comes from an entry with this number, or from the rank's page.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ftrun.monitor.page_values import Backends, decode_groups
+from ftrun.monitor.verdicts import CollectiveCall, OpenMessage, ProcessGroupView
+
+SHOWN_CALLS = 8
+_MESSAGE = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)$")
+
+
+class RecordedCollective(msgspec.Struct, frozen=True):
+    """One collective, or one message between two ranks, as this rank has called it."""
+
+    process_group: tuple[str, str]
+    """Name and description of the group."""
+    collective_seq_id: int
+    profiling_name: str
+    """For example `gloo:all_reduce`, `nccl:send 0->3`; the numbers are ranks within the group."""
+    time_created_ns: int
+    """When it was called, on the wall clock."""
+    retired: bool
+    """It has ended on this rank."""
+    is_p2p: bool = False
+    input_sizes: list[list[int]] = []
+    output_sizes: list[list[int]] = []
+    state: str = "scheduled"
+    """`scheduled`, `started` (only with start events) or `completed`."""
+    pg_id: int | None = None
+    p2p_seq_id: int = 0
+    op_id: int = 0
+    time_discovered_started_ns: int | None = None
+    time_discovered_completed_ns: int | None = None
+    duration_ms: float | None = None
+    """None: it is not over, or its start was not recorded."""
+    timeout_ms: int = 0
+
+    @property
+    def group(self) -> str:
+        return self.process_group[0]
+
+    @property
+    def op(self) -> str:
+        return self.profiling_name.rpartition(":")[2]
+
+    @property
+    def sizes(self) -> str:
+        shown = " ".join(str(sizes) if sizes else "scalar" for sizes in self.input_sizes[:4])
+        return shown + (" ..." if len(self.input_sizes) > 4 else "")
+
+    @property
+    def is_over(self) -> bool:
+        return self.retired or self.state == "completed"
+
+    @property
+    def started_ns(self) -> int | None:
+        """When the watchdog saw that it runs on the device, on the wall clock."""
+        return self.time_discovered_started_ns or None
+
+    @property
+    def completed_ns(self) -> int | None:
+        return self.time_discovered_completed_ns or None
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    """Newest collective of a group in each state, up to 100 ms ago; -1: none yet."""
+
+    last_enqueued_collective: int = -1
+    last_started_collective: int = -1
+    last_completed_collective: int = -1
+
+
+class GroupConfig(msgspec.Struct, frozen=True):
+    """One group as its recorder describes it."""
+
+    name: str = ""
+    desc: str = ""
+    ranks: str = "[]"
+    """As text: `[0, 1]`."""
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """One dump of one recorder."""
+
+    version: str = ""
+    entries: tuple[RecordedCollective, ...] = ()
+    pg_config: dict[str, GroupConfig] = {}
+    pg_status: dict[int, GroupStatus] = {}
+
+
+_decoder = msgspec.json.Decoder(Trace, strict=False)
+
+
+def parse_trace(data: bytes) -> Trace | None:
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return None
+
+
+def trace_of(dump: object) -> Trace | None:
+    """The trace of an unpickled dump; None if it is none."""
+    try:
+        return msgspec.convert(dump, Trace, strict=False)
+    except msgspec.MsgspecError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderSource:
+    """Which recorder a trace is from, and what is known about its groups otherwise."""
+
+    groups: str = ""
+    """Ranks of the groups, as on the rank's page."""
+    backends: Backends = field(default_factory=Backends)
+    is_on_device: bool = False
+    """The recorder of the device collectives."""
+    is_timed: bool = False
+    """It has start events."""
+    is_status_only: bool = False
+    """Entries were not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroups:
+    """The groups of one recorder."""
+
+    views: tuple[ProcessGroupView, ...] = ()
+    is_complete: bool = True
+    """False: entries were not read, or a group is counted whose name is not known."""
+
+
+def recorded_groups(trace: Trace, source: RecorderSource, *, now_ns: float) -> RecordedGroups:
+    """Return what a recorder knows; `now_ns` is the wall clock."""
+    ranks = decode_groups(source.groups)
+    by_name: dict[str, list[RecordedCollective]] = {}
+    for entry in trace.entries:
+        by_name.setdefault(entry.group, []).append(entry)
+    statuses: dict[str, GroupStatus] = {}
+    is_complete = not source.is_status_only
+    if source.is_on_device:
+        names = _names_on_page(ranks, source.backends)
+        names |= {one.pg_id: one.group for one in trace.entries if one.pg_id is not None}
+        statuses = {names[one]: status for one, status in trace.pg_status.items() if one in names}
+        is_complete &= len(statuses) == len(trace.pg_status)
+    descs = {one.name: one.desc for one in trace.pg_config.values()}
+    views = tuple(
+        _view(
+            name,
+            by_name.get(name, []),
+            statuses.get(name),
+            desc=descs.get(name, ""),
+            ranks=ranks.get(name, ()),
+            source=source,
+            now_ns=now_ns,
+        )
+        for name in dict.fromkeys((*by_name, *statuses))
+    )
+    return RecordedGroups(tuple(one for one in views if one is not None), is_complete)
+
+
+def _names_on_page(ranks: Iterable[str], backends: Backends) -> dict[int, str]:
+    pairs = zip(backends.ids, ranks, strict=False)
+    return {number: name for number, name in pairs if number is not None}
+
+
+def _view(
+    name: str,
+    entries: Sequence[RecordedCollective],
+    status: GroupStatus | None,
+    *,
+    desc: str,
+    ranks: tuple[int, ...],
+    source: RecorderSource,
+    now_ns: float,
+) -> ProcessGroupView | None:
+    collectives = sorted(
+        (one for one in entries if not one.is_p2p), key=lambda one: one.collective_seq_id
+    )
+    messages = _open_messages(entries, ranks, now_ns)
+    if not collectives and not messages and status is None:
+        return None
+    head = next((one for one in collectives if not one.is_over), None)
+    waits_seq = head.collective_seq_id if head is not None else 0
+    if source.is_status_only and status is not None:
+        completed = max(0, status.last_completed_collective)
+        waits_seq = completed + 1 if status.last_enqueued_collective > completed else 0
+    has_started = None
+    if head is not None and (head.state == "started" or source.is_timed):
+        has_started = head.state == "started"
+    return ProcessGroupView(
+        name=name,
+        desc=entries[-1].process_group[1] if entries else desc,
+        ranks=ranks,
+        calls=tuple(
+            CollectiveCall(one.collective_seq_id, one.op, one.sizes)
+            for index, one in enumerate(collectives)
+            if index >= len(collectives) - SHOWN_CALLS or one is head
+        ),
+        waits_seq=waits_seq,
+        waits_s=_age_s(head, now_ns) if head is not None else 0.0,
+        enqueued=max(0, status.last_enqueued_collective) if status is not None else 0,
+        messages=messages,
+        is_on_device=source.is_on_device,
+        has_started=has_started,
+    )
+
+
+def _open_messages(
+    entries: Iterable[RecordedCollective], ranks: Sequence[int], now_ns: float
+) -> tuple[OpenMessage, ...]:
+    """The oldest open message of each kind and peer, the oldest first."""
+    found: dict[tuple[str, int], OpenMessage] = {}
+    for one in sorted(entries, key=lambda one: one.op_id):
+        named = _MESSAGE.search(one.profiling_name)
+        if not one.is_p2p or one.is_over or named is None or int(named[2]) >= len(ranks):
+            continue  # a group of messages has no peer, and an unknown group no ranks
+        key = (named[1], ranks[int(named[2])])
+        found.setdefault(key, OpenMessage(*key, one.p2p_seq_id, _age_s(one, now_ns)))
+    return tuple(found.values())
+
+
+def _age_s(entry: RecordedCollective, now_ns: float) -> float:
+    return round(max(0.0, (now_ns - entry.time_created_ns) / 1e9), 2)

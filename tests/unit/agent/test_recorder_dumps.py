@@ -1,0 +1,136 @@
+"""Dumps that torch's own analyzer reads, and a reader that runs no code of a dump."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftrun.agent.launch.recorder_settings import has_nccl_devices, recorder_variables
+from ftrun.agent.observe import recorder_dumps
+from ftrun.agent.observe.recorder_dumps import as_pickle, ask_by_pipe, read_dump
+
+ENTRY = {
+    "record_id": 0, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": 1,
+    "p2p_seq_id": 0, "op_id": 1, "profiling_name": "gloo:all_reduce", "time_created_ns": 5,
+    "input_sizes": [[4]], "input_dtypes": ["Float"], "output_sizes": [[4]],
+    "output_dtypes": ["Float"], "state": "scheduled", "retired": False, "timeout_ms": 1800000,
+    "is_p2p": False, "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0,
+}  # fmt: skip
+ANALYZER = "from torch.distributed.flight_recorder.fr_trace import main; main()"
+
+
+def dumped(**changes: Any) -> bytes:
+    config = {"": {"name": "", "desc": "", "ranks": "[]"}}  # as torch gives it for gloo
+    return json.dumps({"version": "2.10", "pg_config": config, "pg_status": {}} | changes).encode()
+
+
+def test_the_analyzer_of_torch_names_the_rank_that_is_missing(tmp_path: Path) -> None:
+    for rank, entries in ((0, [ENTRY]), (1, [])):
+        (tmp_path / f"rank_{rank}").write_bytes(as_pickle(dumped(entries=entries), "0=0,1"))
+    done = subprocess.run(
+        [sys.executable, "-c", ANALYZER, str(tmp_path), "-p", "rank_"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "missing ranks: {1}" in done.stdout + done.stderr
+
+
+def test_a_dump_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0"
+    path.write_bytes(as_pickle(dumped(entries=[ENTRY]), "0=0,1 7=1"))
+    trace = read_dump(path)
+    assert [one.profiling_name for one in trace.entries] == ["gloo:all_reduce"]
+    assert {name: one.ranks for name, one in trace.pg_config.items()} == {"0": "[0, 1]", "7": "[1]"}
+    assert trace.pg_config["0"].desc == "0"
+
+
+def test_a_known_group_and_a_pickle_stay_as_they_are() -> None:
+    own = {"3": {"name": "3", "desc": "tp", "ranks": "[0]"}}
+    assert pickle.loads(as_pickle(dumped(pg_config=own), "0=0"))["pg_config"] == own
+    whole = pickle.dumps({"entries": []}, protocol=2)
+    assert as_pickle(whole, "0=0") is whole
+    for wrong in (b"[]", b"not json"):
+        with pytest.raises(ValueError, match=r"no dump|Expecting value"):
+            as_pickle(wrong, "")
+
+
+class _Named:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch harmful",)
+
+
+class _Persistent(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return "outside" if value == "refer" else None
+
+
+@pytest.mark.parametrize("kind", ["names os.system", "refers", "torn", "no dump", "too large"])
+def test_a_dump_that_is_more_than_plain_values_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rank_0"
+    if kind == "refers":
+        with path.open("wb") as file:
+            _Persistent(file).dump({"entries": "refer"})
+    else:
+        value = {"names os.system": {"entries": _Named()}, "no dump": [1]}.get(kind, {"a": "b" * 9})
+        path.write_bytes(pickle.dumps(value)[: 9 if kind == "torn" else None])
+    if kind == "too large":
+        monkeypatch.setattr(recorder_dumps, "MAX_DUMP_BYTES", 8)
+    with pytest.raises(ValueError, match="rank_0 is ") as raised:
+        read_dump(path)
+    assert ("posix.system" in str(raised.value)) == (kind == "names os.system")
+    assert not (tmp_path / "harmful").exists()
+
+
+def test_one_byte_into_the_pipe(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "recorder_")
+    assert not ask_by_pipe(prefix, 3)
+    os.mkfifo(f"{prefix}3.pipe")
+    assert not ask_by_pipe(prefix, 3)  # without a reader
+    reader = os.open(f"{prefix}3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert ask_by_pipe(prefix, 3)
+    assert os.read(reader, 8) == b"1"
+    os.close(reader)
+
+
+def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
+    def given(user: dict[str, str], *, has_devices: bool) -> dict[str, str]:
+        dumps, pipes = tmp_path / "fr" / "0", Path("/run/x")
+        return recorder_variables(user, dumps=dumps, pipes=pipes, has_devices=has_devices)
+
+    assert given({}, has_devices=False) == {"TORCH_FR_BUFFER_SIZE": "128"}
+    assert not (tmp_path / "fr").exists()
+    assert given({"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}, has_devices=False) == {}
+    assert given({"TORCH_FR_BUFFER_SIZE": "9"}, has_devices=False) == {}
+    file = f"{tmp_path}/fr/0/rank_"
+    assert given({}, has_devices=True) == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": file,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file,
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/run/x/recorder_",
+    }
+    assert (tmp_path / "fr" / "0").is_dir()
+    user = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "mine",
+    }
+    assert given(user, has_devices=True) == {}
+
+
+def test_devices_are_found_by_their_files(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    assert not has_nccl_devices(tmp_path)
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert has_nccl_devices(tmp_path)
