@@ -38,7 +38,7 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         assert run.wait() == 0, run.text
     finally:
         run.end()
-    return found(run)
+    return digests_of(run)
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,25 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
 ) -> None:
     run = start(*FLAGS, str(SCRIPT), how, str(CULPRIT))
     assert run.wait() == 0, run.text
-    verdicts: list[Any] = [line["verdict"] for line in run.journal("verdict")]
-    assert verdicts, run.text
-    # On a busy machine the others can be late, too, in the first seconds.
-    assert all(CULPRIT in one["culprits"] for one in verdicts), verdicts
-    assert verdicts[-1]["culprits"] == [CULPRIT]
-    assert verdicts[-1]["kind"] == KINDS[how]
-    assert verdicts[-1]["act_immediately"] is (how != "spin"), "on proof, not for want of it"
-    closed: Any = run.journal("incident_closed")
+    found: Any = run.journal("verdict")
+    named = [one for one in found if one["verdict"]["culprits"] == [CULPRIT]]
+    assert named, run.text
+    # On a busy machine all ranks can be late in the first and the last seconds.
+    others = [one["verdict"] for one in found if one not in named]
+    assert not any(one["act_immediately"] for one in others), others
+    verdict = named[-1]["verdict"]
+    assert verdict["kind"] == KINDS[how]
+    assert verdict["act_immediately"] is (how != "spin"), "on proof, not for want of it"
+    closed: Any = [one for one in run.journal("incident_closed") if one["actions"]]
     assert [one["actions"] for one in closed] == [["kill", "respawn"]]
     assert closed[0]["verified"]["progress"]
     assert closed[0]["steps_lost"] <= 2
     if how not in ("leave", "skip"):
-        assert "hanging_training.py" in verdicts[-1]["text"], "the line of the script"
-        stacks: Any = {one["rank"]: one["stack"] for one in run.journal("verdict")[-1]["ranks"]}  # type: ignore[attr-defined]
+        assert "hanging_training.py" in verdict["text"], "the line of the script"
+        stacks = {one["rank"]: one["stack"] for one in named[-1]["ranks"]}
         assert any("go_wrong" in frame for frame in stacks[CULPRIT])
-    assert found(run) == digests
+    assert digests_of(run) == digests
 
 
-def found(run: Run) -> list[str]:
+def digests_of(run: Run) -> list[str]:
     return sorted(re.findall(r"digest \d [0-9a-f]{64}", run.text))

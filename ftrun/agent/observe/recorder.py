@@ -44,6 +44,7 @@ _PLAIN = "fr_trace_json"
 _NCCL = "dump_nccl_trace_json"
 _NCCL_PICKLE = "dump_nccl_trace_pickle?includestacktraces=false"  # stack traces need the GIL
 _MARGIN_S = 0.2
+_UNANSWERED = "its flight recorder does not answer: the driver of its device may hang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class RecorderReader:
             answer = _ask(self._path, request, deadline_s)
         except TimeoutError:
             self._is_unanswered = may_query
-            return Recorded(notes=(self._unanswered_note(deadline_s),))
+            return Recorded(notes=(_UNANSWERED,))
         except OSError:
             return Recorded()  # it has ended
         finally:
@@ -121,7 +122,8 @@ class RecorderReader:
             return f"{_PLAIN}?backend={name.removesuffix('*')}", "", False
         self._handlers = self._handlers or handlers(self._path, deadline_s)
         if _NCCL not in self._handlers:
-            return "", "this version of torch has no handler for its flight recorder", False
+            known = "this version of torch has no handler for its flight recorder"
+            return "", known if self._handlers else "its server does not answer", False
         if not may_query_device(page, deadline_s):
             note = "only counts of its collectives were read, because a graph may be captured"
             return f"{_NCCL}?includecollectives=false", note, False
@@ -132,7 +134,7 @@ class RecorderReader:
             _ask(self._path, "ping", deadline_s)
         except OSError:
             return "its flight recorder and its server do not answer"
-        return "its flight recorder does not answer: the driver of its device may hang"
+        return _UNANSWERED
 
     def dump(self, page: SharedPage) -> bytes | None:
         """A pickle of the recorder of the device, or else the JSON of the others; None: neither."""

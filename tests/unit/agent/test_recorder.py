@@ -146,6 +146,12 @@ def test_after_a_dump_without_an_answer_only_ping_is_sent(
     torch_server.asked.clear()
     assert reader.read(torch_server.page, deadline_s=0.3).notes == (note,)
     assert torch_server.asked == ["ping"]
+    torch_server.shutdown()
+    torch_server.server_close()
+    path.unlink()
+    assert reader.read(torch_server.page, deadline_s=0.3).notes == (
+        "its flight recorder and its server do not answer",
+    )
 
 
 def test_other_backends_are_asked_by_name(torch_server: TorchServer, path: Path) -> None:
@@ -188,3 +194,5 @@ def test_a_rank_without_a_server_or_that_has_ended(tmp_path: Path) -> None:
     assert reader.read(page).groups == ()
     page.backends = "cuda:nccl*"
     assert reader.read(page).notes == ()
+    page.backends = "cuda:nccl"
+    assert reader.read(page).notes == ("its server does not answer",)
