@@ -12,7 +12,7 @@ import torch
 def scaler_state(thing: Any) -> dict[str, Any]:
     """Like `state_dict()`, with tensors in place of the values that are on a device."""
     kind = torch.amp.GradScaler
-    if getattr(type(thing), "state_dict", None) is kind.state_dict and thing.is_enabled():
+    if type(thing).state_dict is kind.state_dict and thing.is_enabled():
         scale, tracker = thing._scale, thing._growth_tracker
         if scale is not None and not scale.is_cpu:
             return {

@@ -451,7 +451,8 @@ def _num_held(submodules: module_state.Submodules) -> int:
 
 def _states(attached: AttachedState) -> Iterator[tuple[str, object]]:
     for name, thing in attached.stateful.items():
-        yield name, given_by(partial(scaler_state, thing), name)
+        is_scaler = isinstance(thing, torch.amp.GradScaler)
+        yield name, given_by(partial(scaler_state, thing) if is_scaler else thing.state_dict, name)
 
 
 def _dicts(attached: AttachedState) -> dict[str, Any]:
