@@ -51,7 +51,7 @@ __all__ = ["KINDS", "BaselineRuns", "break_in", "drill", "job_argv"]
 KINDS = ("ddp", "fsdp2")
 STEPS = 160
 PACE_S = 0.03
-DRILL_S = 120.0
+DRILL_S = 600.0
 SCRIPT = ROOT / "scripts" / "drill_job.py"
 
 

@@ -23,7 +23,7 @@ from ftrun.errors import FtrunError
 from ftrun.wire.messages.status import StatusView
 from ftrun.wire.run_environment import RunFolder
 
-WAIT_S = 150.0
+WAIT_S = 600.0
 """For one recovery; the start of a node on a busy machine takes most of it."""
 _POLL_S = 0.02
 _STATUS_EVERY_S = 0.25

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class MemoryCgroup:

@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-WAIT_S = 150.0
+WAIT_S = 600.0
 
 
 def stop(pid: int) -> None:

@@ -249,13 +249,13 @@ class CommandExecutor:
         return self.device_memory.wait(since_s=self._stopped_s)
 
     def _end(self, command: commands.EndRun) -> None:
-        self.has_left = command.goes_on
+        self.has_left = command.run_continues
         self.workers.kill()
         self.publishing.publish_status()
         self.generations.repeats.conclude()
         self.publishing.before_end()
         self.signals.forget()
-        if not command.goes_on:
+        if not command.run_continues:
             self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_requested)
         if command.exit_code != ExitCode.DONE:
             raise RunEnded(command)

@@ -120,7 +120,7 @@ def final_block(
         f"ftrun: run {spec.run_id} ended with exit code {code} after {restarts} {noun}: "
         f"{command.reason}"
     ]
-    if command.goes_on:
+    if command.run_continues:
         lines = [
             f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.reason}"
         ]
@@ -431,7 +431,7 @@ def _report_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
 
 
 def _kept(command: EndRun, spec: RunSpec, run: _Run) -> RetainedVersion | None:
-    is_stop = command.exit_code > 128 and command.cause is None and not command.goes_on
+    is_stop = command.exit_code > 128 and command.cause is None and not command.run_continues
     # An agent that was started only to end the run has no ranks. The slots of its ranks show which
     # step they had reached.
     held = max((offer.step for offer in run.smp.memory.offers()), default=None)

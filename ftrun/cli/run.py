@@ -85,7 +85,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     if folder.spec.exists():  # the stub of an earlier start was killed
         for pid in process_tree.end_left_behind(folder.path):
             sys.stderr.write(f"ftrun: {process_tree.explain_stuck(pid)}\n")
-    forget_earlier_life(folder, spec, slurm_step(variables))
+    remove_earlier_run(folder, spec, slurm_step(variables))
     spec = with_log_folder(spec, is_given=bool(variables.get(LOG_FOLDER)))
     folder.spec.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=1))
     sys.stdout.flush()
@@ -293,7 +293,7 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
     return folder, lock_fd
 
 
-def forget_earlier_life(folder: RunFolder, spec: RunSpec, step: SlurmStep | None) -> None:
+def remove_earlier_run(folder: RunFolder, spec: RunSpec, step: SlurmStep | None) -> None:
     """Frees the memory that an earlier start of a requeued Slurm job may have left on this node.
 
     Slurm has ended the earlier start on all nodes, so that usually nothing is left. If only a

@@ -107,7 +107,7 @@ class PrefetchingPosition(DataPosition):
         if index < self._handed_out:
             return False
         if self._resumed is not None:
-            self._go_back_to(index, self._resumed)
+            self._rewind_to(index, self._resumed)
         if self._base.num_workers == 0:
             self._before[index] = rng.take_all()
         self._asked = index + 1
@@ -157,7 +157,7 @@ class PrefetchingPosition(DataPosition):
         assert self._started_with is not None
         return self._started_with
 
-    def _go_back_to(self, index: int, again: dict[str, Any]) -> None:
+    def _rewind_to(self, index: int, again: dict[str, Any]) -> None:
         if again.get("resized") or index >= again["asked"]:
             self.resolve()
         elif index in again["before"]:

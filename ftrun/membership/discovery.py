@@ -68,7 +68,7 @@ class LeaderSuccession:
             return self._me
         return card
 
-    def acquaintances(self, plan: GenerationPlan | None) -> list[NodeCard]:
+    def known_nodes(self, plan: GenerationPlan | None) -> list[NodeCard]:
         """The agents to ask for the leader: the last known leader, then the succession."""
         if plan is None:
             return []
@@ -202,7 +202,7 @@ class LeaderDiscovery:
         self.role, self.leader_card = MemberRole.JOINING, card
         if is_new:
             self._since_s = now_s
-        return self._reach_out(card)
+        return self._dial_node(card)
 
     def seek(self, reason: str, *, now_s: float, refused: bool = False) -> list[Command]:
         note = JournalEntry(LeaderLost(f"the leader is lost: {reason}"), announce=True)
@@ -225,7 +225,7 @@ class LeaderDiscovery:
         self.leader_card = card
         if card is not None:
             self.role = MemberRole.SEEKING
-            return self._reach_out(card)
+            return self._dial_node(card)
         # This node is no voter, and no voter is left that could accept it.
         self.succession.found()
         self.role = MemberRole.JOINING
@@ -303,13 +303,13 @@ class LeaderDiscovery:
     def _is_only_voter(self) -> bool:
         """Whether the last agent of this node led alone, so that no other agent can lead now."""
         plan = self._follower.newest_plan
-        is_alone = plan is not None and not self.succession.acquaintances(plan)
+        is_alone = plan is not None and not self.succession.known_nodes(plan)
         return self.role is MemberRole.SEEKING and is_alone and not self._witness.is_used
 
     def _probe_further(self, now_s: float) -> list[Command]:
         if self.leader_card is None and self.role is MemberRole.SEEKING:
             # Restarted, and no agent names a leader: the connected agents agree on one.
-            for card in self.succession.acquaintances(self._follower.newest_plan):
+            for card in self.succession.known_nodes(self._follower.newest_plan):
                 if card.node_id not in self._links:
                     self.succession.lose(card)
         if self.role is MemberRole.SEEKING or self._follower.newest_plan is not None:
@@ -327,11 +327,11 @@ class LeaderDiscovery:
                 return [Send(card.node_id, self.join(self.waiting.question))]
             return [] if is_linked else [Connect(card.host, card.port, card.node_id)]
         if card is not None:
-            return self._reach_out(card)
+            return self._dial_node(card)
         found: list[Command] = []
         if self.role is MemberRole.SEEKING:
-            for one in self.succession.acquaintances(self._follower.newest_plan):
-                found += self._reach_out(one)
+            for one in self.succession.known_nodes(self._follower.newest_plan):
+                found += self._dial_node(one)
             return found
         others = [one for one in sorted(self._links) if one != self._me.node_id]
         found += [Send(one, self.join()) for one in others]
@@ -356,7 +356,7 @@ class LeaderDiscovery:
         knows = newest.generation if newest is not None else -1
         return Join(self._me, str(self._settings.cluster_size), knows, number)
 
-    def _reach_out(self, card: NodeCard) -> list[Command]:
+    def _dial_node(self, card: NodeCard) -> list[Command]:
         if card.node_id in self._links:
             return [Send(card.node_id, self.join())]
         return [Connect(card.host, card.port, card.node_id)]

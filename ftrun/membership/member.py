@@ -162,7 +162,7 @@ class Member:
             case WitnessAnswered():
                 return self._witness_answered(event, now_s)
             case RunFinished(reason):
-                return [] if self._has_leader(now_s) else [EndRun(0, reason, goes_on=True)]
+                return [] if self._has_leader(now_s) else [EndRun(0, reason, run_continues=True)]
             case ClockTick():
                 return self._tick(now_s)
             case _:
@@ -259,7 +259,7 @@ class Member:
             case messages.Promise():
                 return leader.promised(body, now_s=now_s)
             case messages.PrepareRejected():
-                if (other := self._gives_way_to(leader, body)) is not None:
+                if (other := self._yields_to(leader, body)) is not None:
                     return self._step_down(other, now_s)
                 return leader.not_promised(body, now_s=now_s)
             case messages.Accepted():
@@ -271,7 +271,7 @@ class Member:
             case _:
                 return []
 
-    def _gives_way_to(self, leader: Leader, body: messages.PrepareRejected) -> NodeCard | None:
+    def _yields_to(self, leader: Leader, body: messages.PrepareRejected) -> NodeCard | None:
         """The leader that this proposer yields to; None if its node refuses dials."""
         if body.leader is None or leader.is_settled or leader.known.refuses(body.leader.node_id):
             return None

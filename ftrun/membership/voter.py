@@ -101,7 +101,7 @@ class Voter:
         self._adopted: GenerationInstalled | None = None
         self.agent_lost_s: float | None = None
         """When the last agent of this node ended, if this one succeeds it in the same run."""
-        self._enrolled: ConfigurationId = (-1, 0)
+        self._joined: ConfigurationId = (-1, 0)
         """The newest voter revision whose acceptance is persisted."""
         self._prepare: tuple[str, Prepare] | None = None
         self._checks_asked = 0
@@ -111,7 +111,7 @@ class Voter:
             # The last agent of this node may have promised this number to some proposer.
             self.vote.promised = kept.generation
             if is_chosen:
-                self._effective(kept)
+                self._set_plan(kept)
 
     @property
     def configuration_id(self) -> ConfigurationId:
@@ -273,7 +273,7 @@ class Voter:
             return []
         if not self.vote.adopt_voters(plan, leader):
             return []
-        if self._enrolled == plan.configuration_id:
+        if self._joined == plan.configuration_id:
             return [
                 Send(sender, Accepted(plan.generation, None, voter_revision=plan.voter_revision))
             ]
@@ -288,7 +288,7 @@ class Voter:
             or not accepted.voter_revision
         ):
             return []
-        self._enrolled = accepted.configuration_id
+        self._joined = accepted.configuration_id
         answer = Accepted(accepted.generation, None, voter_revision=accepted.voter_revision)
         return [Send(accepted.leader, answer)]
 
@@ -327,7 +327,7 @@ class Voter:
             return found
         if self.me.node_id in body.leave and not self.is_member:
             reason = "this node has drained; the run continues without it"
-            return [*found, EndRun(_LEFT_CODE, reason, goes_on=True)]
+            return [*found, EndRun(_LEFT_CODE, reason, run_continues=True)]
         if self.is_member:
             found += self._new_orders(body)
         self._done = body
@@ -358,12 +358,12 @@ class Voter:
         return [PersistPlan(plan, is_chosen=True)]
 
     def _took_effect(self, plan: GenerationPlan) -> list[Command]:
-        self._effective(plan)
+        self._set_plan(plan)
         # A node that has promised a later ballot has ended its ranks, and starts none.
         runs = self.is_member and not self.is_in_ballot
         return [StartRanks(plan)] if runs else []
 
-    def _effective(self, plan: GenerationPlan) -> None:
+    def _set_plan(self, plan: GenerationPlan) -> None:
         self.plan = plan
         node = plan.member(self.me.node_id)
         self.is_member = node is not None and node.card.incarnation == self.me.incarnation
@@ -417,5 +417,5 @@ class Voter:
         found: list[Command] = []
         if self.is_member:
             found.append(KillWorkers(f"generation {plan.generation} has started without this node"))
-        self._effective(plan)
+        self._set_plan(plan)
         return found

@@ -34,7 +34,7 @@ class EndRun(Record, frozen=True, tag="run_end_decided"):
     reason: str
     cause: WorkerExit | None = None
     advice: str = ""
-    goes_on: bool = False
+    run_continues: bool = False
     """Only this node ends: it has drained, or the others have finished."""
 
 

@@ -282,7 +282,7 @@ class GenerationMonitor:
     def has_new_orders(self) -> bool:
         return self._reported is not self.orders
 
-    def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[StartGeneration | EndRun]:
+    def order_all(self, commands: Sequence[SupervisorCommand]) -> list[StartGeneration | EndRun]:
         """Turns commands for all nodes into orders; returns those that the leader executes."""
         left: list[StartGeneration | EndRun] = []
         for index, command in enumerate(commands):

@@ -155,7 +155,7 @@ class IncidentLog:
         last = incident.verdict
         if last is None:
             incident.detected_s, incident.known_s = now_s - incident.started_s, now_s
-        elif _gist(last) == _gist(verdict):
+        elif _summary(last) == _summary(verdict):
             return
         matrix, self._matrix = self._matrix, ()
         is_known = last is not None and last.text == verdict.text
@@ -354,5 +354,5 @@ def _cut(view: RankView, verdict: Verdict) -> RankView:
     return msgspec.structs.replace(view, stack=view.stack[:1])
 
 
-def _gist(verdict: Verdict) -> tuple[object, ...]:
+def _summary(verdict: Verdict) -> tuple[object, ...]:
     return (verdict.kind, verdict.culprits, verdict.act_immediately, verdict.confidence)

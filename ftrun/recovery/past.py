@@ -93,7 +93,7 @@ class Past:
         was_asked = self._is_leaving(peer.card)
         peer.has_left = was_asked and not was_member
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
-        self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
+        self._retain_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
         if peer.has_left:
             text = f"node {node_id} has drained"
             return JournalEntry(NodeLeft(text, node_id), announce=True)
@@ -103,7 +103,7 @@ class Past:
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """Records a draining node. The next plan names it: its leader may not see the node end."""
         if not self._is_leaving(card):
-            self._keep_gone(Gone(card, _LEFT, now_s, has_left=True, was_asked=True))
+            self._retain_gone(Gone(card, _LEFT, now_s, has_left=True, was_asked=True))
 
     def returns(self, node_id: str) -> None:
         self._gone.pop(node_id, None)
@@ -123,7 +123,7 @@ class Past:
         for one in gone:
             if one.card.node_id not in self._gone:
                 at_s, has_left = known_s - one.age_s, one.has_left
-                self._keep_gone(Gone(one.card, one.reason, at_s, has_left, was_asked=has_left))
+                self._retain_gone(Gone(one.card, one.reason, at_s, has_left, was_asked=has_left))
 
     def past_restarts(self, *, now_s: float) -> list[PastRestart]:
         return [
@@ -138,7 +138,7 @@ class Past:
         found = self._gone.get(card.node_id)
         return found is not None and found.was_asked and found.card.incarnation == card.incarnation
 
-    def _keep_gone(self, new: Gone) -> None:
+    def _retain_gone(self, new: Gone) -> None:
         self._gone[new.card.node_id] = new
         for one in self.gone[:-MAX_GONE]:
             del self._gone[one.card.node_id]

@@ -166,7 +166,7 @@ class _Held:
         """The protections that tolerate the most losses, until each rank is in one."""
         covered: set[int] = set()
         chosen = []
-        for group in sorted(self.groups.values(), key=self._badness):
+        for group in sorted(self.groups.values(), key=self._sort_key):
             if not covered.issuperset(group.ranks):
                 chosen.append(group)
                 covered.update(group.ranks)
@@ -179,7 +179,7 @@ class _Held:
             held.setdefault(min(self.slots[rank]), []).append(rank)
         return [RestoreSource([node_id], [some], 0, -1) for node_id, some in held.items()]
 
-    def _badness(self, group: _Group) -> tuple[int, bool, int]:
+    def _sort_key(self, group: _Group) -> tuple[int, bool, int]:
         """Lowest for the protection that tolerates most; of equals the newest committed one."""
         margin = group.name.parity - len(group.missing(self.slots))
         return (-margin, not group.is_committed, -group.name.protected_in)

@@ -135,7 +135,7 @@ class HangSuspicions:
             verdict.act_immediately
             and before is not None
             and before.act_immediately
-            and _gist(before) == _gist(verdict)
+            and _summary(before) == _summary(verdict)
         )
 
     def _news(
@@ -149,7 +149,7 @@ class HangSuspicions:
     ) -> HangFinding | None:
         shown = tuple(view for _, view in sorted(views.items()))
         is_same = verdict is None or (
-            self._reported is not None and _gist(verdict) == _gist(self._reported)
+            self._reported is not None and _summary(verdict) == _summary(self._reported)
         )
         is_news = acts or not is_same or not self.is_suspicious
         self.is_suspicious = True
@@ -176,7 +176,7 @@ def _samples(views: Mapping[int, RankView]) -> tuple[object, ...]:
     return tuple((rank, view.unresponsive_s) for rank, view in sorted(views.items()))
 
 
-def _gist(verdict: Verdict) -> tuple[object, ...]:
+def _summary(verdict: Verdict) -> tuple[object, ...]:
     return (verdict.kind, verdict.culprits, verdict.nodes, verdict.act_immediately)
 
 

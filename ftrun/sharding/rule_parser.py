@@ -67,7 +67,7 @@ def carried(rules: ShardingRules) -> dict[str, object]:
 def read_carried(saved: Mapping[str, Any]) -> ShardingRules:
     """The rules that a snapshot carries, on the mesh that took it."""
     rules = read_rules(saved["text"], source=f"{saved['source']} of the snapshot")
-    return rules.on(rules.mesh.having(saved["mesh"]))
+    return rules.on(rules.mesh.with_sizes(saved["mesh"]))
 
 
 class _Reader:
@@ -243,7 +243,7 @@ class _Reader:
             weight,
             self._optional(parts, "unit", self._positive, common.unit),
             self._optional(parts, "sizes", self._integers, common.sizes),
-            self._optional(parts, "share", self._truth, common.is_shared),
+            self._optional(parts, "share", self._boolean, common.is_shared),
         )
 
     # --- nodes -------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class _Reader:
     def _integers(self, node: yaml.Node) -> tuple[int, ...] | None:
         return tuple(self._integer(one) for one in self._items(node, "a list of numbers"))
 
-    def _truth(self, node: yaml.Node) -> bool:
+    def _boolean(self, node: yaml.Node) -> bool:
         if not isinstance(node, yaml.ScalarNode) or node.value not in ("true", "false"):
             self._wrong(node, "true or false")
         return bool(node.value == "true")

@@ -89,9 +89,9 @@ class Mesh:
         others = self.size // self.size_of(axis)
         if num_ranks < 1 or num_ranks % others:
             return None
-        return self.having({axis: num_ranks // others})
+        return self.with_sizes({axis: num_ranks // others})
 
-    def having(self, sizes: Mapping[str, int]) -> "Mesh":
+    def with_sizes(self, sizes: Mapping[str, int]) -> "Mesh":
         return Mesh(tuple((n, sizes.get(n, size)) for n, size in self.axes), self.batch_axes)
 
     @property

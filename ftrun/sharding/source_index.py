@@ -30,7 +30,6 @@ import numpy.typing as npt
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
 from ftrun.sharding.partition import StoredRegion
-from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import (
     Box,
     Shape,
@@ -41,7 +40,7 @@ from ftrun.snapshot.boxes import (
     whole,
     without,
 )
-from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME, CopyTiming, LayoutEntry
+from ftrun.snapshot.layout import ITEM_BYTES, CopyTiming, LayoutEntry
 from ftrun.snapshot.shard_header import ShardHeader
 
 OURS = "ftrun."
@@ -86,17 +85,6 @@ class ShardSource(Protocol):
     def close(self) -> None:
         """Release all memory; existing views keep theirs."""
         ...
-
-
-def plain_bytes(head: ShardHeader, read: Callable[[int, int], memoryview]) -> dict[str, bytes]:
-    """The plain values of a shard: the bytes of each part, by name.
-
-    `read` takes an offset into the shard's data and a number of bytes.
-    """
-    at = head.entries[PLAIN_NAME].offset
-    length = int.from_bytes(read(at, 8), "little")
-    found: dict[str, bytes] = plain.decode(read(at + 8, length))
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,13 +295,13 @@ class SmpServer:
             case checkpoint_messages.WriteCheckpoint() as body:
                 handler.write_checkpoint(requester, body)
             case checkpoint_messages.ExpediteCheckpoint():
-                handler.checkpoints.hurry()
+                handler.checkpoints.expedite()
             case checkpoint_messages.LoadCheckpoint() as body:
                 handler.checkpoints.load(requester, body)
             case checkpoint_messages.EndCheckpoints() as body:
                 handler.checkpoints.end(requester, body)
             case messages.StatusRequest():
-                return handler.status(self._orphanhood())
+                return handler.status(self._orphan_status())
             case smp_messages.Shutdown():
                 handler.free()
                 self._unlink()
@@ -315,7 +315,7 @@ class SmpServer:
         for client in [one for one in self._clients if one.role is ClientRole.WORKER]:
             self._drain(client)
 
-    def _orphanhood(self) -> dict[str, object]:
+    def _orphan_status(self) -> dict[str, object]:
         since_s = self._orphaned_since_s
         return {
             "orphaned_for_s": None if since_s is None else clock.now_s() - since_s,

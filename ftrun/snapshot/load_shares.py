@@ -72,7 +72,7 @@ def share_of(
     others: list[tuple[Place, int]] = []
     for nodes, places in alike.items():
         readers = [one for one in sorted(ranks) if nodes >> one & 1]
-        for position, reader in _dealt(places, readers, sizes):
+        for position, reader in _distributed(places, readers, sizes):
             if reader == node:
                 own.append(position)
             else:
@@ -92,7 +92,7 @@ def _needed_by(
     return found
 
 
-def _dealt(
+def _distributed(
     places: Sequence[Place], readers: Sequence[int], sizes: Mapping[int, Sequence[int]]
 ) -> list[tuple[Place, int]]:
     """Each piece and the node that reads it, in runs of about equal bytes."""

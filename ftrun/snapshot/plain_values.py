@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import msgspec
 
 from ftrun.errors import LayoutUnknown, ValueNotStorable
+from ftrun.snapshot.layout import PLAIN_NAME
+from ftrun.snapshot.shard_header import ShardHeader
 
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _SELF_TYPES = frozenset({type(None), bool, float, str, bytes})
@@ -103,6 +105,17 @@ def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # t
         return _unpack(msgspec.msgpack.decode(data), deref)
     except (msgspec.DecodeError, KeyError, ValueError, TypeError) as error:
         raise LayoutUnknown(f"cannot decode the plain values of a shard: {error!r}") from error
+
+
+def plain_bytes(head: ShardHeader, read: Callable[[int, int], memoryview]) -> dict[str, bytes]:
+    """The plain values of a shard: the bytes of each part, by name.
+
+    `read` takes an offset into the shard's data and a number of bytes.
+    """
+    at = head.entries[PLAIN_NAME].offset
+    length = int.from_bytes(read(at, 8), "little")
+    found: dict[str, bytes] = decode(read(at + 8, length))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ def test_module_loads_nothing_heavy(module: str) -> None:
     assert loaded_by(f"import {module}") == set()
 
 
+def test_the_smp_loads_no_numpy() -> None:
+    assert loaded_by("import ftrun.smp.__main__") == {"msgspec"}
+
+
 def help_loads(*words: str) -> set[str]:
     code = (
         f"import sys\nfrom ftrun.cli.app import main\nsys.argv = ['ftrun', *{words}, '--help']\n"

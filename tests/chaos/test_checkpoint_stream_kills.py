@@ -13,7 +13,7 @@ from tests.integration.conftest import Run, Start, script, start
 
 __all__ = ["script", "start"]
 
-pytestmark = [pytest.mark.chaos, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.chaos, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
 
 Write = Callable[..., str]
 LAYERS, WIDTH = 8, 2048

@@ -383,7 +383,11 @@ def agent_of(stub: int) -> int:
 
 @pytest.mark.parametrize(
     ("members", "spares", "victim"),
-    [(2, 0, 1), (1, 1, 0), pytest.param(2, 0, 0, marks=pytest.mark.full)],
+    [
+        (2, 0, 1),
+        pytest.param(1, 1, 0, marks=pytest.mark.full),
+        pytest.param(2, 0, 0, marks=pytest.mark.full),
+    ],
     ids=["member", "with a spare", "leader"],
 )
 def test_sigterm_to_all_nodes_soon_after_a_kill_of_an_agent_still_saves_the_snapshot(
@@ -445,7 +449,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     ("parts", "delay_s"),
     [
         (("agent",), 0.2),
-        (("agent", "smp"), 0.5),
+        pytest.param(("agent", "smp"), 0.5, marks=pytest.mark.full),
         pytest.param(("agent",), 1.0, marks=pytest.mark.full),
         pytest.param(("agent",), 3.0, marks=pytest.mark.full),
     ],

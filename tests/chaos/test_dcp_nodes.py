@@ -17,7 +17,7 @@ from tests.integration.test_dcp import LOOP, example, undisturbed
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 STEPS = 60
 NOTES = """
@@ -46,7 +46,7 @@ def test_another_node_has_what_a_rank_needs(
     text = text.replace('report_state("ends")\n', 'note("end", result=report_state("ends"))\n')
     words = [script(text), kind, STEPS]
     with VirtualCluster(3) as cluster:
-        run = NodesRun(cluster, tmp_path, words, Deadline(120), members=2, spares=1)
+        run = NodesRun(cluster, tmp_path, words, Deadline(600), members=2, spares=1)
         run.start_all()
         run.wait_for_step(10)
         if fault == "rank":

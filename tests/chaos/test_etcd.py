@@ -24,9 +24,9 @@ if reason := available():
 if reason := etcd_available():
     pytest.skip(f"needs etcd: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 SHORT = ("--set", "nodes.last_call_timeout_s=5")
 """Time for which a run that may begin with one node waits for the other one, and after which
 voters change."""

@@ -51,7 +51,9 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
     assert run.wait() == 0, run.text
     verdicts: list[Any] = [line["verdict"] for line in run.journal("verdict")]
     assert verdicts, run.text
-    assert {tuple(one["culprits"]) for one in verdicts} == {(CULPRIT,)}
+    # On a busy machine the others can be late, too, in the first seconds.
+    assert all(CULPRIT in one["culprits"] for one in verdicts), verdicts
+    assert verdicts[-1]["culprits"] == [CULPRIT]
     assert verdicts[-1]["kind"] == KINDS[how]
     assert verdicts[-1]["act_immediately"] is (how != "spin"), "on proof, not for want of it"
     closed: Any = run.journal("incident_closed")

@@ -16,7 +16,7 @@ from tests.integration.documented import rule_file
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "tensor_parallel_training.py"
 RULES = "tensor-parallel.yaml"
@@ -30,7 +30,7 @@ def run_of(
     (folder / RULES).write_text(rule_file(RULES))
     words = [SCRIPT, sizes, STEPS, RULES, "noted"]
     run = NodesRun(
-        cluster, folder, words, Deadline(150), members=members, spares=spares, flags=flags
+        cluster, folder, words, Deadline(600), members=members, spares=spares, flags=flags
     )
     run.start_all()
     run.wait_for_step(8)

@@ -17,7 +17,7 @@ from ftrun.membership.leader.pausing import GONE_S
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STUB = "cli.stub"
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Iterator[NodesRun]:
     cluster.up()
     flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
     words = job_argv("ddp", tmp_path)
-    yield NodesRun(cluster, tmp_path, words, Deadline(200.0), members=2, spares=1, flags=flags)
+    yield NodesRun(cluster, tmp_path, words, Deadline(600), members=2, spares=1, flags=flags)
     cluster.down()
 
 
@@ -90,7 +90,7 @@ def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_resul
     with VirtualCluster(3) as cluster:
         flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
         words = job_argv("ddp", tmp_path)
-        run = NodesRun(cluster, tmp_path, words, Deadline(200.0), members=1, spares=2, flags=flags)
+        run = NodesRun(cluster, tmp_path, words, Deadline(600), members=1, spares=2, flags=flags)
         run.start_all()
         run.wait_for_step(5)
         run.may_end(2)

@@ -19,9 +19,9 @@ from ftrun.tools.drill.jobs import DrillJob, difference, outcome_of
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 MEMBERS = 3
 LONG = 400
 """Steps until a slow rail is distinguished from a slow moment."""

@@ -17,7 +17,7 @@ from tests.ftp_server import url_of
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
 
 MEMBERS, STORE, PORT = 2, 2, 2121
 
@@ -55,7 +55,7 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
         cluster,
         folder,
         job_argv("fsdp2", folder),
-        Deadline(200),
+        Deadline(600),
         members=MEMBERS,
         flags=("--checkpoint-dir", store, "--checkpoint-every", 0.5),
     )

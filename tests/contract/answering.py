@@ -11,7 +11,7 @@ from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ftrun.wire.transport.handshake import (
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 @pytest.fixture

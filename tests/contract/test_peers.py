@@ -19,7 +19,7 @@ from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake, dial_
 from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 TIMEOUT_S = 1.0
 """Timeout of tests that wait for its end."""
 LONG_S = 30.0

@@ -21,7 +21,7 @@ from ftrun.cli.runs import choose
 from ftrun.errors import FtrunError
 from ftrun.wire.run_environment import RunId, run_folder
 
-WAIT_S = 200.0
+WAIT_S = 600.0
 NAMES = ("ftrun-agent", "ftrun-smp")
 PORTS = range(20_000, 32_000)
 """Below the ports that the kernel gives to connecting processes."""

@@ -14,7 +14,7 @@ from tests.integration.conftest import WAIT_S, Run, Start
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-RUNS_A_FRAMEWORK = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
+RUNS_A_FRAMEWORK = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DIES = """
 import os, signal, torch

@@ -550,11 +550,11 @@ def passed(count: Path) -> list[str]:
 
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("scheme", "comes_last"),
     [
-        pytest.param("", False, id="comes first"),
+        pytest.param("", False, id="comes first", marks=pytest.mark.full),
         pytest.param("", True, id="comes last", marks=pytest.mark.full),
         pytest.param("file://", False, id="comes first, at a URL", marks=pytest.mark.full),
         pytest.param("file://", True, id="comes last, at a URL", marks=pytest.mark.full),

@@ -60,7 +60,7 @@ def server(root: Path) -> Iterator[FtpServer]:
         yield found
 
 
-@pytest.fixture(params=["file", "ftp"])
+@pytest.fixture(params=["file", pytest.param("ftp", marks=pytest.mark.full)])
 def url(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
     if request.param == "file":
         yield f"file://{root}/run"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.conftest import Run, Start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "dcp.md"
 (EXAMPLE,) = re.findall(r"```python\n(import sys\n.*?)```", PAGE.read_text(), re.DOTALL)

@@ -101,7 +101,7 @@ QUICK = ("--allow-faults", "--snapshot-every", "1", "--nproc-per-node", "2")
 
 Script = Callable[..., str]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def asked(run: Run, *words: object) -> "subprocess.CompletedProcess[str]":
@@ -175,7 +175,7 @@ def generation(run: Run) -> int:
     return len(run.journal("generation_started")) - 1
 
 
-def goes_on(run: Run, at_generation: int, after_step: int) -> None:
+def check_continues(run: Run, at_generation: int, after_step: int) -> None:
     """Wait until every rank is some steps further, in this generation or a later one."""
 
     def is_so() -> bool:
@@ -208,7 +208,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     settings = [word for key in words for word in ("--set", key)]
     found = Run(folder, *QUICK, *settings, "train.py", FOREVER, "loader")
     try:
-        goes_on(found, 0, 0)
+        check_continues(found, 0, 0)
         yield found
     finally:
         found.end()
@@ -216,7 +216,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 def now_at(run: Run) -> tuple[int, list[int]]:
     """The generation, and the pids of its ranks."""
-    goes_on(run, generation(run), step_of(run))
+    check_continues(run, generation(run), step_of(run))
     return generation(run), run.pids()
 
 
@@ -236,7 +236,7 @@ def test_a_rank_dies_at_the_step_that_was_ordered(run: Run) -> None:
         assert (line["step"], line["rank"]) == (at, 1)
         run.wait_until("restarted", lambda number=number: generation(run) > number)
         assert words in json.dumps(run.journal("workers_exited")[-1:])
-        goes_on(run, number + 1, at)
+        check_continues(run, number + 1, at)
         assert len(lines(run, "fault_injected", fault_id)) == 1, "it has fired again"
 
 
@@ -250,7 +250,7 @@ def test_an_order_outlives_its_rank_and_fires_once(run: Run) -> None:
         run.wait_until("restarted", lambda: generation(run) == number + 1)
     assert fired(run, later)["step"] == at
     run.wait_until("restarted again", lambda: generation(run) == number + 2)
-    goes_on(run, number + 2, at)
+    check_continues(run, number + 2, at)
     assert len(lines(run, "fault_injected", later)) == 1
 
 
@@ -277,7 +277,7 @@ def test_a_rank_is_paused_and_continues(run: Run) -> None:
         ended(run, fault_id)
         if kind == "busy-loop":
             assert cpu_s(pids[1]) - used_s > 0.2
-        goes_on(run, number, step)
+        check_continues(run, number, step)
     assert run.pids() == pids
 
 
@@ -294,7 +294,7 @@ def last_sums(run: Run, after_step: int) -> dict[str, str]:
 
 def test_a_collective_is_skipped_and_numbers_go_bad(start: Start, script: Script) -> None:
     run = start(*QUICK, script(TRAIN), FOREVER)
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     never = order(run, "exception", rank=0, at_step=1 << 40)
     fault_id = order(run, "collective-skip", rank=1)
     step = int(str(fired(run, fault_id)["step"]))
@@ -315,7 +315,7 @@ def test_a_collective_is_skipped_and_numbers_go_bad(start: Start, script: Script
 @pytest.mark.full
 def test_an_explicit_collective_is_skipped(start: Start, script: Script) -> None:
     run = start(*QUICK, script(ALONE))
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     fault_id = order(run, "collective-skip", rank=1)
     fired(run, fault_id)
     run.wait_until("skipped", lambda: "alone rank=1" in run.text)
@@ -324,13 +324,13 @@ def test_an_explicit_collective_is_skipped(start: Start, script: Script) -> None
 @pytest.mark.full
 def test_what_a_rank_cannot_do_is_harmless_and_is_reported(start: Start, script: Script) -> None:
     run = start("--allow-faults", "--nproc-per-node", "1", script(EMPTY))
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     fault_id = order(run, "weight-bitflip", rank=0)
     ended(run, fault_id)
     (line,) = lines(run, "fault_reverted", fault_id)
     assert "not made: RuntimeError: weight-bitflip needs a parameter" in line["reason"]
     assert not lines(run, "fault_injected", fault_id)
-    goes_on(run, 0, step_of(run))
+    check_continues(run, 0, step_of(run))
     assert generation(run) == 0
 
 
@@ -350,7 +350,7 @@ def test_a_slow_rank_is_slow(run: Run) -> None:
     ended(run, fault_id)
     assert cpu_s(pid) - used_s < 0.2 * (time.monotonic() - started_s) + 0.1
     assert "ftrun-fault" not in Path(f"/proc/{pid}/cgroup").read_text()
-    goes_on(run, number, step_of(run))
+    check_continues(run, number, step_of(run))
     assert run.pids() == pids
 
 
@@ -381,7 +381,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     stop = order(run, "stop", rank=1)
     fired(run, stop)
     assert asked(run, "--cancel", stop, run.run_id).returncode == 0
-    goes_on(run, number, step_of(run))
+    check_continues(run, number, step_of(run))
     assert run.pids() == pids, "no rank was restarted"
     reasons = [lines(run, "fault_reverted", one)[0]["reason"] for one in (slow, later, hang, stop)]
     assert reasons == ["cancelled"] * 4
@@ -394,7 +394,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     assert "cannot be taken back" in answer.reason
     assert "it accepts only --node and the run" in refused(run, "--cancel", gil, "--rank", 0)
     ended(run, gil)
-    goes_on(run, number, step_of(run))
+    check_continues(run, number, step_of(run))
 
 
 @pytest.mark.full
@@ -405,7 +405,7 @@ def test_input_comes_late(run: Run) -> None:
     run.wait_until("late", lambda: "late input rank=1" in run.text)
     assert "late input rank=0" not in run.text
     ended(run, fault_id)
-    goes_on(run, number, step_of(run))
+    check_continues(run, number, step_of(run))
 
 
 @pytest.mark.full
@@ -427,13 +427,13 @@ def test_out_of_memory_in_a_cgroup_of_its_own(run: Run, is_later: bool) -> None:
     assert "out of memory" in json.dumps(run.journal("workers_exited")[-1:])
     ended(run, fault_id)
     assert not list(Path("/sys/fs/cgroup").rglob(f"ftrun-fault-{fault_id}"))
-    goes_on(run, number + 1, 0)
+    check_continues(run, number + 1, 0)
 
 
 @pytest.mark.full
 def test_a_poisoned_batch_ends_the_run(start: Start, script: Script) -> None:
     run = start(*QUICK, "--set", "restart.backoff_initial_s=0.1", script(TRAIN), FOREVER)
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     with held(run) as step:
         fault_id = order(run, "poison-batch", rank=0, at_step=step + 10)
     assert run.wait() == 93
@@ -468,7 +468,7 @@ def test_parts_of_ftrun_are_hit(run: Run) -> None:
     run.wait_until("dead", lambda: is_gone(agent))
     assert lines(run, "fault_injected", fault_id)
     run.wait_until("restarted", lambda: generation(run) == number + 1)
-    goes_on(run, number + 1, 0)
+    check_continues(run, number + 1, 0)
 
 
 @pytest.mark.full
@@ -477,31 +477,31 @@ def test_a_snapshot_is_torn(run: Run) -> None:
     fault_id = order(run, "torn-snapshot", rank=1)
     step = int(str(fired(run, fault_id)["step"]))
     run.wait_until("restarted", lambda: generation(run) == number + 1)
-    goes_on(run, number + 1, step)
+    check_continues(run, number + 1, step)
 
 
 @pytest.mark.full
 def test_snapshot_and_checkpoint_are_damaged(start: Start, script: Script) -> None:
     words = ("--checkpoint-dir", "disk", "--checkpoint-every", "0.5")
     run = start(*QUICK, *words, script(TRAIN), FOREVER)
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     run.wait_until("on disk", lambda: run.journal("checkpoint_written"))
     fired(run, order(run, "bitflip-shm", rank=0))
     run.wait_until("rejected", lambda: "does not match; it is rejected" in run.text)
     # The other slot may be half written: then it is the version before, or the checkpoint.
-    goes_on(run, 2, 0)
+    check_continues(run, 2, 0)
     fired(run, order(run, "corrupt-checkpoint"))
 
 
 @pytest.mark.full
 def test_a_node_freezes_and_is_lost(start: Start, script: Script) -> None:
     run = start(*QUICK, script(TRAIN), FOREVER)
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     all_pids = [run.process.pid, run.pid_of("agent"), run.pid_of("smp"), *run.pids()]
     order(run, "freeze", for_s=3.0)
     run.wait_until("frozen", lambda: all(state(pid) == "T" for pid in all_pids))
     run.wait_until("thawed", lambda: all(state(pid) != "T" for pid in all_pids))
-    goes_on(run, 0, step_of(run))
+    check_continues(run, 0, step_of(run))
     fired(run, order(run, "cpu-starve", for_s=1000.0, amount=1.0))
     (reverter,) = reverters(run.pid_of("agent"))
     burners = Path(f"/proc/{reverter}/task/{reverter}/children").read_text().split()
@@ -543,7 +543,7 @@ def test_resources_are_short(run: Run) -> None:
         assert "ftrun-fault" not in Path(f"/proc/{agent}/cgroup").read_text()
     else:
         assert "pids cgroup" in done.stderr
-    goes_on(run, number, step_of(run))
+    check_continues(run, number, step_of(run))
 
 
 def reverters_of(stub: int) -> list[str]:
@@ -571,12 +571,12 @@ def test_the_disk_is_full(start: Start, script: Script, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", small], check=True)
     try:
         run = start(*QUICK, script(TRAIN), FOREVER)
-        goes_on(run, 0, 0)
+        check_continues(run, 0, 0)
         fault_id = order(run, "disk-full", for_s=1.0)
         assert os.statvfs(small).f_bavail == 0
         run.wait_until("healed", lambda: os.statvfs(small).f_bavail > 0)
         ended(run, fault_id)
-        goes_on(run, 0, step_of(run))
+        check_continues(run, 0, step_of(run))
         run.end()
     finally:
         subprocess.run(["umount", "--lazy", small], check=True)
@@ -584,9 +584,9 @@ def test_the_disk_is_full(start: Start, script: Script, tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_allow_faults_refuses_them(start: Start, script: Script) -> None:
     run = start("--nproc-per-node", "1", script(TRAIN), FOREVER)
-    goes_on(run, 0, 0)
+    check_continues(run, 0, 0)
     assert "--allow-faults" in refused(run, "rank-kill", run.run_id, "--rank", 0)
-    goes_on(run, 0, step_of(run))
+    check_continues(run, 0, step_of(run))
 
 
 def test_what_cannot_be_made_is_refused_with_what_is_missing(run: Run) -> None:

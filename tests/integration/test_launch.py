@@ -47,7 +47,7 @@ CONTRACT = (
 
 Script = Callable[..., str]
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # A test looks for one string of `print`: several are written separately, with their separators, and
 # other ranks may write in between.

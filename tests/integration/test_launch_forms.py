@@ -22,12 +22,12 @@ from virtual_cluster import VirtualCluster, available
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "scripts" / "ranks_on_nodes.py"
 PAGE = ROOT / "docs" / "many-nodes.md"
-WAIT_S = 120.0
+WAIT_S = 600.0
 NODES = (0, 1)
 
 NOT_THE_SAME = {

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = str(SCRIPTS / "tensor_parallel_training.py")
 PIPELINE = str(SCRIPTS / "pipeline_training.py")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def reported(run: Run, word: str) -> set[str]:

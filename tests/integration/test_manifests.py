@@ -23,10 +23,10 @@ import yaml
 
 from tests.integration.conftest import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = Path(__file__).parent / "scripts"
-WAIT_S = 90.0
+WAIT_S = 600.0
 JOB_ID = 4711
 RUN_ID = f"queued-{JOB_ID}"
 NODES = ("one", "two")

@@ -47,7 +47,7 @@ def test_a_slow_rail_is_reported_while_the_run_lives_and_after(tmp_path: Path) -
         cluster.slow(2, "30mbit", rail=1)
         flags = ["--secret-file", secret]
         words = [SCRIPT, tmp_path, 0]
-        run = NodesRun(cluster, tmp_path, words, Deadline(110), members=3, flags=flags)
+        run = NodesRun(cluster, tmp_path, words, Deadline(600), members=3, flags=flags)
         run.start_all()
         run.wait_for_step(5)
         run.wait_for("the plan", lambda: bool(run.journals("network_plan")))

@@ -18,7 +18,7 @@ if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "drill_job.py"
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 pytestmark = [pytest.mark.slow]
 

@@ -64,7 +64,7 @@ dist.destroy_process_group()
 
 FTRUN = [sys.executable, "-m", "ftrun"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def until(what: str, condition: Callable[[], object]) -> None:

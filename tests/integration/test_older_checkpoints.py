@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import Run, Start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECORDED = Path(__file__).parent / "recorded" / "checkpoint-0.2.tar.xz"
 SCRIPT = str(Path(__file__).parent / "scripts" / "recorded_training.py")

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.conftest import Start
 from tests.integration.examples import ends_like_undisturbed, restored_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CODE = """
 import os

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.conftest import Start
 from tests.integration.examples import ends_like_undisturbed, example, restored_steps
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_snapshot_wins_over_the_older_checkpoint(start: Start, tmp_path: Path) -> None:

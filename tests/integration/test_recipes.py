@@ -13,7 +13,7 @@ import pytest
 from tests.integration.conftest import WAIT_S, Run, Start
 from tests.integration.examples import DIES, ENDS_AT_ONCE, example, restored_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = "getting-started.md"
 
@@ -75,7 +75,7 @@ def started(start: Start, folder: Path, code: str, *words: str, ranks: int = 1) 
     [
         ("nanoGPT loop", 1, {"0": 6, "1": 5}),
         ("N steps over epochs", 2, {"0": 7, "1": 5}),
-        ("LoRA with accumulation", 1, {"0": 10, "1": 8}),
+        pytest.param("LoRA with accumulation", 1, {"0": 10, "1": 8}, marks=pytest.mark.full),
         pytest.param("EMA evaluation", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
         pytest.param("GAN", 1, {"0": 10, "1": 7}, marks=pytest.mark.full),
         pytest.param("Own loop with torch.save", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
@@ -147,6 +147,7 @@ for epoch in session.epochs(100):
 """
 
 
+@pytest.mark.full
 def test_a_loop_left_by_break_inside_epochs_has_its_last_step_on_disk(
     start: Start, tmp_path: Path
 ) -> None:

@@ -296,7 +296,7 @@ def ends_of(cluster: Cluster) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kind: str) -> None:
     cluster.narrow = kind == "fsdp"  # many small reads, one window after the other
@@ -314,7 +314,7 @@ def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kin
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_the_last_node_of_two_continues_alone(cluster: Cluster) -> None:
     first, second = cluster.add(), cluster.add()
     assert cluster.run([first, second], "fsdp", 2) == [0] * 2, cluster.log()
@@ -327,7 +327,7 @@ def test_the_last_node_of_two_continues_alone(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_what_two_lost_nodes_held_is_named(cluster: Cluster) -> None:
     nodes = [cluster.add() for _ in range(3)]
     assert cluster.run(nodes, "fsdp", 2) == [0] * 3, cluster.log()

@@ -231,7 +231,7 @@ COMMON = ("step", "parameters", "optimizer", "groups", "scheduler")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("node", ["ddp", "fsdp"], indirect=True)
 def test_every_bit_comes_back_in_another_number_of_ranks(node: Node) -> None:
     mask = node.kind == "fsdp"
@@ -301,7 +301,7 @@ def assert_all_restored(node: Node, ends: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -332,7 +332,7 @@ def test_every_bit_comes_back_in_any_other_layout(node: Node, kinds: list[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "splits",
     [
@@ -356,7 +356,7 @@ def test_stages_of_a_pipeline_come_back_split_otherwise(
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_mesh_reports_which_ranks_continue_with_the_same_data(node: Node) -> None:
     """Every sample once, in the order of the sampler, whatever the tensor-parallel size."""
     order = list(DistributedSampler(range(96), 1, 0, seed=3))
@@ -380,7 +380,7 @@ def test_a_mesh_reports_which_ranks_continue_with_the_same_data(node: Node) -> N
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_one_stage_becomes_two_where_the_mesh_declares_it(node: Node) -> None:
     assert node.run(1, 2, kind="pp", split=[3], mesh={"pp": 1}) == [0], node.log()
     ends = [node.saved("end", 0)]
@@ -395,7 +395,7 @@ def test_one_stage_becomes_two_where_the_mesh_declares_it(node: Node) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "sizes", [[(2, "fsdp"), (1, "plain")], [(2, "ddp"), (2, "ddp")]], ids=["resized", "the same"]
 )

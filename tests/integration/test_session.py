@@ -26,12 +26,12 @@ from ftrun.wire.shared_memory.pages import (
 from ftrun.wire.transport.channel import Channel, connect
 from tests.launch_requests import launch_request, launch_variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "session-test"
 TIMEOUT_S = 60.0
-WAIT_S = 350.0
+WAIT_S = 600.0
 SETTINGS = SnapshotConfig(every=1, commit_timeout_s=60)
 """No boundary is skipped because the machine is busy."""
 

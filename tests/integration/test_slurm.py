@@ -22,12 +22,12 @@ from virtual_slurm import VirtualSlurm, available
 if reason := available():
     pytest.skip(f"needs Slurm: {reason}", allow_module_level=True)
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "scripts" / "ranks_on_nodes.py"
 PAGE = ROOT / "docs" / "many-nodes.md"
-WAIT_S = 120.0
+WAIT_S = 600.0
 ONE_TASK_EACH = ("-N3", "--ntasks-per-node=1")
 SURVIVES = ("--no-kill", "--kill-on-bad-exit=0")
 OURS = ("smp_exited", "zygote_exited", "memory_adopted")

@@ -54,6 +54,8 @@ RUN_ID = "test-run"
 TIMEOUT_S = 60.0
 WORLD = 2
 M = TypeVar("M")
+Hits = Callable[[list[str]], list[str]]
+"""Which of the crash points, as `name:N`, a test uses."""
 
 
 def wait_until(claim: Callable[[], bool], what: str) -> None:
@@ -817,17 +819,25 @@ def passed(count: Path) -> list[str]:
     return [f"{name}:{names[: at + 1].count(name)}" for at, name in enumerate(names)]
 
 
+def once(points: list[str]) -> list[str]:
+    """The first hit of each crash point."""
+    return list({point.partition(":")[0]: point for point in reversed(points)}.values())
+
+
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "hits", [pytest.param(once, id="once"), pytest.param(list, id="all", marks=pytest.mark.full)]
+)
 def test_an_smp_killed_at_any_point_of_a_run_loses_no_sealed_version(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, hits: Hits
 ) -> None:
     count = tmp_path / "points"
     world.start(count=str(count))
     run_that_may_die(world)
     world.smp.kill()
-    points = passed(count)
+    points = hits(passed(count))
     assert len({point.partition(":")[0] for point in points}) >= 8
     for point in points:
         world.forget()
@@ -946,12 +956,17 @@ CHECKPOINT_POINTS = [
 
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "scheme", [pytest.param("", id="directory"), pytest.param("file://", marks=pytest.mark.full)]
+    ("scheme", "hits"),
+    [
+        pytest.param("", once, id="directory, once"),
+        pytest.param("", list, id="directory, all", marks=pytest.mark.full),
+        pytest.param("file://", list, id="url, all", marks=pytest.mark.full),
+    ],
 )
 def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
-    world: World, tmp_path: Path, scheme: str
+    world: World, tmp_path: Path, scheme: str, hits: Hits
 ) -> None:
     count = tmp_path / "points"
     world.start(count=str(count))
@@ -959,7 +974,7 @@ def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
     points = [point for point in passed(count)[first:] if point.startswith("smp.checkpoint.")]
     assert {point.partition(":")[0] for point in points} == set(CHECKPOINT_POINTS)
     world.smp.kill()
-    for point in points:
+    for point in hits(points):
         directory = tmp_path / point
         where = f"{scheme}{directory}"
         world.forget()

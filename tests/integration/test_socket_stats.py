@@ -13,7 +13,7 @@ from ftrun.agent.observe import proc as socket_stats
 from ftrun.agent.observe.proc import SocketStats
 from ftrun.monitor.slow.delay_matrix import LinkSample
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 _CHILD = """
 import socket, sys

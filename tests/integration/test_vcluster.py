@@ -24,7 +24,7 @@ if reason := available():
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 COMMAND = str(SCRIPTS / "vcluster")
-WAIT_S = 150.0
+WAIT_S = 600.0
 UPLINK_MBIT = 40
 KINDS = ("net", "mnt", "pid", "uts", "ipc")
 NO_ANSWER = ("no answer", "EHOSTUNREACH")

@@ -16,9 +16,9 @@ import pytest
 
 from tests.integration.examples import example
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-WAIT_S = 250.0
+WAIT_S = 600.0
 FEW = ("--steps", "10", "--kills", "1")
 """One kill in the middle of step 6; step 5 has no snapshot, so it is repeated."""
 
@@ -141,6 +141,7 @@ for step in session.steps(9 - session.step):
     assert document["difference"] is None
 
 
+@pytest.mark.full
 def test_equal_two_ranks(tmp_path: Path, script: Script) -> None:
     name = script(
         HEAD

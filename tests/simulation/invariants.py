@@ -522,7 +522,7 @@ class Invariants:
             self.fail(f"{node.node_id} ends with {command.exit_code}: {command.reason}")
         if command.exit_code == ExitCode.STATE_LOST:
             self._check_refusal(node, command)
-        if command.goes_on:
+        if command.run_continues:
             self._check_departure(node)
         self.simulation.agent_ended(node, command)
 

@@ -733,7 +733,7 @@ class SimulatedExecutor:
             node.smp.die()
         node.memory = Memory(node.removed)
         node.simulation.invariants.memory_lost(node)
-        if command.goes_on:
+        if command.run_continues:
             node.simulation.faults.has_left(node)
 
 

@@ -123,7 +123,7 @@ class Simulation:
     def agent_ended(self, node: Node, command: do.EndRun) -> None:
         """If the leader has ended the run, what follows is another run."""
         leader = node.agent.member.leader if node.agent is not None else None
-        if leader is None or command.goes_on or self.is_ending:
+        if leader is None or command.run_continues or self.is_ending:
             return
         # A leader that has waited for long enough ends only the nodes that it reaches. The same
         # applies to a leader that receives SIGTERM while it waits.
@@ -302,7 +302,7 @@ class Simulation:
 
     def _check_end(self) -> None:
         """The run has ended: checks that no other outcome was possible."""
-        ends = [command for _, command in self.invariants.exits if not command.goes_on]
+        ends = [command for _, command in self.invariants.exits if not command.run_continues]
         codes = {int(command.exit_code) for command in ends}
         allowed = {
             int(code)
@@ -316,7 +316,7 @@ class Simulation:
     def _was_stopped(self) -> bool:
         """Enough nodes received SIGTERM for this to count as the stop of the run."""
         return self.faults.counts.get("drain", 0) > 0 and any(
-            command.exit_code == _TERMINATED and not command.goes_on
+            command.exit_code == _TERMINATED and not command.run_continues
             for _, command in self.invariants.exits
         )
 

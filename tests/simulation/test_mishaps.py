@@ -48,7 +48,7 @@ def story(outcome: Outcome, flags: str = "") -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_worlds_with_mishaps_have_no_violation() -> None:
     faults: Counter[str] = Counter()
     for seed in range(SEEDS):
@@ -60,7 +60,7 @@ def test_worlds_with_mishaps_have_no_violation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_worlds_of_new_seeds_have_no_violation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -106,7 +106,7 @@ def run_of(seed: int, mode: str, *, is_quiet: bool) -> tuple[Simulation, RailedN
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_rails_cut_at_any_moment_cause_no_violation(seeds: range) -> None:
     moved = 0
@@ -124,7 +124,7 @@ def test_a_joining_node_is_accepted_for_any_number_of_rail_changes(seed: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_a_run_in_which_only_rails_are_cut_has_one_generation(seeds: range) -> None:
     moved = 0

@@ -22,7 +22,7 @@ from simulation.scenario import MODES, Scenario
 from simulation.test_mishaps import BEGINS_S, quiet
 from simulation.witness import WitnessModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SEEDS, CHUNK = 300, 100
 RUNS_TO_FIND = 1500

@@ -218,7 +218,7 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
     def badness(self: Any, group: Any) -> tuple[int, int]:
         return (-group.name.protected_in, 0)
 
-    patch.setattr(restore_choice._Held, "_badness", badness)
+    patch.setattr(restore_choice._Held, "_sort_key", badness)
     patch.setattr(restore_choice._Held, "margin", 0)
 
 

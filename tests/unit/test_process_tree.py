@@ -14,7 +14,7 @@ import pytest
 
 from ftrun import process_tree
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 ONLY_A_THREAD = """
 import ctypes, os, sys, threading, time

@@ -287,7 +287,7 @@ class FaultInjectors:
                 "ftrun is process 1 here, which no process within can kill. Start it below an "
                 "init, or kill the container from outside"
             )
-        smp = self._smp_or_nobody()
+        smp = self._smp_if_running()
 
         kill = signal.SIGKILL
         # An SMP that has outlived an earlier stub is not a descendant of this stub.
@@ -298,7 +298,7 @@ class FaultInjectors:
     def _freeze(self, order: FaultOrder) -> FaultAction:
         stub = self._stub_pid()
         root = os.getpid() if stub == 1 else stub
-        smp = self._smp_or_nobody()
+        smp = self._smp_if_running()
 
         stop, go_on = signal.SIGSTOP, signal.SIGCONT
         do = partial(
@@ -310,7 +310,7 @@ class FaultInjectors:
         )
         return FaultAction(f"SIGSTOP to all of this run for {order.for_s:g} s", do, is_last=True)
 
-    def _smp_or_nobody(self) -> list[tuple[int, int]]:
+    def _smp_if_running(self) -> list[tuple[int, int]]:
         with suppress(FaultRefused):
             return named(self._smp_pid())
         return []

@@ -147,7 +147,7 @@ class FaultReverter:
             "limit": _limit,
             "cap files": _cap_files,
             "cap processes": _cap_processes,
-            "burn": self._burn,
+            "burn": self._use_cpu,
             "beat": self._begin_heartbeat,
             "tree": self._signal_tree,
         }
@@ -156,7 +156,7 @@ class FaultReverter:
     def _begin_heartbeat(self, part: float) -> None:
         self._beaten = part
 
-    def _burn(self, count: int) -> None:
+    def _use_cpu(self, count: int) -> None:
         own = os.getpid()
         for _ in range(count):
             pid = os.fork()

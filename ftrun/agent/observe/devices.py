@@ -211,7 +211,7 @@ def slowdown(nvml: Any, device: Any) -> str:
     return f"is slowed down (reasons {reasons:#x})" if reasons & bad else ""
 
 
-def soundness() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     """Number of GPUs, faults, and warnings about throttling; empty without a driver."""
     nvml = driver()
     if nvml is None:

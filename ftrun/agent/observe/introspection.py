@@ -59,13 +59,13 @@ def take_stack(pid: int, *, dumper: int, stack_fd: int) -> RankStack | None:
         dumper: the signal on which the rank writes its stacks; 0: it has reported none.
         stack_fd: the file to which it writes them.
     """
-    found = _spied(pid)
+    found = _py_spy_stack(pid)
     if found is None and dumper:
         found = _dumped(pid, dumper, stack_fd)
     return found
 
 
-def _spied(pid: int) -> RankStack | None:
+def _py_spy_stack(pid: int) -> RankStack | None:
     program = spy_program()
     if program is None:
         return None
@@ -96,7 +96,7 @@ def spy_fault() -> str:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        is_read = _spied(child.pid) is not None
+        is_read = _py_spy_stack(child.pid) is not None
         child.kill()
     if is_read:
         return ""

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.observe.devices import soundness
+from ftrun.agent.observe.devices import device_health
 from ftrun.linux import cgroup_limit_left
 from ftrun.monitor.node_fitness import NodeMeasurements
 
@@ -68,7 +68,7 @@ def measure(folder: Path) -> NodeMeasurements:
         rtt_s, rate = loopback()
     except OSError as error:
         not_done = f"the loopback was not measured: {error}"
-    gpus, faults, remarks = soundness()
+    gpus, faults, remarks = device_health()
     return msgspec.structs.replace(
         found,
         processes=free_processes(),

@@ -354,7 +354,7 @@ class AgentSmpClient:
         """
         if self.channel is None:
             raise PeerLost(peer="the SMP")
-        number = self.channel.pose(body, fds=fds)
+        number = self.channel.send_request(body, fds=fds)
         while True:
             received = self.channel.receive(deadline_s=deadline_s or self.answer_wait_s)
             if received.envelope.question == number:

@@ -284,14 +284,14 @@ def _node_id(given: _Given, step: SlurmStep | None) -> tuple[str, bool]:
                 "'_' or '-', the first a letter or a digit"
             )
         return chosen.text, True
-    machine = _fit_name(socket.gethostname())
+    machine = _shortened_name(socket.gethostname())
     if step is None or not step.node_name:
         return machine, False
-    name = _fit_name(step.node_name)
+    name = _shortened_name(step.node_name)
     return name, name.partition(".")[0] != machine.partition(".")[0]
 
 
-def _fit_name(text: str) -> str:
+def _shortened_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "node"
 
 

@@ -4,7 +4,7 @@ Rule 1: each node loads the newest checkpoint that no node has rejected. If the 
         different ones, checkpoints that not all nodes can load are rejected, and another ballot
         begins. Each such ballot rejects at least one, so the ballots end.
 Rule 2: a node that has a problem and names no new checkpoint that caused it can load none. If
-        others can, and are enough, the run continues without that node, see `blind_nodes`. The
+        others can, and are enough, the run continues without that node, see `blocked_nodes`. The
         same applies if it names a checkpoint that others have loaded. To reject that checkpoint
         does not help this node, and may take their only one from the others.
 Rule 3: the run ends when too few nodes are left by rule 2.
@@ -51,7 +51,7 @@ def disagreement(
     return EndRun(ExitCode.STATE_LOST, f"{detail}. Use the same --checkpoint-dir on all nodes")
 
 
-def blind_nodes(
+def blocked_nodes(
     plan: GenerationPlan, answers: Mapping[str, Accepted], differ: EndRun | dict[str, str]
 ) -> dict[str, str]:
     """Members that cannot load what other members can, and their problems."""
@@ -67,7 +67,7 @@ def blind_nodes(
     return problems if len(problems) < len(accepted) else {}
 
 
-def notes_of_blind(blind: Mapping[str, str]) -> list[JournalEntry]:
+def blocked_text(blind: Mapping[str, str]) -> list[JournalEntry]:
     text = "node {} may not run ranks for an hour: it cannot load the checkpoint: {}"
     return [
         JournalEntry(NodeUnfit(text.format(node_id, detail), node_id), announce=True)

@@ -17,7 +17,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.membership.ballots import Ballot, position_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
-from ftrun.membership.leader.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
+from ftrun.membership.leader.checkpoint_agreement import blocked_nodes, blocked_text, disagreement
 from ftrun.membership.leader.draining import NodeDraining
 from ftrun.membership.leader.failure_detector import FailureDetector, LeadershipLease, PeerState
 from ftrun.membership.leader.pausing import NodeWait, RunShutdown
@@ -260,10 +260,10 @@ class Leader:
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
         if body.voter_revision:
-            return self._enrolled(node_id, body, now_s)
+            return self._joined(node_id, body, now_s)
         return self._check(now_s) if self._election.accepted(node_id, body) else []
 
-    def _enrolled(self, node_id: str, body: Accepted, now_s: float) -> list[Command]:
+    def _joined(self, node_id: str, body: Accepted, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
         if peer is None or self.plan is None or not self.is_settled:
             return []
@@ -340,11 +340,11 @@ class Leader:
         plan = self._election.won()
         differ = disagreement(plan, ballot.accepted)
         if differ is not None:
-            blind = blind_nodes(plan, ballot.accepted, differ)
+            blind = blocked_nodes(plan, ballot.accepted, differ)
             excluded = self.monitor.excluded(now_s=now_s)
             if blind and self.screening.can_spare(blind, ballot, self.plan, excluded):
                 self.monitor.bar(blind, now_s=now_s)
-                return [*notes_of_blind(blind), *self.propose(ballot.reason, now_s=now_s)]
+                return [*blocked_text(blind), *self.propose(ballot.reason, now_s=now_s)]
             if isinstance(differ, EndRun):
                 return self._end(differ, now_s)
             self.monitor.supervisor.bad_checkpoints |= differ
@@ -388,7 +388,7 @@ class Leader:
             is_stopped = self.monitor.stop_signal and self.pause.is_on
             return self._give_up(self.monitor.stopped(), now_s) if is_stopped else []
         found = self._decide(self.monitor.heartbeat_received(node_id, body, now_s=now_s), now_s)
-        return found + self._go_on(now_s)
+        return found + self._continue(now_s)
 
     def heartbeat(self, *, now_s: float) -> list[Command]:
         body = self._heartbeat(now_s)
@@ -410,7 +410,7 @@ class Leader:
         if again_s is not None and now_s >= again_s and self.ending is None:
             found += self.propose(self._election.retry_reason, now_s=now_s)
         if self.is_settled:
-            found += self._go_on(now_s)
+            found += self._continue(now_s)
         end = self.pause.given_up(now_s=now_s, are_gone=self.known.are_gone)
         if end is not None and self.ending is None:
             return found + self._give_up(end, now_s)
@@ -451,7 +451,7 @@ class Leader:
             found.append(Connect(peer.card.host, peer.card.port, peer.card.node_id))
         return found
 
-    def _go_on(self, now_s: float) -> list[Command]:
+    def _continue(self, now_s: float) -> list[Command]:
         plan, may_follow = self.plan, self.monitor.waits_for_cause
         # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
         is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
@@ -474,7 +474,7 @@ class Leader:
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
         found: list[Command] = []
-        for command in self.monitor.stands_for(commands):
+        for command in self.monitor.order_all(commands):
             if isinstance(command, EndRun):
                 found += self._end(command, now_s)
             else:

@@ -107,7 +107,7 @@ class VoterReconfiguration:
         changed = _with_voters(plan, spares, witness, last + 1, history)
         voters = electorate_of(changed)
         is_same = self.wanted is not None and electorate_of(self.wanted) == voters
-        bears_more = _bears(voters, voters) > _bears(electorate_of(plan), _alive(peers, plan))
+        bears_more = _support(voters, voters) > _support(electorate_of(plan), _alive(peers, plan))
         is_bound = not witness and peers.witness.has_been_away(
             self._settings.times.last_call_timeout_s, now_s=now_s
         )
@@ -188,7 +188,7 @@ def _alive(peers: FailureDetector, plan: GenerationPlan) -> set[Identity]:
     return nodes | ({(WITNESS, plan.witness)} if is_there else set())
 
 
-def _bears(voters: Collection[Identity], alive: Collection[Identity]) -> int:
+def _support(voters: Collection[Identity], alive: Collection[Identity]) -> int:
     """How many more of these voters may be lost while the others can still decide."""
     return len(set(voters) & set(alive)) - len(voters) // 2 - 1
 

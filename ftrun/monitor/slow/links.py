@@ -115,7 +115,7 @@ class SlowLinkDetector:
         }
         hot = self._hot()
         found = self._judge(hot)
-        if self._is_getting_well(found, hot):
+        if self._is_recovering(found, hot):
             return self._verdict
         before, self._found = self._found, found
         if _place(before) == _place(found) or found is None:
@@ -186,7 +186,7 @@ class SlowLinkDetector:
             self._named_cells = (self._named_cells if is_same else set()) | set(hot)
             self._named = found.fingerprint
 
-    def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, PairDelay]) -> bool:
+    def _is_recovering(self, found: Verdict | None, hot: Mapping[Pair, PairDelay]) -> bool:
         """Whether the diagnosis only reflects the rest of the named location; see Rule 2."""
         self._named_samples = 0 if _place(found) == self._named else self._named_samples + 1
         if self._named_samples > GOOD_SAMPLES:

@@ -175,7 +175,7 @@ class StragglerDetector:
     def _verdict(self, *, may_name: bool) -> Verdict | None:
         alone = self._judge(lambda record: record.alone, may_name=may_name)
         added = self._judge(lambda record: record.added, may_name=may_name)
-        added = {rank: confidence for rank, confidence in added.items() if self._stands_out(rank)}
+        added = {rank: confidence for rank, confidence in added.items() if self._is_outlier(rank)}
         of_node = self._judge(lambda record: record.of_node, may_name=may_name)
         if self._has_caught_up:  # Rule 4
             self._has_caught_up = False
@@ -208,7 +208,7 @@ class StragglerDetector:
             self._has_caught_up |= before is Confidence.POSSIBLE and confidence is None
         return found
 
-    def _stands_out(self, rank: int) -> bool:
+    def _is_outlier(self, rank: int) -> bool:
         """Whether its waits add up to more than those of the other ranks.
 
         If all ranks do the same work, each waits for each by chance, and the sum is never zero.

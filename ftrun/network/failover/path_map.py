@@ -98,7 +98,7 @@ class PathMap:
         self._probed_s, self._at_s = survey.ended_s - survey.started_s, now_s
         return self._news(len(survey.found), previous)
 
-    def take_mended(self) -> list[str]:
+    def drain_recovered(self) -> list[str]:
         """Nodes with a rail that answers again but has no rate; each is returned once."""
         nodes = [one for one in self.rails if one in self._mended]
         self._mended.clear()

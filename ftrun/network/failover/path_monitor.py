@@ -311,7 +311,7 @@ class PathMonitor:
 
     def _begin_repaired(self, now_s: float) -> ProbeSurvey | None:
         """Measures nodes that answer again: no plan can use them without a rate."""
-        nodes = self._map.take_mended()
+        nodes = self._map.drain_recovered()
         return self._probe_in_background(nodes, now_s) if nodes else None
 
     def _begin_slow(

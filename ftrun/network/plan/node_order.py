@@ -206,7 +206,7 @@ def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
     naive = cost_of(nodes, network)
     kinds = _kinds(nodes, network)
     if _num_rows(kinds) <= min(MOST_TRIED, MOST_WORK // max(1, len(nodes))):
-        tried = (_seated(nodes, kinds, row) for row in _rows(Counter(kinds)))
+        tried = (_placed(nodes, kinds, row) for row in _rows(Counter(kinds)))
     else:
         mend = _Mending(len(nodes), network)
         tried = (mend.mended(order) for order in _by_leaves(nodes, network))
@@ -263,7 +263,7 @@ def _rows(left: Counter[Hashable]) -> Iterator[list[Hashable]]:
     yield from on()
 
 
-def _seated(nodes: Sequence[str], kinds: Sequence[Hashable], row: Iterable[Hashable]) -> list[str]:
+def _placed(nodes: Sequence[str], kinds: Sequence[Hashable], row: Iterable[Hashable]) -> list[str]:
     """Places nodes in a row of kinds: nodes in a position of their kind stay, others fill it."""
     row = list(row)
     movers: dict[Hashable, list[str]] = {}
@@ -289,7 +289,7 @@ def _by_leaves(nodes: Sequence[str], network: NetworkModel) -> Iterator[list[str
         row = tuple(_together(wanted, network.above))
         if row not in seen:
             seen.add(row)
-            yield _seated(nodes, leaves, [leaf for leaf in row for _ in range(sizes[leaf])])
+            yield _placed(nodes, leaves, [leaf for leaf in row for _ in range(sizes[leaf])])
 
 
 def _leaf_orders(leaves: Sequence[str], network: NetworkModel) -> Iterator[Sequence[str]]:

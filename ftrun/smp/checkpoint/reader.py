@@ -16,12 +16,12 @@ from pathlib import Path
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
-from ftrun.sharding.source_index import plain_bytes
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage, StoredCheckpoint
 from ftrun.snapshot.layout import Layout, LayoutEntry, parse_header
+from ftrun.snapshot.plain_values import plain_bytes
 from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.urls import is_url
 from ftrun.wire.shared_memory.arena import table_digest

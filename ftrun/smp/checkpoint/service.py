@@ -70,7 +70,7 @@ class CheckpointService:
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
         self._room = CopyBuffers(_free_bytes)
-        self._tidying = IntervalTimer(jobs, self._tidy)
+        self._tidying = IntervalTimer(jobs, self._clean_up)
         self._writer = CheckpointWriter(WriterContext(run_id, self._room, self._throttle))
 
     def write(
@@ -134,7 +134,7 @@ class CheckpointService:
 
         self._jobs.submit("disk", ended, failed=partial(requester.send, messages.Refused(_BUG)))
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Remove the rate limit of the running write, and shorten its waits for a capture."""
         self._throttle.bytes_per_s = 0.0
         self._hurries.set()
@@ -165,10 +165,10 @@ class CheckpointService:
         requester.send(done)
         self._tidying.start(KEEP_S)
 
-    def _tidy(self) -> None:
-        self._jobs.submit("disk", self._tidied, failed=_nothing)
+    def _clean_up(self) -> None:
+        self._jobs.submit("disk", self._cleaned_up, failed=_nothing)
 
-    def _tidied(self) -> Finish:
+    def _cleaned_up(self) -> Finish:
         self._room_is_free()
         return _nothing if self._room.num_bytes else self._tidying.stop
 

@@ -301,7 +301,7 @@ class _Attempt:
     def _resolve(self, name: str, found: Sequence[StoredCheckpoint]) -> None:
         """Complete the steps after publishing; each node that finds the checkpoint repeats them."""
         storage, run_id = self.storage, self.blank.run_id
-        storage.tidy(name)
+        storage.clean_up(name)
         storage.point_latest(name)
         crash_point("smp.checkpoint.latest")
         sweep_finished(storage, found, run_id, self.chosen.version, name)

@@ -98,7 +98,7 @@ class PendingRequests:
             if number in self._sinks:
                 self._sent[number] = node_id, frame
 
-    def owed_by(self, node_id: str) -> list[OutgoingFrame]:
+    def outstanding_from(self, node_id: str) -> list[OutgoingFrame]:
         """Return the open requests to a node, without the parts that are answered."""
         with self._changed:
             return [
@@ -306,7 +306,7 @@ class FetchRpc:
         with self._lock:
             self._greeted.discard(node_id)
             places = [position for position in self._places.values() if position.smp_port > 0]
-        owed = self.requests.owed_by(node_id)
+        owed = self.requests.outstanding_from(node_id)
         if owed:
             self.send(node_id, OutgoingFrame(t.FetchPeers(places)))
         for frame in owed:

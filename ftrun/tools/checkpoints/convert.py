@@ -140,7 +140,7 @@ def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> Shardin
     if arguments.to is not None:
         return _read(arguments.to)
     if arguments.mesh:
-        return rules.on(rules.mesh.having(_sizes(arguments.mesh, rules)))
+        return rules.on(rules.mesh.with_sizes(_sizes(arguments.mesh, rules)))
     if arguments.ranks is not None:
         mesh = rules.mesh.resized(arguments.ranks)
         if mesh is None:

@@ -87,14 +87,16 @@ def _lines_of(tail: bytes) -> list[dict[str, Any]]:
 def steps_for(part: RunSection, trials: Sequence[FaultTrial]) -> int:
     """Returns the steps that a run with these faults needs, rounded up to a multiple of 10."""
     step_s = part.step_s or (_GPT_STEP_S if part.job == "gpt" else max(part.pace, 0.01))
-    faults_s = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
+    faults_s = sum(
+        max(min(trial.lasts_s, 600.0), _continuation_s(trial)) / step_s for trial in trials
+    )
     between = max(part.steps_between, 1) * (len(trials) + 1)
     named = max((trial.step for trial in trials), default=0)
     steps = _STEPS_AT_LEAST + _STEPS_PER_FAULT * len(trials) + between + faults_s + named
     return math.ceil(steps / 10) * 10
 
 
-def _goes_on_s(trial: FaultTrial) -> float:
+def _continuation_s(trial: FaultTrial) -> float:
     """Returns how long the job may make steps before the fault is detected; 0 for a hang."""
     kinds = ("slow computation", "slow communication", "replicas differ")
     return trial.expected.within_s if set(trial.expected.verdicts) & {*kinds} else 0.0

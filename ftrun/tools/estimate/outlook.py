@@ -69,7 +69,7 @@ class CodeOption:
         return self.parity / self.data
 
     @property
-    def bears_a_domain(self) -> bool:
+    def tolerates_domain_loss(self) -> bool:
         return self.taken <= self.parity
 
 

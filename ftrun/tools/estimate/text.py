@@ -176,7 +176,7 @@ def _code(it: Outlook, given: Assumptions) -> str:
 def _domain(it: Outlook, given: Assumptions) -> str:
     code = it.code
     taken = f"{count(code.taken, 'node')} of a group in a domain of {given.domain_nodes}"
-    if not code.bears_a_domain:
+    if not code.tolerates_domain_loss:
         return (
             f"At best there are {taken}, and {code.parity} may be lost: losing the domain destroys "
             "the snapshots. More domains or a checkpoint on disk help; more parity does not"

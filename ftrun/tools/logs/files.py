@@ -107,7 +107,7 @@ def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Pat
     reported = [line.record for line in of_kinds(lines, RunStarted)]
     names = {one.rdzv_id or one.run_id for one in reported}
     ours = [one for one in folders if any(_is_launch(one.name, name) for name in names)]
-    return sorted(ours if is_shared else folders, key=_born_s)
+    return sorted(ours if is_shared else folders, key=_created_s)
 
 
 def _is_launch(folder: str, name: str) -> bool:
@@ -120,7 +120,7 @@ def _of_attempt(
 ) -> list[LogFile]:
     start = started(lines, generation=generation, node=node)
     ranks = start.record.ranks if start is not None else ()
-    started_s = start.t_s if start is not None else _born_s(attempt)
+    started_s = start.t_s if start is not None else _created_s(attempt)
     found: list[LogFile] = []
     for folder in attempt.iterdir():
         if not folder.name.isdigit():
@@ -136,7 +136,7 @@ def _of_attempt(
     return found
 
 
-def _born_s(folder: Path) -> float:
+def _created_s(folder: Path) -> float:
     """Estimates the creation time by the oldest entry."""
     try:
         inside = [one.stat().st_mtime for one in folder.iterdir()]

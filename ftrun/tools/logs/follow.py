@@ -109,7 +109,7 @@ class LogTailer:
         self._seen.update(file.path for file in new)
         new = [file for file in new if self._choice.takes(file)]
         if new:
-            self._turn_to(new)
+            self._switch_to(new)
 
     def print_grown(self) -> None:
         """Prints all lines since the last poll; the file with the oldest change first."""
@@ -123,7 +123,7 @@ class LogTailer:
             self._print(file, reader.ended())
         sys.stdout.flush()
 
-    def _turn_to(self, new: Sequence[LogFile]) -> None:
+    def _switch_to(self, new: Sequence[LogFile]) -> None:
         newest = max(file.era for file in new)
         old = {path: pair for path, pair in self.readers.items() if pair[0].era < newest}
         self.finish(old)

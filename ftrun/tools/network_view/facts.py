@@ -234,7 +234,7 @@ def _node_rails(
     facts: NetworkFacts, by_rail: Mapping[str, Sequence[PathMeasurement]]
 ) -> dict[tuple[str, str], NodeRailSummary]:
     found: dict[tuple[str, str], NodeRailSummary] = {}
-    blamed = _blamed(facts.judged)
+    blamed = _culprit_paths(facts.judged)
     for rail, paths in by_rail.items():
         sent: dict[str, list[PathMeasurement]] = {}
         received: dict[str, list[PathMeasurement]] = {}
@@ -261,7 +261,7 @@ def _node_rails(
     return found
 
 
-def _blamed(judged: NetworkFindings) -> dict[tuple[str, str, str], PathState]:
+def _culprit_paths(judged: NetworkFindings) -> dict[tuple[str, str, str], PathState]:
     """Dead and slow places by node, rail and `out` or `in`; a whole rail has no node."""
     found: dict[tuple[str, str, str], PathState] = {}
     for one in judged.found:

@@ -42,7 +42,7 @@ class RunBackground:
 
 
 def background_of(lines: Sequence[Line]) -> RunBackground:
-    seats = list(_seats(lines))
+    seats = list(_placements(lines))
     node_of = {rank: node for _, ranks, node in seats for rank in ranks}
     start_s, has_first_step = start_of(lines)
     return RunBackground(
@@ -91,7 +91,7 @@ def placements_of(
     }
 
 
-def _seats(lines: Sequence[Line]) -> Iterator[tuple[float, Sequence[int], str]]:
+def _placements(lines: Sequence[Line]) -> Iterator[tuple[float, Sequence[int], str]]:
     """Yields what a line of a node newly says about the ranks on it."""
     known: dict[int, str] = {}
     for line in lines:

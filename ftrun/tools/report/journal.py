@@ -127,9 +127,9 @@ class ProgressSampler:
         self._count += 1
         if self._count > MAX_PROGRESS_LINES:
             self._every_s = max(2 * self._every_s, 20.0)
-            self._thin_out()
+            self._downsample()
 
-    def _thin_out(self) -> None:
+    def _downsample(self) -> None:
         for lines in self._kept.values():
             thin = lines[:1]
             for line, following in itertools.pairwise([*lines[1:], lines[-1]]):

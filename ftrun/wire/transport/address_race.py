@@ -87,12 +87,12 @@ def reach(
     """
     if len(addresses) == 1:
         sock = dial(addresses[0].host, addresses[0].port, deadline_s)
-        return _greeted(greet, sock, addresses[0]), addresses[0]
+        return _greet(greet, sock, addresses[0]), addresses[0]
     with contextlib.closing(_Race(addresses, deadline_s, next_s)) as race:
         while (found := race.connected()) is not None:
             sock, target = found
             try:
-                return _greeted(greet, sock, target), target
+                return _greet(greet, sock, target), target
             except HandshakeRefused as error:
                 if target.is_sure:
                     raise
@@ -194,7 +194,7 @@ class _Race:
         self.failed(target, lost)
 
 
-def _greeted(greet: Greet[T], sock: socket.socket, target: PeerAddress) -> T:
+def _greet(greet: Greet[T], sock: socket.socket, target: PeerAddress) -> T:
     try:
         return greet(sock, target)
     except BaseException:

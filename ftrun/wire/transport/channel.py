@@ -134,7 +134,7 @@ class Channel:
 
         Raises PeerLost, PeerTimeout, ProtocolError.
         """
-        number = self.pose(body, fds=fds, deadline_s=deadline_s)
+        number = self.send_request(body, fds=fds, deadline_s=deadline_s)
         unsolicited: list[ReceivedMessage] = []
         give_up_s = clock.now_s() + deadline_s
         try:
@@ -152,7 +152,9 @@ class Channel:
         finally:
             self._ready.extendleft(reversed(unsolicited))
 
-    def pose(self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0) -> int:
+    def send_request(
+        self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0
+    ) -> int:
         """Send a question; return the number that its reply will have. Raises as `send`."""
         self._num_questions += 1
         self.send(body, fds=fds, deadline_s=deadline_s, question=self._num_questions)

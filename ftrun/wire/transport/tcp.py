@@ -100,7 +100,7 @@ def dial(
         try:
             tune(sock, bulk=False)
             if source is not None:
-                _go_by(sock, *source, host=address[0])
+                _bind_source(sock, *source, host=address[0])
             sock.settimeout(max(left_s, 0.001))
             sock.connect(address)
             check_not_itself(sock)
@@ -235,7 +235,7 @@ def bind_address(endpoint_host: str, endpoint_port: int) -> str:
     return interface_for(_ANYWHERE_ELSE, endpoint_port)
 
 
-def _go_by(sock: socket.socket, name: str, address: str, *, host: str) -> None:
+def _bind_source(sock: socket.socket, name: str, address: str, *, host: str) -> None:
     """Bind to this interface, because two interfaces may be in one network."""
     sock.bind((address, 0))
     if not is_local_address(host):

@@ -129,9 +129,9 @@ class Capture:
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
         except StructureChanged as error:
-            self._go_without(step, "structure", str(error))
+            self._skip_snapshot(step, "structure", str(error))
         except MemoryTooSmall as error:
-            self._go_without(step, "memory", str(error))
+            self._skip_snapshot(step, "memory", str(error))
             if self._context.settings.required:
                 raise
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -340,7 +340,7 @@ class Capture:
             self._page.note = text
         _log.warning("%s", text)
 
-    def _go_without(self, step: int, key: str, reason: str) -> None:
+    def _skip_snapshot(self, step: int, key: str, reason: str) -> None:
         """Skip the snapshot of this step; the slots stay as they are, and later steps try again."""
         self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
         self._context.unprotected.add(key, reason)
@@ -353,7 +353,7 @@ class Capture:
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
         is_new = "value" not in self._context.unprotected
         text = f"no snapshots until this is over: {kind}{error}"
-        self._go_without(step, "value", text)
+        self._skip_snapshot(step, "value", text)
         if is_new and (kind or error.__cause__ is not None):
             _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)
 

@@ -70,7 +70,7 @@ def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int]]:
     offer_to_oom_killer()
     let_parent_trace()
     name_process("ftrun-standby")
-    _touch()
+    _warm_up()
     data, fds = b"", list[int]()
     with contextlib.suppress(OSError):
         orders.send(json.dumps({"pid": os.getpid()}).encode())
@@ -81,7 +81,7 @@ def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int]]:
     return decode_launch(data), fds
 
 
-def _touch() -> None:
+def _warm_up() -> None:
     """Warm up the operations of a first training step before the launch request arrives.
 
     A first call costs page faults of the forked heap and builds lazy tables. This function does not

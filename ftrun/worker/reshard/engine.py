@@ -28,7 +28,7 @@ from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import check_replicas, differing
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import ShardingRules, ranks_alone
-from ftrun.sharding.source_index import BoxCopy, ShardSource, WholeTensor, plain_bytes
+from ftrun.sharding.source_index import BoxCopy, ShardSource, WholeTensor
 from ftrun.sharding.world_layout import lay_out, read_world, stored_entries
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Shape
@@ -263,7 +263,9 @@ class RuledState(RankState):
         self.version = wanted
         self._shards = shards
         self._used: set[str] = set()
-        parts = [plain_bytes(h, partial(shards.read, r)) for r, h in sorted(shards.headers.items())]
+        parts = [
+            plain.plain_bytes(h, partial(shards.read, r)) for r, h in sorted(shards.headers.items())
+        ]
         if "layout" not in parts[0]:
             raise LayoutUnknown(
                 f"{self.version} was taken by a script that declared no layout: start the ranks "

@@ -25,7 +25,7 @@ from ftrun.sharding.rank_values import DataShares, ranks
 from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import Mesh, ranks_alone
-from ftrun.sharding.source_index import SourceIndex, WholeTensor, plain_bytes
+from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.worker.reshard.source import CheckedShards
@@ -75,7 +75,7 @@ class SourceState:
         self._used: set[str] = set()
         _check_ranks(shards, previous_size)
         self._parts = {
-            rank: plain_bytes(head, partial(shards.read, rank))
+            rank: plain.plain_bytes(head, partial(shards.read, rank))
             for rank, head in sorted(shards.headers.items())
         }
         self._before = self._mesh_before()

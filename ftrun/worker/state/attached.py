@@ -239,7 +239,7 @@ def declared(
     rules = read_rules(_text_of(path, mesh or {}), source=str(path or "mesh"))
     if unknown := [name for name in mesh or {} if name not in rules.mesh.names]:
         raise UsageError(f"mesh has {unknown[0]}, and {path} has {rules.mesh}")
-    fitted = rules.mesh.having(mesh or {})
+    fitted = rules.mesh.with_sizes(mesh or {})
     if world_size is not None and fitted.size != world_size:
         resized = fitted.resized(world_size)
         if resized is None:

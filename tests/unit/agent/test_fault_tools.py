@@ -23,7 +23,7 @@ from ftrun.ids import Rank, version
 from ftrun.wire.fault_orders import make_order
 from ftrun.wire.shared_memory.arena import ArenaShape, create_memfd
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 def wait_for(is_so: Callable[[], object]) -> None:

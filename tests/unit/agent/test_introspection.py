@@ -8,7 +8,7 @@ import pytest
 from ftrun.agent.observe import introspection as stacks
 from ftrun.cli.commands import preflight as check
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 def test_a_missing_py_spy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

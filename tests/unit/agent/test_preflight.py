@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from ftrun.agent.observe.devices import soundness
+from ftrun.agent.observe.devices import device_health
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.preflight import (
     clock_fault,
@@ -33,7 +33,7 @@ from ftrun.records.decode import decode
 from ftrun.records.membership import PreflightFinished
 from ftrun.wire.transport.handshake import PeerIdentity
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 ME = PeerIdentity(run_id="r", purpose="agent", node_id="b", incarnation=1)
 
 
@@ -166,12 +166,12 @@ def test_gpus_are_checked(
     remarks: tuple[str, ...],
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(**about))
-    assert soundness() == (1, faults, remarks)
+    assert device_health() == (1, faults, remarks)
 
 
 def test_without_gpus_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert soundness() == (0, (), ())
+    assert device_health() == (0, (), ())
 
 
 # --- rpc --------------------------------------------------------------------------------------

@@ -161,7 +161,11 @@ def test_the_least_parity_that_bears_the_risk_is_chosen() -> None:
 def test_parity_that_does_not_help_is_not_taken() -> None:
     """All 16 nodes are one domain: its loss costs the snapshots with any code."""
     found = at(16)
-    assert (found.code.name, found.code.taken, found.code.bears_a_domain) == ("7+1", 8, False)
+    assert (found.code.name, found.code.taken, found.code.tolerates_domain_loss) == (
+        "7+1",
+        8,
+        False,
+    )
     assert found.code.loss > Assumptions().risk
 
 

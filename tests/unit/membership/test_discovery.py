@@ -57,15 +57,15 @@ def test_a_node_that_is_refused_is_lost_and_a_leader_that_is_found_ends_it() -> 
 @pytest.mark.parametrize("leader", ["a", "d"])
 def test_the_last_leader_is_asked_first_and_then_the_others_in_order(leader: str) -> None:
     made = LeaderSuccession(card("b"))
-    found = [one.node_id for one in made.acquaintances(plan(1, "abc", spares="de", leader=leader))]
+    found = [one.node_id for one in made.known_nodes(plan(1, "abc", spares="de", leader=leader))]
     assert found == [leader, *(one for one in "acde" if one != leader)]
 
 
 def test_of_many_some_are_asked() -> None:
     big = plan(1, [f"n{at}" for at in range(100)], leader="n99")
-    found = [one.node_id for one in LeaderSuccession(card("n0")).acquaintances(big)]
+    found = [one.node_id for one in LeaderSuccession(card("n0")).known_nodes(big)]
     assert found == ["n99", *(f"n{at}" for at in range(1, ASKED_AT_ONCE))]
-    assert LeaderSuccession(card("n0")).acquaintances(None) == []
+    assert LeaderSuccession(card("n0")).known_nodes(None) == []
 
 
 def test_a_node_that_has_no_place_comes_after_all_others() -> None:

@@ -485,7 +485,7 @@ def test_a_node_that_was_cut_off_ends_with_the_result_that_the_run_has_left() ->
     made.passes(5.0)
     assert made["c"].reported(EndRun) == []
     made.happens("c", RunFinished("it has finished"))
-    assert made["c"].reported(EndRun) == [EndRun(0, "it has finished", goes_on=True)]
+    assert made["c"].reported(EndRun) == [EndRun(0, "it has finished", run_continues=True)]
 
 
 def test_a_node_whose_run_continues_does_not_end_by_an_older_result() -> None:

@@ -179,7 +179,7 @@ def test_a_fetch_that_failed_for_lost_connections_never_ends_with_93() -> None:
             now_s=now_s,
         )
         found = made.tick(now_s=now_s) + made.tick(now_s=now_s + 90.0)
-        assert [type(one) for one in made.stands_for(found)] == [StartGeneration]
+        assert [type(one) for one in made.order_all(found)] == [StartGeneration]
         made.begin(plan(generation, "ab"), now_s=now_s + 90.0)
 
 
@@ -420,13 +420,13 @@ def test_an_smp_that_was_started_again_is_found_at_its_new_port() -> None:
 
 def test_what_all_nodes_are_to_do_goes_into_the_orders() -> None:
     made = monitor()
-    assert made.stands_for([RequestFinalSnapshot("SIGTERM")]) == []
+    assert made.order_all([RequestFinalSnapshot("SIGTERM")]) == []
     assert (made.orders.stop_after_step, made.orders.reason) == (1, "SIGTERM")
     for count in (1, 2):
-        assert made.stands_for([SignalWorkers(15, "now")]) == []
+        assert made.order_all([SignalWorkers(15, "now")]) == []
         assert (made.orders.signal, made.orders.signal_count) == (15, count)
     assert not made.orders.killed
-    assert made.stands_for([KillWorkers("twice")]) == []
+    assert made.order_all([KillWorkers("twice")]) == []
     assert (made.orders.killed, made.orders.reason) == (True, "twice")
 
 
@@ -435,7 +435,7 @@ def test_ranks_that_a_ballot_or_the_end_will_kill_are_not_ordered_dead(
     last: SupervisorCommand,
 ) -> None:
     made = monitor()
-    assert made.stands_for([KillWorkers("failed"), last]) == [last]
+    assert made.order_all([KillWorkers("failed"), last]) == [last]
     assert not made.orders.killed
 
 

@@ -87,7 +87,7 @@ def test_everything_that_can_be_reported() -> None:
 
 def test_a_snapshot_carries_its_rules_and_its_own_mesh() -> None:
     rules = read_rules(WHOLE, source="x.yaml")
-    rules = rules.on(rules.mesh.having({"dp": 5}))
+    rules = rules.on(rules.mesh.with_sizes({"dp": 5}))
     back = read_carried(carried(rules))
     assert back.layout == rules.layout
     assert back.source == "x.yaml of the snapshot"

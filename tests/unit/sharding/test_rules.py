@@ -57,7 +57,7 @@ def test_another_number_of_ranks_changes_the_axis_of_batches() -> None:
 @pytest.mark.parametrize(("axis", "size"), [("dp", 2), ("tp", 3)])
 def test_sizes_go_by_name(axis: str, size: int) -> None:
     assert mesh(2, 3).size_of(axis) == size
-    assert mesh(2, 3).having({axis: 5}).size_of(axis) == 5
+    assert mesh(2, 3).with_sizes({axis: 5}).size_of(axis) == 5
 
 
 def test_ranks_next_to_one_see_other_data_and_have_the_same_part() -> None:

@@ -205,7 +205,7 @@ def test_what_was_joined_and_cut_may_be_cut_again() -> None:
     local = [np.concatenate([gate[at : at + 3], up[at : at + 3]]) for at in (0, 3)]
     held = [{"gate_up": np.array_split(local[rank % 2], 2)[rank // 2]} for rank in range(4)]
     source, old = world_of(GATED_TWICE, *held)
-    target = lay_out(source.rules.on(source.mesh.having({"dp": 1, "tp": 1})), source)
+    target = lay_out(source.rules.on(source.mesh.with_sizes({"dp": 1, "tp": 1})), source)
     assert np.array_equal(moved(source, old, target)[0]["gate_up"], np.concatenate([gate, up]))
 
 

@@ -24,11 +24,11 @@ from ftrun.sharding.rules import (
     StagePlacement,
     UnevenPolicy,
 )
-from ftrun.sharding.source_index import plain_bytes
 from ftrun.sharding.world_layout import PlacedEntry, StoredEntry, WorldLayout
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import TensorPart
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
+from ftrun.snapshot.plain_values import plain_bytes
 from ftrun.snapshot.shard_header import ShardHeader
 
 Array = np.ndarray[Any, np.dtype[Any]]

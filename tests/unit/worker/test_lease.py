@@ -21,7 +21,7 @@ from ftrun.wire.shared_memory.pages import (
 from ftrun.worker.process import lease
 from tests.launch_requests import context_of
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 BEHIND_A_WRAPPER = """
 import os, sys, time

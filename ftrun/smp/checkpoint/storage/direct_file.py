@@ -201,7 +201,7 @@ class CopyBuffers:
         """Begin an attempt to write a checkpoint, and take back the buffers of the previous one."""
         self._kept += self._lent
         self._lent = []
-        self.tidy()
+        self.clean_up()
 
     def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
         """Return buffers of these sizes with arbitrary content; None if they do not fit."""
@@ -231,7 +231,7 @@ class CopyBuffers:
         self._lent += lent
         return [memoryview(block) for block in lent]
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         """Return memory to the system that need not be retained (rule 4)."""
         is_old = clock.now_s() - self._used_s >= KEEP_S
         if self._kept and (is_old or self._free_bytes() < _PLENTY * self.num_bytes):

@@ -245,7 +245,7 @@ class FsspecStorage:
         """Return the name; the index has published the folder."""
         return folder
 
-    def tidy(self, name: str) -> None:
+    def clean_up(self, name: str) -> None:
         """Do nothing: the parts stay."""
 
     def point_latest(self, name: str) -> None:

@@ -189,7 +189,7 @@ class LocalStorage:
         (self._directory / folder).rename(self._directory / name)
         return name
 
-    def tidy(self, name: str) -> None:
+    def clean_up(self, name: str) -> None:
         for pattern in ("part-*.json", ".*"):  # parts, and leftovers of killed file writers
             for path in (self._directory / name).glob(pattern):
                 path.unlink(missing_ok=True)

@@ -192,7 +192,7 @@ class Storage(Protocol):
     def publish(self, folder: str, version: Version) -> str:
         """Make a folder with an index visible; return its final name."""
 
-    def tidy(self, name: str) -> None:
+    def clean_up(self, name: str) -> None:
         """Remove what a finished checkpoint does not need."""
 
     def point_latest(self, name: str) -> None: ...

@@ -154,7 +154,7 @@ def _environment(share: float) -> Environment:
         ranks=words.ranks,
         ranges=words.ranges,
         rank_time=_rank_time,
-        who=_who,
+        who=_subject,
     )
     return found
 
@@ -178,7 +178,7 @@ def _rank_time(seconds: float | None, ranks: int | None) -> str:
     return f"{total:.3g} rank-s" if total < 600 else f"{total / 3600:,.3g} rank-h"
 
 
-def _who(one: IncidentFacts) -> str:
+def _subject(one: IncidentFacts) -> str:
     culprits: Sequence[int] = one.culprits
     reported = [words.ranks(culprits)] if culprits else []
     return ", ".join([*reported, *one.nodes[:3]]) or (

@@ -75,7 +75,9 @@ def commits(made: Agents, node_ids: str, step: int) -> None:
 
 def ends(made: Agents, node_ids: str) -> list[tuple[int, bool]]:
     return [
-        (int(end.exit_code), end.goes_on) for one in node_ids for end in made[one].reported(EndRun)
+        (int(end.exit_code), end.run_continues)
+        for one in node_ids
+        for end in made[one].reported(EndRun)
     ]
 
 

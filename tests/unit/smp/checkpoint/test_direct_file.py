@@ -247,7 +247,7 @@ def test_what_is_lent_is_no_other_user_s_before_the_next_try() -> None:
     first = made.lend([10])
     fill(first, b"1")
     fill(made.lend([10, 10]), b"2")
-    made.tidy()
+    made.clean_up()
     fill(made.lend([10]), b"3")
     assert first is not None
     assert bytes(first[0][:1]) == b"1"
@@ -287,7 +287,7 @@ def test_memory_is_returned_after_a_while_or_when_it_is_needed(
     now_s = [50.0]
     monkeypatch.setattr(clock, "now_s", lambda: now_s[0])
     made = copy_buffers(free_bytes)
-    made.tidy()
+    made.clean_up()
     assert made.lend([60, 40]) is not None
     now_s[0] += passed_s
     made.begin()
