@@ -17,7 +17,7 @@ from functools import partial
 
 from bench_common import BenchError, conditions, parser_of, run_bench, scratch, show_conditions
 from check_gpu_exact import exact
-from check_gpu_figures import cost, nvml, rates
+from check_gpu_figures import conformance, cost, nvml, rates
 from check_gpu_processes import memory, respawn, standby
 from check_gpu_runs import Check, Figures
 
@@ -27,10 +27,11 @@ LIMITS_S = {
     "standby": 40.0,
     "memory": 75.0,
     "respawn": 90.0,
+    "conformance": 20.0,
     "cost-2": 45.0,
     "cost-8": 60.0,
     "rates": 30.0,
-    "nvml": 40.0,
+    "nvml": 20.0,
 }
 """In the order of the checks; their sum is `TOTAL_S`."""
 
@@ -48,6 +49,7 @@ def checks_of(args: argparse.Namespace) -> dict[str, Callable[[Check], Figures]]
         "standby": standby,
         "memory": memory,
         "respawn": respawn,
+        "conformance": conformance,
         "cost-2": partial(cost, 2.0 if is_gpu else 0.05, 20 if is_gpu else 3),
         "cost-8": partial(cost, 8.0 if is_gpu else 0.1, 6 if is_gpu else 3),
         "rates": rates,

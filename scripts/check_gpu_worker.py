@@ -1,7 +1,7 @@
 """The worker of check_gpu.py: small trainings that kill themselves, and measurements.
 
-Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`; alone: `reference`, `rates` and `nvml`.
-All write lines to rank<N>.jsonl.
+Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`; alone: `reference`, `rates`,
+`nvml` and `conformance`. All write lines to rank<N>.jsonl.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import socket
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
@@ -22,14 +21,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 from bench_notes import Notes
+from check_gpu_device import conformance, nvml_facts, pinning, rates, wait
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import ftrun
 from ftrun import process_tree
-from ftrun.agent.observe.device_memory import used_by_nvml
-from ftrun.agent.observe.devices import driver
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.wire.transport.channel import short_socket_path
 from ftrun.worker.context import worker_context
@@ -44,16 +42,6 @@ OPTIONS: dict[str, dict[str, bool]] = {
     **{name: {"capturable": True} for name in ("capturable", "graph", "graph-update")},
 }
 """Options of AdamW, by variant."""
-
-EVENT_TYPES = {
-    "xid": 0x8,
-    "double_bit_ecc": 0x2,
-    "fatal_poison": 0x2000,
-    "gpu_unavailable": 0x4000,
-    "recovery_action_changed": 0x8000,
-}
-RECOVERY_ACTION = 230
-"""NVML's numbers; an older package does not have all names."""
 
 
 class Training:
@@ -157,11 +145,6 @@ class Training:
         parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         whole = {name: part.state_dict() for name, part in parts.items()}
         return dict(flat({**whole, "random": numbers}, ""))
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -282,38 +265,7 @@ class Costs:
         self.products = max(0, int((self.step_s - plain_s) / each_s))
 
 
-def rates(device: str) -> dict[str, float]:
-    """Copies between host and device in GB/s, and the time to pin memory."""
-    size = 1 << 30 if device == "cuda" else 1 << 24
-    there = torch.ones(size, dtype=torch.uint8, device=device)
-    found: dict[str, float] = {}
-    for kind in ("pageable", "pinned"):
-        is_pinned, started_s = kind == "pinned" and device == "cuda", time.monotonic()
-        here = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-        found[f"allocate_{kind}_s_per_gib"] = (time.monotonic() - started_s) * (1 << 30) / size
-        for name, target, source in (("d2h", here, there), ("h2d", there, here)):
-            times_s = []
-            for _ in range(5):
-                wait(device)
-                started_s = time.monotonic()
-                target.copy_(source, non_blocking=True)
-                wait(device)
-                times_s.append(time.monotonic() - started_s)
-            found[f"{name}_{kind}_gb_per_s"] = size / 1e9 / statistics.median(times_s[1:])
-    return {key: round(value, 2) for key, value in found.items()}
-
-
-def pinning() -> dict[str, float]:
-    """Seconds to pin memory, which other processes wait for in their calls to the driver."""
-    found: dict[str, float] = {}
-    for mib in (128, 4096):
-        started_s = time.monotonic()
-        torch.empty(mib << 20, dtype=torch.uint8, pin_memory=True)
-        found[f"pin_{mib}_mib_s"] = round(time.monotonic() - started_s, 3)
-    return found
-
-
-# --- processes, NVML, conformance ---------------------------------------------------------------
+# --- processes ---------------------------------------------------------------
 
 
 class Sleeping(Dataset[int]):
@@ -349,31 +301,6 @@ def memory(device: str, path: Path, notes: Notes) -> None:
     wait(device)
     notes.write("step", generation=generation)
     next(workers)
-
-
-def nvml_facts() -> dict[str, Any]:
-    """What NVML gives for the first GPU; empty without its package or driver."""
-    nvml = driver()
-    if nvml is None:
-        return {"NVML": "no package or no driver"}
-    device = nvml.nvmlDeviceGetHandleByIndex(0)
-    found: dict[str, Any] = {
-        "driver": str(nvml.nvmlSystemGetDriverVersion()),
-        "used_mib": sum(used_by_nvml()().values()) >> 20,
-    }
-    events = nvml.nvmlEventSetCreate()
-    for name, kind in EVENT_TYPES.items():
-        try:
-            nvml.nvmlDeviceRegisterEvents(device, kind, events)
-            found[name] = "registered"
-        except nvml.NVMLError as error:
-            found[name] = str(error)
-    try:
-        (value,) = nvml.nvmlDeviceGetFieldValues(device, [RECOVERY_ACTION])
-        found["recovery_action"] = value.value.uiVal if not value.nvmlReturn else "not known"
-    except nvml.NVMLError as error:
-        found["recovery_action"] = str(error)
-    return found
 
 
 # --- NCCL, respawn ------------------------------------------------------------------------------
@@ -475,6 +402,8 @@ def main() -> None:
         notes.write("rates", found=found)
     elif args.what == "nvml":
         notes.write("nvml", found=nvml_facts())
+    elif args.what == "conformance":
+        notes.write("conformance", found=conformance(args.device))
     elif args.what == "memory":
         memory(args.device, args.folder / f"rank{rank}.jsonl", notes)
     elif args.what == "respawn":

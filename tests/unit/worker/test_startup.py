@@ -102,10 +102,10 @@ from ftrun.worker.process import startup
 calls = []
 torch.Tensor.backward = lambda tensor: calls.append("backward")
 torch.optim.AdamW.step = lambda optimizer: calls.append("step")
-startup._touch()
+startup._warm_up()
 assert calls == ["backward", "step"], calls
 torch.accelerator.current_accelerator = lambda: torch.device("cuda")
-startup._touch()
+startup._warm_up()
 assert calls == ["backward", "step"], calls
 print("idle")
 """
