@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST = {1: (14, 4), 2: (23, 10), 3: (16, 0), 4: (13, 4)}
+MOST = {1: (15, 4), 2: (23, 10), 3: (16, 0), 4: (13, 4)}
 """For each walk: the number of modules, and of returns to a module. Goals: (8, 0) for the first;
 12, 10 and 8 modules for the others.
 """

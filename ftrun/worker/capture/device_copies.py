@@ -4,7 +4,7 @@ Runs in:  worker: marks and boundary copies in the training thread, other copies
 Takes in: tensors of any accelerator that torch knows, and the bytes of a slot.
 Gives:    the bytes in the slot and their digests; events for the streams of the training.
 
-A copy between a device and page-locked memory runs beside the work of the device. The copy thread
+A copy between a device and page-locked memory runs while the device works. The copy thread
 waits for its event without the interpreter lock. It then copies the bytes from the buffer to the
 slot and computes their digest while they are in the CPU cache.
 

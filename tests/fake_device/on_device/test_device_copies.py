@@ -25,7 +25,7 @@ Event = torch.Event
 BUFFER_BYTES = 1 << 19
 NUM_STEPS = 4
 PATIENCE_S = 0.2
-"""A right training thread waits for the copy for so long, if the copy waits for it."""
+"""Longest wait of the copy for the training thread, which may wait for the copy."""
 
 
 def made(shape: tuple[int, ...], device: torch.device = DEVICE) -> torch.Tensor:
