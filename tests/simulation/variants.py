@@ -86,7 +86,7 @@ def _generation_not_checked(patch: Patch) -> None:
         return found + (self._new_orders(body) if self.plan is not None else [])
 
     def is_chosen(self: follower.Voter, plan: GenerationPlan) -> list[Command]:
-        self._effective(plan)
+        self._set_plan(plan)
         return [follower.StartRanks(plan)] if self.is_member else []
 
     def learn(self: follower.Voter, sender: str, body: LeaderHeartbeat) -> list[Command]:
