@@ -17,7 +17,7 @@ from fake_device.library import CompilerMissing, library, search_path
 
 FOLDER = Path(__file__).parent / "on_device"
 REPORTS = "FAKE_DEVICE_REPORTS"
-LIMIT_S = 280
+LIMIT_S = 900
 _STASH = pytest.StashKey[dict[Path, dict[str, list[Any]]]]()
 
 
@@ -100,5 +100,5 @@ def _run(config: pytest.Config, names: list[str], reports: Path, folder: Path) -
 
 def _report(item: pytest.Item, outcome: Any, text: str) -> pytest.TestReport:
     path, line, _ = item.location
-    told: Any = (path, line or 0, text) if outcome == "skipped" else text
-    return pytest.TestReport(item.nodeid, item.location, {}, outcome, told, "call")
+    reason: Any = (path, line or 0, text) if outcome == "skipped" else text
+    return pytest.TestReport(item.nodeid, item.location, {}, outcome, reason, "call")

@@ -20,7 +20,7 @@ from ftrun.worker.capture.device_copies import Device
 from ftrun.worker.capture.device_sources import DeviceCopies
 from ftrun.worker.state.state_tree import source_of
 
-DEVICE = torch.device("fake:0")
+DEVICE = torch.device("privateuseone", 0)  # its name "fake" is unknown while tests are collected
 Event = torch.Event
 BUFFER_BYTES = 1 << 19
 NUM_STEPS = 4
@@ -258,7 +258,7 @@ def test_several_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "copier first", tensors=on_two) == set()
 
 
-@pytest.mark.parametrize("name", some_tensors())
+@pytest.mark.parametrize("name", ["large", "channels last", "transposed", "small 3", "one"])
 def test_a_tensor_that_differs_from_its_copy_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
