@@ -66,10 +66,11 @@ class Downtime(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
+        one = self.rounded()  # as in the journal: 0.1749 s must not be 0.17 here and 0.18 there
         return (
-            f"training again {self.total_s:.2f} s after the fault (detection "
-            f"{self.detection_s:.2f} s, restart {self.restart_s:.2f} s, restore "
-            f"{self.restore_s:.2f} s, first step {self.first_step_s:.2f} s)"
+            f"training again {one.total_s:.2f} s after the fault (detection "
+            f"{one.detection_s:.2f} s, restart {one.restart_s:.2f} s, restore "
+            f"{one.restore_s:.2f} s, first step {one.first_step_s:.2f} s)"
         )
 
 

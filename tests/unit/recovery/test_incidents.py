@@ -16,6 +16,7 @@ from ftrun.ids import Rank, Step
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.numerics import LossContinuity
 from ftrun.monitor.verdicts import Verdict
+from ftrun.records.incidents import Downtime
 from ftrun.recovery.incidents import IncidentLog, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Lifecycle, LifecycleState
 from ftrun.recovery.suspicions import HangFinding
@@ -318,3 +319,10 @@ def test_an_agent_that_took_over_after_a_killed_one_counts_from_its_end() -> Non
     (closed,) = lines(made, "incident_closed")
     assert (closed["incident"], closed["verdict_kind"], closed["steps_lost"]) == (
         3, "agent lost", None)  # fmt: skip
+
+
+def test_the_log_shows_the_downtime_that_the_journal_has() -> None:
+    """0.1749 s is 0.175 in the journal, which is 0.17 or 0.18 in a sentence, but the same one."""
+    for total_s in (0.1749, 0.17451, 2.0049, 0.0005):
+        downtime = Downtime(total_s, 0.0, 0.0, 0.0, total_s)
+        assert downtime.text == downtime.rounded().text
