@@ -46,7 +46,7 @@ def install(*, started_with: dict[str, str]) -> None:
         started_with: the environment with which torch was imported.
     """
     # A fresh start imports this module before the script imports torch, so nothing here may do so.
-    from ftrun.worker.process import graph_captures, lease
+    from ftrun.worker.process import lease
     from ftrun.worker.restore import early_restore
 
     worker_context.cache_clear()
@@ -56,6 +56,8 @@ def install(*, started_with: dict[str, str]) -> None:
     context.page.set(HeartbeatField.PID, os.getpid())
     context.page.set(HeartbeatField.GENERATION, context.generation)
     from torch.optim import optimizer
+
+    from ftrun.worker.process import graph_captures
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
     lease.install(context)

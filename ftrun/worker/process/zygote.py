@@ -64,6 +64,7 @@ PRELOAD = (
     "torch.utils.data",
     "torch.utils.data.distributed",
     "torch.profiler",
+    "ftrun.worker.process.graph_captures",
     "ftrun.worker.session",
     "ftrun.worker.snapshot_session",
     "ftrun.worker.reshard.engine",
