@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_device.library import CompilerMissing, library, search_path
+from fake_device.device_build import CompilerMissing, library, search_path
 
 FOLDER = Path(__file__).parent / "on_device"
 REPORTS = "FAKE_DEVICE_REPORTS"

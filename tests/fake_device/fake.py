@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from fake_device.library import library
+from fake_device.device_build import library
 
 MODES = {"eager": 0, "lazy": 1, "threads": 2}
 MODE_VARIABLE = "FAKE_DEVICE_MODE"

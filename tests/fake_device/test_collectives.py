@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fake_device.library import CompilerMissing, library, search_path
+from fake_device.device_build import CompilerMissing, library, search_path
 
 from tests.integration.conftest import free_port
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device.library import CompilerMissing, library, search_path
+from fake_device.device_build import CompilerMissing, library, search_path
 
 from tests.integration.conftest import Run
 

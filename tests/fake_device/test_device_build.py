@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_device import library as building
-from fake_device.library import CompilerMissing, library, search_path
+from fake_device import device_build as building
+from fake_device.device_build import CompilerMissing, library, search_path
 
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = ROOT / "tests" / "fake_device" / "on_device" / "test_waits.py"
-BUILD = "import sys; from pathlib import Path; from fake_device.library import library; "
+BUILD = "import sys; from pathlib import Path; from fake_device.device_build import library; "
 BUILD += "print(library(Path(sys.argv[1])))"
 
 
