@@ -390,13 +390,12 @@ class Invariants:
 
     def committed(self, node: "Node", version: Version) -> None:
         """A node's SMP treats this version as committed."""
-        agent = node.agent
-        plan = agent.executor.plan if agent is not None else None
-        if agent is None:
-            return  # the next one receives the generation of the commit
-        if plan is None:
+        if node.smp is None or node.smp.generation < 0:
             self.fail(f"{node.node_id} commits {version} before it received any generation")
             return
+        plan = node.agent.executor.plan if node.agent is not None else None
+        if plan is None:
+            return  # an earlier agent began the generation; the next one receives its commit
         self.committed_s = self.world.now_s
         before = self.records.get(version)
         if before is not None and before.protected_in >= plan.generation:
