@@ -20,7 +20,7 @@ Rule 2: a generation is chosen when a majority of the voters of the last chosen 
         Of two such plans with one number, both majorities are needed.
 Rule 3: a voter is a node id and an incarnation. Its successor on the same node is another voter,
         and proves that the first one can vote no more. What the first one accepted is known only
-        if the successor has its persisted plan.
+        if the successor has its persisted plan. A plan of a second run (rule 7) is none.
 Rule 4: the leader of a generation may change its spares while the ranks run. This needs the
         acceptances of a majority of the voters before the change and of those after it. Rule 2
         treats that voter revision like a generation: the next proposer gets it from a voter.
@@ -168,6 +168,8 @@ class Ballot:
     known: GenerationPlan | None = None
     """The newest plan that a promise reported as chosen. Other voters omit it from then on, and the
     promise itself is removed if its node is lost."""
+    lives: dict[Electorate, str] = field(default_factory=dict)
+    """The run in which each voter set decides; none for the voters of a first generation."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
@@ -176,6 +178,7 @@ class Ballot:
             # A newer base: its voters decide, and voters of older configurations no longer count.
             self.base, self.known = effective.configuration_id, effective
             self.needs[effective.configuration_id] = electorate_of(effective)
+            self.lives.setdefault(electorate_of(effective), effective.life)
         if accepted is not None and accepted.configuration_id > self.base:
             # Otherwise it is of a second run: its voters must not replace those of the base.
             self.mind(accepted)
@@ -192,7 +195,9 @@ class Ballot:
         self.needs = {at: identity for at, identity in self.needs.items() if at >= self.base}
         self.concurrent = {one for one in self.concurrent if one[0] > self.base}
 
-    def _need(self, at: ConfigurationId, voters: Electorate) -> None:
+    def _need(self, at: ConfigurationId, voters: Electorate, life: str = "") -> None:
+        if life:
+            self.lives.setdefault(voters, life)
         known = self.needs.setdefault(at, voters)
         if known != voters and at >= (0, 0):
             self.concurrent.add((at, voters))
@@ -200,9 +205,9 @@ class Ballot:
     def mind(self, plan: GenerationPlan) -> None:
         """Records that this plan, or one in its `decided_by`, may have been chosen."""
         if plan.configuration_id not in self.void and plan not in self.given_up:
-            self._need(plan.configuration_id, electorate_of(plan))
+            self._need(plan.configuration_id, electorate_of(plan), plan.life)
         for voters in plan.decided_by:
-            self._need(voters.configuration_id, frozenset(voters.identities))
+            self._need(voters.configuration_id, frozenset(voters.identities), plan.life)
 
     def newest_plan(
         self, plan: GenerationPlan | None = None, unsure: GenerationPlan | None = None
@@ -297,10 +302,12 @@ class Ballot:
         """
         dead: set[Identity] = set()
         gone: set[Identity] = set()
+        life = self.lives.get(voters, "")
         for identity in voters:
             here = self.promises.get(identity[0])
             if here is not None and here.card.incarnation != identity[1]:
-                (dead if here.knows >= max(generation, 0) else gone).add(identity)
+                knows = here.knows >= max(generation, 0) and life in ("", here.life)
+                (dead if knows else gone).add(identity)
         return dead, gone
 
 

@@ -136,10 +136,10 @@ class Voter:
         return msgspec.structs.replace(known, outcome=CheckOutcome.FAIL, problems=problems)
 
     @property
-    def knows(self) -> int:
-        """The newest generation accepted here, by this agent or an earlier one of this node."""
-        plans = (self.vote.accepted, self._kept)
-        return max((plan.generation for plan in plans if plan is not None), default=-1)
+    def _newest_accepted(self) -> GenerationPlan | None:
+        """The newest plan accepted here, by this agent or an earlier one of this node."""
+        plans = [plan for plan in (self.vote.accepted, self._kept) if plan is not None]
+        return max(plans, key=lambda plan: plan.generation, default=None)
 
     @property
     def newest_plan(self) -> GenerationPlan | None:
@@ -217,19 +217,20 @@ class Voter:
         if self._quiesced is None or self._prepare is None:
             return []
         sender, body = self._prepare
-        newest, plan = self.newest_plan, self.plan
+        newest, plan, accepted = self.newest_plan, self.plan, self._newest_accepted
         maybe = newest is not None and newest.configuration_id > self.configuration_id
         answer = Promise(
             generation=body.generation,
             card=self.me,
             effective=plan if plan is not None and plan.configuration_id > body.knows else None,
             accepted=newest if maybe else None,
-            knows=self.knows,
+            knows=accepted.generation if accepted is not None else -1,
             committed=self.committed,
             holdings=self._quiesced.holdings,
             store_port=self._quiesced.store_port,
             smp_port=self._quiesced.smp_port,
             fitness=self.fitness,
+            life=accepted.life if accepted is not None else "",
         )
         return [Send(sender, answer)]
 

@@ -47,6 +47,7 @@ SEEDS = [
     pytest.param(700296, "safety", id="one node only has fetched its restore point"),
     pytest.param(1082705, "safety", id="the node that reported the newest plan is lost"),
     pytest.param(1084762, "liveness", id="the only shards of the previous world are lost"),
+    pytest.param(1151443, "safety", id="a second run's plan has the number of the first run's"),
     pytest.param(1138442, "liveness", id="an SMP commits before its new agent has a plan"),
 ]
 WITH_MISHAPS = [

@@ -9,7 +9,9 @@ A scheduler asks one node to leave (its machine is drained, its pod preempted) w
 with which it asks them all to stop (a job is cancelled or deleted). The set of nodes that received
 the signal distinguishes the two.
 
-Rule 1: if every node is asked, or too few would be left, the run stops at once.
+Rule 1: if every node is asked, or too few would be left, the run stops at once. During a ballot,
+        too few may be left only because an agent is being restarted: then the run stops if this
+        lasts for `LIMIT_S`.
 Rule 2: otherwise the nodes drain after `NOTICE_S` without another notice; the ranks train in that
         time. Notices that keep coming for `LIMIT_S` are those of a job that is deleted, node by
         node.
@@ -68,6 +70,8 @@ class NodeDraining:
         """Time since which the run does not need their state."""
         self._freed: frozenset[Identity] = frozenset()
         self._is_stop = False
+        self._short_s: float | None = None
+        """Time since which too few nodes are left, in the present ballot."""
 
     @property
     def is_under_way(self) -> bool:
@@ -87,7 +91,7 @@ class NodeDraining:
     ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
         """Decides between draining and stopping, when it is clear.
 
-        If the generation is not settled, a stop waits until it is.
+        If the generation is not settled, a stop waits until it is (Rule 1).
         """
         here = {peer.card.identity for peer in self._peers if not peer.lost}
         self._asked_s = {
@@ -113,10 +117,14 @@ class NodeDraining:
         self._let_go(plan, now_s, is_settled=is_settled)
         self._is_stop = bool(reason)
         self._update_monitor()
+        if not reason or is_settled:
+            self._short_s = None
         if not reason or self._monitor.is_stopping:
             return notes, []
         if not is_settled:
-            self._monitor.stop_signal = _SIGTERM
+            self._short_s = now_s if self._short_s is None else self._short_s
+            if here <= asked or now_s - self._short_s >= LIMIT_S:
+                self._monitor.stop_signal = _SIGTERM
             return notes, []
         return notes, self._monitor.stop(_SIGTERM, reason, now_s=now_s)
 

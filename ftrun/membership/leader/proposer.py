@@ -109,6 +109,8 @@ class Proposer:
         needs = {known: electorate_of(plan)} if plan is not None else {}
         given_up = tuple(self._given_up)
         self.ballot = Ballot(self.highest, reason, known, needs, frozenset(void), given_up)
+        if plan is not None:
+            self.ballot.lives[electorate_of(plan)] = plan.life
         begins = plan is None and unsure is None
         self.ballot.needs_witness = begins and self._peers.witness.is_used
         if unsure is not None:

@@ -96,6 +96,8 @@ class Promise(Message, frozen=True, tag="Promise"):
     smp_port: int
     fitness: NodeFitness | None = None
     """Result of its newest check; None: it makes no checks."""
+    life: str = ""
+    """The run of the generation in `knows`; see `GenerationPlan.life`."""
 
 
 class PrepareRejected(Message, frozen=True, tag="PrepareRejected"):

@@ -428,6 +428,20 @@ def test_a_successor_with_its_memory_counts_for_what_the_first_had_accepted(
     assert made.is_promised() is may
 
 
+@pytest.mark.parametrize(("life", "may"), [("first", True), ("second", False)])
+def test_a_successor_that_has_joined_a_second_run_does_not_know_the_first(
+    life: str, may: bool
+) -> None:
+    """Seed 1151443: three of four nodes lose their memory and begin a second run."""
+    base = plan(0, "ab", spares="cd", life="first")
+    made = ballot(1, base)
+    made.lives[electorate(base.voters)] = base.life
+    made.take_promise(promise(1, "a", knows=0, life="first"))
+    for one in "bcd":
+        made.take_promise(promise(1, card(one, 2), knows=0, life=life))
+    assert made.is_promised() is may
+
+
 def test_a_run_whose_agents_were_all_started_again_continues_from_their_memory() -> None:
     made = ballot(9, plan(4, "abc"))
     for one in "ab":

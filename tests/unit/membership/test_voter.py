@@ -199,10 +199,15 @@ def test_an_agent_that_was_started_again_has_its_predecessors_memory(is_chosen: 
 
 def test_without_memory_it_knows_of_nothing() -> None:
     made = Voter(ME, None, is_chosen=False)
-    assert (made.newest_plan, made.configuration_id, made.knows) == (None, (-1, 0), -1)
+    assert (made.newest_plan, made.configuration_id) == (None, (-1, 0))
     assert not made.is_in_ballot
     found = promised(made, 0)
-    assert (found.effective, found.accepted, found.knows) == (None, None, -1)
+    assert (found.effective, found.accepted, found.knows, found.life) == (None, None, -1, "")
+
+
+def test_a_promise_names_the_run_of_the_newest_accepted_plan() -> None:
+    made = Voter(card("b", 2), msgspec.structs.replace(RUNS, life="first"), is_chosen=True)
+    assert promised(made, 5).life == "first"
 
 
 def test_the_newest_commit_is_reported() -> None:

@@ -438,8 +438,31 @@ def test_a_paused_run_whose_last_nodes_are_asked_ends() -> None:
     made.kill("c")
     made.passes(2.0)
     made.here_is("b", Heartbeat(generation=-1, leaves=True))
+    made.passes(LIMIT_S - 1.0)
+    assert ends(made, "ab") == [], "c may return"
     made.passes(2.0)
     assert ends(made, "ab") == [(TERMINATED, False)] * 2
+
+
+def test_an_agent_that_is_restarted_while_a_node_leaves_does_not_end_the_run() -> None:
+    """Seed 1138442: for a moment, one of three voters is neither draining nor lost."""
+    made = started("abc", cluster_size=ClusterSize(1, 1, 2))
+    works(made, 5, "a")
+    ask(made, "a")
+    made.passes(NOTICE_S + 0.5)
+    made["c"].is_frozen = True
+    at_boundary(made, "a", "a")
+    made.passes(STEP_S)
+    assert not made.running(), "the ballot waits for c"
+    before = made["b"]
+    made.kill("b")
+    made.passes(0.5)
+    made.all["b"] = before
+    made.start_again("b")
+    made["c"].is_frozen = False
+    made.passes(3.0)
+    assert ends(made, "abc") == []
+    assert not {"b", "c"}.isdisjoint(made.running())
 
 
 def test_a_second_signal_stops_the_run() -> None:
