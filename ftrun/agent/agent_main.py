@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftrun.agent.launch.agent_start import Started, set_thread_count
+from ftrun.agent.launch.agent_start import Started, script_folder, set_thread_count
 from ftrun.agent.launch.process import ChildProcess
 from ftrun.agent.launch.warm_start import ZygoteClient
 from ftrun.agent.snapshots.retained_memory import (
@@ -93,7 +93,9 @@ def _zygote(spec: RunSpec, started: Started) -> ZygoteClient | None:
     set_thread_count(spec.torchrun_argv)
     if spec.profile.start.mode != "warm":
         return None
-    zygote = ZygoteClient(preload=spec.profile.start.preload)
+    zygote = ZygoteClient(
+        preload=spec.profile.start.preload, folder=script_folder(spec.script, spec.cwd)
+    )
     if started.zygote is None:
         zygote.start()
     else:

@@ -178,7 +178,7 @@ def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Pat
 
 
 def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
-    start: Start, script: Script, tmp_path: Path
+    start: Start, script: Script
 ) -> None:
     script("print('harmless')\n", "harmless.py")
     script(
@@ -188,14 +188,32 @@ def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
         "torch._register_device_module('gadget', module)\n",
         "greedy.py",
     )
-    name = script("print('trained')\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    run = start("--preload", "harmless", "--preload", "greedy", name, env={"PYTHONPATH": path})
+    run = start("--preload", "harmless", "--preload", "greedy", script("print('trained')\n"))
     assert run.wait() == 0, run.text
     assert "trained" in run.text
     (fresh,) = run.journal("fresh_start_used")
     assert str(fresh["reason"]).startswith("--preload greedy: torch.gadget.is_initialized()")
     assert run.text.count("--preload greedy: torch.gadget.is_initialized() is true") == 1
+
+
+def test_modules_beside_the_script_are_preloaded_and_a_failing_one_is_named(
+    start: Start, script: Script
+) -> None:
+    script("import os\nIMPORTED_IN = os.getpid()\n", "beside.py")
+    script("raise ValueError('this model needs a licence')\n", "broken.py")
+    name = script(
+        "import os, sys, beside\n"
+        "print('preloaded' if beside.IMPORTED_IN != os.getpid() else 'imported here')\n"
+        "print(f'first folder is that of the script: {os.path.dirname(__file__) == sys.path[0]}')\n"
+    )
+    modules = ("--preload", "beside", "--preload", "broken", "--preload", "nowhere")
+    run = start(*modules, name)
+    assert run.wait() == 0, run.text
+    assert "preloaded" in run.text
+    assert "first folder is that of the script: True" in run.text
+    assert "--preload broken failed: ValueError: this model needs a licence" in run.text
+    assert "--preload nowhere failed: ModuleNotFoundError: No module named 'nowhere'" in run.text
+    assert not run.journal("fresh_start_used"), "the zygote still forks"
 
 
 def test_module_and_command_start(start: Start, script: Script) -> None:

@@ -60,11 +60,11 @@ def begin() -> Started | None:
     if reserve_fd >= 0:
         os.set_inheritable(reserve_fd, False)
     try:
-        settings = _prepare(RunFolder(Path(sys.argv[1])))
-        link = _zygote_link() if settings is not None else None
+        words = _prepare(RunFolder(Path(sys.argv[1])))
+        link = _zygote_link() if words is not None else None
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised again by the agent
         return Started(error=error)
-    if settings is None or link is None:
+    if words is None or link is None:
         if reserve_fd >= 0:
             os.close(reserve_fd)
         return Started(is_forked=is_forked)
@@ -74,7 +74,7 @@ def begin() -> Started | None:
     pid = os.fork()
     if pid == 0:
         mine.close()
-        _run_zygote(its.detach(), agent_pid, settings["preload"], reserve_fd)
+        _run_zygote(its.detach(), agent_pid, words, reserve_fd)
         return None
     its.close()
     if reserve_fd >= 0:
@@ -95,6 +95,11 @@ def set_thread_count(argv: list[str]) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def script_folder(script: str, cwd: str) -> str:
+    """The first folder of the script's import path: its own, or `cwd` for a module."""
+    return os.path.dirname(script) if os.path.isabs(script) else cwd
+
+
 def unknown_torch(text: str) -> str:
     """Why this version of torch is not forked; empty if it can be forked."""
     found = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
@@ -107,11 +112,11 @@ def unknown_torch(text: str) -> str:
     )
 
 
-def _prepare(folder: RunFolder) -> dict[str, Any] | None:
-    """Import torch, with SIGINT unblocked; return the profile's `start` section.
+def _prepare(folder: RunFolder) -> list[str] | None:
+    """Import torch, with SIGINT unblocked.
 
     Returns:
-        None if no zygote is to be forked.
+        The folder of the script and the modules to preload; None if no zygote is to be forked.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
     try:
@@ -129,7 +134,8 @@ def _prepare(folder: RunFolder) -> dict[str, Any] | None:
         if before is None:
             del os.environ[_NVML_CHECK]
         is_fit = not unknown_torch(torch.__version__) and not unfit_to_fork()
-        return settings if is_fit else None
+        words = [script_folder(spec["script"], spec["cwd"]), *settings["preload"]]
+        return words if is_fit else None
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
@@ -138,7 +144,7 @@ def _zygote_link() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _run_zygote(fd: int, agent_pid: int, modules: list[str], reserve_fd: int) -> None:
+def _run_zygote(fd: int, agent_pid: int, words: list[str], reserve_fd: int) -> None:
     for name in (STUB_SOCKET, RETAINED_FDS):
         for stubs_fd in decode_numbers(os.environ.get(name, "")):
             os.close(stubs_fd)
@@ -146,5 +152,5 @@ def _run_zygote(fd: int, agent_pid: int, modules: list[str], reserve_fd: int) ->
         os.environ[RESERVE_SOCKET] = str(reserve_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    sys.argv = ["", str(fd), str(agent_pid), *modules]
+    sys.argv = ["", str(fd), str(agent_pid), *words]
     runpy._run_module_as_main("ftrun.worker.process.zygote")  # type: ignore[attr-defined]

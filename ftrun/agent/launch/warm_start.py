@@ -54,9 +54,11 @@ class ZygoteUnavailable(Exception):
 class ZygoteClient:
     """One zygote and its standbys."""
 
-    def __init__(self, *, preload: Sequence[str]) -> None:
+    def __init__(self, *, preload: Sequence[str], folder: str) -> None:
+        """`folder`: searched first for the modules of `preload`, as by the script."""
         self._wanted = 1
         self._preload = tuple(preload)
+        self._folder = folder
         self._standbys: deque[Standby] = deque()
         self._control: socket.socket | None = None
         self._ordered = 0
@@ -73,7 +75,7 @@ class ZygoteClient:
     def start(self) -> None:
         """Start a zygote as a program, which imports torch again."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = (str(its.fileno()), str(os.getpid()), *self._preload)
+        words = (str(its.fileno()), str(os.getpid()), self._folder, *self._preload)
         argv = python_command("ftrun.worker.process.zygote", *words)
         self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
         its.close()
@@ -175,8 +177,8 @@ class ZygoteClient:
             self._standbys.append(Standby(orders))
         if "unfit" in message:
             self._refused(message["unfit"])
-        for name in set(message.get("missing", ())) & set(self._preload):
-            _log.warning("--preload %s: there is no such module", name)
+        for name, error in message.get("failed", {}).items():
+            _log.warning("--preload %s failed: %s. The ranks import it themselves", name, error)
         return True
 
     def _refused(self, reason: str) -> None:

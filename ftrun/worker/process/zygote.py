@@ -73,26 +73,36 @@ PRELOAD = (
 takes 0.8 s."""
 
 
-def preload(modules: tuple[str, ...]) -> list[str]:
-    """Import the modules; return the names of those that are missing."""
-    missing = []
+def preload(modules: Sequence[str]) -> dict[str, str]:
+    """Import the modules; return the error of each that failed."""
+    failed = {}
     for name in modules:
         try:
             importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
-    return missing
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a module of the user raises any
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
 
 
-def preload_for_user(modules: Sequence[str]) -> tuple[list[str], str]:
-    """Import modules while a fork is safe; return missing ones, and the one that made it unsafe."""
-    missing: list[str] = []
+def preload_for_user(modules: Sequence[str], folder: str) -> tuple[dict[str, str], str]:
+    """Import modules while a fork is safe, from `folder` first, as the script does.
+
+    Returns:
+        The errors, and the module that made a fork unsafe; empty if none did.
+    """
+    failed: dict[str, str] = {}
     is_safe = not unfit_to_fork()
-    for name in modules:
-        missing += preload((name,))
-        if is_safe and unfit_to_fork():
-            return missing, name
-    return missing, ""
+    path = list(sys.path)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    try:
+        for name in modules:
+            failed |= preload((name,))
+            if is_safe and unfit_to_fork():
+                return failed, name
+        return failed, ""
+    finally:
+        sys.path[:] = path
 
 
 def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None:
@@ -138,15 +148,14 @@ def main() -> None:
     ignore_user_signals()
     # is_available() must not call cuInit in this process, because CUDA then fails in every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    missing = preload(PRELOAD)
+    preload(PRELOAD)
     reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
     if reserve_fd >= 0 and begin_reserve(reserve_fd, control, variables):
         return  # this process is an agent that was forked later, or its rank, and has ended
-    not_found, unsafe_module = preload_for_user(sys.argv[3:])
-    missing += not_found
+    failed, unsafe_module = preload_for_user(sys.argv[4:], sys.argv[3])
     gc.collect()
     gc.freeze()
-    control.send(json.dumps({"ready": True, "missing": missing}).encode())
+    control.send(json.dumps({"ready": True, "failed": failed}).encode())
     orders = serve(control, agent_pid, unsafe_module=unsafe_module)
     if orders is None:
         os._exit(0)
