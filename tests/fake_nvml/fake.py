@@ -28,7 +28,8 @@ SIZE = 1 << 16
 NO_PERMISSION, LOST = 4, 15
 UNKNOWN = (1 << 64) - 1
 _HANGS, _FIRST = 1, 2
-_STATUS, _USED, _TOTAL, _ECC, _REASONS, _PENDING, _FAILED, _NO_EVENTS, _NUM_XIDS, _XIDS = range(10)
+_STATUS, _HANDLE_STATUS, _USED, _TOTAL, _ECC, _REASONS = range(6)
+_PENDING, _FAILED, _NO_EVENTS, _NUM_XIDS, _XIDS = range(6, 11)
 _LATE_MS = _XIDS + 8
 _HOLDERS = _LATE_MS + 1
 _MAX_HOLDERS = 8
@@ -81,9 +82,10 @@ class FakeGpus:
     def hang(self, does_hang: bool) -> None:
         self._words[_HANGS] = int(does_hang)
 
-    def fail(self, index: int, status: int) -> None:
+    def fail(self, index: int, status: int, *, gives_handle: bool = False) -> None:
         """Every call about this device ends with this error; 0: with none."""
         self._set(index, _STATUS, status)
+        self._set(index, _HANDLE_STATUS, 0 if gives_handle else status)
 
     def use(self, index: int, num_bytes: int) -> None:
         """Memory that belongs to no process of the test."""

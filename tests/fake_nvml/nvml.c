@@ -16,7 +16,8 @@
 
 enum { NUM_DEVICES, HANGS, FIRST_DEVICE };
 enum {
-    STATUS,          /* of every call: 0, or an error such as 15, GPU is lost */
+    STATUS,          /* of calls with its handle: 0, or an error such as 15, GPU is lost */
+    HANDLE_STATUS,   /* of calls for its handle */
     USED, TOTAL, ECC, REASONS, PENDING, FAILED,
     NO_EVENTS,       /* the device knows no events */
     NUM_XIDS, XIDS,  /* written so far; the newest eight */
@@ -91,7 +92,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, Device **device) {
     if (status != SUCCESS) return status;
     if (index >= state[NUM_DEVICES]) return INVALID_ARGUMENT;
     *device = &devices[index];
-    return (int)(*device)->words[STATUS];
+    return (int)(*device)->words[HANDLE_STATUS];
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, Device **device) {

@@ -116,7 +116,7 @@ assert made.poll() == [
 assert made.poll() == []
 gpus.fail(1, 0)
 assert made.poll() == []
-gpus.fail(1, LOST)
+gpus.fail(1, LOST, gives_handle=True)
 assert made.poll() == ["GPU 1 does not answer: GPU is lost"]
 assert Gpus().poll() == ["GPU 1 does not answer: GPU is lost"], "lost from the start"
 """
@@ -185,6 +185,8 @@ check(lambda: remap(0, is_pending=True, has_failed=False), lambda: None,
       faults=("GPU 0 needs a reset: rows of its memory are to be replaced",))
 check(lambda: remap(0, is_pending=True, has_failed=True), lambda: None,
       faults=("GPU 0 could not replace a broken row of its memory",))
+check(lambda: gpus.fail(0, LOST, gives_handle=True), lambda: None,
+      faults=("GPU 0 does not answer: GPU is lost",))
 check(lambda: gpus.fail(0, LOST), lambda: gpus.fail(0, NO_PERMISSION),
       faults=("GPU 0 does not answer: GPU is lost",))
 assert device_health() == (2, (), ())
