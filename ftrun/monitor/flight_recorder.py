@@ -3,12 +3,17 @@
 Source:   torch's FlightRecorder, versions 2.8 to 2.15. The JSON of a dump has 0, and its pickle
           None, for a time that was not seen; counts of `pg_status` are text in JSON.
 
-Rule 1: a collective is over if it is `retired` or its state is `completed`. The head of a group is
-        the oldest collective that is not over.
+Rule 1: a collective is over if its state is `completed`, or it is `retired`. The head of a group is
+        the oldest collective that is not over. ProcessGroupNCCL sets the state before it retires an
+        entry, so one that is only retired has timed out, and is not over.
 Rule 2: a rank has entered a collective if an entry exists or `pg_status` counts it. On a device the
         host runs ahead, so entering proves nothing about the device.
+        The counts of `pg_status` are of the last call, which may be a message: these have numbers
+        of their own. So the counts of a group with messages are not used. Entries that are over
+        show its messages, because the recorder keeps the newest thousands.
 Rule 3: `pg_status` knows a group by a number of the process, which differs between ranks. The name
-        comes from an entry with this number, or from the rank's page.
+        comes from an entry with this number, or from the rank's page. A group that was destroyed
+        keeps its number and its entries; if its name is used again, only the newest counts.
 """
 
 import re
@@ -35,7 +40,7 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     time_created_ns: int
     """When it was called, on the wall clock."""
     retired: bool
-    """It has ended on this rank."""
+    """It has ended on this rank, or has timed out."""
     is_p2p: bool = False
     input_sizes: list[list[int]] = []
     output_sizes: list[list[int]] = []
@@ -63,9 +68,9 @@ class RecordedCollective(msgspec.Struct, frozen=True):
         shown = " ".join(str(sizes) if sizes else "scalar" for sizes in self.input_sizes[:4])
         return shown + (" ..." if len(self.input_sizes) > 4 else "")
 
-    @property
-    def is_over(self) -> bool:
-        return self.retired or self.state == "completed"
+    def is_over(self, *, has_states: bool) -> bool:
+        """Whether it has ended on this rank; `has_states` as of its `RecorderSource`."""
+        return self.state == "completed" or (self.retired and not has_states)
 
     @property
     def started_ns(self) -> int | None:
@@ -130,6 +135,8 @@ class RecorderSource:
     backends: Backends = field(default_factory=Backends)
     is_on_device: bool = False
     """The recorder of the device collectives."""
+    has_states: bool = False
+    """The state of each entry is known: one that is retired and not completed has timed out."""
     is_timed: bool = False
     """It has start events."""
     is_status_only: bool = False
@@ -148,16 +155,21 @@ class RecordedGroups:
 def recorded_groups(trace: Trace, source: RecorderSource, *, now_ns: float) -> RecordedGroups:
     """Return what a recorder knows; `now_ns` is the wall clock."""
     ranks = decode_groups(source.groups)
+    newest = _numbers_on_page(ranks, source.backends) if source.is_on_device else {}
+    # Numbers grow: a smaller one than the page shows is of a group that has been destroyed.
+    first_unknown = max(newest.values(), default=-1) + 1
+    for entry in trace.entries:
+        newest[entry.group] = max(entry.pg_id or 0, newest.get(entry.group, 0))
     by_name: dict[str, list[RecordedCollective]] = {}
     for entry in trace.entries:
-        by_name.setdefault(entry.group, []).append(entry)
+        if (entry.pg_id or 0) == newest[entry.group]:
+            by_name.setdefault(entry.group, []).append(entry)
     statuses: dict[str, GroupStatus] = {}
     is_complete = not source.is_status_only
     if source.is_on_device:
-        names = _names_on_page(ranks, source.backends)
-        names |= {one.pg_id: one.group for one in trace.entries if one.pg_id is not None}
+        names = {number: name for name, number in newest.items()}
         statuses = {names[one]: status for one, status in trace.pg_status.items() if one in names}
-        is_complete &= len(statuses) == len(trace.pg_status)
+        is_complete &= all(one in names or one < first_unknown for one in trace.pg_status)
     descs = {one.name: one.desc for one in trace.pg_config.values()}
     views = tuple(
         _view(
@@ -174,9 +186,9 @@ def recorded_groups(trace: Trace, source: RecorderSource, *, now_ns: float) -> R
     return RecordedGroups(tuple(one for one in views if one is not None), is_complete)
 
 
-def _names_on_page(ranks: Iterable[str], backends: Backends) -> dict[int, str]:
-    pairs = zip(backends.ids, ranks, strict=False)
-    return {number: name for number, name in pairs if number is not None}
+def _numbers_on_page(ranks: Iterable[str], backends: Backends) -> dict[str, int]:
+    pairs = zip(ranks, backends.ids, strict=False)
+    return {name: number for name, number in pairs if number is not None}
 
 
 def _view(
@@ -189,13 +201,15 @@ def _view(
     source: RecorderSource,
     now_ns: float,
 ) -> ProcessGroupView | None:
-    collectives = sorted(
-        (one for one in entries if not one.is_p2p), key=lambda one: one.collective_seq_id
-    )
-    messages = _open_messages(entries, ranks, now_ns)
+    ordered = sorted(entries, key=lambda one: (one.collective_seq_id, one.op_id))
+    collectives = [one for one in ordered if not one.is_p2p]
+    open_entries = [one for one in ordered if not one.is_over(has_states=source.has_states)]
+    messages = _open_messages(open_entries, ranks, now_ns)
     if not collectives and not messages and status is None:
         return None
-    head = next((one for one in collectives if not one.is_over), None)
+    head = next((one for one in open_entries if not one.is_p2p), None)
+    has_messages = len(collectives) < len(entries)
+    enqueued = 0 if status is None or has_messages else max(0, status.last_enqueued_collective)
     waits_seq = head.collective_seq_id if head is not None else 0
     if source.is_status_only and status is not None:
         completed = max(0, status.last_completed_collective)
@@ -214,7 +228,7 @@ def _view(
         ),
         waits_seq=waits_seq,
         waits_s=_age_s(head, now_ns) if head is not None else 0.0,
-        enqueued=max(0, status.last_enqueued_collective) if status is not None else 0,
+        enqueued=enqueued,
         messages=messages,
         is_on_device=source.is_on_device,
         has_started=has_started,
@@ -222,13 +236,13 @@ def _view(
 
 
 def _open_messages(
-    entries: Iterable[RecordedCollective], ranks: Sequence[int], now_ns: float
+    open_entries: Iterable[RecordedCollective], ranks: Sequence[int], now_ns: float
 ) -> tuple[OpenMessage, ...]:
     """The oldest open message of each kind and peer, the oldest first."""
     found: dict[tuple[str, int], OpenMessage] = {}
-    for one in sorted(entries, key=lambda one: one.op_id):
+    for one in sorted(open_entries, key=lambda one: one.op_id):
         named = _MESSAGE.search(one.profiling_name)
-        if not one.is_p2p or one.is_over or named is None or int(named[2]) >= len(ranks):
+        if not one.is_p2p or named is None or int(named[2]) >= len(ranks):
             continue  # a group of messages has no peer, and an unknown group no ranks
         key = (named[1], ranks[int(named[2])])
         found.setdefault(key, OpenMessage(*key, one.p2p_seq_id, _age_s(one, now_ns)))

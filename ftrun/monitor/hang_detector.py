@@ -315,25 +315,37 @@ def _counter_evidence(view: RankView) -> list[str]:
 def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     group, ranks = max(waits.stuck, key=lambda one: one[0].waits_s)
     members = set(group.ranks or ranks)
-    left = sorted(members - set(ranks))
+    unread = waits.unread(group)
+    entered = members - unread
+    left = sorted(entered - set(ranks))
+    have = "has" if len(ranks) == 1 else "have"
     evidence = [
-        f"all {len(members)} ranks of {_group_name(group)} have entered {_call_of(group)}",
-        f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not left it for "
-        f"{group.waits_s:.1f} s",
+        f"{'' if unread else 'all '}{len(entered)} ranks of {_group_name(group)} have entered "
+        f"{_call_of(group)}",
+        f"{ranks_text(ranks)} {have} not left it for {group.waits_s:.1f} s",
     ]
     if left:
         evidence.append(f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left it")
+    for rank in sorted(unread)[:_MANY]:
+        evidence += [f"rank {rank}: {note}" for note in waits.views[rank].recorder_notes]
     nodes = nodes_of(sorted(members), node_of)
     where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
+    text = (
+        f"all ranks have entered {_call_of(group)} and {ranks_text(ranks)} cannot leave it: a "
+        f"connection {where} carries no data"
+    )
+    doubt = f"whether {ranks_text(unread)} entered {_call_of(group)} is not known" if unread else ""
+    if unread:
+        text = f"{ranks_text(ranks)} cannot leave {_call_of(group)}, and {doubt}"
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
         culprits=(),
         nodes=nodes,
         victims=tuple(sorted(waits.waiting)),
-        text=f"all ranks have entered {_call_of(group)} and {ranks_text(ranks)} cannot leave "
-        f"it: a connection {where} carries no data",
+        text=text,
         evidence=tuple(evidence),
-        confidence=Confidence.LIKELY,
+        counter_evidence=(doubt,) if unread else (),
+        confidence=Confidence.POSSIBLE if unread else Confidence.LIKELY,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
 

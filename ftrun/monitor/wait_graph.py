@@ -143,6 +143,16 @@ class WaitGraph:
         """
         return {rank for rank in self.stuck_devices if self.behind[rank].is_proof}
 
+    def unread(self, group: ProcessGroupView) -> set[int]:
+        """Members whose recorders do not show whether they have entered its open collective."""
+        return {
+            one
+            for one in members_of(group, self.views)
+            if one in self.views
+            and not self.views[one].is_recorder_complete
+            and _in_group(self.views[one], group.name) is None
+        }
+
     def circle(self) -> list[int]:
         """Ranks that wait for each other, in order; valid only if `ends` is empty."""
         path = [min(self.edges)]

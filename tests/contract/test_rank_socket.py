@@ -30,6 +30,61 @@ def test_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=300,
     )
     assert done.stdout == "1 0\n", done.stderr
+
+
+OLD_TORCH = """
+import os, sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from recorder_server import Rank
+from ftrun.agent.observe.recorder import RecorderReader
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField, SharedPage, create_page, create_stack_file, leave_calls
+)
+from ftrun.worker.process.introspection import write_calls_on_request
+
+folder, path = Path(sys.argv[1]), sys.argv[1] + "/rank.sock"
+(folder / "mode").write_text("")
+fd, stack = create_page("rank-0"), create_stack_file("rank-0")
+page = SharedPage(fd)
+page.set(HeartbeatField.HAS_SERVER, 1)
+page.groups, page.backends = "0=0", "cpu:gloo"
+about = {"socket": path, "page": fd, "torch": "2.9", "backend": "gloo", "trace": {}}
+threading.Thread(target=Rank(folder, about).serve_forever, daemon=True).start()
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+for _ in range(3):
+    dist.all_reduce(torch.ones(2))
+
+reader = RecorderReader(path, stack_fd=stack)
+found = reader.read(page, deadline_s=0.5)
+assert (found.groups, found.is_complete) == ((), True)
+assert found.notes[0].startswith("torch before 2.10 shows"), found.notes
+leave_calls(stack, b"x" * (1 << 20))  # longer than the trace
+write_calls_on_request(SimpleNamespace(page=page, launch=SimpleNamespace(
+    descriptors={"stack": stack})))
+found = reader.read(page, deadline_s=60.0)
+assert [(one.entered, one.ranks) for one in found.groups] == [(3, (0,))], found
+assert found.notes == ()
+os._exit(0)
+"""
+
+
+def test_a_torch_whose_server_has_no_handler_writes_the_trace_of_gloo(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_TORCH, str(tmp_path)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+            "TORCH_FR_BUFFER_SIZE": "128",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

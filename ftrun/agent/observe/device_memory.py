@@ -1,10 +1,11 @@
 """Waits until the device memory of ended ranks is free again.
 
-Runs in:  agent: one read in a thread of its own when the run begins, then the main thread.
+Runs in:  agent, the main thread; calls of NVML in threads of their own.
 Takes in: memory in use on each GPU, by NVML; CUDA_VISIBLE_DEVICES.
 Gives:    a wait before the next generation. If the memory does not come back, the generation
           starts anyway, and the log names the processes that have device files open.
-Survives: a machine without NVML, and a driver that does not answer: nothing is awaited there.
+Survives: a machine without NVML; a driver that does not answer: the wait ends at its limit, and
+          nothing is awaited later.
 
 The driver frees the memory of a process after its end, when the last descriptor of its context is
 closed. A generation that starts earlier can run out of memory.
@@ -15,13 +16,12 @@ Rule 1: the value to come back to is read before the first generation starts. A 
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ftrun import clock, process_tree
-from ftrun.agent.observe.devices import driver
+from ftrun.agent.observe.devices import BoundedCall, driver
 from ftrun.linux import open_device_files
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 TOLERANCE_BYTES = 1 << 30
 """Other processes on the GPU may grow by this much."""
 
-_FIRST_READ_S = 2.0
+_ANSWER_S = 2.0
 _POLL_S = 0.05
 _DRIVER = "/dev/nvidiactl"
 _MAX_NAMED = 8
@@ -47,38 +47,47 @@ class DeviceMemory:
     """The memory of the GPUs of this node, compared with its state before the first generation."""
 
     def __init__(self, used_bytes: UsedBytes, *, limit_s: float) -> None:
-        self._used_bytes = used_bytes
         self._limit_s = limit_s
         self._before: Mapping[str, int] | None = None
-        self._read = threading.Thread(target=self._read_first, name="device-memory", daemon=True)
-        self._read.start()
+        self._read = BoundedCall[Mapping[str, int]](used_bytes, otherwise={})
+        self._read.begin()
 
     def before_start(self) -> None:
         """Before ranks start: wait for the first value, and use none that comes later."""
         if self._before is None:
-            self._read.join(_FIRST_READ_S)
+            self._before = self._read.answer(_ANSWER_S)
         if self._before is None:
-            self._before = {}
-            _log.warning(
-                "NVML has not answered within %.0f s: later generations of this node do not wait "
-                "until device memory is free", _FIRST_READ_S,
-            )  # fmt: skip
+            self._not_answered("")
 
     def wait(self, *, since_s: float) -> float:
-        """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds."""
+        """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds.
+
+        A driver that does not answer gets `_ANSWER_S` in any case.
+        """
         began_s = clock.now_s()
-        before = self._before
-        while before and (left := still_used(before, self._used_bytes())):
-            if clock.now_s() - since_s >= self._limit_s:
+        while self._before:
+            left_s = since_s + self._limit_s - clock.now_s()
+            used = self._read.answer(max(left_s, _ANSWER_S))
+            if used is None:
+                self._not_answered("The ranks start now. ")
+                break
+            if not (left := still_used(self._before, used)):
+                break
+            if left_s <= 0:
                 self._give_up(left)
+                # What is still used belongs to others, or does not come back: it is not awaited
+                # again.
+                self._before = used
                 break
             clock.sleep(_POLL_S)
         return clock.now_s() - began_s
 
-    def _read_first(self) -> None:
-        found = self._used_bytes()
-        if self._before is None:
-            self._before = found
+    def _not_answered(self, what_follows: str) -> None:
+        self._before = {}
+        _log.warning(
+            "NVML has not answered for %.0f s. %sLater generations of this node do not wait until "
+            "device memory is free", self._read.silent_s, what_follows,
+        )  # fmt: skip
 
     def _give_up(self, left: Mapping[str, int]) -> None:
         amounts = ", ".join(f"{name}: {n / 1e9:.1f} GB" for name, n in sorted(left.items()))
@@ -87,8 +96,6 @@ class DeviceMemory:
             "now. Device files are open in: %s",
             self._limit_s, amounts, "; ".join(_holders()) or "no process of this user",
         )  # fmt: skip
-        # What is still used belongs to others, or does not come back: it is not awaited again.
-        self._before = self._used_bytes()
 
 
 def _holders() -> Iterator[str]:
@@ -112,25 +119,30 @@ def used_by_nvml() -> UsedBytes:
         if not is_loaded:
             nvml, is_loaded = driver() if os.path.exists(_DRIVER) else None, True
         found: dict[str, int] = {}
-        if nvml is not None:
+        for name in _visible_devices(nvml) if nvml is not None else ():
             # A device that fails here has its own report, and is not awaited.
-            with suppress(Exception):
-                for name, device in _visible_devices(nvml):
-                    found[name] = int(nvml.nvmlDeviceGetMemoryInfo(device).used)
+            with suppress(nvml.NVMLError):
+                found[name] = int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, name)).used)
         return found
 
     return used_bytes
 
 
-def _visible_devices(nvml: Any) -> Iterator[tuple[str, Any]]:
-    """Names and handles; CUDA_VISIBLE_DEVICES has indices, or UUIDs of GPUs and MIG instances."""
+def _visible_devices(nvml: Any) -> Iterator[str]:
+    """CUDA_VISIBLE_DEVICES has indices, or UUIDs of GPUs and MIG instances."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
-        wanted = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+        with suppress(nvml.NVMLError):
+            yield from (f"GPU {index}" for index in range(nvml.nvmlDeviceGetCount()))
+        return
     for name in filter(None, map(str.strip, wanted.split(","))):
-        if name.lstrip("-").isdigit():
-            if int(name) < 0:
-                return  # CUDA ignores what follows
-            yield f"GPU {name}", nvml.nvmlDeviceGetHandleByIndex(int(name))
-        else:
-            yield name, nvml.nvmlDeviceGetHandleByUUID(name)
+        if name.startswith("-"):
+            return  # CUDA ignores what follows
+        yield f"GPU {name}" if name.isdigit() else name
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    number = name.removeprefix("GPU ")
+    if number.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(number))
+    return nvml.nvmlDeviceGetHandleByUUID(name)

@@ -1,25 +1,41 @@
 """Error counters of network cards and GPUs: errors, lost links, throttling.
 
-Runs in:  agent, the thread of the rank observer.
+Runs in:  agent, the thread of the rank observer; calls of NVML in threads of their own.
 Takes in: /sys/class/net, /sys/class/infiniband; for GPUs NVML, if its package and driver are
           present.
 Gives:    sentences about what was counted since the last poll; none if nothing was. For the process
           of the preflight check the faults and warnings of all GPUs.
-Survives: missing devices: a machine without them reports nothing.
+Survives: missing devices: a machine without them reports nothing. A GPU that is lost, and a driver
+          that does not answer: both are reported, and the ranks are observed as before.
 Source:   the counters are the kernel's (Documentation/ABI/testing/sysfs-class-net-statistics,
           sysfs-class-infiniband) and NVML's; which of them matter: docs/papers.md, C4 and Aegis.
 
 Rule 1: NVML is loaded at the first poll of a node whose ranks use a GPU, never before, because
         loading it wakes the driver.
+Rule 2: each call of NVML has a deadline. It may hang in the driver, for example after a GPU has
+        fallen off the bus, or wait for another process that page-locks memory.
 """
 
+import ctypes
+import logging
+import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from ftrun import clock
+
+_log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
+_ANSWER_S = 0.2
+_SILENT_S = 10.0
+_MAX_XIDS = 32
+"""XIDs that are reported of one poll; the driver keeps the others for the next."""
+
 _RECENT_S = 120.0
 _KEPT = 8
 _NET = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "tx_carrier_errors")
@@ -30,6 +46,50 @@ _WORDS = {
 }
 
 
+T = TypeVar("T")
+
+
+class BoundedCall(Generic[T]):
+    """Calls a function in a thread of its own, so that the caller has a deadline.
+
+    For one caller at a time. `otherwise` is the answer if the function fails.
+    """
+
+    def __init__(self, function: Callable[[], T], *, otherwise: T) -> None:
+        self._function = function
+        self._otherwise = otherwise
+        self._answers: SimpleQueue[T] = SimpleQueue()
+        self._asked_s: float | None = None
+
+    def begin(self) -> None:
+        """Begin a call, if none is in progress."""
+        if self._asked_s is None:
+            self._asked_s = clock.now_s()
+            threading.Thread(target=self._call, name="device-driver", daemon=True).start()
+
+    def answer(self, timeout_s: float) -> T | None:
+        """The answer of the call in progress, or of a new one; None: not within `timeout_s`."""
+        self.begin()
+        try:
+            found = self._answers.get(timeout=max(0.0, timeout_s))
+        except Empty:
+            return None
+        self._asked_s = None
+        return found
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the call in progress began; 0: none is in progress."""
+        return 0.0 if self._asked_s is None else clock.now_s() - self._asked_s
+
+    def _call(self) -> None:
+        try:
+            self._answers.put(self._function())
+        except Exception:  # noqa: BLE001 - a caller must not wait for ever
+            _log.debug("a call of a driver failed", exc_info=True)
+            self._answers.put(self._otherwise)
+
+
 class DeviceCounters:
     """The counters of one node; each poll reports what is new since the last one."""
 
@@ -37,7 +97,8 @@ class DeviceCounters:
         self._system = system
         self._due_s = 0.0
         self._before: dict[str, int] = {}
-        self._gpus: _Gpus | None = None
+        self._gpus: BoundedCall[list[str]] | None = None
+        self._is_silent = False
 
     def poll(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
         """What was counted since the last poll, if a poll is due."""
@@ -46,18 +107,24 @@ class DeviceCounters:
         is_first = not self._due_s
         self._due_s = now_s + EVERY_S
         counts = self._network()
-        if on_device:
-            self._gpus = self._gpus or _Gpus()
-            counts |= self._gpus.counts()
         before, self._before = self._before, {**self._before, **counts}
-        if is_first:
-            return ()
-        # The first value of a counter may have accumulated over years.
-        grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}
-        found = [_as_text(key, more) for key, more in sorted(grown.items())]
-        if self._gpus is not None:
-            found += self._gpus.take_new_errors()
-        return tuple(found)
+        found: list[str] = []
+        if not is_first:  # The first value of a counter may have accumulated over years.
+            grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}
+            found = [_as_text(key, more) for key, more in sorted(grown.items())]
+        return (*found, *self._of_gpus(on_device=on_device))
+
+    def _of_gpus(self, *, on_device: bool) -> list[str]:
+        """Once a rank has used a device, also while the next generation has not yet."""
+        if self._gpus is None:
+            if not on_device:
+                return []
+            self._gpus = BoundedCall(Gpus().poll, otherwise=[])
+        found = self._gpus.answer(_ANSWER_S)
+        was_silent, self._is_silent = self._is_silent, self._gpus.silent_s >= _SILENT_S
+        if self._is_silent and not was_silent:
+            return [f"the GPUs' driver (NVML) has not answered for {self._gpus.silent_s:.0f} s"]
+        return found or []
 
     def _network(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -93,67 +160,86 @@ class RecentDeviceErrors:
         return tuple(dict.fromkeys(text for _, text in self._reported))
 
 
-class _Gpus:
-    """The GPUs of NVML, if it is present."""
+class Gpus:
+    """The GPUs of NVML, if it is present; for one thread at a time."""
 
     def __init__(self) -> None:
+        self._nvml: Any = None
+        self._is_loaded = False
         self._events: Any = None
-        self._new_errors: list[str] = []
-        self._throttled: dict[int, bool] = {}
-        self._nvml = driver()
-        if self._nvml is not None:
-            self._listen()
+        self._index_of: dict[int, int] = {}
+        """By the address of a handle. A lost GPU does not answer which index it has."""
+        self._errors: dict[int, int] = {}
+        self._reported: dict[tuple[int, str], str] = {}
 
-    def take_new_errors(self) -> list[str]:
-        new_errors, self._new_errors = self._new_errors, []
-        return new_errors
+    def poll(self) -> list[str]:
+        """What is new since the last poll; of the first one only what is wrong now."""
+        if not self._is_loaded:
+            self._nvml, self._is_loaded = driver(), True
+            if self._nvml is not None:
+                self._listen()
+        if self._nvml is None:
+            return []
+        found: list[str] = []
+        for index in range(self._count()):
+            found += self._check(index)
+        return found + self._xids()
 
-    def counts(self) -> dict[str, int]:
-        nvml, found = self._nvml, dict[str, int]()
-        for index, device in self._devices():
-            with suppress(Exception):  # unknown to some devices
-                found[f"GPU {index} uncorrectable_memory_errors"] = uncorrectable_errors(
-                    nvml, device
-                )
-            self._check_clocks(index, device)
-        self._receive()
+    def _count(self) -> int:
+        with suppress(self._nvml.NVMLError):
+            return int(self._nvml.nvmlDeviceGetCount())
+        return 0
+
+    def _check(self, index: int) -> list[str]:
+        nvml, lost, slow, more = self._nvml, "", "", 0
+        try:
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            with _unknown_suppressed(nvml):
+                count = uncorrectable_errors(nvml, device)
+                more = count - self._errors.get(index, count)
+                self._errors[index] = count
+            with _unknown_suppressed(nvml):
+                slow = slowdown(nvml, device)
+        except nvml.NVMLError_NoPermission:
+            return []  # a GPU of another job; the driver counts it nevertheless
+        except nvml.NVMLError as error:
+            lost = f"does not answer: {error}"
+        found = [f"GPU {index} uncorrectable memory errors: {more:,} more"] if more > 0 else []
+        for key, text in (("lost", lost), ("slow", slow)):
+            if text and not self._reported.get((index, key)):
+                found.append(f"GPU {index} {text}")
+            self._reported[index, key] = text
         return found
-
-    def _devices(self) -> list[tuple[int, Any]]:
-        nvml, found = self._nvml, list[tuple[int, Any]]()
-        with suppress(Exception):
-            count = nvml.nvmlDeviceGetCount() if nvml is not None else 0
-            found = [(index, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
-        return found
-
-    def _check_clocks(self, index: int, device: Any) -> None:
-        with suppress(Exception):
-            message = slowdown(self._nvml, device)
-            if message and not self._throttled.get(index, False):
-                self._new_errors.append(f"GPU {index} {message}")
-            self._throttled[index] = bool(message)
 
     def _listen(self) -> None:
         nvml = self._nvml
-        with suppress(Exception):
+        with suppress(nvml.NVMLError):
             self._events = nvml.nvmlEventSetCreate()
-            for _, device in self._devices():
+        for index in range(self._count()):
+            with suppress(nvml.NVMLError):  # unknown to this device, or it is lost
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                self._index_of[_address(device)] = index
                 nvml.nvmlDeviceRegisterEvents(
                     device, nvml.nvmlEventTypeXidCriticalError, self._events
                 )
 
-    def _receive(self) -> None:
-        """Read the errors that the driver has reported (XID).
+    def _xids(self) -> list[str]:
+        """Read the errors that the driver has reported.
 
-        If there is none, the wait ends with an exception.
+        If there is none, the wait ends with an error.
         """
-        if self._events is None:
-            return
-        with suppress(Exception):
-            while True:
+        found: list[str] = []
+        with suppress(self._nvml.NVMLError):
+            while self._events is not None and len(found) < _MAX_XIDS:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                index = self._nvml.nvmlDeviceGetIndex(event.device)
-                self._new_errors.append(f"GPU {index} has reported XID {event.eventData}")
+                index = self._index_of.get(_address(event.device))
+                name = "a GPU" if index is None else f"GPU {index}"
+                found.append(f"{name} has reported XID {event.eventData}")
+        return found
+
+
+def _address(handle: Any) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -179,7 +265,7 @@ def _as_text(key: str, more: int) -> str:
 def driver() -> Any:
     """NVML, initialised; None without package, driver or device."""
     try:
-        import pynvml  # type: ignore[import-not-found, unused-ignore]
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         pynvml.nvmlInit()
     except Exception:  # noqa: BLE001 - of whatever kind: there is nothing to say
@@ -206,9 +292,22 @@ def slowdown(nvml: Any, device: Any) -> str:
     Raises:
         NVMLError: unknown to this device.
     """
-    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
+    try:
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(device)
+    except nvml.NVMLError_FunctionNotFound:  # a driver before 535; CUDA 14 has only the new name
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
     bad = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
     return f"is slowed down (reasons {reasons:#x})" if reasons & bad else ""
+
+
+@contextmanager
+def _unknown_suppressed(nvml: Any) -> Iterator[None]:
+    """Errors of a device that does not know a value; not those of one that is lost."""
+    try:
+        yield
+    except nvml.NVMLError as error:
+        if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+            raise
 
 
 def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
@@ -221,28 +320,31 @@ def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     count = 0
     with suppress(nvml.NVMLError):
         count = nvml.nvmlDeviceGetCount()
-    for index in range(count):
-        _check(nvml, index, faults, remarks)
+    num_ours = sum(_check(nvml, index, faults, remarks) for index in range(count))
     with suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
-    return count, tuple(faults), tuple(remarks)
+    return num_ours, tuple(faults), tuple(remarks)
 
 
-def _check(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> None:
+def _check(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> bool:
+    """False: the GPU belongs to another job."""
     try:
         device = nvml.nvmlDeviceGetHandleByIndex(index)
+        with _unknown_suppressed(nvml):
+            if count := uncorrectable_errors(nvml, device):
+                text = f"GPU {index} has {count:,} uncorrectable memory errors since its reset"
+                faults.append(text)
+        with _unknown_suppressed(nvml):
+            _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(device)
+            if has_failed:
+                faults.append(f"GPU {index} could not replace a broken row of its memory")
+            elif is_pending:
+                faults.append(f"GPU {index} needs a reset: rows of its memory are to be replaced")
+        with _unknown_suppressed(nvml):
+            if message := slowdown(nvml, device):
+                remarks.append(f"GPU {index} {message}")
+    except nvml.NVMLError_NoPermission:
+        return False
     except nvml.NVMLError as error:
         faults.append(f"GPU {index} does not answer: {error}")
-        return
-    with suppress(nvml.NVMLError):  # each is unknown to some devices
-        if count := uncorrectable_errors(nvml, device):
-            faults.append(f"GPU {index} has {count:,} uncorrectable memory errors since its reset")
-    with suppress(nvml.NVMLError):
-        _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(device)
-        if has_failed:
-            faults.append(f"GPU {index} could not replace a broken row of its memory")
-        elif is_pending:
-            faults.append(f"GPU {index} needs a reset: rows of its memory are to be replaced")
-    with suppress(nvml.NVMLError):
-        if message := slowdown(nvml, device):
-            remarks.append(f"GPU {index} {message}")
+    return True

@@ -155,7 +155,7 @@ class RankObserver:
     def examine(self, handles: list[WorkerHandle]) -> None:
         """Read the last calls of all ranks quickly, because some of them have failed."""
         self._handles = []
-        self.views = tuple(_last_calls(handle) for handle in handles)
+        self.views = tuple(_last_calls(handle, self._reader(handle)) for handle in handles)
 
     def close(self) -> None:
         self._ended.set()
@@ -262,7 +262,8 @@ class RankObserver:
 
     def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
-        return self._readers.setdefault(path, RecorderReader(path))
+        reader = RecorderReader(path, stack_fd=handle.slot.stack_fd)
+        return self._readers.setdefault(path, reader)
 
     def _compare(self, rank: int, pid: int, facts: ProcessState, stack: RankStack) -> _Activity:
         now_s = clock.now_s()
@@ -294,12 +295,12 @@ class RankObserver:
                 os.close(self._unused_fds.get_nowait())
 
 
-def _last_calls(handle: WorkerHandle) -> RankView:
+def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
     """The last calls: of a running rank from its server, of a failed one from its stack file."""
     page, slot = handle.slot.page, handle.slot
     groups: tuple[ProcessGroupView, ...] = ()
     if handle.child.status is None:
-        groups = RecorderReader(slot.request.rank_socket).read(page, deadline_s=QUICK_S).groups
+        groups = reader.read(page, deadline_s=QUICK_S).groups
     elif trace := parse_trace(left_calls(slot.stack_fd)):
         source, now_ns = RecorderSource(page.groups), clock.wall_s() * 1e9
         groups = recorded_groups(trace, source, now_ns=now_ns).views
@@ -331,7 +332,7 @@ class Sampler:
         self._last_s = 0.0
         self._sockets = SocketStats()
         self.on_device = False
-        """Collectives of a rank run on a device. Its recorder is not sampled."""
+        """A rank has used a device."""
         self._reported: dict[tuple[int, str], int] = {}
         """The newest collective that a sample has reported, by rank and group."""
 
@@ -356,7 +357,7 @@ class Sampler:
         page, rank = handle.slot.page, handle.slot.rank
         entered: list[Entered] = []
         backends = decode_backends(page.backends)
-        self.on_device |= bool(backends.device_backend)
+        self.on_device |= bool(backends.device_backend or page.get(HeartbeatField.DEVICE_NS))
         is_on_cpu = not backends.device_backend or "gloo" in backends.by_device.values()
         is_read = page.get(HeartbeatField.HAS_SERVER) and is_on_cpu
         if is_read and handle.child.status is None:

@@ -2,7 +2,8 @@
 
 Runs in:  agent, the thread of the rank observer; on a failure the main thread, for a moment.
 Takes in: the unix socket of torch's worker server in the rank, whose C++ threads answer even if the
-          rank hangs while it holds the GIL; the rank's page.
+          rank hangs while it holds the GIL; the rank's page. For gloo in torch 2.8 and 2.9, whose
+          server has no handler for it, the file to which the rank writes its stacks.
 Gives:    `Recorded`: the groups with their collectives; dumps for torch's own analyzer.
 Source:   torch 2.8 to 2.15. ProcessGroupNCCL has a recorder of its own. Its full dump queries a
           device event for each open entry, in the thread that answers, and a query breaks a graph
@@ -10,17 +11,21 @@ Source:   torch 2.8 to 2.15. ProcessGroupNCCL has a recorder of its own. Its ful
           nor does `fr_trace_json`, which serves gloo and, from 2.15 on, other backends by name.
 
 Rule 1: no full dump of ProcessGroupNCCL while the page shows a capture, or does not observe them.
-        A capture waits while a dump is in progress: `HeartbeatField.READING_NS`.
-Rule 2: after one dump of a device's recorder without an answer, only `ping` is sent: its thread
-        hangs in the driver, and so would the next one.
+        A capture waits while a dump is in progress: `HeartbeatField.READING_NS`. A dump without an
+        answer may still be in progress, so the field is then left to expire.
+Rule 2: after one dump of a device's recorder without an answer, while the server answers a `ping`,
+        only `ping` is sent: the dump's thread hangs in the driver, and so would the next one.
 Rule 3: recorders of devices are read only of unresponsive ranks. Their times say when the host
         called a collective, which shows no lateness.
+Rule 4: an answer that is shorter than it says is not used: the rank has ended within it.
 """
 
 import json
+import re
 import socket
+import threading
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -35,7 +40,7 @@ from ftrun.monitor.flight_recorder import (
 )
 from ftrun.monitor.page_values import Backends, decode_backends
 from ftrun.monitor.verdicts import ProcessGroupView
-from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, left_calls
 from ftrun.wire.transport.channel import short_socket_path
 
 RECORDER_S = 1.0
@@ -43,8 +48,23 @@ MAX_ANSWER_BYTES = 64 << 20
 _PLAIN = "fr_trace_json"
 _NCCL = "dump_nccl_trace_json"
 _NCCL_PICKLE = "dump_nccl_trace_pickle?includestacktraces=false"  # stack traces need the GIL
-_MARGIN_S = 0.2
+_MARGIN_S = 2.0
+"""A dump may still query events for this long after its deadline."""
+
+_HEAD_END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_MAX_HEAD_BYTES = 1 << 16
 _UNANSWERED = "its flight recorder does not answer: the driver of its device may hang"
+_UNREADABLE = "its flight recorder cannot be read"
+_NOT_WRITTEN = "torch before 2.10 shows collectives of gloo only while its interpreter is free"
+
+
+class RecorderError(OSError):
+    """A rank's server has answered with an error, or with too many bytes."""
+
+
+class AnswerTooLargeError(RecorderError):
+    """More than `MAX_ANSWER_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,106 +78,178 @@ class Recorded:
 
 
 class RecorderReader:
-    """The recorders of one rank in one generation."""
+    """The recorders of one rank in one generation; for the observer's and the main thread."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, stack_fd: int = -1) -> None:
         self._path = path
+        self._stack_fd = stack_fd
         self._handlers: frozenset[str] = frozenset()
         self._is_unanswered = False
         """A dump of the device's recorder was not answered: rule 2."""
+        self._lock = threading.Lock()
+        """One request at a time, because the end of one clears `READING_NS`."""
 
     def read(self, page: SharedPage, *, deadline_s: float = RECORDER_S) -> Recorded:
+        """Read all groups; `deadline_s` is for each of a few requests."""
         if not page.get(HeartbeatField.HAS_SERVER):
             return Recorded()
-        backends = decode_backends(page.backends)
-        device = self._of_device(page, backends, deadline_s) if backends.device_backend else None
-        if device is not None and "gloo" not in backends.by_device.values():
-            return device
-        trace = read_trace(self._path, deadline_s=deadline_s)
-        found = RecordedGroups()
-        if trace is not None:
-            found = recorded_groups(trace, RecorderSource(page.groups), now_ns=clock.wall_s() * 1e9)
-        if device is None:
-            return Recorded(found.views, found.is_complete)
-        # Both backends count on their own, under the same name of the group.
-        gloo = [msgspec.structs.replace(one, name=f"{one.name} gloo") for one in found.views]
-        return Recorded((*device.groups, *gloo), device.is_complete, device.notes)
-
-    def _of_device(self, page: SharedPage, backends: Backends, deadline_s: float) -> Recorded:
-        if self._is_unanswered:
-            return Recorded(notes=(self._unanswered_note(deadline_s),))
-        request, note, may_query = self._request(page, backends, deadline_s)
-        if not request:
-            return Recorded(is_complete=False, notes=(note,))
+        if not self._lock.acquire(timeout=deadline_s):
+            return Recorded(is_complete=False)
         try:
-            answer = _ask(self._path, request, deadline_s)
-        except TimeoutError:
-            self._is_unanswered = may_query
-            return Recorded(notes=(_UNANSWERED,))
-        except OSError:
-            return Recorded()  # it has ended
+            return self._read(page, deadline_s)
         finally:
-            page.set(HeartbeatField.READING_NS, 0)
-        trace = parse_trace(answer)
-        if trace is None:
-            return Recorded(is_complete=False, notes=("its flight recorder cannot be read",))
-        source = RecorderSource(
-            page.groups,
-            backends,
-            is_on_device=True,
-            is_timed=bool(page.get(HeartbeatField.TIMED)),
-            is_status_only="includecollectives=false" in request,
-        )
-        found = recorded_groups(trace, source, now_ns=clock.wall_s() * 1e9)
-        is_in_graphs = not trace.entries and bool(page.get(HeartbeatField.REPLAYS))
-        notes = (note, "collectives captured in a graph are not recorded" if is_in_graphs else "")
-        return Recorded(found.views, found.is_complete, tuple(one for one in notes if one))
-
-    def _request(
-        self, page: SharedPage, backends: Backends, deadline_s: float
-    ) -> tuple[str, str, bool]:
-        """The request that is safe now, what it leaves out, and whether it queries the device."""
-        name = backends.device_backend
-        if name != "nccl":
-            return f"{_PLAIN}?backend={name.removesuffix('*')}", "", False
-        self._handlers = self._handlers or handlers(self._path, deadline_s)
-        if _NCCL not in self._handlers:
-            known = "this version of torch has no handler for its flight recorder"
-            return "", known if self._handlers else "its server does not answer", False
-        if not may_query_device(page, deadline_s):
-            note = "only counts of its collectives were read, because a graph may be captured"
-            return f"{_NCCL}?includecollectives=false", note, False
-        return f"{_NCCL}?onlyactive=true", "", True
-
-    def _unanswered_note(self, deadline_s: float) -> str:
-        try:
-            _ask(self._path, "ping", deadline_s)
-        except OSError:
-            return "its flight recorder and its server do not answer"
-        return _UNANSWERED
+            self._lock.release()
 
     def dump(self, page: SharedPage) -> bytes | None:
         """A pickle of the recorder of the device, or else the JSON of the others; None: neither."""
         if not page.get(HeartbeatField.HAS_SERVER):
             return None
-        name = decode_backends(page.backends).device_backend
-        request = _PLAIN if not name else f"{_PLAIN}?backend={name.removesuffix('*')}"
-        if name == "nccl":
-            if self._is_unanswered or not may_query_device(page, RECORDER_S):
+        with self._lock:
+            try:
+                return self._dump(page)
+            except OSError:
                 return None
-            request = _NCCL_PICKLE
+
+    def _read(self, page: SharedPage, deadline_s: float) -> Recorded:
+        backends = decode_backends(page.backends)
+        device = self._of_device(page, backends, deadline_s) if backends.device_backend else None
+        if device is not None and "gloo" not in backends.by_device.values():
+            return device
+        trace = self._of_gloo(page, deadline_s)
+        notes: tuple[str, ...] = ()
+        if trace is None and self._handlers and _PLAIN not in self._handlers:
+            notes = (_NOT_WRITTEN,)
+        found = RecordedGroups()
+        if trace is not None:
+            found = recorded_groups(trace, RecorderSource(page.groups), now_ns=clock.wall_s() * 1e9)
+        if device is None:
+            return Recorded(found.views, found.is_complete, notes)
+        # Both backends count on their own, under the same name of the group.
+        gloo = [msgspec.structs.replace(one, name=f"{one.name} gloo") for one in found.views]
+        return Recorded((*device.groups, *gloo), device.is_complete, (*device.notes, *notes))
+
+    def _of_gloo(self, page: SharedPage, deadline_s: float) -> Trace | None:
         try:
-            answer = _ask(self._path, request, RECORDER_S)
-            if len(answer) >= MAX_ANSWER_BYTES and name == "nccl":
-                answer = _ask(self._path, f"{request}&onlyactive=true", RECORDER_S)
-        except TimeoutError:
-            self._is_unanswered = name == "nccl"
-            return None
+            self._handlers = self._handlers or handlers(self._path, deadline_s)
         except OSError:
             return None
-        finally:
+        if _PLAIN in self._handlers:
+            return read_trace(self._path, deadline_s=deadline_s)
+        return self._written(page, deadline_s)
+
+    def _written(self, page: SharedPage, deadline_s: float) -> Trace | None:
+        """The trace that a thread of the rank writes on request; None: not within the deadline."""
+        number = page.get(HeartbeatField.CALLS_ASKED) + 1
+        page.set(HeartbeatField.CALLS_ASKED, number)
+        until_s = clock.now_s() + deadline_s
+        while page.get(HeartbeatField.CALLS_WRITTEN) != number:
+            if clock.now_s() >= until_s:
+                return None
+            clock.sleep(0.01)
+        return parse_trace(left_calls(self._stack_fd))
+
+    def _of_device(self, page: SharedPage, backends: Backends, deadline_s: float) -> Recorded:
+        if self._is_unanswered:
+            return Recorded(notes=(self._silent_note(deadline_s),))
+        try:
+            if backends.device_backend != "nccl":
+                answer = _ask(self._path, _plain_request(backends), deadline_s)
+                return _recorded(answer, page, backends)
+            return self._of_nccl(page, backends, deadline_s)
+        except TimeoutError:
+            return Recorded(notes=(self._silent_note(deadline_s),))
+        except RecorderError:
+            return Recorded(is_complete=False, notes=(_UNREADABLE,))
+        except OSError:
+            return Recorded()  # it has ended
+
+    def _of_nccl(self, page: SharedPage, backends: Backends, deadline_s: float) -> Recorded:
+        self._handlers = self._handlers or handlers(self._path, deadline_s)
+        if _NCCL not in self._handlers:
+            note = "this version of torch has no handler for its flight recorder"
+            return Recorded(is_complete=False, notes=(note,))
+        # Not only active entries: the others show which groups have messages.
+        answer = self._query(page, _NCCL, deadline_s)
+        if answer is not None:
+            return _recorded(answer, page, backends, has_states=True)
+        counts = _ask(self._path, f"{_NCCL}?includecollectives=false", deadline_s)
+        found = _recorded(counts, page, backends, is_status_only=True)
+        note = "only counts of its collectives were read, because a graph may be captured"
+        return replace(found, notes=(note, *found.notes))
+
+    def _dump(self, page: SharedPage) -> bytes | None:
+        backends = decode_backends(page.backends)
+        if backends.device_backend != "nccl":
+            return _ask(self._path, _plain_request(backends), RECORDER_S)
+        if self._is_unanswered:
+            return None
+        try:
+            return self._query(page, _NCCL_PICKLE, RECORDER_S)
+        except AnswerTooLargeError:
+            return self._query(page, f"{_NCCL_PICKLE}&onlyactive=true", RECORDER_S)
+
+    def _query(self, page: SharedPage, request: str, deadline_s: float) -> bytes | None:
+        """The answer to a request that queries events; None: a graph may be captured.
+
+        Raises: as `_ask`.
+        """
+        if not may_query_device(page, deadline_s):
+            return None
+        try:
+            answer = _ask(self._path, request, deadline_s)
+        except TimeoutError:
+            self._is_unanswered = self._answers_ping(deadline_s)
+            raise
+        except OSError:
             page.set(HeartbeatField.READING_NS, 0)
-        return answer if len(answer) < MAX_ANSWER_BYTES else None
+            raise
+        page.set(HeartbeatField.READING_NS, 0)
+        return answer
+
+    def _answers_ping(self, deadline_s: float) -> bool:
+        """False of a process that is stopped, starved, or has ended."""
+        try:
+            _ask(self._path, "ping", deadline_s)
+        except OSError:
+            return False
+        return True
+
+    def _silent_note(self, deadline_s: float) -> str:
+        if not self._answers_ping(deadline_s):
+            return "its server does not answer"
+        return _UNANSWERED if self._is_unanswered else "its flight recorder does not answer"
+
+
+def _plain_request(backends: Backends) -> str:
+    name = backends.device_backend.removesuffix("*")
+    return f"{_PLAIN}?backend={name}" if name else _PLAIN
+
+
+def _recorded(
+    answer: bytes,
+    page: SharedPage,
+    backends: Backends,
+    *,
+    has_states: bool = False,
+    is_status_only: bool = False,
+) -> Recorded:
+    """What the recorder of device collectives has answered."""
+    trace = parse_trace(answer)
+    if trace is None:
+        return Recorded(is_complete=False, notes=(_UNREADABLE,))
+    source = RecorderSource(
+        page.groups,
+        backends,
+        is_on_device=True,
+        has_states=has_states,
+        is_timed=bool(page.get(HeartbeatField.TIMED)),
+        is_status_only=is_status_only,
+    )
+    found = recorded_groups(trace, source, now_ns=clock.wall_s() * 1e9)
+    is_idle = not any(group.is_waiting for group in found.views)
+    is_in_graphs = is_idle and bool(page.get(HeartbeatField.REPLAYS))
+    notes = ("collectives captured in a graph are not recorded",) if is_in_graphs else ()
+    return Recorded(found.views, found.is_complete, notes)
 
 
 def may_query_device(page: SharedPage, deadline_s: float) -> bool:
@@ -170,11 +262,15 @@ def may_query_device(page: SharedPage, deadline_s: float) -> bool:
 
 
 def handlers(path: str, deadline_s: float) -> frozenset[str]:
-    """Names of the handlers of a rank's server; empty if it does not answer."""
+    """Names of the handlers of a rank's server.
+
+    Raises:
+        OSError: as `_ask`.
+    """
     try:
         found = json.loads(_ask(path, "", deadline_s, method="GET"))
-    except (OSError, ValueError):
-        return frozenset()
+    except ValueError as error:
+        raise RecorderError("the server's list of handlers cannot be read") from error
     return frozenset(str(one) for one in found) if isinstance(found, list) else frozenset()
 
 
@@ -187,7 +283,13 @@ def read_trace(path: str, *, deadline_s: float = RECORDER_S) -> Trace | None:
 
 
 def _ask(path: str, request: str, deadline_s: float, *, method: str = "POST") -> bytes:
-    """Raises: OSError: no answer (TimeoutError), no server, or no such handler."""
+    """The body of an answer.
+
+    Raises:
+        TimeoutError: it did not arrive within the deadline.
+        RecorderError: it is an error, or too large.
+        OSError: no server, or it has ended within the answer.
+    """
     until_s = clock.now_s() + deadline_s
     words = (
         f"{method} /handler/{request} HTTP/1.1\r\nHost: rank\r\nContent-Length: 0\r\n"
@@ -198,17 +300,32 @@ def _ask(path: str, request: str, deadline_s: float, *, method: str = "POST") ->
         with short_socket_path(Path(path)) as short:
             link.connect(short)
         link.sendall(words.encode())
-        answer = _read_all(link, until_s)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if b" 200 " not in head[:32]:
-        raise OSError(f"/handler/{request}: {head[:32]!r}")
-    return body
+        return _read_body(link, until_s)
 
 
-def _read_all(link: socket.socket, until_s: float) -> bytes:
-    parts, size = [], 0
-    while size < MAX_ANSWER_BYTES and (part := link.recv(1 << 18)):
-        parts.append(part)
-        size += len(part)
-        link.settimeout(max(0.01, until_s - clock.now_s()))
-    return b"".join(parts)
+def _read_body(link: socket.socket, until_s: float) -> bytes:
+    data, size = bytearray(), -1
+    while size < 0 or len(data) < size:
+        left_s = until_s - clock.now_s()
+        if left_s <= 0:
+            raise TimeoutError("the answer is not complete")
+        link.settimeout(left_s)
+        part = link.recv(1 << 18)
+        if not part:
+            raise ConnectionResetError("the answer ends early")
+        data += part
+        if size < 0 and (end := data.find(_HEAD_END)) >= 0:
+            size = _size_of_body(bytes(data[:end]))
+            del data[: end + len(_HEAD_END)]
+        if size < 0 and len(data) > _MAX_HEAD_BYTES:
+            raise RecorderError("the answer is not HTTP")
+    return bytes(data[:size])
+
+
+def _size_of_body(head: bytes) -> int:
+    length = _LENGTH.search(head)
+    if not head.startswith(b"HTTP/1.") or head.split(b" ")[1:2] != [b"200"] or length is None:
+        raise RecorderError(f"the answer is {head[:32]!r}")
+    if int(length[1]) > MAX_ANSWER_BYTES:
+        raise AnswerTooLargeError(f"the answer has {int(length[1]):,} bytes")
+    return int(length[1])

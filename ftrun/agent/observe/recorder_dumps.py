@@ -21,7 +21,8 @@ from typing import Any
 
 from ftrun.agent.launch.recorder_settings import PIPE, PIPE_STEM
 from ftrun.agent.launch.warm_start import WorkerHandle
-from ftrun.agent.observe.recorder import RecorderReader
+from ftrun.agent.observe.proc import process_facts
+from ftrun.agent.observe.recorder import RECORDER_S, RecorderReader, may_query_device
 from ftrun.monitor.flight_recorder import Trace, trace_of
 from ftrun.monitor.page_values import decode_groups
 from ftrun.wire.shared_memory.pages import HeartbeatField
@@ -52,7 +53,9 @@ def read_dump(path: Path) -> Trace:
     try:
         with path.open("rb") as file:
             found = _PlainUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a torn pickle raises errors of any type
         raise ValueError(f"{path} is no dump of plain values: {error}") from error
     trace = trace_of(found)
     if trace is None:
@@ -65,11 +68,13 @@ def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader
     count = 0
     for handle, reader in ranks:
         page, rank = handle.slot.page, handle.slot.rank
-        if handle.child.status is not None:
-            continue
+        facts = process_facts(handle.pid) if handle.child.status is None else None
+        if facts is None or facts.state in ("T", "t"):
+            continue  # a stopped process does not answer
         if not page.get(HeartbeatField.HAS_SERVER):
             own = Path(handle.slot.request.rank_socket).parent / PIPE_STEM
-            ask_by_pipe(os.environ.get(PIPE) or str(own), rank)
+            if may_query_device(page, RECORDER_S):  # captures wait until it has been made
+                ask_by_pipe(os.environ.get(PIPE) or str(own), rank)
             continue
         data = reader.dump(page)
         with suppress(OSError, ValueError):
@@ -95,7 +100,8 @@ def as_pickle(dump: bytes, groups: str) -> bytes:
     if not isinstance(found, dict):
         raise ValueError("it is no dump of a flight recorder")  # noqa: TRY004 - as other wrong text
     found.setdefault("entries", [])
-    known = {name: one for name, one in found.get("pg_config", {}).items() if name}
+    config = found.get("pg_config")
+    known = {name: one for name, one in config.items() if name} if isinstance(config, dict) else {}
     found["pg_config"] = known or {
         # A rank without an entry of a group does not know its description, and the analyzer
         # compares them.

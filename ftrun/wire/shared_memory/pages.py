@@ -57,7 +57,7 @@ _CHECK_BYTES = 4
 
 
 class HeartbeatField(IntEnum):
-    """Fields of a heartbeat page: worker -> agent, except `READING_NS`."""
+    """Fields of a heartbeat page: worker -> agent, except `READING_NS` and `CALLS_ASKED`."""
 
     PID = 0
     GENERATION = 1
@@ -96,6 +96,8 @@ class HeartbeatField(IntEnum):
     REPLAYS = 34  # replays of device graphs; their collectives are in no recorder
     READING_NS = 35  # set by the agent: it queries events until then, so no capture begins
     DEVICE_NS = 36  # torch has initialised a device
+    CALLS_ASKED = 37  # set by the agent: number of its request to write the collectives
+    CALLS_WRITTEN = 38  # number of the request that was answered last, in the stack file
 
 
 class CommandField(IntEnum):
@@ -306,6 +308,7 @@ def create_stack_file(name: str) -> int:
 
 def leave_calls(fd: int, trace: bytes) -> None:
     with suppress(OSError):
+        os.ftruncate(fd, CALLS_AT)  # an earlier trace may be longer
         os.pwrite(fd, trace[:MAX_CALLS_BYTES], CALLS_AT)
 
 

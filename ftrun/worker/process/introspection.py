@@ -5,6 +5,8 @@ Runs in:  worker: set up once in the main thread; stacks and flight recorder the
 Takes in: the socket path and the stack file from the agent; torch's process groups.
 Gives:    torch's flight recorder over a unix socket (answered by a C++ thread, also while the GIL
           is held), all stacks in a file on a signal, the ranks of each process group on the page.
+          The server of torch 2.8 and 2.9 has no handler for gloo's recorder, so a Python thread
+          writes it to the stack file on request.
 Source:   torch._C._distributed_c10d._WorkerServer, torch 2.6 to 2.15; faulthandler.
 
 Rule 1: the script is not affected: no output, no signal that it could use, no effect after a fork.
@@ -15,11 +17,13 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ftrun import clock
 from ftrun.monitor.page_values import Backends, encode_backends, encode_groups
 from ftrun.wire.shared_memory.pages import (
     MAX_BACKENDS_BYTES,
@@ -32,9 +36,10 @@ from ftrun.wire.transport.channel import short_socket_path
 from ftrun.worker.context import WorkerContext
 
 _C10D = "torch.distributed.distributed_c10d"
+_POLL_S = 0.1
 
 _server: Any = None
-_num_groups = 0
+_known_groups: list[tuple[int, str]] = []
 
 
 def register_dumper(context: WorkerContext) -> None:
@@ -82,23 +87,40 @@ def start_server(context: WorkerContext) -> None:
         # does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_server))
         context.page.set(HeartbeatField.HAS_SERVER, 1)
+        if sys.modules["torch"].__version__ < (2, 10):
+            write_calls_on_request(context)
+
+
+def write_calls_on_request(context: WorkerContext) -> None:
+    page = context.page
+
+    def run() -> None:
+        while True:
+            clock.sleep(_POLL_S)
+            asked = page.get(HeartbeatField.CALLS_ASKED)
+            if asked != page.get(HeartbeatField.CALLS_WRITTEN):
+                dump_calls(context)
+                page.set(HeartbeatField.CALLS_WRITTEN, asked)
+
+    threading.Thread(target=run, name="ftrun-calls", daemon=True).start()
 
 
 def publish_groups(page: SharedPage) -> None:
-    """Write ranks and backends of all process groups to the page, if their number has changed."""
-    global _num_groups
+    """Write ranks and backends of all process groups to the page, if the groups have changed."""
+    global _known_groups
     c10d = sys.modules.get(_C10D)
     if c10d is None:
         return
-    known = c10d._world.pg_group_ranks
-    if len(known) == _num_groups:
+    known, names = c10d._world.pg_group_ranks, c10d._world.pg_names
+    found = [(id(pg), name) for pg, name in names.items()]
+    if found == _known_groups:
         return
-    _num_groups = len(known)
-    names = c10d._world.pg_names
+    _known_groups = found
     groups = {str(names.get(pg, "")): sorted(ranks) for pg, ranks in known.items()}
     page.backends = encode_backends(_backends(known), MAX_BACKENDS_BYTES)
     page.groups = encode_groups(groups, MAX_GROUPS_BYTES)
-    page.set(HeartbeatField.TIMED, int(os.environ.get("TORCH_NCCL_ENABLE_TIMING", "0") == "1"))
+    timing = os.environ.get("TORCH_NCCL_ENABLE_TIMING", "").lower()
+    page.set(HeartbeatField.TIMED, int(timing in ("1", "y", "yes", "t", "true")))
 
 
 def _backends(groups: Iterable[Any]) -> Backends:

@@ -1,12 +1,13 @@
 """Error counters of network cards and GPUs."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from fake_nvml.fake import STATE, search_path
 
 from ftrun.agent.observe.devices import EVERY_S, DeviceCounters, RecentDeviceErrors
 
@@ -49,52 +50,149 @@ def test_this_machine_can_be_checked() -> None:
     assert made.poll(1.0, on_device=True) == ()
 
 
-class Driver:
-    """NVML of one GPU, with the interface of its package."""
+IN_A_PROCESS = """
+import sys
+from pathlib import Path
+from fake_nvml.fake import LOST, NO_PERMISSION, FakeGpus, load
+from ftrun.agent.observe import devices
+from ftrun.agent.observe.devices import EVERY_S, BoundedCall, DeviceCounters, Gpus, device_health
 
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
-    nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815 - the driver's own names
-    nvmlClocksThrottleReasonSwThermalSlowdown = 32  # noqa: N815
-    nvmlEventTypeXidCriticalError = 8  # noqa: N815
-
-    def __init__(self) -> None:
-        self.errors, self.reasons = 0, 0
-        self.xids: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        answers: dict[str, Any] = {
-            "nvmlInit": lambda: None,
-            "nvmlDeviceGetCount": lambda: 1,
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetIndex": lambda device: device,
-            "nvmlEventSetCreate": lambda: "set",
-            "nvmlDeviceRegisterEvents": lambda *_: None,
-            "nvmlDeviceGetTotalEccErrors": lambda *_: self.errors,
-            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: self.reasons,
-            "nvmlEventSetWait_v2": lambda *_: self._wait(),
-        }
-        return answers[name]
-
-    def _wait(self) -> SimpleNamespace:
-        if not self.xids:
-            raise TimeoutError
-        return SimpleNamespace(device=0, eventData=self.xids.pop())
+load(before_535=len(sys.argv) > 3)
+gpus = FakeGpus(Path(sys.argv[1]), 3)
+"""
 
 
-def test_gpus_are_checked_where_ranks_use_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    driver = Driver()
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    made = DeviceCounters(tmp_path)
-    assert made.poll(1.0, on_device=True) == ()
-    driver.errors, driver.reasons, driver.xids = 2, 8, [79]
-    assert made.poll(10.0, on_device=True) == (
-        "GPU 0 uncorrectable memory errors: 2 more",
-        "GPU 0 is slowed down (reasons 0x8)",
-        "GPU 0 has reported XID 79",
+def in_a_process(folder: Path, code: str, *arguments: str) -> None:
+    """Run code in a process in which the package of NVML has the library of the tests."""
+    state = folder / "gpus"
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS + code, str(state), str(folder), *arguments],
+        env={**os.environ, STATE: str(state), "PYTHONPATH": search_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
-    assert made.poll(20.0, on_device=True) == (), "it is still throttled"
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("before driver 535",)])
+def test_gpus_are_checked_where_ranks_use_them(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code = """
+gpus.count_errors(0, 7)
+made = Gpus()
+assert made.poll() == [], "earlier errors are not reported"
+gpus.count_errors(0, 9)
+gpus.slow_down(1, 8)
+gpus.report_xid(2, 94)
+gpus.report_xid(0, 31)
+assert made.poll() == [
+    "GPU 0 uncorrectable memory errors: 2 more",
+    "GPU 1 is slowed down (reasons 0x8)",
+    "GPU 0 has reported XID 31",
+    "GPU 2 has reported XID 94",
+], "in the order of the devices"
+assert made.poll() == [], "it is still slowed down"
+gpus.slow_down(1, 4)
+assert made.poll() == []
+gpus.slow_down(1, 0x28)
+assert made.poll() == ["GPU 1 is slowed down (reasons 0x28)"]
+"""
+    in_a_process(tmp_path, code, *arguments)
+
+
+def test_a_lost_gpu_hides_neither_itself_nor_the_others(tmp_path: Path) -> None:
+    code = """
+made = Gpus()
+assert made.poll() == []
+gpus.report_xid(1, 79)
+gpus.fail(1, LOST)
+gpus.count_errors(2, 1)
+assert made.poll() == [
+    "GPU 1 does not answer: GPU is lost",
+    "GPU 2 uncorrectable memory errors: 1 more",
+    "GPU 1 has reported XID 79",
+]
+assert made.poll() == []
+gpus.fail(1, 0)
+assert made.poll() == []
+gpus.fail(1, LOST, gives_handle=True)
+assert made.poll() == ["GPU 1 does not answer: GPU is lost"]
+assert Gpus().poll() == ["GPU 1 does not answer: GPU is lost"], "lost from the start"
+"""
+    in_a_process(tmp_path, code)
+
+
+def test_a_gpu_that_knows_less_hides_nothing_of_the_others(tmp_path: Path) -> None:
+    code = """
+gpus.refuse_events(0)
+gpus.count_errors(0, 2**64 - 1)  # unknown
+gpus.slow_down(0, 2**64 - 1)
+made = Gpus()
+assert made.poll() == []
+gpus.report_xid(0, 31)
+gpus.report_xid(2, 48)
+assert made.poll() == ["GPU 2 has reported XID 48"]
+"""
+    in_a_process(tmp_path, code)
+
+
+def test_a_driver_that_hangs_is_reported_and_blocks_nothing(tmp_path: Path) -> None:
+    code = """
+import time
+devices._SILENT_S = 0.3
+made = DeviceCounters(Path(sys.argv[2]))
+now = iter(range(0, 1000, int(EVERY_S)))
+def poll():
+    began_s = time.monotonic()
+    found = made.poll(1.0 + next(now), on_device=True)
+    assert time.monotonic() - began_s < 60.0
+    return found
+while made._gpus is None or made._gpus.silent_s:
+    assert poll() == ()
+gpus.hang(True)
+assert poll() == ()
+time.sleep(0.3)
+(text,) = poll()
+assert text.startswith("the GPUs' driver (NVML) has not answered for "), text
+assert poll() == (), "once"
+gpus.hang(False)
+gpus.report_xid(0, 13)
+found = ()
+while not found:
+    found = made.poll(1.0 + next(now), on_device=False)
+assert found == ("GPU 0 has reported XID 13",), found
+"""
+    in_a_process(tmp_path, code)
+
+
+def test_the_preflight_checks_all_gpus(tmp_path: Path) -> None:
+    code = """
+def check(change, undo, *, faults=(), remarks=()):
+    change()
+    assert device_health() == (3, faults, remarks), device_health()
+    undo()
+
+unknown, remap = 2**64 - 1, gpus.remap
+check(lambda: None, lambda: None)
+check(lambda: gpus.count_errors(0, unknown), lambda: gpus.count_errors(0, 0))
+check(lambda: gpus.slow_down(0, unknown), lambda: gpus.slow_down(0, 0))
+check(lambda: gpus.slow_down(1, 8), lambda: gpus.slow_down(1, 0),
+      remarks=("GPU 1 is slowed down (reasons 0x8)",))
+check(lambda: gpus.count_errors(2, 3), lambda: gpus.count_errors(2, 0),
+      faults=("GPU 2 has 3 uncorrectable memory errors since its reset",))
+check(lambda: remap(0, is_pending=True, has_failed=False), lambda: None,
+      faults=("GPU 0 needs a reset: rows of its memory are to be replaced",))
+check(lambda: remap(0, is_pending=True, has_failed=True), lambda: None,
+      faults=("GPU 0 could not replace a broken row of its memory",))
+check(lambda: gpus.fail(0, LOST, gives_handle=True), lambda: None,
+      faults=("GPU 0 does not answer: GPU is lost",))
+check(lambda: gpus.fail(0, LOST), lambda: gpus.fail(0, NO_PERMISSION),
+      faults=("GPU 0 does not answer: GPU is lost",))
+assert device_health() == (2, (), ())
+assert Gpus().poll() == [], "a GPU of another job"
+"""
+    in_a_process(tmp_path, code)
 
 
 def test_without_a_driver_nothing_is_reported(

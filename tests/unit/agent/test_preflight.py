@@ -5,9 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -96,77 +94,6 @@ def test_a_rate_of_the_loopback_rests_on_some_chunks(
 def test_a_cgroup_sets_no_limit_or_one_that_leaves_something(controller: str) -> None:
     found = cgroup_limit_left(controller)
     assert found is None or found >= 0
-
-
-class FakeDriver(SimpleNamespace):
-    """The part of nvidia-ml-py that the check uses."""
-
-    class NVMLError(Exception):
-        """Like its own error."""
-
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
-    nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815
-    nvmlClocksThrottleReasonSwThermalSlowdown = 32  # noqa: N815
-
-    def __init__(self, **about: object) -> None:
-        self.about = {"ecc": 0, "rows": (0, 0, 0, 0), "reasons": 0, **about}
-
-    def nvmlInit(self) -> None:  # noqa: N802 - the driver's own name
-        pass
-
-    nvmlShutdown = nvmlInit  # noqa: N815
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        if "lost" in self.about:
-            raise self.NVMLError("GPU is lost")
-        return index
-
-    def _send(self, what: str) -> Callable[..., object]:
-        def reported(*_: object) -> object:
-            found = self.about[what]
-            if found is None:
-                raise self.NVMLError("not supported")
-            return found
-
-        return reported
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        return self._send(
-            {
-                "nvmlDeviceGetTotalEccErrors": "ecc",
-                "nvmlDeviceGetRemappedRows": "rows",
-                "nvmlDeviceGetCurrentClocksThrottleReasons": "reasons",
-            }[name]
-        )
-
-
-@pytest.mark.parametrize(
-    ("about", "faults", "remarks"),
-    [
-        ({}, (), ()),
-        ({"ecc": None, "rows": None, "reasons": None}, (), ()),
-        ({"ecc": 3}, ("GPU 0 has 3 uncorrectable memory errors since its reset",), ()),
-        (
-            {"rows": (1, 0, 1, 0)},
-            ("GPU 0 needs a reset: rows of its memory are to be replaced",),
-            (),
-        ),
-        ({"rows": (1, 0, 1, 1)}, ("GPU 0 could not replace a broken row of its memory",), ()),
-        ({"reasons": 8}, (), ("GPU 0 is slowed down (reasons 0x8)",)),
-        ({"lost": True}, ("GPU 0 does not answer: GPU is lost",), ()),
-    ],
-)
-def test_gpus_are_checked(
-    monkeypatch: pytest.MonkeyPatch,
-    about: dict[str, object],
-    faults: tuple[str, ...],
-    remarks: tuple[str, ...],
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(**about))
-    assert device_health() == (1, faults, remarks)
 
 
 def test_without_gpus_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

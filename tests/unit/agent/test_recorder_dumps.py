@@ -57,6 +57,7 @@ def test_a_known_group_and_a_pickle_stay_as_they_are() -> None:
     assert pickle.loads(as_pickle(dumped(pg_config=own), "0=0"))["pg_config"] == own
     whole = pickle.dumps({"entries": []}, protocol=2)
     assert as_pickle(whole, "0=0") is whole
+    assert pickle.loads(as_pickle(dumped(pg_config=None), "0=0"))["pg_config"].keys() == {"0"}
     for wrong in (b"[]", b"not json"):
         with pytest.raises(ValueError, match=r"no dump|Expecting value"):
             as_pickle(wrong, "")
@@ -72,7 +73,9 @@ class _Persistent(pickle.Pickler):
         return "outside" if value == "refer" else None
 
 
-@pytest.mark.parametrize("kind", ["names os.system", "refers", "torn", "no dump", "too large"])
+@pytest.mark.parametrize(
+    "kind", ["names os.system", "refers", "torn", "no dump", "too large", "calls a number"]
+)
 def test_a_dump_that_is_more_than_plain_values_is_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +87,8 @@ def test_a_dump_that_is_more_than_plain_values_is_refused(
     else:
         value = {"names os.system": {"entries": _Named()}, "no dump": [1]}.get(kind, {"a": "b" * 9})
         path.write_bytes(pickle.dumps(value)[: 9 if kind == "torn" else None])
+    if kind == "calls a number":
+        path.write_bytes(b"\x80\x02K\x01)R.")
     if kind == "too large":
         monkeypatch.setattr(recorder_dumps, "MAX_DUMP_BYTES", 8)
     with pytest.raises(ValueError, match="rank_0 is ") as raised:

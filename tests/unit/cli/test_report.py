@@ -96,8 +96,11 @@ def test_dumps_of_an_incident_are_collected_for_the_analyzer(
     assert report("1", run="one-node-two-kills", as_json=True) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["dumps"] == ""
-    for below, name, age_s in (("", "rank_0", 0.01), ("n2/", "rank_1", 0.01), ("", "rank_2", -9.0)):
-        dumps = logs / f"{below}fr" / str(first["generation"])
+    for below, name, age_s in (
+        ("fr/0", "rank_0", 0.01), ("n2/fr/0", "rank_1", 0.01), ("fr/0", "rank_2", -9.0),
+        ("fr/7", "rank_3", 0.01),
+    ):  # fmt: skip
+        dumps = logs / below
         dumps.mkdir(parents=True, exist_ok=True)
         (dumps / name).write_text(name)
         os.utime(dumps / name, times=(0, first["began_t_s"] + age_s))
@@ -109,6 +112,7 @@ def test_dumps_of_an_incident_are_collected_for_the_analyzer(
     assert {one.name: one.read_text() for one in found.iterdir()} == {
         "rank_0": "rank_0",
         "rank_1": "rank_1",
+        "rank_3": "rank_3",
     }
 
 

@@ -1,8 +1,8 @@
 """Sixteen ranks that train with pipeline, tensor and expert parallelism on devices.
 
 The host of each rank runs ahead of its device. `play` advances all ranks until none can continue,
-and `traces` gives what their flight recorders hold then: active entries only, without start events,
-as in recorded incidents of Megatron.
+and `traces` gives what their flight recorders hold then: without start events, and with the counts
+of the last call of each group, which may be a message, as in recorded incidents of Megatron.
 """
 
 import json
@@ -35,9 +35,13 @@ def groups_of(rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def step_of(rank: int) -> list[Op]:
-    """The operations of one step: forward, backward, and the sum of gradients."""
+def step_of(rank: int, *, is_shared: bool = False) -> list[Op]:
+    """The operations of one step: forward, backward, and the sum of gradients.
+
+    `is_shared`: messages are in the default group, which then has both kinds of operations.
+    """
     default, tensor, expert, pipe = groups_of(rank)
+    pipe = default if is_shared else pipe
     before, after = rank - EXPERTS * TENSOR, rank + EXPERTS * TENSOR
     layer: list[Op] = [
         (tensor, "_all_gather_base", -1),
@@ -101,9 +105,11 @@ class Player:
         return min(self.done, fault.at) if fault is not None and fault.is_of_device else self.done
 
 
-def play(steps: int, faults: Mapping[int, Fault]) -> dict[int, Player]:
+def play(steps: int, faults: Mapping[int, Fault], *, is_shared: bool = False) -> dict[int, Player]:
     """Advance all ranks until none can continue; a message is over when both ends have called."""
-    players = {rank: Player(rank, step_of(rank) * steps) for rank in range(SIZE)}
+    players = {
+        rank: Player(rank, step_of(rank, is_shared=is_shared) * steps) for rank in range(SIZE)
+    }
     running: set[tuple[int, tuple[str, int, str]]] = set()
     moved = True
     while moved:
@@ -125,32 +131,38 @@ def play(steps: int, faults: Mapping[int, Fault]) -> dict[int, Player]:
     return players
 
 
-def traces(players: Mapping[int, Player], faults: Mapping[int, Fault]) -> dict[int, dict[str, Any]]:
-    return {rank: _trace(player, faults.get(rank)) for rank, player in players.items()}
+def traces(
+    players: Mapping[int, Player], faults: Mapping[int, Fault], *, only_active: bool = False
+) -> dict[int, dict[str, Any]]:
+    return {
+        rank: _trace(player, faults.get(rank), only_active=only_active)
+        for rank, player in players.items()
+    }
 
 
-def _trace(player: Player, fault: Fault | None) -> dict[str, Any]:
+def _trace(player: Player, fault: Fault | None, *, only_active: bool) -> dict[str, Any]:
     groups = groups_of(player.rank)
     ids = {name: 2 * index for index, name in enumerate(groups)}
     status = {name: [-1, -1] for name in groups}
-    entries, numbers = [], dict.fromkeys(groups, 0)
+    entries, numbers, messages = [], dict.fromkeys(groups, 0), dict.fromkeys(groups, 0)
     seen = player.seen(fault)
     for index, (group, op, peer) in enumerate(player.program[: player.called]):
         ranks = groups[group][1]
         number = player.keys[index][1] if peer < 0 else numbers[group]
-        numbers[group] = max(number, 0)
-        if peer < 0:
-            status[group][0] = number
-            status[group][1] = number if index < seen else status[group][1]
+        numbers[group], is_over = number, index < seen
+        messages[group] += peer >= 0
+        counted = number if peer < 0 else messages[group]
+        status[group] = [counted, counted if is_over else status[group][1]]
         sign = "->" if op == "send" else "<-"
         ends = "" if peer < 0 else f" {ranks.index(player.rank)}{sign}{ranks.index(peer)}"
-        if index >= seen:
+        if not (only_active and is_over):
             entries.append({
                 "record_id": index, "pg_id": ids[group],
                 "process_group": [group, groups[group][0]], "collective_seq_id": number,
-                "p2p_seq_id": index if peer >= 0 else 0, "op_id": index,
+                "p2p_seq_id": messages[group] if peer >= 0 else 0, "op_id": index,
                 "profiling_name": f"nccl:{op}{ends}", "time_created_ns": index,
-                "input_sizes": [[8, 2]], "state": "scheduled", "retired": False,
+                "input_sizes": [[8, 2]], "retired": is_over,
+                "state": "completed" if is_over else "scheduled",
                 "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0,
                 "timeout_ms": 600000, "is_p2p": peer >= 0,
             })  # fmt: skip

@@ -66,7 +66,11 @@ def test_numbers_are_numbers_or_text_and_a_pickle_says_the_same() -> None:
     assert trace is not None
     first = trace.entries[0]
     assert (first.started_ns, first.completed_ns, first.duration_ms) == (None, 5, 1.5)
-    assert (first.is_over, first.op, first.sizes) == (True, "all_reduce", "[8] scalar")
+    assert (first.is_over(has_states=True), first.op, first.sizes) == (
+        True,
+        "all_reduce",
+        "[8] scalar",
+    )
 
 
 def test_the_head_is_the_oldest_collective_that_is_not_over() -> None:
@@ -112,6 +116,41 @@ def test_a_group_without_a_name_proves_nothing() -> None:
     found = read(unnamed, entries=[entry(1)], pg_status={"0": status(1, 0), "3": status(1, 1)})
     assert (only(found).name, found.is_complete) == ("0", False)
     assert read(unnamed, entries=[entry(1)], pg_status={"0": status(1, 0)}).is_complete
+
+
+def test_what_has_timed_out_is_not_over_if_states_are_known() -> None:
+    known = RecorderSource(DEVICE.groups, DEVICE.backends, is_on_device=True, has_states=True)
+    own = [entry(3, retired=True), entry(4), entry(2, retired=True, state="completed")]
+    assert only(read(known, entries=own)).waits_seq == 3
+    assert only(read(entries=own)).waits_seq == 4
+
+
+def test_counts_of_a_group_with_messages_are_not_used() -> None:
+    """They may be of the last message, which has a number of its own."""
+    sent = entry(
+        26, is_p2p=True, p2p_seq_id=900, profiling_name="nccl:send 0->1", state="completed"
+    )
+    own, counts = entry(26, state="completed"), {"0": status(900, 900)}
+    view = only(read(entries=[own, sent], pg_status=counts))
+    assert (view.entered, view.completed) == (26, 26)
+    assert only(read(entries=[own], pg_status=counts)).entered == 900
+
+
+def test_groups_that_were_destroyed_hold_up_nothing() -> None:
+    """Numbers 1 and 2 are not on the page; the name of 4 was used before, by 3."""
+    old = entry(50, group="7", pg_id=3)
+    found = read(
+        entries=[old, entry(5, group="7", pg_id=4)],
+        pg_status={"1": status(9, 1), "2": status(9, 1), "3": status(50, 1), "4": status(5, 4)},
+    )
+    view = only(found)
+    assert (view.name, view.waits_seq, view.entered) == ("7", 5, 5)
+    assert found.is_complete
+    again = read(entries=[old], pg_status={"3": status(50, 1), "4": status(2, 2)})
+    assert (only(again).waits_seq, only(again).entered) == (0, 2)
+    newer = read(entries=[entry(1, group="7", pg_id=6)], pg_status={"6": status(1, 0)})
+    assert (only(newer).waits_seq, newer.is_complete) == (1, True)
+    assert not read(pg_status={"5": status(1, 0)}).is_complete
 
 
 def test_the_oldest_message_of_each_kind_and_peer() -> None:

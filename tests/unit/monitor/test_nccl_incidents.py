@@ -35,6 +35,7 @@ def views_of(dumps: Mapping[int, dict[str, Any]], *, only_status: bool) -> dict[
             encode_groups(ranks, 4094),
             Backends({"cuda": "nccl"}, tuple(int(one) for one in dump["pg_status"])),
             is_on_device=True,
+            has_states=True,
             is_status_only=only_status,
         )
         groups = recorded_groups(trace, source, now_ns=20e9)
@@ -57,7 +58,7 @@ def judged(faults: Mapping[int, Fault], *, only_status: bool = False) -> Verdict
 @pytest.mark.parametrize("culprits", PAIRS)
 def test_hosts_that_call_nothing_are_named(culprits: tuple[int, int], only_status: bool) -> None:
     faults = dict.fromkeys(culprits, Fault(STOP, is_of_device=False))
-    dumps = traces(play(6, faults), faults)
+    dumps = traces(play(6, faults), faults, only_active=True)
     assert [rank for rank, dump in dumps.items() if not dump["entries"]] == list(culprits)
     found = judge(views_of(dumps, only_status=only_status))
     assert (found.kind, found.culprits) == (VerdictKind.HANG_IN_COMPUTATION, culprits)
@@ -74,6 +75,32 @@ def test_devices_that_complete_nothing_are_named(culprits: tuple[int, int]) -> N
         assert any(f"and rank {rank} has only called it" in one for one in found.evidence)
     first, second = culprits
     assert found.text.startswith(f"ranks {first} and {second} have devices that are stuck, and 14")
+
+
+@pytest.mark.parametrize("only_active", [True, False])
+@pytest.mark.parametrize("is_of_device", [True, False])
+def test_active_entries_are_enough_if_no_group_has_both_messages_and_collectives(
+    only_active: bool, is_of_device: bool
+) -> None:
+    faults = dict.fromkeys((9, 14), Fault(40 if is_of_device else 32, is_of_device=is_of_device))
+    found = judge(views_of(traces(play(6, faults), faults, only_active=only_active),
+                           only_status=False))  # fmt: skip
+    assert found.culprits == (9, 14)
+    assert found.act_immediately
+
+
+@pytest.mark.parametrize("is_of_device", [True, False])
+@pytest.mark.parametrize("at", [20, 32, 40, 41])
+def test_messages_in_the_default_group_do_not_count_as_collectives(
+    at: int, is_of_device: bool
+) -> None:
+    """Torch counts both in one field, each with numbers of its own."""
+    faults = {9: Fault(at, is_of_device=is_of_device)}
+    players = play(8, faults, is_shared=True)
+    found = judge(views_of(traces(players, faults), only_status=False))
+    assert found.culprits == (9,)
+    expected = VerdictKind.DEVICE_STUCK if is_of_device else VerdictKind.HANG_IN_COMPUTATION
+    assert found.kind is expected
 
 
 def test_a_device_that_has_just_stopped_is_named_and_gets_time() -> None:

@@ -8,6 +8,7 @@ from ftrun.config.profile import HangConfig
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import (
     CollectiveCall,
+    Confidence,
     OpenMessage,
     ProcessGroupView,
     RankView,
@@ -165,6 +166,26 @@ def test_an_unknown_or_incomplete_peer() -> None:
     assert waits_of(incomplete).edges == {}
     absent = {0: view(0, groups=(group(7),)), **dict.fromkeys((1, 2, 3), incomplete[1])}
     assert waits_of(absent).edges == {}
+
+
+def test_a_recorder_that_cannot_be_read_is_named_and_proves_nothing() -> None:
+    """Ranks 0 and 1 wait, 2 has left, and whether 3 has entered is not known."""
+    known = (group(7), group(7), group(0, entered=7))
+    views = views_of(*(replace(one, is_on_device=False) for one in known))
+    unread = view(3, is_recorder_complete=False, recorder_notes=("its recorder cannot be read",))
+    found = judged({**views, 3: unread})
+    assert (found.kind, found.culprits) == (VerdictKind.HANG_IN_COMMUNICATION, ())
+    assert (found.confidence, found.act_immediately) == (Confidence.POSSIBLE, False)
+    call = "all_reduce #7 of group dp"
+    doubt = f"whether rank 3 entered {call} is not known"
+    assert found.text == f"ranks 0 and 1 cannot leave {call}, and {doubt}"
+    assert found.counter_evidence == (doubt,)
+    assert found.evidence == (
+        f"3 ranks of group dp have entered {call}",
+        "ranks 0 and 1 have not left it for 5.0 s",
+        "rank 2 has left it",
+        "rank 3: its recorder cannot be read",
+    )
 
 
 def test_notes_of_a_recorder_are_evidence() -> None:

@@ -17,9 +17,13 @@ store = "file://" + tempfile.mktemp()
 dist.init_process_group("cpu:gloo", init_method=store, rank=0, world_size=1)
 publish_groups(page)
 assert page.groups == "0=0", page.groups
-dist.new_group([0])
+second = dist.new_group([0])
 publish_groups(page)
 assert page.groups == "0=0 1=0", page.groups
+dist.destroy_process_group(second)
+dist.new_group([0])
+publish_groups(page)
+assert page.groups == "0=0 2=0", page.groups
 assert decode_backends(page.backends) == Backends({"cpu": "gloo"}), page.backends
 os._exit(0)
 """
