@@ -1,6 +1,6 @@
 """The formatters and parsers of numbers, durations, sizes and ranks of all commands and pages.
 
-Pure. It also reads untrusted values and computes intervals of rates.
+Pure. It also makes untrusted texts printable, and computes intervals of rates.
 """
 
 import math
@@ -13,7 +13,6 @@ from ftrun.errors import UsageError
 
 NOT_KNOWN = "not known"
 MAX_TEXT = 2000
-_MAX_NUMBER = 1e15
 _PLAIN = re.compile(r"[\x20-\x7e]*\Z")
 _STEP = re.compile(r"\bstep (\d{4,15})\b")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
@@ -181,34 +180,7 @@ def _poisson_cdf(most: int, mean: float) -> float:
     return min(total, 1.0)
 
 
-# --- untrusted values -------------------------------------------------------------------------
-
-
-def number(value: object) -> float | None:
-    """Returns the value if it is a finite number of at most 1e15, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) and abs(found) <= _MAX_NUMBER else None
-
-
-def whole(value: object) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
-
-
-def texts(value: object, *, most: int = 200) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        return ()
-    return tuple(clean(one) for one in value[:most] if isinstance(one, str))
-
-
-def numbers(value: object, *, most: int = 100_000) -> tuple[int, ...]:
-    found = (whole(one) for one in (value[:most] if isinstance(value, list) else ()))
-    return tuple(one for one in found if one is not None)
+# --- untrusted texts --------------------------------------------------------------------------
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:
