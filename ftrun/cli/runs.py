@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import signal
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 
 from ftrun import process_tree
 from ftrun.cli.stub import answers
@@ -144,6 +146,17 @@ def _lock_owner(folder: RunFolder) -> int | None:
 def _connect(folder: RunFolder, path: Path, peer: str) -> Channel:
     hello = Hello(role="cli", pid=os.getpid())
     return connect(path, run_id=folder.run_id, peer=peer, hello=hello, deadline_s=_CONNECT_S)
+
+
+def end_on_signals() -> None:
+    """Handles SIGTERM and SIGHUP as ^C, so that a command ends the runs that it has started."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # keep the effect of nohup
+        signal.signal(signal.SIGHUP, leave)
 
 
 def ask(channel: Channel, request: AnyMessage, *, deadline_s: float) -> AnyMessage:

@@ -73,10 +73,6 @@ def write_plain(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def flush() -> None:
-    sys.stdout.flush()
-
-
 def write_json(document: object) -> None:
     write_plain(msgspec.json.format(msgspec.json.encode(document), indent=1).decode())
 

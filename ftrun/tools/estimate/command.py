@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from ftrun import clock
 from ftrun.cli.app import help_rows, help_width
+from ftrun.cli.completion import option, parameter, with_parameters
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.atomic_output import requested_files, write_outputs
 from ftrun.cli.screen.text import count
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
-from ftrun.errors import ExitCode, UsageError
+from ftrun.errors import UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
@@ -96,7 +97,7 @@ class Estimate:
         return [*self.notes, *words.caveats(self.outlooks, self.given)]
 
 
-def estimate(wanted: EstimateRequest) -> int:
+def estimate(wanted: EstimateRequest) -> None:
     files = requested_files(wanted.svg, wanted.html, as_json=wanted.as_json)
     made = estimated(wanted)
     write_outputs(
@@ -108,7 +109,6 @@ def estimate(wanted: EstimateRequest) -> int:
         document=(lambda: _document(made)) if wanted.as_json else None,
         show=lambda: _show(made),
     )
-    return ExitCode.DONE
 
 
 def estimated(wanted: EstimateRequest) -> Estimate:
@@ -361,30 +361,18 @@ def estimate_command(**typed: Any) -> None:
     own = {name: typed[name] for name in _OWN}
     own["nodes"] = own["nodes"] or DEFAULT_NODES
     wanted = EstimateRequest(values=values, as_json=own.pop("json"), **own)
-    raise typer.Exit(estimate(wanted))
+    estimate(wanted)
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
     for name, (kind, metavar, text) in _OWN.items():
-        option = typer.Option(_flag(name), metavar=metavar or None, help=text)
-        yield _parameter(name, kind if kind is bool else kind | None, option)
+        declared = option(_flag(name), text, metavar or None)
+        yield parameter(name, kind if kind is bool else kind | None, declared)
     for field in fields(Assumptions):
-        about = ABOUT[field.name]
-        option = typer.Option(flag_of(field.name), metavar=about.unit.upper(), help=about.meaning)
-        yield _parameter(field.name, (int if field.type is int else float) | None, option)
+        about, kind = ABOUT[field.name], int if field.type is int else float
+        declared = option(flag_of(field.name), about.meaning, about.unit.upper())
+        yield parameter(field.name, kind | None, declared)
 
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    default = False if kind is bool else None
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
-# typer derives flags from a function's parameters; these come from the table.
-estimate_command.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
-estimate_command.__annotations__ = {one.name: one.annotation for one in _parameters()}
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-app.command(cls=EstimateCommand)(estimate_command)
+app.command(cls=EstimateCommand)(with_parameters(estimate_command, list(_parameters())))

@@ -17,9 +17,10 @@ from typing import Annotated
 import typer
 
 from ftrun import clock
+from ftrun.cli.completion import option
 from ftrun.cli.screen.atomic_output import is_stdout, write_out
 from ftrun.cli.screen.text import clean, ranges
-from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.errors import FtrunError, UsageError
 from ftrun.journal import FILE_NAME
 from ftrun.records.decode import decode
 from ftrun.tools.report.dumps import collect_dumps
@@ -39,30 +40,16 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
-def _report(
+def report(
     incident: Annotated[
         str | None, typer.Argument(help="its number, or last; not given: the whole run")
     ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="run id, or folder of its logs")
-    ] = None,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the facts, as JSON")] = False,
-    opens: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+    run: Annotated[str | None, option("--run", "run id, or folder of its logs", "RUN")] = None,
+    out: Annotated[str | None, option("--out", "write it there", "FILE")] = None,
+    as_json: Annotated[bool, option("--json", "the facts, as JSON")] = False,
+    opens: Annotated[bool, option("--open", "show it in the browser")] = False,
 ) -> None:
     """Write a run, or one incident of it, as one HTML file."""
-    raise typer.Exit(report(incident, run=run, out=out, as_json=as_json, opens=opens))
-
-
-def report(
-    incident: str | None,
-    *,
-    run: str | None = None,
-    out: str | None = None,
-    as_json: bool = False,
-    opens: bool = False,
-) -> int:
-    """Writes the page, and prints its path. Without `run`, the run with the newest journal."""
     if out is not None and is_stdout(out):
         out = "-"
     folder = folder_of(run, below=Path.cwd())
@@ -72,10 +59,10 @@ def report(
         chosen = _with_log(facts, incident_by(facts, incident), folder)
     if as_json:
         write_out(out, json.dumps(asdict(chosen or facts), indent=1) + "\n")
-        return ExitCode.DONE
+        return
     written = _write_pages(facts, chosen, folder, out)
     if out == "-":
-        return ExitCode.DONE
+        return
     sentence = chosen.sentence if chosen is not None else facts.verdict
     more = (
         f" and {len(written) - 1} of its incidents in the same folder" if len(written) > 1 else ""
@@ -85,7 +72,6 @@ def report(
         sys.stdout.write(f"The ranks' flight recorders: {chosen.dumps}\n")
     if opens:
         webbrowser.open(written[0].resolve().as_uri())
-    return ExitCode.DONE
 
 
 def _write_pages(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import typer
@@ -98,11 +97,10 @@ def verify(words: Sequence[str]) -> int:
         return 0
     options = options_of(line)
     # Imported here, so that --help loads none of it.
+    from ftrun.cli.runs import end_on_signals
     from ftrun.tools.verify.verification import Verification
 
-    signal.signal(signal.SIGTERM, _leave)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays nohup
-        signal.signal(signal.SIGHUP, _leave)
+    end_on_signals()
     try:
         with _folder(options.folder) as folder:
             show = _writer(sys.stderr if options.is_json else sys.stdout)
@@ -207,8 +205,3 @@ def _help() -> str:
     shown = "\n".join(help_rows(flags, help_width()))
     others = "and those of ftrun run, such as --nproc-per-node N: ftrun --help lists them"
     return f"{_INTRO}\n{shown}\n  {others}\n\n{_OUTRO}"
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """Handles SIGTERM and SIGHUP as ^C, so that the runs are ended and removed."""
-    raise SystemExit(128 + number)
