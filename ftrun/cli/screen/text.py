@@ -126,6 +126,12 @@ def joined(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def listed(words: Sequence[str], most: int) -> str:
+    """Joins the first `most` words; of the others only the number follows."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
 def by_number(name: str) -> tuple[object, ...]:
     """Returns a sort key that places node10 after node9."""
     parts = re.split(r"(\d{1,15})", name)

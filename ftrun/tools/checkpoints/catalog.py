@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 
 from ftrun import clock
+from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError, LayoutUnknown
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
@@ -311,8 +312,7 @@ def _names(layout: Layout, piece: Piece) -> str:
         for entry in layout.entries
         if entry.offset < end and entry.offset + entry.num_bytes > piece.offset
     ]
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + rest
+    return listed(names, _MAX_NAMED)
 
 
 if __name__ == "__main__":

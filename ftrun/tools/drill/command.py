@@ -1,9 +1,7 @@
 """`ftrun drill`: injects every fault of a plan and judges how the job handles it.
 
-Runs in:  cli.
-Takes in: a drill plan by name or file.
-Gives:    a line for each fault, a table, drill.json, drill.html; exit code 0 only if all faults
-          passed.
+It prints a line for each fault and a table, and writes drill.json and drill.html. The exit code is
+0 only if all faults passed.
 """
 
 import json

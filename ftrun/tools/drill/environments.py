@@ -1,9 +1,5 @@
 """Hosts the job of a drill: on this machine, or on nodes of a virtual cluster.
 
-Runs in:  cli.
-Takes in: the number of nodes; commands for them.
-Gives:    child processes that end with the host; the address at which the nodes meet.
-
 The virtual cluster is a script of ftrun that needs Linux namespaces. It is loaded only if a plan
 has more than one node.
 """

@@ -1,7 +1,5 @@
 """Defines the expected outcome of each fault, and the proof that the fault took place.
 
-Runs in: cli. Pure.
-
 `ftrun.wire.fault_catalog` describes faults for people; a drill judges by this table. A plan may
 override it for each of its faults.
 """

@@ -1,9 +1,6 @@
 """Describes the job of a drill: a job of ftrun, or a script of the user.
 
-Runs in:  cli.
-Takes in: a part of a plan, and the number of steps that its faults need.
-Gives:    the command line of the job, the files in which it records its steps, and the outcome of
-          an undisturbed run under torchrun.
+It also has the outcome of the job: of a drill's run, and of an undisturbed run under torchrun.
 """
 
 import contextlib

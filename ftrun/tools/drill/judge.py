@@ -1,8 +1,4 @@
-"""Judges an injected fault by the run's journal.
-
-Runs in:  cli. Pure.
-Takes in: a trial, and the journal lines from the order to its end.
-Gives:    a `FaultResult`; the drill continues when `is_over` is true.
+"""Judges an injected fault by the run's journal, from its order to its end.
 
 Rule 1: A fault that was not active has not passed, whatever the run did.
 Rule 2: A verdict that is only likely may be followed by a better verdict for the same rank.

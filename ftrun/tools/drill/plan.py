@@ -1,9 +1,4 @@
-"""Defines a drill plan: the jobs, their nodes, the faults and the expected outcomes.
-
-Runs in:  cli.
-Takes in: a YAML file, or the name of a packaged plan.
-Gives:    a `DrillPlan`, or an error that lists all problems of the file; `trials_of` yields the
-          single faults of a part.
+"""Reads and checks a drill plan: the jobs, their nodes, the faults and the expected outcomes.
 
 docs/operations.md documents the keys. Every part of a plan may override the plan's own settings.
 """

@@ -1,9 +1,6 @@
 """Executes one run of a drill: starts it, injects faults, and observes journals and notes.
 
-Runs in:  cli.
-Takes in: a host, a folder of its own, a part of a plan, the trials of this run.
-Gives:    a `FaultResult` for each trial; the outcomes that the ranks recorded.
-Survives: nothing. All processes that it started have ended when its block ends.
+All processes that it started have ended when its block ends.
 
 Rule 1: A fault is ordered only if every rank makes steps and no incident is open.
 """

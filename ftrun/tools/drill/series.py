@@ -1,9 +1,5 @@
 """Executes a drill plan run by run: orders, judges and compares every fault.
 
-Runs in:  cli.
-Takes in: a plan, a folder.
-Gives:    a `FaultResult` for each fault when its run has ended.
-
 Faults of one part share a run if possible. A fault that ends a run, or changes the conditions of
 the next fault, has a run of its own. If a run fails, its remaining faults get a new run.
 """

@@ -1,9 +1,4 @@
-"""Implements `ftrun logs`: merges the output of the ranks.
-
-Runs in:  cli.
-Takes in: the files that --redirects or --tee creates, the run's journal.
-Gives:    complete lines on stdout with their rank, such as `node3:17 | loss 2.13`; notices on
-          stderr.
+"""Implements `ftrun logs`: merges the output of the ranks, such as `node3:17 | loss 2.13`.
 
 The files have no timestamps per line. Lines of one generation are merged as if each rank wrote at a
 constant rate, from the start of the generation to the last change of its file. While files are

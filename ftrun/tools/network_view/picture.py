@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from ftrun.cli.screen.text import count
+from ftrun.cli.screen.text import count, listed
 from ftrun.network.detect.localization import SLOW
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, PathState, between_leaves
@@ -346,11 +346,10 @@ def about(facts: NetworkFacts) -> str:
         for one in facts.node_rails.values()
         if one.state >= PathState.SLOW
     ]
-    more = f" and {len(bad) - 12} more" if len(bad) > 12 else ""
     parts = [
         f"{count(len(facts.nodes), 'node')}{leaves}, {count(len(facts.rails), 'rail')}",
         f"{count(dead, 'dead path')}, {count(slow, 'slow path')}",
-        *([", ".join(bad[:12]) + more] if bad else []),
+        *([listed(bad, 12)] if bad else []),
     ]
     if len(facts.ring) > 1:
         parts.append(f"ring: {crossings(facts)}")

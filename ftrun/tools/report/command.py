@@ -1,8 +1,6 @@
 """`ftrun report`: a run, or one incident of it, as one HTML file.
 
-Runs in:  cli.
-Takes in: the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
-Gives:    `report.html` or `incident-0003.html` in that folder, and a sentence on the terminal.
+It reads the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
 """
 
 import json
@@ -148,7 +146,7 @@ def _newest(below: Path) -> Path:
             f"there is no {LOGS}/ with a journal below {below}. Name the run or the folder of its "
             "logs: ftrun report --run FOLDER"
         )
-    return max(runs, key=lambda one: max(_changed(path) for path in _journals(one)))
+    return max(runs, key=lambda one: max(changed_s(path) for path in _journals(one)))
 
 
 def _runs(below: Path) -> list[Path]:
@@ -174,7 +172,7 @@ def _is_of_a_node(path: Path) -> bool:
     return first is not None and first.node == path.parent.name
 
 
-def _changed(path: Path) -> float:
+def changed_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
@@ -263,7 +261,7 @@ def _sorted(place: Path, pattern: str) -> list[Path]:
     """The newest first: each launch of a run has a folder of its own."""
     if not place.is_dir():
         return []
-    return sorted(place.glob(pattern), key=_changed, reverse=True)
+    return sorted(place.glob(pattern), key=changed_s, reverse=True)
 
 
 def _size(path: Path) -> int:

@@ -1,9 +1,5 @@
 """Where the time of a run has gone, and how often it fails.
 
-Runs in:  cli. Pure.
-Takes in: the launches of a run and its incidents.
-Gives:    goodput, the time lost by class, the mean time between failures.
-
 Goodput is useful step time over wall time. Useful is what is left of the wall time when every
 class below is taken off. A second is counted once: steps that are done again are not also useful,
 and time that is PAUSED is no part of a restart.

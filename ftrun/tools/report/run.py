@@ -1,9 +1,4 @@
-"""A whole run as values, from its journal alone.
-
-Runs in:  cli. Pure.
-Takes in: the raw lines of the journal, torn ones and all.
-Gives:    `RunFacts`. What no line says is "not known".
-"""
+"""A whole run as values, from its journal alone. What no line says is "not known"."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftrun.cli.screen.text import listed
 from ftrun.tools.verify.compare import (
     Difference,
     Life,
@@ -399,8 +400,7 @@ def _unexplained(difference: Difference, is_attached: bool) -> Finding:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return listed(names, _SHOWN)
 
 
 def _place(where: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftrun import clock
-from ftrun.cli.screen.text import count
+from ftrun.cli.screen.text import count, listed
 from ftrun.errors import ExitCode
 from ftrun.tools.verify import compare
 from ftrun.tools.verify.command import DIFFERENT, NOT_COMPARED, Options
@@ -240,14 +240,13 @@ def _restart_text(restart: ObservedRestart) -> str:
 
 def _difference_text(found: Difference) -> str:
     names = [compare.name_of(key) for key in found.keys if compare.is_result(key)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kinds = {"tensor": "state", "value": "state", "batch": "data", "input": "model input"}
     kind = kinds.get(compare.word_of(found.keys[0]), "loss")
     values = ""
     if kind == "loss" and found.record.values.get("loss"):
         now, was = found.record.values["loss"], found.reference.values.get("loss")
         values = f", {now} in place of {was}"
-    shown = "" if kind == "loss" else f" ({', '.join(names[:3])}{more})"
+    shown = "" if kind == "loss" else f" ({listed(names, 3)})"
     return f"step {found.step} on rank {found.rank} differs first in the {kind}{shown}{values}"
 
 

@@ -1,9 +1,4 @@
-"""One incident as values: what happened, the culprit, the evidence, and the cost.
-
-Runs in:  cli. Pure.
-Takes in: the lines of one incident, and facts of the whole run: ranks, steps, start-up.
-Gives:    `IncidentFacts`.
-"""
+"""One incident as values: what happened, the culprit, the evidence, and the cost."""
 
 import math
 import re

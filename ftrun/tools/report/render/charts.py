@@ -1,8 +1,6 @@
 """The pictures of a report: timeline, ranks over time, delays, progress, lost time.
 
-Runs in:  cli. Pure.
-Takes in: values of `report_facts`.
-Gives:    SVG for a page of HTML. What no picture can be made of gives None.
+What no picture can be made of gives None.
 """
 
 import math

@@ -1,7 +1,5 @@
 """The pages: values into one HTML file that needs nothing else.
 
-Runs in: cli. Pure, but for reading its own templates.
-
 Rule 1: what is put into a page is escaped by the template engine or by `report_svg`; no template
         switches that off.
 Rule 2: no page is above `MAX_BYTES`, whatever the journal holds: long texts are cut, and long
