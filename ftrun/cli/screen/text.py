@@ -48,11 +48,7 @@ def _two(large: int, unit: str, small: int, smaller: str) -> str:
 
 
 def size_of(text: str, flag: str, *, such_as: str = "64Gi, 512Mi or 16G") -> int:
-    """Parses `64Gi`, `16G`, `512MiB` or a number of bytes; rounds up to bytes.
-
-    Raises:
-        UsageError: the text has none of these forms, or the size is out of range.
-    """
+    """Parses `64Gi`, `16G`, `512MiB` or a number of bytes; rounds up to bytes."""
     match = _SIZE.fullmatch(text.strip())
     found = float(match[1]) * _UNITS.get(match[2] or "", 1) if match else 0.0
     if not 1 <= found < 1 << 60:
@@ -61,11 +57,7 @@ def size_of(text: str, flag: str, *, such_as: str = "64Gi, 512Mi or 16G") -> int
 
 
 def seconds_of(text: str, flag: str, *, such_as: str = "90m, 24h, 7d or 12:00:00") -> int:
-    """Parses `90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`; rounds up to seconds.
-
-    Raises:
-        UsageError: the text has none of these forms, or the time is out of range.
-    """
+    """Parses `90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`; rounds up to seconds."""
     found = 0.0
     if match := _SPAN.fullmatch(text.strip()):
         found = float(match[1]) * _SPAN_S[match[2]]

@@ -241,7 +241,6 @@ def _facts(
 
 
 def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
-    """Reads all bytes of a checkpoint and describes all damage."""
     if one.index is None:
         return [one.problem]
     problems = [f"its index has no rank {rank}" for rank in _missing_ranks(one.index)]
@@ -305,7 +304,6 @@ def _damaged(
 
 
 def _names(layout: Layout, piece: Piece) -> str:
-    """Names the tensors in a piece."""
     end = piece.offset + piece.num_bytes
     names = [
         "plain values" if entry.name == PLAIN_NAME else entry.name

@@ -214,7 +214,6 @@ class FaultSummary:
 
 
 def grouped(rows: Sequence[FaultResult]) -> list[FaultSummary]:
-    """Groups rows by kind, in the order of first occurrence."""
     found = []
     for kind in dict.fromkeys(row.kind for row in rows):
         own = [row for row in rows if row.kind == kind]
@@ -254,7 +253,6 @@ def seconds(value: float | None) -> str:
 
 
 def detected(it: "FaultResult | FaultSummary") -> str:
-    """Formats the detection time; steps are included only if some were made."""
     steps = round(it.detected_steps or 0)
     return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")
 

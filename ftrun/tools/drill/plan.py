@@ -20,6 +20,7 @@ from ftrun.cli.launch.profiles import (
     profile_folder,
     profile_problems,
     shown_path,
+    yaml_problem,
 )
 from ftrun.config.checks import Problem, check, fields_of
 from ftrun.errors import ProfileInvalid, UsageError
@@ -300,29 +301,21 @@ def find_drill_plan(name: str) -> Path:
 
 
 def read_drill_plan(path: Path) -> DrillPlan:
-    source = shown_path(path)
-    data = path.read_bytes()
+    source, data = shown_path(path), path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
-        raise ProfileInvalid(
-            source=source,
-            problems=[f"it has {len(data)} bytes, and a plan has {MAX_PROFILE_BYTES} at most"],
-        )
+        problem = f"it has {len(data)} bytes, and a plan has {MAX_PROFILE_BYTES} at most"
+        raise ProfileInvalid(source=source, problems=[problem])
     try:
         found = yaml.load(data, Loader=PlainLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        raise ProfileInvalid(
-            source=source, problems=[f"{where}{getattr(error, 'problem', None) or error}"]
-        ) from None
+        raise ProfileInvalid(source=source, problems=[yaml_problem(error)]) from None
     return plan_from(found, source)
 
 
 def plan_from(found: object, source: str) -> DrillPlan:
     if not isinstance(found, dict):
-        raise ProfileInvalid(
-            source=source, problems=["a plan holds keys with values, such as faults"]
-        )
+        problem = "a plan holds keys with values, such as faults"
+        raise ProfileInvalid(source=source, problems=[problem])
     wrong: list[Problem] = []
     checked = check(found, DrillPlan, wrong)
     if wrong:

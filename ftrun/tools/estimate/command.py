@@ -137,11 +137,7 @@ def estimated(wanted: EstimateRequest) -> Estimate:
 
 
 def node_counts(text: str) -> list[int]:
-    """Parses `64`, `16..16384` (doubled from the first to the last), `16,64,1000`; sorted.
-
-    Raises:
-        UsageError: the text has none of these forms, or a number is out of range.
-    """
+    """Parses `64`, `16..16384` (doubled from the first to the last), `16,64,1000`; sorted."""
     found: set[int] = set()
     for part in text.split(","):
         seen = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", part)

@@ -186,7 +186,6 @@ def _add_tensors(
 
 
 def replaced(tree: object, leaf: Callable[[object], object]) -> object:
-    """Returns the tree with each leaf replaced."""
     if isinstance(tree, Mapping):
         return {key: replaced(value, leaf) for key, value in tree.items()}
     if isinstance(tree, list | tuple | set | frozenset):

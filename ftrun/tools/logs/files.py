@@ -60,7 +60,6 @@ def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
 def started(
     lines: Iterable[Line], *, generation: int, node: str
 ) -> JournalLine[GenerationStartedRecord] | None:
-    """Returns the newest start of this generation on this node."""
     starts = (
         line
         for line in of_kinds(lines, GenerationStartedRecord)

@@ -145,7 +145,6 @@ def read_lines(folder: Path) -> list[Line]:
 
 
 def is_run_alive(lines: Sequence[Line]) -> bool:
-    """Returns whether the run's launcher is alive on this machine."""
     runs = of_kinds(lines, RunStarted)
     return bool(runs) and is_alive(runs[0].record.run_id)
 
@@ -173,7 +172,6 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Returns the lines that are now complete."""
         *lines, rest = (self._rest + data).split(b"\n")
         while len(rest) > MAX_LINE_BYTES:
             # An unfinished progress bar has overwritten this text, so it is dropped.

@@ -146,7 +146,6 @@ class ManifestJob:
         return ", ".join([*parts, f"{quantity(OWN_BYTES)} of ftrun"])
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
-        """Raises a UsageError if one of these flags was given."""
         for name in names:
             is_own = self.line.own_value(name) is not None
             if is_own or self.line.torchrun_value(name) is not None:

@@ -39,7 +39,6 @@ class SlurmOptions:
 
 
 def batch_script(job: ManifestJob, place: SlurmOptions) -> str:
-    """Returns the text of a file for `sbatch`."""
     name = job.name or re.sub(r"[^A-Za-z0-9._-]+", "-", job.stem).strip("-._") or "ftrun"
     if not _GOOD_NAME.fullmatch(name):
         raise UsageError(
@@ -92,7 +91,6 @@ def _warning_s(job: ManifestJob) -> int:
 
 
 def _command(job: ManifestJob, name: str) -> Iterator[str]:
-    """Yields the lines of the srun command."""
     srun = ["--no-kill", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
     srun.append("--cpu-bind=none")
     if job.machine.cpus is not None:

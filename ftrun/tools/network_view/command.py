@@ -93,10 +93,7 @@ def _html(report: NetworkReport, facts: NetworkFacts) -> str:
 def report_of(name: str | None, *, below: Path) -> NetworkReport:
     """Queries the run, or reads the file of a run that has ended.
 
-    Args:
-        name: a run id, or the folder of its logs; None: the run that is alive, else the one with
-            the newest journal.
-        below: where `ftrun-logs` is searched.
+    Without a name it is the run that is alive, else the one with the newest journal.
     """
     run, reason = _alive(name)
     if run is not None and run.life is RunLiveness.RUNNING:

@@ -90,7 +90,6 @@ app.command(cls=AsTyped)(with_flags(_verify))
 
 
 def verify(words: Sequence[str]) -> int:
-    """Carries out a verification and returns the exit code."""
     line = parse(words, more=FLAGS)
     if line.wants_help or not words:
         sys.stdout.write(_help())

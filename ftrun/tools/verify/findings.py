@@ -66,7 +66,6 @@ def find(
 
 
 def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Finding:
-    """Explains why two runs without a failure differ."""
     random: set[str] = set()
     starts = {(0, 0)}
     for rank, life in compared_lives(trace):
@@ -154,7 +153,6 @@ def _overwritten(names: Sequence[str], record: VerifyRecord) -> Finding:
 
 
 def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
-    """Returns the boundary of the restored step, of the last generation that made it."""
     for earlier in reversed(lives[: lives.index(life)]):
         events = earlier.turns.get(life.start)
         if events and events[-1].event == BOUNDARY:
@@ -422,12 +420,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def lines_that_set(file: str, variable: str, function_line: int) -> list[int]:
-    """Returns lines of a script that assign to a variable in a function, or at the top level.
+    """Returns lines of a script that assign to `NAME` or `NAME.ATTRIBUTE` in a function.
 
-    Args:
-        file: of the script.
-        variable: its name, or NAME.ATTRIBUTE.
-        function_line: first line of the function's code; of a module's code 0 or 1.
+    `function_line` is the first line of its code; 0 or 1 for the top level.
     """
     tree = _parsed(file)
     if tree is None:

@@ -49,7 +49,6 @@ _NO_VERDICT = Verdict(VerdictKind.CRASH, (), "")
 
 
 def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts:
-    """Everything a page about this incident says."""
     moments = moments_of(case)
     last, closing = case.last(VerdictRecord), case.first(IncidentClosed)
     judged = last.record if last is not None else None

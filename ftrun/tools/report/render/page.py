@@ -47,7 +47,6 @@ def picture_style() -> str:
 
 
 def incident_name(number: int) -> str:
-    """The file that an incident's page is written to."""
     return f"incident-{number:04d}.html"
 
 
