@@ -36,7 +36,6 @@ class DrillJob:
     """One job as it is started.
 
     Args:
-        name: the name in the table.
         argv: script and arguments; the word FOLDER is replaced by the folder of the run.
         notes: names of the files with results in that folder; empty: none.
         steps: number of steps; 0: unknown.

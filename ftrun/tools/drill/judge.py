@@ -74,7 +74,7 @@ class FaultResult:
 
 def row_of(trial: FaultTrial, job: str, nodes: str) -> FaultResult:
     wanted = " or ".join(trial.expected.verdicts) or NOTHING
-    return FaultResult(trial.name, trial.kind, trial.target, job, nodes, expected=wanted)
+    return FaultResult(trial.kind, trial.kind, trial.target, job, nodes, expected=wanted)
 
 
 def fired_at(lines: Sequence[Line], order_id: str) -> FaultInjected | None:

@@ -196,17 +196,14 @@ class FaultTrial:
     """One fault to inject.
 
     Args:
-        name: the name in the table.
         kind: a kind of the catalogue, or `cluster:` and a name of scripts/drill_faults.py.
-        rank: the target rank; -1 if the target is a node.
-        node: the position of the target node; -1 if the target is a rank or the only node.
+        rank: -1 if the target is a node.
+        node: the position of the node; -1 if the target is a rank or the only node.
         step: inject at the end of this step; 0: immediately.
-        for_s: duration; None for the default of its kind.
-        amount: strength; None for the default of its kind.
-        expected: the expected outcome.
+        for_s: duration; None: the default of its kind.
+        amount: strength; None: the default of its kind.
     """
 
-    name: str
     kind: str
     rank: int
     node: int
@@ -268,10 +265,7 @@ def _trial(fault: FaultSection, rank: int, part: RunSection) -> FaultTrial:
     if "evict" in given.get("action", ()) and fault.kind in ("slow", "slow-link"):
         given["incidents"] = 2  # reported first, and acted on when it persists
     expected = replace(expected, **given)
-    return FaultTrial(
-        fault.kind, fault.kind, rank, node, fault.step or 0, fault.lasts,
-        fault.amount, expected,
-    )  # fmt: skip
+    return FaultTrial(fault.kind, rank, node, fault.step or 0, fault.lasts, fault.amount, expected)
 
 
 # --- files ------------------------------------------------------------------------------------

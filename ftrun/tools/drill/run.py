@@ -132,7 +132,7 @@ class DrillRun:
                 self._wait("the end of the run", self.has_ended, timeout_s, exit_code=code)
             else:
                 watch = _Watch(self, trial, order_id, since)
-                self._wait(f"the end of {trial.name}", watch.is_over, self._timeout_s(trial))
+                self._wait(f"the end of {trial.kind}", watch.is_over, self._timeout_s(trial))
         except DrillRunFailed as error:
             row.problem = str(error)
             raise

@@ -60,7 +60,7 @@ class DrillSeries:
                     yield row
                 return
             if trial.kind.startswith(CLUSTER):
-                row = cluster_row(trial, part, self._next_folder(trial.name))
+                row = cluster_row(trial, part, self._next_folder(trial.kind))
                 self.report(row)
                 yield row
                 left.pop(0)
@@ -76,7 +76,7 @@ class DrillSeries:
         job = job_for(part, steps)
         is_compared = any(trial.expected.equal for trial in trials)
         expected = self._undisturbed.of(job, part.nodes * part.ranks) if is_compared else []
-        name = trials[0].name if len(trials) == 1 else part.name or job.name
+        name = trials[0].kind if len(trials) == 1 else part.name or job.name
         folder = self._next_folder(name)
         rows: list[FaultResult] = []
         outcomes: list[Outcome] = []

@@ -108,8 +108,8 @@ def verify(words: Sequence[str]) -> int:
         sys.stderr.write("ftrun verify: stopped, and its run is ended\n")
         return 128 + signal.SIGINT
     if options.is_json:
-        sys.stdout.write(json.dumps(outcome.document, indent=1) + "\n")
-    return outcome.exit_code
+        sys.stdout.write(json.dumps(outcome, indent=1) + "\n")
+    return int(outcome["exit_code"])
 
 
 def options_of(line: CommandLine) -> Options:
