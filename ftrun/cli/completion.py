@@ -64,7 +64,9 @@ def with_groups(function: Callable[..., None]) -> Any:
     typer calls the result with the options; `function` gets the dataclasses.
     """
     given = inspect.signature(function).parameters.values()
-    groups = {one.name: one.annotation for one in given if is_dataclass(one.annotation)}
+    groups: dict[str, Any] = {
+        one.name: one.annotation for one in given if is_dataclass(one.annotation)
+    }
 
     def command(**typed: Any) -> None:
         made = {

@@ -37,12 +37,6 @@ HANGS = (
 """Kinds of verdict on a run that makes no steps."""
 
 
-def wall_of(launches: Sequence[Sequence[Line]]) -> tuple[float, float]:
-    """(seconds in launches, seconds between them in which the run had not ended)."""
-    inside = sum(launch[-1].t_s - launch[0].t_s for launch in launches if launch)
-    return inside, _away(launches)
-
-
 def _away(launches: Sequence[Sequence[Line]]) -> float:
     """Seconds from the last line of a lost launcher until another agent took over its memory."""
     away_s = 0.0
