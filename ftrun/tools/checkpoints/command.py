@@ -149,9 +149,10 @@ class ExportOptions:
         list[str] | None, option("--only", "such as 'model.*'; may be repeated", "PATTERN")
     ] = None
     file_size: Annotated[str, option("--file-size", "limit of a safetensors file", "SIZE")] = "5GB"
-    num_writers: Annotated[int | None, option("--writers", "threads (default: up to 4)", "N")] = (
-        None
-    )
+    num_writers: Annotated[
+        int | None,
+        option("--writers", "threads (default: up to 4)", "N"),
+    ] = None
     may_replace: Annotated[bool, option("--force", "replace an existing export")] = False
 
 

@@ -64,10 +64,11 @@ class JobHost:
         self, node: int, argv: Sequence[str], *, folder: Path, output: Path
     ) -> "subprocess.Popen[bytes]":
         with output.open("ab") as out:
-            return self._start(
+            started: subprocess.Popen[bytes] = self._start(
                 node, argv, folder, stdout=out, stderr=subprocess.STDOUT,
                 preexec_fn=end_with_parent,  # the job ends even if the drill is killed
             )  # fmt: skip
+        return started
 
     def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
         """Runs a command on a node; returns stdout, or raises FtrunError with the end of stderr."""

@@ -248,5 +248,8 @@ def _proof(expected: ExpectedOutcome, later: Sequence[Line]) -> Line | None:
 
 
 def _incidents(lines: Sequence[Line]) -> set[int]:
-    numbered = of_kinds(lines, SuspicionRaised, VerdictRecord, ActionTaken)
-    return {line.record.incident for line in numbered}
+    return {
+        line.record.incident
+        for line in lines
+        if isinstance(line.record, SuspicionRaised | VerdictRecord | ActionTaken)
+    }

@@ -45,17 +45,19 @@ INCIDENT_LINES = 40
 class LogRequest:
     """The options that select lines."""
 
-    ranks: Annotated[str | None, option("--rank", "such as 3 or 0-7,12", "RANKS", short="-r")] = (
-        None
-    )
+    ranks: Annotated[
+        str | None,
+        option("--rank", "such as 3 or 0-7,12", "RANKS", short="-r"),
+    ] = None
     node: Annotated[str | None, option("--node", "ranks of this node only")] = None
     generation: Annotated[int | None, option("--generation", "not given: all", "G")] = None
     incident: Annotated[
         str | None, option("--incident", "last words of its culprit; or last", "I")
     ] = None
-    lines: Annotated[int | None, option("--lines", "the last N lines of each", "N", short="-n")] = (
-        None
-    )
+    lines: Annotated[
+        int | None,
+        option("--lines", "the last N lines of each", "N", short="-n"),
+    ] = None
 
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

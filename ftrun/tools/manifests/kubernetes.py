@@ -42,9 +42,10 @@ class PodOptions:
     """Options of a pod."""
 
     image: Annotated[str, option("--image", "has ftrun, torch and the script")]
-    gpu_resource: Annotated[str, option("--gpu-resource", "the cluster's name of a GPU")] = (
-        "nvidia.com/gpu"
-    )
+    gpu_resource: Annotated[
+        str,
+        option("--gpu-resource", "the cluster's name of a GPU"),
+    ] = "nvidia.com/gpu"
     shm: Annotated[str | None, option("--shm", "of /dev/shm (default: computed)", "SIZE")] = None
     loader_workers: Annotated[
         int, option("--loader-workers", "of each rank, for /dev/shm", "N")

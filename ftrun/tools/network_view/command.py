@@ -64,8 +64,6 @@ def _html(report: NetworkReport, facts: NetworkFacts) -> str:
             "run_id": report.run_id,
             "verdict": words.verdict(report, facts),
             "survey": words.survey_text(report, facts),
-            "effect": words.effect(report.part),
-            "is_applied": report.part.is_applied,
             "dead": sum(one.dead for one in facts.rail_facts),
             "slow": sum(one.slow for one in facts.rail_facts),
             "picture": picture(facts),

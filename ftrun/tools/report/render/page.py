@@ -89,7 +89,6 @@ def incident_page(
             "heat": heat_map(it.delays) if it.delays is not None else None,
             "states": [one for one in STATES if one[0] in used],
             "broken": axis_of(it).is_broken,
-            "reprotected": any("protected" in bar.name for bar in it.bars),
             "run_href": RUN_NAME,
         }
 
