@@ -69,21 +69,6 @@ guess, give your own value. docs/estimate.md has the formulas.
 
 
 @dataclass(frozen=True, slots=True)
-class EstimateRequest:
-    """The options as typed; `values` are the assumptions that were given, None: choose or none."""
-
-    nodes: str
-    values: Mapping[str, float]
-    run: str | None = None
-    code: str | None = None
-    snapshot_every: int | None = None
-    spares: int | None = None
-    svg: str | None = None
-    html: str | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """The complete result; `origins` has the source of each assumption's value."""
 
@@ -97,39 +82,34 @@ class Estimate:
         return [*self.notes, *words.caveats(self.outlooks, self.given)]
 
 
-def estimate(wanted: EstimateRequest) -> None:
-    files = requested_files(wanted.svg, wanted.html, as_json=wanted.as_json)
-    made = estimated(wanted)
-    write_outputs(
-        files,
-        {
-            "--svg": lambda: f"{words.picture(made.outlooks, picture_style())}\n",
-            "--html": lambda: _html(made),
-        },
-        document=(lambda: _document(made)) if wanted.as_json else None,
-        show=lambda: _show(made),
-    )
-
-
-def estimated(wanted: EstimateRequest) -> Estimate:
-    nodes = node_counts(wanted.nodes)
+def estimated(
+    nodes_text: str,
+    given_values: Mapping[str, float],
+    *,
+    run: str | None = None,
+    code: str | None = None,
+    snapshot_every: int | None = None,
+    spares: int | None = None,
+) -> Estimate:
+    """`given_values` are the assumptions that were given; a choice that is None is made here."""
+    nodes = node_counts(nodes_text)
     decided = FixedChoices(
-        code=_code(wanted.code, nodes[0]) if wanted.code is not None else None,
-        every=_at_least(1, wanted.snapshot_every, "--snapshot-every"),
-        spares=_at_least(0, wanted.spares, "--spares"),
+        code=_code(code, nodes[0]) if code is not None else None,
+        every=_at_least(1, snapshot_every, "--snapshot-every"),
+        spares=_at_least(0, spares, "--spares"),
     )
     values: dict[str, Any] = {}
     origins = {name: f"default: {about.source}" for name, about in ABOUT.items()}
     notes = []
-    if wanted.run is not None:
-        folder = folder_of(None if wanted.run == "last" else wanted.run, below=Path.cwd())
+    if run is not None:
+        folder = folder_of(None if run == "last" else run, below=Path.cwd())
         facts = run_facts(raw_lines(folder), name=folder.name, is_alive=is_alive(folder.name))
         found = measured_in(facts)
         values = {name: one.value for name, one in found.items()}
         origins |= {name: f"run {facts.run_id}: {one.how}" for name, one in found.items()}
         notes = [note] if (note := nothing_measured(facts, list(found))) else []
-    values |= wanted.values
-    origins |= dict.fromkeys(wanted.values, "given")
+    values |= given_values
+    origins |= dict.fromkeys(given_values, "given")
     given = Assumptions(**values)
     if wrong := problems(given):
         raise UsageError("; ".join(wrong))
@@ -353,11 +333,20 @@ def _flag(name: str) -> str:
 
 def estimate_command(**typed: Any) -> None:
     """Estimate what failures will cost, and which code, interval and spares to choose."""
+    is_json = typed["json"]
+    files = requested_files(typed["svg"], typed["html"], as_json=is_json)
     values = {name: typed[name] for name in ABOUT if typed[name] is not None}
-    own = {name: typed[name] for name in _OWN}
-    own["nodes"] = own["nodes"] or DEFAULT_NODES
-    wanted = EstimateRequest(values=values, as_json=own.pop("json"), **own)
-    estimate(wanted)
+    choices = {name: typed[name] for name in ("run", "code", "snapshot_every", "spares")}
+    made = estimated(typed["nodes"] or DEFAULT_NODES, values, **choices)
+    write_outputs(
+        files,
+        {
+            "--svg": lambda: f"{words.picture(made.outlooks, picture_style())}\n",
+            "--html": lambda: _html(made),
+        },
+        document=(lambda: _document(made)) if is_json else None,
+        show=lambda: _show(made),
+    )
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
