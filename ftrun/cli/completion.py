@@ -1,6 +1,8 @@
-"""Declares what the shell completes: flags of a run, names of profiles and runs."""
+"""Builds parameters for typer: flags of a run, groups of options, and what the shell completes."""
 
 import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Annotated, Any
 
 import typer
@@ -20,25 +22,66 @@ class AsTyped(TyperCommand):
         return ctx.args  # type: ignore[no-any-return]
 
 
+def with_parameters(function: Any, parameters: Sequence[inspect.Parameter]) -> Any:
+    """Gives a function the parameters that typer reads, in place of those that it has."""
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    return function
+
+
+def option(
+    flag: str, text: str, metavar: str | None = None, *, short: str = "", **more: Any
+) -> Any:
+    """Declares an option in `Annotated`; `text` is its help."""
+    return typer.Option(*filter(None, (short, flag)), help=text, metavar=metavar, **more)
+
+
+def parameter(name: str, kind: Any, declared: Any) -> inspect.Parameter:
+    """Returns the parameter of an option, which is None or False if it is not given."""
+    default = False if kind is bool else None
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )
+
+
 def with_flags(function: Any) -> Any:
     """Adds the parameters to a function that typer needs to complete the flags of a run."""
-    parameters = [
-        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    ]
-    for flag in (*OWN_FLAGS, *TORCHRUN_FLAGS):
-        option = typer.Option(*flag.spellings, help=flag.help, autocompletion=_completion(flag))
-        kind: Any = str if flag.takes_value else bool
-        parameters.append(
-            inspect.Parameter(
-                flag.dest,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None if flag.takes_value else False,
-                annotation=Annotated[kind, option],
-            )
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    flags = [
+        parameter(
+            flag.dest,
+            str if flag.takes_value else bool,
+            typer.Option(*flag.spellings, help=flag.help, autocompletion=_completion(flag)),
         )
-    function.__signature__ = inspect.Signature(parameters)
-    function.__annotations__ = {p.name: p.annotation for p in parameters}
-    return function
+        for flag in (*OWN_FLAGS, *TORCHRUN_FLAGS)
+    ]
+    return with_parameters(function, [context, *flags])
+
+
+def with_groups(function: Callable[..., None]) -> Any:
+    """Replaces each parameter that is a dataclass by its fields, which are options of the command.
+
+    typer calls the result with the options; `function` gets the dataclasses.
+    """
+    given = inspect.signature(function).parameters.values()
+    groups: dict[str, Any] = {
+        one.name: one.annotation for one in given if is_dataclass(one.annotation)
+    }
+
+    def command(**typed: Any) -> None:
+        made = {
+            name: kind(**{one.name: typed.pop(one.name) for one in fields(kind)})
+            for name, kind in groups.items()
+        }
+        function(**typed, **made)
+
+    command.__doc__ = function.__doc__
+    parameters: list[inspect.Parameter] = []
+    for one in given:
+        is_group = one.name in groups
+        parameters += inspect.signature(one.annotation).parameters.values() if is_group else [one]
+    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    return with_parameters(command, named)
 
 
 def _completion(flag: CliFlag) -> Any:
@@ -58,6 +101,8 @@ def _run_ids() -> list[str]:
 
     return [folder.run_id for folder in all_run_folders()]
 
+
+AsJson = Annotated[bool, option("--json", "as one JSON document")]
 
 RunIdArgument = Annotated[
     str | None,

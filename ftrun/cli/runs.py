@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import signal
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 
 from ftrun import process_tree
 from ftrun.cli.stub import answers
@@ -89,15 +91,11 @@ def is_file_of(path: Path, fd: int) -> bool:
 
 
 def choose(name: str | None, *, command: str) -> FoundRun:
-    """Returns the named run, or the only live run.
+    """Returns the named run, or the only live run; a UsageError if several runs match.
 
     Args:
         name: a run id, or `RUN_ID@NODE_ID` if several nodes of the run are on this machine.
         command: the command shown in the error that lists the runs.
-
-    Raises:
-        UsageError: several runs match.
-        FtrunError: no run matches.
     """
     if name is not None:
         run_id, at, node_id = name.partition("@")
@@ -144,6 +142,17 @@ def _lock_owner(folder: RunFolder) -> int | None:
 def _connect(folder: RunFolder, path: Path, peer: str) -> Channel:
     hello = Hello(role="cli", pid=os.getpid())
     return connect(path, run_id=folder.run_id, peer=peer, hello=hello, deadline_s=_CONNECT_S)
+
+
+def end_on_signals() -> None:
+    """Handles SIGTERM and SIGHUP as ^C, so that a command ends the runs that it has started."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # keep the effect of nohup
+        signal.signal(signal.SIGHUP, leave)
 
 
 def ask(channel: Channel, request: AnyMessage, *, deadline_s: float) -> AnyMessage:

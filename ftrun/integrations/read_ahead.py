@@ -93,8 +93,8 @@ class PrefetchingPosition(DataPosition):
         if resolved is not None:
             resolved()
 
-    def trained(self, batches: int = 1) -> None:
-        self._handed_out += batches
+    def trained(self) -> None:
+        self._handed_out += 1
         self._before = {at: taken for at, taken in self._before.items() if at >= self._handed_out}
 
     def ask(self, index: int) -> bool:

@@ -36,13 +36,7 @@ from ftrun.worker.session import Session, attach
 
 require("transformers", at_least="5.0")
 
-from transformers import (  # noqa: E402
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from ftrun.integrations import accelerate  # noqa: E402
@@ -122,9 +116,7 @@ class FtrunCallback(TrainerCallback):
 
     # --- hooks, in the order in which the Trainer calls them -------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         trainer = self._trainer
         if trainer is None:
             raise UsageError(
@@ -154,9 +146,7 @@ class FtrunCallback(TrainerCallback):
         else:
             self._feed, self._session = feed, session
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._session is None or self._feed is None:
             return
         self._feed.resolve()
@@ -164,34 +154,22 @@ class FtrunCallback(TrainerCallback):
         if state.global_step > self._session.step:
             self._session.step_done()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._feed is not None:
             self._feed.trained()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
-        if self._feed is not None:
-            self._feed.trained()
+    on_step_end = on_substep_end
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._session is not None:
             self._session.phase("eval")
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         loss = (now.get("logs") or {}).get("loss")
         if self._session is not None and isinstance(loss, int | float):
             self._session.report(loss=float(loss))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._progress is not None:
             self._progress.is_finished = True
         if self._session is not None and state.global_step > self._session.step:

@@ -2,15 +2,14 @@
 
 import json
 import os
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.completion import AsJson, RunIdArgument, option
 from ftrun.cli.runs import RunLiveness, ask, choose
 from ftrun.cli.screen import terminal as render
-from ftrun.errors import ExitCode, FaultRefused, FtrunError, ProtocolError, UsageError
+from ftrun.errors import FaultRefused, FtrunError, ProtocolError, UsageError
 from ftrun.wire.fault_catalog import FAULTS, TARGETS, FaultKind
 from ftrun.wire.fault_orders import duration_s, make_cancel, make_order
 from ftrun.wire.messages.envelope import Refused
@@ -28,67 +27,45 @@ def inject_fault_command(  # noqa: PLR0913 - its flags
         str | None, typer.Argument(help="see --list", autocompletion=lambda: list(FAULTS))
     ] = None,
     run_id: RunIdArgument = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="which rank")] = None,
-    node: Annotated[str | None, typer.Option("--node", help="which node")] = None,
-    at_step: Annotated[
-        int | None, typer.Option("--at-step", help="at the end of this step, from 1")
-    ] = None,
-    lasts: Annotated[
-        str | None, typer.Option("--for", metavar="T", help="duration: 500ms, 5s, 2m")
-    ] = None,
-    amount: Annotated[float | None, typer.Option("--amount", help="how much; see --list")] = None,
+    rank: Annotated[int | None, option("--rank", "which rank")] = None,
+    node: Annotated[str | None, option("--node", "which node")] = None,
+    at_step: Annotated[int | None, option("--at-step", "at the end of this step, from 1")] = None,
+    lasts: Annotated[str | None, option("--for", "duration: 500ms, 5s, 2m", "T")] = None,
+    amount: Annotated[float | None, option("--amount", "how much; see --list")] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="each time the step is reached, after restarts too")
+        bool, option("--again", "each time the step is reached, after restarts too")
     ] = False,
-    cancel: Annotated[
-        str | None, typer.Option("--cancel", metavar="ID", help="cancel this order")
-    ] = None,
-    wants_list: Annotated[bool, typer.Option("--list", help="show all faults")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+    cancel: Annotated[str | None, option("--cancel", "cancel this order", "ID")] = None,
+    wants_list: Annotated[bool, option("--list", "show all faults")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Inject a fault into a run that was started with --allow-faults."""
     if wants_list:
-        raise typer.Exit(list_faults(as_json=as_json))
-    if cancel is not None:
-        others = (rank, at_step, lasts, amount, run_id, again or None)
-        raise typer.Exit(_inject(_cancel_of(cancel, node, others), kind, as_json=as_json))
-    order = order_of(
-        kind, rank=rank, node=node, at_step=at_step, lasts=lasts, amount=amount, again=again
-    )
-    raise typer.Exit(_inject(order, run_id, as_json=as_json))
+        list_faults(as_json=as_json)
+    elif cancel is None:
+        order = order_of(
+            kind, rank=rank, node=node, at_step=at_step, lasts=lasts, amount=amount, again=again
+        )
+        _inject(order, run_id, as_json=as_json)
+    elif any(one is not None for one in (rank, at_step, lasts, amount, run_id, again or None)):
+        raise UsageError("--cancel ID cancels an order; it accepts only --node and the run")
+    else:
+        _inject(make_cancel(_new_id(), cancel, node=node), kind, as_json=as_json)
 
 
-def order_of(
-    kind: str | None,
-    *,
-    rank: int | None,
-    node: str | None,
-    at_step: int | None,
-    lasts: str | None,
-    amount: float | None,
-    again: bool,
-) -> FaultOrder:
+def order_of(kind: str | None, *, lasts: str | None, **options: Any) -> FaultOrder:
+    """`options` are those of `make_order`."""
     if kind is None:
         raise UsageError("which fault? ftrun inject-fault --list shows them all")
     for_s = duration_s(lasts) if lasts is not None else None
-    return make_order(
-        _new_id(), kind, rank=rank, node=node, at_step=at_step, for_s=for_s, amount=amount,
-        again=again,
-    )  # fmt: skip
-
-
-def _cancel_of(order_id: str, node: str | None, others: Sequence[object]) -> FaultOrder:
-    """Builds the order that cancels another one; `others` are the values of all other options."""
-    if any(one is not None for one in others):
-        raise UsageError("--cancel ID cancels an order; it accepts only --node and the run")
-    return make_cancel(_new_id(), order_id, node=node)
+    return make_order(_new_id(), kind, for_s=for_s, **options)
 
 
 def _new_id() -> str:
     return f"f{os.urandom(3).hex()}"
 
 
-def _inject(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
+def _inject(order: FaultOrder, run_id: str | None, *, as_json: bool) -> None:
     command = f"inject-fault {order.kind or f'--cancel {order.cancels}'}"
     run = choose(run_id, command=command)
     if run.life is not RunLiveness.RUNNING:
@@ -102,7 +79,6 @@ def _inject(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
         render.write_plain(json.dumps({"id": body.id, "node": body.node, "how": body.how}))
     else:
         render.write_plain(_taken(order, body))
-    return ExitCode.DONE
 
 
 def _taken(order: FaultOrder, taken: FaultAccepted) -> str:
@@ -113,10 +89,10 @@ def _taken(order: FaultOrder, taken: FaultAccepted) -> str:
     return f"{taken.id}: {order.kind} on {target}{when}: {taken.how}"
 
 
-def list_faults(*, as_json: bool) -> int:
+def list_faults(*, as_json: bool) -> None:
     if as_json:
         render.write_plain(json.dumps([_document(kind) for kind in FAULTS.values()], indent=1))
-        return ExitCode.DONE
+        return
     for target, title in TARGETS.items():
         render.write_plain(title)
         for kind in FAULTS.values():
@@ -129,7 +105,6 @@ def list_faults(*, as_json: bool) -> int:
         "Only in a run started with --allow-faults. The journal records when a fault is ordered, "
         "fires and ends."
     )
-    return ExitCode.DONE
 
 
 def _lines(kind: FaultKind) -> list[str]:

@@ -11,13 +11,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ftrun.cli.completion import profile_names
+from ftrun.cli.completion import AsJson, option, profile_names
 from ftrun.cli.launch.profiles import resolve
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.text import NOT_KNOWN
 from ftrun.cli.stub import python_command
 from ftrun.config.profile import PreflightConfig
-from ftrun.errors import FtrunError
+from ftrun.errors import ExitCode, FtrunError
 from ftrun.monitor.node_fitness import (
     NodeFitness,
     NodeMeasurements,
@@ -38,19 +38,13 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
-def _check(
+def check(
     profile: Annotated[
-        str | None,
-        typer.Option("--profile", help="whose limits apply", autocompletion=profile_names),
+        str | None, option("--profile", "whose limits apply", autocompletion=profile_names)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether this machine is fit to run ranks."""
-    raise typer.Exit(check(profile, as_json=as_json))
-
-
-def check(profile: str | None, *, as_json: bool) -> int:
-    """Measures this machine and prints the result; returns 0 if the machine is fit, else 1."""
     settings = resolve(profile, variables=os.environ).profile.preflight
     found = judge(_measure(settings.timeout_s * _SLACK), settings)
     spy = _spy_fault(settings.timeout_s * _SLACK)
@@ -62,7 +56,7 @@ def check(profile: str | None, *, as_json: bool) -> int:
         render.show_pairs(_rows(found.figures, settings))
         for line in _verdict(found):
             render.write_plain(line)
-    return 0 if found.is_fit else 1
+    raise typer.Exit(ExitCode.DONE if found.is_fit else ExitCode.FAILED)
 
 
 def _measure(limit_s: float) -> NodeMeasurements:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ftrun.cli.completion import option
 from ftrun.cli.launch.profiles import (
     find_profile,
     key_type,
@@ -41,7 +42,7 @@ def _profiles(ctx: typer.Context) -> None:
 @app.command("show")
 def _show(
     name: Annotated[str, typer.Argument(help="name or file", autocompletion=profile_names)],
-    origin: Annotated[bool, typer.Option("--origin", help="show the origin of each value")] = False,
+    origin: Annotated[bool, option("--origin", "show the origin of each value")] = False,
 ) -> None:
     """Show every value of a profile."""
     path = find_profile(name)

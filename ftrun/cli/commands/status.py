@@ -16,12 +16,12 @@ import msgspec
 import typer
 
 from ftrun import clock
-from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.completion import AsJson, RunIdArgument, option
 from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run
 from ftrun.cli.screen.status_page import StyledLine, page
 from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
 from ftrun.cli.screen.text import duration, size
-from ftrun.errors import ExitCode, FtrunError, PeerError, ProtocolError, UsageError
+from ftrun.errors import FtrunError, PeerError, ProtocolError, UsageError
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
 from ftrun.wire.messages.status import (
     ProcessIds,
@@ -44,17 +44,16 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def _status(
     run_id: RunIdArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-    watches: Annotated[bool, typer.Option("--watch", help="refresh until ^C")] = False,
-    every_s: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="between two polls")
-    ] = 1.0,
+    as_json: AsJson = False,
+    watches: Annotated[bool, option("--watch", "refresh until ^C")] = False,
+    every_s: Annotated[float, option("--every", "between two polls", "SECONDS")] = 1.0,
 ) -> None:
     """Show the state of a run."""
     if watches and as_json:
         raise UsageError("--json and --watch exclude each other: --json prints one document")
     if watches:
-        raise typer.Exit(_watch(run_id, every_s=every_s))
+        _watch(run_id, every_s=every_s)
+        return
     view = status_of(choose(run_id, command="status"))
     if as_json:
         write_json(view)
@@ -141,7 +140,7 @@ def _ask(channel: Channel) -> bytes:
 # --- ftrun status --watch ---------------------------------------------------------------------
 
 
-def _watch(run_id: str | None, *, every_s: float) -> int:
+def _watch(run_id: str | None, *, every_s: float) -> None:
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
         raise UsageError(
             f"--every takes {MIN_EVERY_S} to {MAX_EVERY_S:.0f} seconds, and is {every_s:g}"
@@ -152,7 +151,6 @@ def _watch(run_id: str | None, *, every_s: float) -> int:
     with suppress(KeyboardInterrupt):
         (_on_terminal if sys.stdout.isatty() else _plain)(poller, every_s)
         write_plain(f"run {run.name}: the run has ended. Last status: {poller.summary}")
-    return ExitCode.DONE
 
 
 class StatusPoller:

@@ -11,7 +11,7 @@ from ftrun.cli.completion import RunIdArgument
 from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run, sweep
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.stub import answers, shut_down_smp
-from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
+from ftrun.errors import FtrunError, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import Done, Refused, StopRequest
 
 _ANSWER_S = 10.0
@@ -25,13 +25,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
-def _stop(run_id: RunIdArgument = None) -> None:
+def stop(run_id: RunIdArgument = None) -> None:
     """Stop a run, or free the memory that a lost run still holds."""
-    raise typer.Exit(stop(run_id))
-
-
-def stop(run_id: str | None) -> int:
-    """Ends a run and waits until its folder is removed."""
     sweep()
     run = choose(run_id, command="stop")
     if run.life is RunLiveness.ORPHANED:
@@ -39,7 +34,7 @@ def stop(run_id: str | None) -> int:
         render.write_plain(
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
         )
-        return ExitCode.DONE
+        return
     limit_s = _grace_s(run) + _SPARE_S
     give_up_s = clock.now_s() + limit_s
     while (life := inspect_run(run.folder).life) is RunLiveness.STARTING:  # between two agents
@@ -53,7 +48,6 @@ def stop(run_id: str | None) -> int:
     while run.folder.path.exists():
         _wait(run, give_up_s, limit_s)
     render.write_plain(f"run {run.name} is stopped")
-    return ExitCode.DONE
 
 
 def _wait(run: FoundRun, give_up_s: float, limit_s: float) -> None:

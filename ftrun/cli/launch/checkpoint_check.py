@@ -29,12 +29,7 @@ def report_of(
     stdin: bytes = b"",
     limit_s: float | None = None,
 ) -> _Report:
-    """Runs a module as a process and decodes its stdout.
-
-    Raises:
-        FtrunError: `failure`, because the process printed no report.
-        subprocess.TimeoutExpired: it exceeded the time limit.
-    """
+    """Runs a module as a process and decodes its stdout; raises `failure` if it has no report."""
     command = python_command(module, *words)
     done = subprocess.run(
         command, input=stdin, stdout=subprocess.PIPE, check=False, timeout=limit_s

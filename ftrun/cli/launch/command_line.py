@@ -132,9 +132,6 @@ def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
 
     `more` are the flags of a command that also accepts the flags of a run; their values are in
     `own`.
-
-    Raises:
-        UsageError: an unknown or ambiguous flag, or a missing or invalid value.
     """
     found = CommandLine()
     of_command = _by_spelling(more)

@@ -243,11 +243,7 @@ def _endpoints(given: _Given, step: SlurmStep | None, nnodes: str) -> list[tuple
 
 
 def parse_endpoint(text: str, *, source: str, port: int = RDZV_PORT) -> tuple[str, int]:
-    """Parses `HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address without a port.
-
-    Raises:
-        UsageError: the text is no endpoint, or is the wildcard address of a machine.
-    """
+    """Parses `HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address without a port."""
     if match := re.fullmatch(r"\[(.+)\](?::(.*))?", text) or re.fullmatch(r"([^:]*):([^:]*)", text):
         return _host(match[1], source), port if match[2] is None else _port(match[2], source)
     return _host(text, source), port

@@ -114,11 +114,7 @@ def resolve(
     """Merges all layers into a validated profile.
 
     `torchrun` are settings from PET_ variables; they override the profile, and FTRUN_ variables
-    override them.
-
-    Raises:
-        UsageError: there is no such profile.
-        ProfileInvalid: lists all unknown keys and all invalid values.
+    override them. A ProfileInvalid lists all unknown keys and all invalid values.
     """
     layers = [
         ProfileLayer("PET_ variables", tuple(torchrun)),
@@ -184,14 +180,14 @@ def read_profile(path: Path) -> ProfileLayer:
         loader = PlainLoader(data)
         node = loader.get_single_node()
     except yaml.YAMLError as error:
-        return ProfileLayer(source, problems=(_yaml_problem(error),))
+        return ProfileLayer(source, problems=(yaml_problem(error),))
     if node is None:
         return ProfileLayer(source)
     reader = _NodeReader(source, loader)
     try:
         reader.read(node)
     except yaml.YAMLError as error:
-        reader.problems.append(_yaml_problem(error))
+        reader.problems.append(yaml_problem(error))
     return ProfileLayer(source, tuple(reader.settings), tuple(reader.problems))
 
 
@@ -310,7 +306,7 @@ _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
 """Rules that need a module which `ftrun.config` does not import."""
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+def yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     mark = mark or getattr(error, "context_mark", None)

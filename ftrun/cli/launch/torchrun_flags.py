@@ -22,7 +22,6 @@ class CliFlag:
     choices: tuple[str, ...] = ()
     since: tuple[int, int] = _OLDEST
     group: str = "Run"
-    is_from_environment: bool = True
     is_repeatable: bool = False
     key: str = ""
 
@@ -60,8 +59,7 @@ TORCHRUN_FLAGS: tuple[CliFlag, ...] = (
     CliFlag("virtual-local-rank", "every rank sees LOCAL_RANK=0 and only its own device",
             since=(2, 10), group=_PLACE),
     CliFlag("numa-binding", "bind each rank to the processors near its GPU",
-            choices=("node", "socket", "exclusive", "core-complex"), since=(2, 9), group=_PLACE,
-            is_from_environment=False),
+            choices=("node", "socket", "exclusive", "core-complex"), since=(2, 9), group=_PLACE),
     CliFlag("standalone", "one node, with its own rendezvous on a free port", group=_MEETING),
     CliFlag("rdzv-backend", "c10d and static both mean ftrun's own; etcd: in an etcd v3 cluster",
             "NAME", group=_MEETING),
@@ -102,9 +100,8 @@ TORCHRUN_FLAGS: tuple[CliFlag, ...] = (
             group=_LOGS),
     CliFlag("log-line-prefix-template", "text before each line that --tee shows", "TEMPLATE",
             since=(2, 14), group=_LOGS),
-    CliFlag("logs-specs", "name of a torchrun.logs_specs plug-in", "NAME", group=_LOGS,
-            is_from_environment=False),
+    CliFlag("logs-specs", "name of a torchrun.logs_specs plug-in", "NAME", group=_LOGS),
     CliFlag("print-completion", "torchrun's completion; ftrun's own: ftrun --show-completion",
-            "SHELL", since=(2, 14), group=_LOGS, is_from_environment=False),
+            "SHELL", since=(2, 14), group=_LOGS),
 )
 # fmt: on

@@ -7,6 +7,7 @@ and the next export to the same path removes it.
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import re
@@ -19,11 +20,7 @@ from ftrun.errors import CheckpointError, FtrunError, UsageError
 
 
 def requested_files(svg: str | None, html: str | None, *, as_json: bool) -> list[tuple[str, str]]:
-    """Returns path and flag of each requested file; `-` is stdout.
-
-    Raises:
-        UsageError: several documents for stdout.
-    """
+    """Returns path and flag of each requested file; `-` is stdout, which takes one document."""
     named = ((svg, "--svg"), (html, "--html"))
     files = [("-" if is_stdout(path) else path, flag) for path, flag in named if path]
     if [path for path, _ in files].count("-") + as_json > 1:
@@ -154,7 +151,7 @@ def staged_output(out: Path) -> Iterator[Path]:
 
 def _sweep(out: Path) -> None:
     """Removes the staging folders that killed exports to `out` left."""
-    for staging in out.parent.glob(f".{_escaped(out.name)}.export-*"):
+    for staging in out.parent.glob(f".{glob.escape(out.name)}.export-*"):
         try:
             fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
@@ -186,7 +183,3 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)

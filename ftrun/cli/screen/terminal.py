@@ -73,18 +73,22 @@ def write_plain(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def flush() -> None:
-    sys.stdout.flush()
-
-
 def write_json(document: object) -> None:
     write_plain(msgspec.json.format(msgspec.json.encode(document), indent=1).decode())
 
 
-def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = _new_table(head)
+def show_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    gap: int = 2,
+    unknown: str = "",
+) -> None:
+    """Prints a table; `unknown` replaces empty cells, see `_new_table`."""
+    table = _new_table(head, right=right, gap=gap)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell or unknown) for cell in row))
     _print_table(table)
 
 
@@ -97,9 +101,11 @@ def show_status(view: StatusView) -> None:
         console.print(Text(line, style="bold red"))
     console.print(Text(_headline(view)))
     if view.cluster is not None and view.cluster.nodes:
-        _print_rows(_NODE_HEAD, map(_node_row, view.cluster.nodes), right=("step",))
+        nodes = map(_node_row, view.cluster.nodes)
+        show_table(_NODE_HEAD, nodes, right=("step",), gap=3, unknown="-")
     if view.ranks:
-        _print_rows(_RANK_HEAD, map(_rank_row, view.ranks), right=("rank", "pid", "step"))
+        ranks = map(_rank_row, view.ranks)
+        show_table(_RANK_HEAD, ranks, right=("rank", "pid", "step"), gap=3, unknown="-")
     lines = [
         *_snapshot_lines(view),
         *_restart_lines(view),
@@ -155,15 +161,6 @@ def _new_table(
         justify: Literal["left", "right"] = "right" if name in right else "left"
         table.add_column(name, justify=justify, overflow="fold")
     return table
-
-
-def _print_rows(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str]
-) -> None:
-    table = _new_table(head, right=right, gap=3)
-    for row in rows:
-        table.add_row(*(Text(cell or "-") for cell in row))
-    _print_table(table)
 
 
 def _print_table(table: Table) -> None:

@@ -1,6 +1,6 @@
 """The formatters and parsers of numbers, durations, sizes and ranks of all commands and pages.
 
-Pure. It also reads untrusted values and computes intervals of rates.
+Pure. It also makes untrusted texts printable, and computes intervals of rates.
 """
 
 import math
@@ -13,7 +13,6 @@ from ftrun.errors import UsageError
 
 NOT_KNOWN = "not known"
 MAX_TEXT = 2000
-_MAX_NUMBER = 1e15
 _PLAIN = re.compile(r"[\x20-\x7e]*\Z")
 _STEP = re.compile(r"\bstep (\d{4,15})\b")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
@@ -49,11 +48,7 @@ def _two(large: int, unit: str, small: int, smaller: str) -> str:
 
 
 def size_of(text: str, flag: str, *, such_as: str = "64Gi, 512Mi or 16G") -> int:
-    """Parses `64Gi`, `16G`, `512MiB` or a number of bytes; rounds up to bytes.
-
-    Raises:
-        UsageError: the text has none of these forms, or the size is out of range.
-    """
+    """Parses `64Gi`, `16G`, `512MiB` or a number of bytes; rounds up to bytes."""
     match = _SIZE.fullmatch(text.strip())
     found = float(match[1]) * _UNITS.get(match[2] or "", 1) if match else 0.0
     if not 1 <= found < 1 << 60:
@@ -62,11 +57,7 @@ def size_of(text: str, flag: str, *, such_as: str = "64Gi, 512Mi or 16G") -> int
 
 
 def seconds_of(text: str, flag: str, *, such_as: str = "90m, 24h, 7d or 12:00:00") -> int:
-    """Parses `90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`; rounds up to seconds.
-
-    Raises:
-        UsageError: the text has none of these forms, or the time is out of range.
-    """
+    """Parses `90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`; rounds up to seconds."""
     found = 0.0
     if match := _SPAN.fullmatch(text.strip()):
         found = float(match[1]) * _SPAN_S[match[2]]
@@ -127,6 +118,12 @@ def joined(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def listed(words: Sequence[str], most: int) -> str:
+    """Joins the first `most` words; of the others only the number follows."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
 def by_number(name: str) -> tuple[object, ...]:
     """Returns a sort key that places node10 after node9."""
     parts = re.split(r"(\d{1,15})", name)
@@ -181,34 +178,7 @@ def _poisson_cdf(most: int, mean: float) -> float:
     return min(total, 1.0)
 
 
-# --- untrusted values -------------------------------------------------------------------------
-
-
-def number(value: object) -> float | None:
-    """Returns the value if it is a finite number of at most 1e15, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) and abs(found) <= _MAX_NUMBER else None
-
-
-def whole(value: object) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
-
-
-def texts(value: object, *, most: int = 200) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        return ()
-    return tuple(clean(one) for one in value[:most] if isinstance(one, str))
-
-
-def numbers(value: object, *, most: int = 100_000) -> tuple[int, ...]:
-    found = (whole(one) for one in (value[:most] if isinstance(value, list) else ()))
-    return tuple(one for one in found if one is not None)
+# --- untrusted texts --------------------------------------------------------------------------
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:

@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 
 from ftrun import clock
+from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError, LayoutUnknown
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
@@ -240,7 +241,6 @@ def _facts(
 
 
 def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
-    """Reads all bytes of a checkpoint and describes all damage."""
     if one.index is None:
         return [one.problem]
     problems = [f"its index has no rank {rank}" for rank in _missing_ranks(one.index)]
@@ -304,15 +304,13 @@ def _damaged(
 
 
 def _names(layout: Layout, piece: Piece) -> str:
-    """Names the tensors in a piece."""
     end = piece.offset + piece.num_bytes
     names = [
         "plain values" if entry.name == PLAIN_NAME else entry.name
         for entry in layout.entries
         if entry.offset < end and entry.offset + entry.num_bytes > piece.offset
     ]
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + rest
+    return listed(names, _MAX_NAMED)
 
 
 if __name__ == "__main__":

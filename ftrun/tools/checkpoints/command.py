@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 from ftrun import clock
+from ftrun.cli.completion import AsJson, option, with_groups
 from ftrun.cli.launch.checkpoint_check import ask_catalog, report_of
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.text import count, duration, seconds_of, size, size_of
@@ -42,11 +43,10 @@ app = typer.Typer(
 _Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="or URL, as given to --checkpoint-dir")
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="as one JSON document")]
 
 
 @app.command("list")
-def _list(directory: _Directory, as_json: _AsJson = False) -> None:
+def _list(directory: _Directory, as_json: AsJson = False) -> None:
     """Show the checkpoints, the newest first."""
     found = ask_catalog("list", directory)
     if as_json:
@@ -69,7 +69,7 @@ def _verify(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="or latest; not given: all")
     ] = None,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every byte, and compare it with its digests."""
     found = ask_catalog("verify", directory, *(names or []))
@@ -88,15 +88,12 @@ def _verify(
 @app.command("prune")
 def _prune(
     directory: _Directory,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", help="number of newest ones to keep")],
+    keep: Annotated[int, option("--keep", "number of newest ones to keep", "N")],
     older_than: Annotated[
-        str | None,
-        typer.Option("--older-than", metavar="T", help="remove those older than 7d, 12h too"),
+        str | None, option("--older-than", "remove those older than 7d, 12h too", "T")
     ] = None,
-    is_dry: Annotated[
-        bool, typer.Option("--dry-run", help="only show what would be removed")
-    ] = False,
-    as_json: _AsJson = False,
+    is_dry: Annotated[bool, option("--dry-run", "only show what would be removed")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints; the latest is never removed."""
     if keep < 1:
@@ -142,46 +139,34 @@ def _took(num_bytes: int, seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """The options as typed; `num_writers` None: a default number of threads."""
+    """The options of an export."""
 
-    kind: str
-    dtype: str | None
-    only: Sequence[str]
-    file_size: str
-    num_writers: int | None
-    may_replace: bool
+    kind: Annotated[str, option("--format", "safetensors, dcp or state_dict", "F")]
+    dtype: Annotated[
+        str | None, option("--dtype", "of the model: bf16, fp16, fp32 or fp64", "D")
+    ] = None
+    only: Annotated[
+        list[str] | None, option("--only", "such as 'model.*'; may be repeated", "PATTERN")
+    ] = None
+    file_size: Annotated[str, option("--file-size", "limit of a safetensors file", "SIZE")] = "5GB"
+    num_writers: Annotated[
+        int | None,
+        option("--writers", "threads (default: up to 4)", "N"),
+    ] = None
+    may_replace: Annotated[bool, option("--force", "replace an existing export")] = False
 
 
 @app.command("export")
-def _export(  # noqa: PLR0913 - its flags
+@with_groups
+def _export(
     checkpoint: Annotated[
         str, typer.Argument(metavar="DIR[/NAME]", help="its latest one, or the named one")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="a directory; a file for state_dict")],
-    kind: Annotated[
-        str, typer.Option("--format", metavar="F", help="safetensors, dcp or state_dict")
-    ],
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="D", help="of the model: bf16, fp16, fp32 or fp64"),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="such as 'model.*'; may be repeated"),
-    ] = None,
-    file_size: Annotated[
-        str, typer.Option("--file-size", metavar="SIZE", help="limit of a safetensors file")
-    ] = "5GB",
-    num_writers: Annotated[
-        int | None, typer.Option("--writers", metavar="N", help="threads (default: up to 4)")
-    ] = None,
-    may_replace: Annotated[
-        bool, typer.Option("--force", help="replace an existing export")
-    ] = False,
-    as_json: _AsJson = False,
+    options: ExportOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Write one in a format that other programs read."""
-    options = ExportOptions(kind, dtype, only or [], file_size, num_writers, may_replace)
     job = _export_job(checkpoint, Path(out).absolute(), options)
     facts = report_of(
         "ftrun.tools.export.__main__", kind=ExportReport, stdin=msgspec.json.encode(job),
@@ -222,7 +207,7 @@ def _export_job(checkpoint: str, target: Path, options: ExportOptions) -> Export
         format=kind,
         out=str(target),
         dtype=dtype or "",
-        only=tuple(options.only),
+        only=tuple(options.only or ()),
         file_bytes=file_bytes,
         num_writers=num_writers,
         may_replace=options.may_replace,
@@ -245,24 +230,15 @@ def _convert(  # noqa: PLR0913 - its flags
         str, typer.Argument(metavar="SOURCE", help="a checkpoint, or a directory: its latest")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="a directory for the new one")],
-    rules: Annotated[str, typer.Option("--rules", metavar="FILE", help="layout rules of SOURCE")],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FILE", help="layout rules of the new one")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="M", help="or: the same with M ranks")
-    ] = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="AXES", help="or: the same on tp=4,dp=1")
-    ] = None,
-    workers: Annotated[
-        int, typer.Option("--workers", metavar="W", help="threads (default: up to 4)")
-    ] = 0,
+    rules: Annotated[str, option("--rules", "layout rules of SOURCE", "FILE")],
+    to: Annotated[str | None, option("--to", "layout rules of the new one", "FILE")] = None,
+    ranks: Annotated[int | None, option("--ranks", "or: the same with M ranks", "M")] = None,
+    mesh: Annotated[str | None, option("--mesh", "or: the same on tp=4,dp=1", "AXES")] = None,
+    workers: Annotated[int, option("--workers", "threads (default: up to 4)", "W")] = 0,
     dtype: Annotated[
-        list[str] | None,
-        typer.Option("--dtype", metavar="T", help="bf16, or PATTERN=bf16; may be repeated"),
+        list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
     ] = None,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Create a checkpoint with another layout, by layout rules (docs/layouts.md)."""
     words = [f"--rules={rules}", f"--workers={workers}"]

@@ -67,7 +67,6 @@ class Conversion:
 
     @cached_property
     def placed(self) -> list[dict[str, PlacedEntry]]:
-        """The entries of each new rank, by the rank's own names."""
         return [
             {self.after.own_name(rank, name): one for name, one in entries.items()}
             for rank, entries in enumerate(self.after.entries)

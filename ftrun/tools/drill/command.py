@@ -1,28 +1,27 @@
 """`ftrun drill`: injects every fault of a plan and judges how the job handles it.
 
-Runs in:  cli.
-Takes in: a drill plan by name or file.
-Gives:    a line for each fault, a table, drill.json, drill.html; exit code 0 only if all faults
-          passed.
+It prints a line for each fault and a table, and writes drill.json and drill.html. The exit code is
+0 only if all faults passed.
 """
 
 import json
 import os
 import platform
-import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from msgspec.structs import replace
 
 from ftrun import __version__, clock
+from ftrun.cli.completion import option
 from ftrun.cli.launch.profiles import shown_path
+from ftrun.cli.runs import end_on_signals
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.text import count, duration
 from ftrun.errors import ExitCode, FtrunError
@@ -38,7 +37,6 @@ from ftrun.tools.drill.series import DrillSeries, check, shape
 DEFAULT_PLAN = "drill-quick"
 JSON_NAME, PAGE_NAME = "drill.json", "drill.html"
 HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "equal", "passed")
-_FAILED = 1
 _MOST_ROWS = 500
 
 
@@ -49,28 +47,25 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def _drill(
     plan: Annotated[
         str | None,
-        typer.Argument(help="name or file; see --list", autocompletion=lambda: drill_plan_names()),
+        typer.Argument(help="name or file; see --list", autocompletion=drill_plan_names),
     ] = None,
-    out: Annotated[
-        str | None, typer.Option("--out", metavar="DIR", help="results and logs go there")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="KIND", help="only this kind of fault")
-    ] = None,
+    out: Annotated[str | None, option("--out", "results and logs go there", "DIR")] = None,
+    only: Annotated[list[str] | None, option("--only", "only this kind of fault", "KIND")] = None,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="the table as Markdown, one line for each kind")
+        bool, option("--markdown", "the table as Markdown, one line for each kind")
     ] = False,
     again: Annotated[
-        str | None, typer.Option("--show", metavar="JSON", help="only print an earlier drill.json")
+        str | None, option("--show", "only print an earlier drill.json", "JSON")
     ] = None,
-    wants_list: Annotated[bool, typer.Option("--list", help="show the plans")] = False,
+    wants_list: Annotated[bool, option("--list", "show the plans")] = False,
 ) -> None:
     """Inject every fault of a plan into a job, and judge how the job handles it."""
     if wants_list:
-        raise typer.Exit(list_drills())
-    if again is not None:
-        raise typer.Exit(show_again(again))
-    raise typer.Exit(drill(plan, out=out, only=only or [], as_markdown=as_markdown))
+        list_drills()
+    elif again is not None:
+        show_again(again)
+    else:
+        raise typer.Exit(drill(plan, out=out, only=only or [], as_markdown=as_markdown))
 
 
 def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bool) -> int:
@@ -85,9 +80,7 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
             raise FtrunError(f"{shown_path(path)} has no fault {', '.join(only)}")
         plan = replace(plan, faults=[], runs=parts)
     check(plan)
-    signal.signal(signal.SIGTERM, _leave)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # keep the effect of nohup
-        signal.signal(signal.SIGHUP, _leave)
+    end_on_signals()
     folder = _folder(path.stem, out)
     render.write_plain(f"{shown_path(path)}; logs and results are below {shown_path(folder)}")
     started_s = clock.now_s()
@@ -104,10 +97,10 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
     else:
         render.show_table(HEAD, [cells(row) for row in rows])
     render.write_plain(f"\n{shown_path(folder / PAGE_NAME)}\n{summary(rows)}")
-    return ExitCode.DONE if rows and all(row.passed for row in rows) else _FAILED
+    return ExitCode.DONE if rows and all(row.passed for row in rows) else ExitCode.FAILED
 
 
-def list_drills() -> int:
+def list_drills() -> None:
     rows = []
     for name in drill_plan_names():
         plan = read_drill_plan(find_drill_plan(name))
@@ -115,21 +108,19 @@ def list_drills() -> int:
         shapes = ", ".join(dict.fromkeys(shape(part) for part in plan.parts()))
         rows.append((name, f"{faults} faults on {shapes}: {plan.about}"))
     render.show_pairs(rows)
-    return ExitCode.DONE
 
 
-def show_again(path: str) -> int:
+def show_again(path: str) -> None:
     try:
         rows = [FaultResult(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
         raise FtrunError(f"{path} holds no rows of a drill: {error}") from None
     render.write_plain(markdown(rows))
-    return ExitCode.DONE
 
 
 def _send(row: FaultResult) -> None:
     render.write_plain(line(row))
-    render.flush()
+    sys.stdout.flush()
 
 
 def _folder(name: str, out: str | None) -> Path:
@@ -156,11 +147,6 @@ def _conditions() -> list[str]:
         f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
         f"ftrun {__version__}, Python {platform.python_version()}",
     ]
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """Ends the drill on SIGTERM and SIGHUP as on ^C, so that all its runs end."""
-    raise SystemExit(128 + number)
 
 
 # --- the table and the page -------------------------------------------------------------------
@@ -228,7 +214,6 @@ class FaultSummary:
 
 
 def grouped(rows: Sequence[FaultResult]) -> list[FaultSummary]:
-    """Groups rows by kind, in the order of first occurrence."""
     found = []
     for kind in dict.fromkeys(row.kind for row in rows):
         own = [row for row in rows if row.kind == kind]
@@ -268,7 +253,6 @@ def seconds(value: float | None) -> str:
 
 
 def detected(it: "FaultResult | FaultSummary") -> str:
-    """Formats the detection time; steps are included only if some were made."""
     steps = round(it.detected_steps or 0)
     return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")
 

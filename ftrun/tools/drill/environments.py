@@ -1,9 +1,5 @@
 """Hosts the job of a drill: on this machine, or on nodes of a virtual cluster.
 
-Runs in:  cli.
-Takes in: the number of nodes; commands for them.
-Gives:    child processes that end with the host; the address at which the nodes meet.
-
 The virtual cluster is a script of ftrun that needs Linux namespaces. It is loaded only if a plan
 has more than one node.
 """
@@ -16,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ftrun
 from ftrun.errors import FtrunError
@@ -24,22 +20,6 @@ from ftrun.linux import end_with_parent
 
 _OWN = ("FTRUN_", "PET_", "SLURM_")
 _STOP_S = 40.0
-
-
-class JobHost(Protocol):
-    """One or several nodes on which commands are started."""
-
-    nodes: int
-
-    def start(
-        self, node: int, argv: Sequence[str], *, folder: Path, output: Path
-    ) -> "subprocess.Popen[bytes]": ...
-
-    def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
-        """Runs a command on a node; returns stdout, or raises FtrunError with the end of stderr."""
-        ...
-
-    def address(self, node: int) -> str: ...
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -73,88 +53,61 @@ def load_script(name: str, purpose: str) -> Any:
         ) from None
 
 
-@contextlib.contextmanager
-def host_for(nodes: int) -> Iterator[JobHost]:
-    """A host with this number of nodes; FtrunError says what is missing for that."""
-    if nodes == 1:
-        yield LocalHost()
-        return
-    module = load_script("virtual_cluster", f"a drill on {nodes} nodes")
-    if reason := module.available():
-        raise FtrunError(f"a drill on {nodes} nodes needs a virtual cluster: {reason}")
-    with module.VirtualCluster(nodes) as cluster:
-        yield VirtualClusterHost(cluster, nodes)
+class JobHost:
+    """Nodes on which commands are started: those of a virtual cluster, or only this machine."""
 
-
-class LocalHost:
-    """This machine as the only node."""
-
-    nodes = 1
-
-    def start(
-        self, node: int, argv: Sequence[str], *, folder: Path, output: Path
-    ) -> "subprocess.Popen[bytes]":
-        del node
-        with output.open("ab") as out:
-            return subprocess.Popen(
-                argv, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # ^C goes to the drill only, which then ends the job
-                preexec_fn=end_with_parent,  # the job ends even if the drill is killed
-            )  # fmt: skip
-
-    def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
-        del node
-        try:
-            done = subprocess.run(
-                argv, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True,
-                text=True, timeout=within_s, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise FtrunError(f"no answer within {within_s:g} s") from None
-        if done.returncode != 0:
-            raise FtrunError(_last_words(done.stderr, done.returncode))
-        return done.stdout
-
-    def address(self, node: int) -> str:
-        del node
-        return "127.0.0.1"
-
-
-class VirtualClusterHost:
-    """The nodes of a virtual cluster."""
-
-    def __init__(self, cluster: Any, nodes: int) -> None:
-        self.cluster = cluster
+    def __init__(self, nodes: int, cluster: Any = None) -> None:
         self.nodes = nodes
+        self._cluster = cluster
 
     def start(
         self, node: int, argv: Sequence[str], *, folder: Path, output: Path
     ) -> "subprocess.Popen[bytes]":
         with output.open("ab") as out:
-            started: subprocess.Popen[bytes] = self.cluster.run(
-                node, list(argv), env=environment(), cwd=folder, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,
+            started: subprocess.Popen[bytes] = self._start(
+                node, argv, folder, stdout=out, stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,  # the job ends even if the drill is killed
             )  # fmt: skip
         return started
 
     def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
-        process = self.cluster.run(
-            node, list(argv), env=environment(), cwd=folder, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        """Runs a command on a node; returns stdout, or raises FtrunError with the end of stderr."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = self._start(node, argv, folder, **pipes)
         try:
             out, err = process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
             raise FtrunError(f"no answer within {within_s:g} s") from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
         if process.returncode != 0:
             raise FtrunError(_last_words(err, process.returncode))
         return str(out)
 
     def address(self, node: int) -> str:
-        return str(self.cluster.address(node))
+        return "127.0.0.1" if self._cluster is None else str(self._cluster.address(node))
+
+    def _start(self, node: int, argv: Sequence[str], folder: Path, **options: Any) -> Any:
+        options |= {"cwd": folder, "env": environment(), "stdin": subprocess.DEVNULL}
+        if self._cluster is not None:
+            return self._cluster.run(node, list(argv), **options)
+        # A session of its own: ^C goes to the drill only, which then ends the job.
+        return subprocess.Popen(argv, start_new_session=True, **options)
+
+
+@contextlib.contextmanager
+def host_for(nodes: int) -> Iterator[JobHost]:
+    """A host with this number of nodes; FtrunError says what is missing for that."""
+    if nodes == 1:
+        yield JobHost(1)
+        return
+    module = load_script("virtual_cluster", f"a drill on {nodes} nodes")
+    if reason := module.available():
+        raise FtrunError(f"a drill on {nodes} nodes needs a virtual cluster: {reason}")
+    with module.VirtualCluster(nodes) as cluster:
+        yield JobHost(nodes, cluster)
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

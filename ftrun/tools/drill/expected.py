@@ -1,7 +1,5 @@
 """Defines the expected outcome of each fault, and the proof that the fault took place.
 
-Runs in: cli. Pure.
-
 `ftrun.wire.fault_catalog` describes faults for people; a drill judges by this table. A plan may
 override it for each of its faults.
 """
@@ -66,8 +64,8 @@ def _exit(signal_or_text: str, *verdicts: str) -> ExpectedOutcome:
     )
 
 
-def _hang(*verdicts: str, proof_text: str = "") -> ExpectedOutcome:
-    return ExpectedOutcome(verdicts=verdicts, action=_AGAIN, proof="verdict", proof_text=proof_text)
+def _hang(verdict: str) -> ExpectedOutcome:
+    return ExpectedOutcome(verdicts=(verdict,), action=_AGAIN, proof="verdict")
 
 
 def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> ExpectedOutcome:

@@ -1,9 +1,6 @@
 """Describes the job of a drill: a job of ftrun, or a script of the user.
 
-Runs in:  cli.
-Takes in: a part of a plan, and the number of steps that its faults need.
-Gives:    the command line of the job, the files in which it records its steps, and the outcome of
-          an undisturbed run under torchrun.
+It also has the outcome of the job: of a drill's run, and of an undisturbed run under torchrun.
 """
 
 import contextlib
@@ -11,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,6 @@ class DrillJob:
     """One job as it is started.
 
     Args:
-        name: the name in the table.
         argv: script and arguments; the word FOLDER is replaced by the folder of the run.
         notes: names of the files with results in that folder; empty: none.
         steps: number of steps; 0: unknown.
@@ -72,16 +68,13 @@ class DrillJob:
         return int(steps[-1]) if steps else -1
 
 
-def _lines_of(tail: bytes) -> list[dict[str, Any]]:
-    found = []
-    for raw in tail.split(b"\n")[:-1]:
-        try:
+def _lines_of(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yields the complete lines; the end of a file usually begins within a line."""
+    for raw in data.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
             line = json.loads(raw)
-        except ValueError:  # the tail usually begins within a line
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+            if isinstance(line, dict):
+                yield line
 
 
 def steps_for(part: RunSection, trials: Sequence[FaultTrial]) -> int:
@@ -172,7 +165,7 @@ class BaselineRuns:
 def outcome_of(path: Path) -> Outcome:
     """If a repeated step has another result, both are joined to a text that equals no outcome."""
     found: Outcome = {}
-    for line in notes_of(path):
+    for line in _lines_of(path.read_bytes() if path.exists() else b""):
         at: int | str
         if "loss" in line and "step" in line:
             at, value = int(line["step"]), str(line["loss"])
@@ -182,18 +175,6 @@ def outcome_of(path: Path) -> Outcome:
             continue
         if found.setdefault(at, value) != value:
             found[at] += f" and {value}"
-    return found
-
-
-def notes_of(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete lines of a file that may still grow."""
-    found = []
-    if path.exists():
-        for raw in path.read_bytes().split(b"\n")[:-1]:
-            with contextlib.suppress(ValueError):
-                line = json.loads(raw)
-                if isinstance(line, dict):
-                    found.append(line)
     return found
 
 

@@ -1,8 +1,4 @@
-"""Judges an injected fault by the run's journal.
-
-Runs in:  cli. Pure.
-Takes in: a trial, and the journal lines from the order to its end.
-Gives:    a `FaultResult`; the drill continues when `is_over` is true.
+"""Judges an injected fault by the run's journal, from its order to its end.
 
 Rule 1: A fault that was not active has not passed, whatever the run did.
 Rule 2: A verdict that is only likely may be followed by a better verdict for the same rank.
@@ -78,11 +74,10 @@ class FaultResult:
 
 def row_of(trial: FaultTrial, job: str, nodes: str) -> FaultResult:
     wanted = " or ".join(trial.expected.verdicts) or NOTHING
-    return FaultResult(trial.name, trial.kind, trial.target, job, nodes, expected=wanted)
+    return FaultResult(trial.kind, trial.kind, trial.target, job, nodes, expected=wanted)
 
 
 def fired_at(lines: Sequence[Line], order_id: str) -> FaultInjected | None:
-    """Returns the first journal line that reports this order as fired."""
     injected = (line.record for line in of_kinds(lines, FaultInjected))
     return next((one for one in injected if one.id == order_id), None)
 
@@ -126,24 +121,22 @@ def judge(
     hit_s: float | None = None,
 ) -> None:
     """Fills the row, without the result of the run; `hit_s`: time of a fault made from outside."""
-    problems = [row.problem] if row.problem else []
     fired = fired_at(lines, order_id) if order_id else None
     row.fired = fired is not None or hit_s is not None
     if not row.fired:
-        row.problem = "; ".join([*problems, "it has not fired"])
+        row.fail("it has not fired")
         return
     since_s = fired.fired_s if fired is not None else float(hit_s or 0.0)
     if fired is not None:
         row.fired_step = fired.step
     later = [line for line in lines if line.monotonic_s >= since_s]
-    _in_effect(trial.expected, row, later, since_s, problems)
-    _verdicts(trial.expected, row, later, since_s, problems)
-    _ends(trial.expected, row, later, problems)
+    _in_effect(trial.expected, row, later, since_s)
+    _verdicts(trial.expected, row, later, since_s)
+    _ends(trial.expected, row, later)
     recovered = [line.record for line in later if isinstance(line.record, DowntimeRecord)]
     stepped_s = [one.stepped_s for one in recovered if one.stepped_s is not None]
     row.training_again_s = round(max(stepped_s) - since_s, 3) if stepped_s else None
-    row.problem = "; ".join(problems)
-    row.passed = not problems
+    row.passed = not row.problem
 
 
 def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared: bool) -> None:
@@ -157,11 +150,7 @@ def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared
 
 
 def _in_effect(
-    expected: ExpectedOutcome,
-    row: FaultResult,
-    later: Sequence[Line],
-    since_s: float,
-    problems: list[str],
+    expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line], since_s: float
 ) -> None:
     if not expected.proof:
         row.in_effect = True
@@ -170,17 +159,13 @@ def _in_effect(
     row.in_effect = proof is not None
     if proof is None:
         text = f" with {expected.proof_text!r}" if expected.proof_text else ""
-        problems.append(f"no sign that it was active: no line {expected.proof}{text}")
+        row.fail(f"no sign that it was active: no line {expected.proof}{text}")
     elif not expected.verdicts:
         row.detected_s = round(proof.monotonic_s - since_s, 3)
 
 
 def _verdicts(
-    expected: ExpectedOutcome,
-    row: FaultResult,
-    later: Sequence[Line],
-    since_s: float,
-    problems: list[str],
+    expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line], since_s: float
 ) -> None:
     printed = of_kinds(later, VerdictRecord)
     verdicts = [line.record.verdict for line in printed]
@@ -190,58 +175,46 @@ def _verdicts(
         row.text = clean(verdicts[-1].text, 400)
     if not expected.verdicts:
         if _incidents(later):
-            problems.append(f"taken for an incident: {row.text or row.found}")
+            row.fail(f"taken for an incident: {row.text or row.found}")
         return
-    right = next((line for line in printed if _kind(line.record) in expected.verdicts), None)
+    fitting = (line for line in printed if line.record.verdict.kind.value in expected.verdicts)
+    right = next(fitting, None)
     if right is None:
-        problems.append(f"expected {row.expected}, found {row.found}")
+        row.fail(f"expected {row.expected}, found {row.found}")
     else:
         row.detected_s = round(right.monotonic_s - since_s, 3)
-        reported_step = right.record.step
-        if (
-            row.fired_step is not None
-            and reported_step is not None
-            and reported_step >= row.fired_step
-        ):
-            row.detected_steps = reported_step - row.fired_step
+        fired, reported = row.fired_step, right.record.step
+        if fired is not None and reported is not None and reported >= fired:
+            row.detected_steps = reported - fired
         if expected.within_steps and (row.detected_steps or 0) > expected.within_steps:
-            reported = f"named after {row.detected_steps} steps"
-            problems.append(f"{reported}, {expected.within_steps} allowed")
+            row.fail(f"named after {row.detected_steps} steps, {expected.within_steps} allowed")
         if expected.within_s and row.detected_s > expected.within_s:
-            problems.append(f"named after {row.detected_s:.1f} s, {expected.within_s:g} s allowed")
+            row.fail(f"named after {row.detected_s:.1f} s, {expected.within_s:g} s allowed")
         firm = verdicts[printed.index(right) :]
         firm += [one for one in verdicts if one.confidence is Confidence.CERTAIN]
         wrong = {one.kind.value for one in firm} - set(expected.verdicts)
         if wrong:
-            problems.append(f"also taken for {', '.join(sorted(wrong))}")
+            row.fail(f"also taken for {', '.join(sorted(wrong))}")
     if (count := len(_incidents(later))) > expected.incidents:
-        problems.append(f"{count} incidents, {expected.incidents} expected")
-    _culprits(expected, row, verdicts, problems)
+        row.fail(f"{count} incidents, {expected.incidents} expected")
+    _culprits(expected, row, verdicts)
 
 
-def _culprits(
-    expected: ExpectedOutcome, row: FaultResult, named: Sequence[Verdict], problems: list[str]
-) -> None:
+def _culprits(expected: ExpectedOutcome, row: FaultResult, named: Sequence[Verdict]) -> None:
     if not expected.culprits and not expected.nodes:
         return
     row.culprits = list(named[-1].culprits) if named else []
     row.culprit_right = bool(named)
-    if expected.culprits:
-        wrong = [one for one in named if one.culprits != expected.culprits]
+    wanted: dict[str, tuple[object, ...]] = {"ranks": expected.culprits, "nodes": expected.nodes}
+    for what, right in wanted.items():
+        found = [one.culprits if what == "ranks" else one.nodes for one in named]
+        wrong = [one for one in found if right and one != right]
         if wrong:
             row.culprit_right = False
-            found = list(wrong[0].culprits)
-            problems.append(f"names ranks {found}, not {list(expected.culprits)}")
-    if expected.nodes:
-        wrong = [one for one in named if one.nodes != expected.nodes]
-        if wrong:
-            row.culprit_right = False
-            problems.append(f"names nodes {list(wrong[0].nodes)}, not {list(expected.nodes)}")
+            row.fail(f"names {what} {list(wrong[0])}, not {list(right)}")
 
 
-def _ends(
-    expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line], problems: list[str]
-) -> None:
+def _ends(expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line]) -> None:
     closed = [line.record for line in of_kinds(later, IncidentClosed)]
     actions = [line.record.action for line in of_kinds(later, ActionTaken)]
     row.action = closed[-1].action if closed else (actions[-1] if actions else "")
@@ -251,15 +224,15 @@ def _ends(
     took_s = [one.recovered_s for one in closed if one.recovered_s is not None]
     row.recovered_s = round(sum(took_s), 3) if took_s else None
     if not closed and expected.verdicts and not expected.ends:
-        problems.append("the incident was not closed")
+        row.fail("the incident was not closed")
     if expected.verdicts and expected.action and row.action not in expected.action:
-        problems.append(f"did {row.action or 'nothing'}, expected {' or '.join(expected.action)}")
+        row.fail(f"did {row.action or 'nothing'}, expected {' or '.join(expected.action)}")
     if (
         expected.steps_lost is not None
         and row.steps_lost is not None
         and row.steps_lost > expected.steps_lost
     ):
-        problems.append(f"{row.steps_lost} steps lost, {expected.steps_lost} allowed")
+        row.fail(f"{row.steps_lost} steps lost, {expected.steps_lost} allowed")
 
 
 # --- lines ------------------------------------------------------------------------------------
@@ -275,13 +248,8 @@ def _proof(expected: ExpectedOutcome, later: Sequence[Line]) -> Line | None:
 
 
 def _incidents(lines: Sequence[Line]) -> set[int]:
-    numbered = [line.record for line in lines]
     return {
-        one.incident
-        for one in numbered
-        if isinstance(one, SuspicionRaised | VerdictRecord | ActionTaken)
+        line.record.incident
+        for line in lines
+        if isinstance(line.record, SuspicionRaised | VerdictRecord | ActionTaken)
     }
-
-
-def _kind(record: VerdictRecord) -> str:
-    return record.verdict.kind.value

@@ -1,9 +1,4 @@
-"""Defines a drill plan: the jobs, their nodes, the faults and the expected outcomes.
-
-Runs in:  cli.
-Takes in: a YAML file, or the name of a packaged plan.
-Gives:    a `DrillPlan`, or an error that lists all problems of the file; `trials_of` yields the
-          single faults of a part.
+"""Reads and checks a drill plan: the jobs, their nodes, the faults and the expected outcomes.
 
 docs/operations.md documents the keys. Every part of a plan may override the plan's own settings.
 """
@@ -25,6 +20,7 @@ from ftrun.cli.launch.profiles import (
     profile_folder,
     profile_problems,
     shown_path,
+    yaml_problem,
 )
 from ftrun.config.checks import Problem, check, fields_of
 from ftrun.errors import ProfileInvalid, UsageError
@@ -68,7 +64,9 @@ def _as_list(value: object) -> object:
 
 
 Seconds = Annotated[float, Meta(ge=0, extra={"read": _as_duration})]
-RankNumber = Annotated[int, Meta(ge=0)]
+Index = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+OneOrList = Meta(extra={"read": _as_list})
 
 
 class _PlanSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,104 +76,62 @@ class _PlanSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ExpectSection(_PlanSection, frozen=True, kw_only=True):
     """Overrides of the expected outcome; None: as in the catalogue."""
 
-    verdict: Annotated[
-        list[VerdictKind] | None,
-        Meta(
-            description="kinds of verdict, any of them; []: no incident at all",
-            extra={"read": _as_list},
-        ),
-    ] = None
-    culprits: Annotated[list[int] | None, Meta(description="ranks that must be named")] = None
-    nodes: Annotated[list[str] | None, Meta(description="nodes that must be named")] = None
-    action: Annotated[
-        list[str] | None,
-        Meta(description="the last action taken is one of these", extra={"read": _as_list}),
-    ] = None
-    within_s: Annotated[
-        Seconds | None, Meta(description="longest time from the fault to the verdict")
-    ] = None
-    within_steps: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="most steps from the fault to the verdict"),
-    ] = None
-    steps_lost: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="at most")] = None
-    equal: Annotated[bool | None, Meta(description="false: the result may differ")] = None
-    exit_code: Annotated[int | None, Meta(description="of the run, if the fault ends it")] = None
+    verdict: Annotated[list[VerdictKind] | None, OneOrList] = None  # any of them; []: no incident
+    culprits: list[int] | None = None  # ranks that must be named
+    nodes: list[str] | None = None  # nodes that must be named
+    action: Annotated[list[str] | None, OneOrList] = None  # the last one is one of these
+    within_s: Seconds | None = None  # longest time from the fault to the verdict
+    within_steps: Count | None = None  # most steps from the fault to the verdict
+    steps_lost: Index | None = None  # at most
+    equal: bool | None = None  # false: the result may differ
+    exit_code: int | None = None  # of the run, if the fault ends it
 
 
 class FaultSection(_PlanSection, frozen=True, kw_only=True):
     """One fault, for one or several ranks."""
 
-    kind: Annotated[
-        str,
-        Meta(
-            description="of ftrun inject-fault --list, or cluster:NAME",
-            extra={"problems": _kind_problems},
-        ),
-    ]
+    kind: Annotated[str, Meta(extra={"problems": _kind_problems})]  # or cluster:NAME
     rank: Annotated[
-        RankNumber | Annotated[list[RankNumber], Meta(min_length=1)] | Literal["each"] | None,
-        Meta(
-            description="target; each: every rank, one after the other",
-            extra={"wanted": "a rank (0 or more), a list of ranks, or each"},
-        ),
-    ] = None
-    node: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="position of the target node")
-    ] = None
-    step: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="inject at the end of this step; null: now"),
-    ] = None
-    lasts: Annotated[Seconds | None, Meta(description="duration")] = msgspec.field(
-        default=None, name="for"
-    )
-    amount: Annotated[float | None, Meta(description="strength")] = None
-    repeat: Annotated[int, Meta(ge=1, le=100, description="times, one after the other")] = 1
-    alone: Annotated[bool | None, Meta(description="in a run of its own")] = None
+        Index | Annotated[list[Index], Meta(min_length=1)] | Literal["each"] | None,
+        Meta(extra={"wanted": "a rank (0 or more), a list of ranks, or each"}),
+    ] = None  # target; each: every rank, one after the other
+    node: Index | None = None  # position of the target node
+    step: Count | None = None  # inject at the end of this step; null: now
+    lasts: Seconds | None = msgspec.field(default=None, name="for")
+    amount: float | None = None
+    repeat: Annotated[int, Meta(ge=1, le=100)] = 1  # times, one after the other
+    alone: bool | None = None  # in a run of its own
     expect: ExpectSection = ExpectSection()
 
 
 class RunSection(_PlanSection, frozen=True, kw_only=True):
     """A job on a number of nodes, and the faults to inject into it."""
 
-    name: Annotated[str | None, Meta(description="for the table")] = None
-    job: Annotated[Literal["ddp", "fsdp2", "gpt"], Meta(description="a job of ftrun")] = "ddp"
-    script: Annotated[str | None, Meta(description="a script of yours instead")] = None
-    args: Annotated[
-        list[str], Meta(description="arguments of that script, or more arguments of job gpt")
-    ] = msgspec.field(default_factory=list)
-    notes: Annotated[
-        str | None,
-        Meta(description="file of JSON lines with step and loss that your script writes"),
-    ] = None
-    nodes: Annotated[int, Meta(ge=1, le=64, description="more than 1: a virtual cluster")] = 1
-    ranks: Annotated[int, Meta(ge=1, le=64, description="on each node")] = 2
-    spares: Annotated[int, Meta(ge=0, le=16, description="spare nodes")] = 0
-    pace: Annotated[Seconds, Meta(description="time added to each step of ftrun's jobs")] = 0.03
-    step_s: Annotated[Seconds, Meta(description="duration of a step; 0: as in ftrun's jobs")] = 0.0
-    steps_between: Annotated[int, Meta(ge=1, description="steps from one fault to the next")] = 15
-    most_faults: Annotated[int, Meta(ge=1, description="most faults in one run")] = 30
-    flags: Annotated[list[str], Meta(description="more flags for ftrun")] = msgspec.field(
-        default_factory=list
+    name: str | None = None  # for the table
+    job: Literal["ddp", "fsdp2", "gpt"] = "ddp"  # a job of ftrun
+    script: str | None = None  # a script of the user instead
+    args: list[str] = msgspec.field(default_factory=list)  # of that script, or more of job gpt
+    notes: str | None = None  # file of JSON lines with step and loss that the script writes
+    nodes: Annotated[int, Meta(ge=1, le=64)] = 1  # more than 1: a virtual cluster
+    ranks: Annotated[int, Meta(ge=1, le=64)] = 2  # on each node
+    spares: Annotated[int, Meta(ge=0, le=16)] = 0
+    pace: Seconds = 0.03  # time added to each step of ftrun's jobs
+    step_s: Seconds = 0.0  # duration of a step; 0: as in ftrun's jobs
+    steps_between: Count = 15  # steps from one fault to the next
+    most_faults: Count = 30  # in one run
+    flags: list[str] = msgspec.field(default_factory=list)  # more flags for ftrun
+    settings: Annotated[dict[str, Any], Meta(extra={"problems": _settings_problems})] = (
+        msgspec.field(default_factory=dict, name="set")
     )
-    settings: Annotated[
-        dict[str, Any],
-        Meta(description="keys of the profile", extra={"problems": _settings_problems}),
-    ] = msgspec.field(default_factory=dict, name="set")
-    faults: Annotated[list[FaultSection], Meta(description="in this order")] = msgspec.field(
-        default_factory=list
-    )
+    faults: list[FaultSection] = msgspec.field(default_factory=list)
 
 
 class DrillPlan(RunSection, frozen=True, kw_only=True):
     """The complete file: common settings, and the parts."""
 
-    about: Annotated[str, Meta(description="a sentence for the page")] = ""
-    runs: Annotated[list[RunSection], Meta(description="parts, one after the other")] = (
-        msgspec.field(default_factory=list)
-    )
-    minutes: Annotated[float, Meta(gt=0, description="time limit of the whole plan")] = 120.0
+    about: str = ""  # a sentence for the page
+    runs: list[RunSection] = msgspec.field(default_factory=list)  # one after the other
+    minutes: Annotated[float, Meta(gt=0)] = 120.0  # time limit of the whole plan
 
     def parts(self) -> list[RunSection]:
         return [self, *self.runs] if self.faults else self.runs
@@ -200,17 +156,14 @@ class FaultTrial:
     """One fault to inject.
 
     Args:
-        name: the name in the table.
         kind: a kind of the catalogue, or `cluster:` and a name of scripts/drill_faults.py.
-        rank: the target rank; -1 if the target is a node.
-        node: the position of the target node; -1 if the target is a rank or the only node.
+        rank: -1 if the target is a node.
+        node: the position of the node; -1 if the target is a rank or the only node.
         step: inject at the end of this step; 0: immediately.
-        for_s: duration; None for the default of its kind.
-        amount: strength; None for the default of its kind.
-        expected: the expected outcome.
+        for_s: duration; None: the default of its kind.
+        amount: strength; None: the default of its kind.
     """
 
-    name: str
     kind: str
     rank: int
     node: int
@@ -272,10 +225,7 @@ def _trial(fault: FaultSection, rank: int, part: RunSection) -> FaultTrial:
     if "evict" in given.get("action", ()) and fault.kind in ("slow", "slow-link"):
         given["incidents"] = 2  # reported first, and acted on when it persists
     expected = replace(expected, **given)
-    return FaultTrial(
-        fault.kind, fault.kind, rank, node, fault.step or 0, fault.lasts,
-        fault.amount, expected,
-    )  # fmt: skip
+    return FaultTrial(fault.kind, rank, node, fault.step or 0, fault.lasts, fault.amount, expected)
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -305,29 +255,21 @@ def find_drill_plan(name: str) -> Path:
 
 
 def read_drill_plan(path: Path) -> DrillPlan:
-    source = shown_path(path)
-    data = path.read_bytes()
+    source, data = shown_path(path), path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
-        raise ProfileInvalid(
-            source=source,
-            problems=[f"it has {len(data)} bytes, and a plan has {MAX_PROFILE_BYTES} at most"],
-        )
+        problem = f"it has {len(data)} bytes, and a plan has {MAX_PROFILE_BYTES} at most"
+        raise ProfileInvalid(source=source, problems=[problem])
     try:
         found = yaml.load(data, Loader=PlainLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        raise ProfileInvalid(
-            source=source, problems=[f"{where}{getattr(error, 'problem', None) or error}"]
-        ) from None
+        raise ProfileInvalid(source=source, problems=[yaml_problem(error)]) from None
     return plan_from(found, source)
 
 
 def plan_from(found: object, source: str) -> DrillPlan:
     if not isinstance(found, dict):
-        raise ProfileInvalid(
-            source=source, problems=["a plan holds keys with values, such as faults"]
-        )
+        problem = "a plan holds keys with values, such as faults"
+        raise ProfileInvalid(source=source, problems=[problem])
     wrong: list[Problem] = []
     checked = check(found, DrillPlan, wrong)
     if wrong:

@@ -1,9 +1,6 @@
 """Executes one run of a drill: starts it, injects faults, and observes journals and notes.
 
-Runs in:  cli.
-Takes in: a host, a folder of its own, a part of a plan, the trials of this run.
-Gives:    a `FaultResult` for each trial; the outcomes that the ranks recorded.
-Survives: nothing. All processes that it started have ended when its block ends.
+All processes that it started have ended when its block ends.
 
 Rule 1: A fault is ordered only if every rank makes steps and no incident is open.
 """
@@ -15,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ftrun import clock
 from ftrun.cli.screen.text import clean
@@ -75,12 +71,7 @@ class DrillRun:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- from the start to the end ------------------------------------------------------------
@@ -135,7 +126,7 @@ class DrillRun:
                 self._wait("the end of the run", self.has_ended, timeout_s, exit_code=code)
             else:
                 watch = _Watch(self, trial, order_id, since)
-                self._wait(f"the end of {trial.name}", watch.is_over, self._timeout_s(trial))
+                self._wait(f"the end of {trial.kind}", watch.is_over, self._timeout_s(trial))
         except DrillRunFailed as error:
             row.problem = str(error)
             raise

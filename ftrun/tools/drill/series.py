@@ -1,9 +1,5 @@
 """Executes a drill plan run by run: orders, judges and compares every fault.
 
-Runs in:  cli.
-Takes in: a plan, a folder.
-Gives:    a `FaultResult` for each fault when its run has ended.
-
 Faults of one part share a run if possible. A fault that ends a run, or changes the conditions of
 the next fault, has a run of its own. If a run fails, its remaining faults get a new run.
 """
@@ -64,7 +60,7 @@ class DrillSeries:
                     yield row
                 return
             if trial.kind.startswith(CLUSTER):
-                row = cluster_row(trial, part, self._next_folder(trial.name))
+                row = cluster_row(trial, part, self._next_folder(trial.kind))
                 self.report(row)
                 yield row
                 left.pop(0)
@@ -80,7 +76,7 @@ class DrillSeries:
         job = job_for(part, steps)
         is_compared = any(trial.expected.equal for trial in trials)
         expected = self._undisturbed.of(job, part.nodes * part.ranks) if is_compared else []
-        name = trials[0].name if len(trials) == 1 else part.name or job.name
+        name = trials[0].kind if len(trials) == 1 else part.name or job.name
         folder = self._next_folder(name)
         rows: list[FaultResult] = []
         outcomes: list[Outcome] = []

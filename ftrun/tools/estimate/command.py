@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from ftrun import clock
 from ftrun.cli.app import help_rows, help_width
+from ftrun.cli.completion import option, parameter, with_parameters
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.atomic_output import requested_files, write_outputs
 from ftrun.cli.screen.text import count
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
-from ftrun.errors import ExitCode, UsageError
+from ftrun.errors import UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
@@ -68,21 +69,6 @@ guess, give your own value. docs/estimate.md has the formulas.
 
 
 @dataclass(frozen=True, slots=True)
-class EstimateRequest:
-    """The options as typed; `values` are the assumptions that were given, None: choose or none."""
-
-    nodes: str
-    values: Mapping[str, float]
-    run: str | None = None
-    code: str | None = None
-    snapshot_every: int | None = None
-    spares: int | None = None
-    svg: str | None = None
-    html: str | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """The complete result; `origins` has the source of each assumption's value."""
 
@@ -96,40 +82,34 @@ class Estimate:
         return [*self.notes, *words.caveats(self.outlooks, self.given)]
 
 
-def estimate(wanted: EstimateRequest) -> int:
-    files = requested_files(wanted.svg, wanted.html, as_json=wanted.as_json)
-    made = estimated(wanted)
-    write_outputs(
-        files,
-        {
-            "--svg": lambda: f"{words.picture(made.outlooks, picture_style())}\n",
-            "--html": lambda: _html(made),
-        },
-        document=(lambda: _document(made)) if wanted.as_json else None,
-        show=lambda: _show(made),
-    )
-    return ExitCode.DONE
-
-
-def estimated(wanted: EstimateRequest) -> Estimate:
-    nodes = node_counts(wanted.nodes)
+def estimated(
+    nodes_text: str,
+    given_values: Mapping[str, float],
+    *,
+    run: str | None = None,
+    code: str | None = None,
+    snapshot_every: int | None = None,
+    spares: int | None = None,
+) -> Estimate:
+    """`given_values` are the assumptions that were given; a choice that is None is made here."""
+    nodes = node_counts(nodes_text)
     decided = FixedChoices(
-        code=_code(wanted.code, nodes[0]) if wanted.code is not None else None,
-        every=_at_least(1, wanted.snapshot_every, "--snapshot-every"),
-        spares=_at_least(0, wanted.spares, "--spares"),
+        code=_code(code, nodes[0]) if code is not None else None,
+        every=_at_least(1, snapshot_every, "--snapshot-every"),
+        spares=_at_least(0, spares, "--spares"),
     )
     values: dict[str, Any] = {}
     origins = {name: f"default: {about.source}" for name, about in ABOUT.items()}
     notes = []
-    if wanted.run is not None:
-        folder = folder_of(None if wanted.run == "last" else wanted.run, below=Path.cwd())
+    if run is not None:
+        folder = folder_of(None if run == "last" else run, below=Path.cwd())
         facts = run_facts(raw_lines(folder), name=folder.name, is_alive=is_alive(folder.name))
         found = measured_in(facts)
         values = {name: one.value for name, one in found.items()}
         origins |= {name: f"run {facts.run_id}: {one.how}" for name, one in found.items()}
         notes = [note] if (note := nothing_measured(facts, list(found))) else []
-    values |= wanted.values
-    origins |= dict.fromkeys(wanted.values, "given")
+    values |= given_values
+    origins |= dict.fromkeys(given_values, "given")
     given = Assumptions(**values)
     if wrong := problems(given):
         raise UsageError("; ".join(wrong))
@@ -137,11 +117,7 @@ def estimated(wanted: EstimateRequest) -> Estimate:
 
 
 def node_counts(text: str) -> list[int]:
-    """Parses `64`, `16..16384` (doubled from the first to the last), `16,64,1000`; sorted.
-
-    Raises:
-        UsageError: the text has none of these forms, or a number is out of range.
-    """
+    """Parses `64`, `16..16384` (doubled from the first to the last), `16,64,1000`; sorted."""
     found: set[int] = set()
     for part in text.split(","):
         seen = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", part)
@@ -357,34 +333,31 @@ def _flag(name: str) -> str:
 
 def estimate_command(**typed: Any) -> None:
     """Estimate what failures will cost, and which code, interval and spares to choose."""
+    is_json = typed["json"]
+    files = requested_files(typed["svg"], typed["html"], as_json=is_json)
     values = {name: typed[name] for name in ABOUT if typed[name] is not None}
-    own = {name: typed[name] for name in _OWN}
-    own["nodes"] = own["nodes"] or DEFAULT_NODES
-    wanted = EstimateRequest(values=values, as_json=own.pop("json"), **own)
-    raise typer.Exit(estimate(wanted))
+    choices = {name: typed[name] for name in ("run", "code", "snapshot_every", "spares")}
+    made = estimated(typed["nodes"] or DEFAULT_NODES, values, **choices)
+    write_outputs(
+        files,
+        {
+            "--svg": lambda: f"{words.picture(made.outlooks, picture_style())}\n",
+            "--html": lambda: _html(made),
+        },
+        document=(lambda: _document(made)) if is_json else None,
+        show=lambda: _show(made),
+    )
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
     for name, (kind, metavar, text) in _OWN.items():
-        option = typer.Option(_flag(name), metavar=metavar or None, help=text)
-        yield _parameter(name, kind if kind is bool else kind | None, option)
+        declared = option(_flag(name), text, metavar or None)
+        yield parameter(name, kind if kind is bool else kind | None, declared)
     for field in fields(Assumptions):
-        about = ABOUT[field.name]
-        option = typer.Option(flag_of(field.name), metavar=about.unit.upper(), help=about.meaning)
-        yield _parameter(field.name, (int if field.type is int else float) | None, option)
+        about, kind = ABOUT[field.name], int if field.type is int else float
+        declared = option(flag_of(field.name), about.meaning, about.unit.upper())
+        yield parameter(field.name, kind | None, declared)
 
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    default = False if kind is bool else None
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
-# typer derives flags from a function's parameters; these come from the table.
-estimate_command.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
-estimate_command.__annotations__ = {one.name: one.annotation for one in _parameters()}
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-app.command(cls=EstimateCommand)(estimate_command)
+app.command(cls=EstimateCommand)(with_parameters(estimate_command, list(_parameters())))

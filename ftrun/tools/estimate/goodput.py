@@ -49,11 +49,7 @@ def goodput(
 ) -> float:
     """Returns useful time divided by wall time; 0 if failures are too frequent for a float.
 
-    Args:
-        interval_s: T, above 0.
-        save_s: C.
-        mtbf_s: M; infinite if nothing fails.
-        kinds: kinds of failure, whose shares add up to 1.
+    `interval_s` is T, `save_s` C, `mtbf_s` M; the shares of the kinds add up to 1.
     """
     whole_s = interval_s + save_s
     if math.isinf(mtbf_s):

@@ -100,7 +100,6 @@ def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:
 
 
 def lost_within(per_s: float, *, over_s: float) -> float:
-    """Returns the probability of at least one event in that time."""
     return -math.expm1(-per_s * over_s)
 
 
@@ -145,12 +144,10 @@ def _met(
 
 
 def _gone(nodes: int, p: float) -> list[float]:
-    """Returns the probabilities that 0, 1 ... all of these nodes are lost."""
     return [math.comb(nodes, n) * p**n * (1.0 - p) ** (nodes - n) for n in range(nodes + 1)]
 
 
 def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Returns the distribution of the sum of two independent counts."""
     found = [0.0] * (len(one) + len(other) - 1)
     for i, p in enumerate(one):
         for j, q in enumerate(other):

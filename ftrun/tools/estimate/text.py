@@ -237,12 +237,7 @@ def _days(given: Assumptions) -> str:
 
 
 def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
-    """Draws a curve for each strategy.
-
-    Args:
-        outlooks: results with the same assumptions, for rising numbers of nodes.
-        style_sheet: styles to embed if the picture is a file of its own.
-    """
+    """Draws a curve for each strategy; the outlooks have the same assumptions."""
     ways = [[getattr(one, way).goodput for one in outlooks] for way in _STRATEGIES]
     last = outlooks[-1]
     about = f"with {last.nodes:,} nodes " + ", ".join(

@@ -47,7 +47,6 @@ class Placeholders:
         return made
 
     def read(self, placeholder: torch.Tensor) -> torch.Tensor:
-        """Reads the tensor of a placeholder, in any thread."""
         if not hasattr(self._own, "reader"):
             self._own.reader = WholeTensorReader(self._world.images, self._world.note)
         tensor, cast = self._meant[id(placeholder)]

@@ -77,7 +77,6 @@ def plan_files(
 
 
 def index_of(files: Sequence[PlannedFile]) -> bytes:
-    """Returns the content of the file that names the file of each tensor."""
     weight_map = {name: file.name for file in files for name in file.places}
     total = sum(file.num_bytes - len(file.header) for file in files)
     found = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError
 from ftrun.snapshot.plain_values import TensorRef
 
@@ -39,12 +40,8 @@ class NameFilter:
         """Raises a CheckpointError with the first pattern that has matched nothing."""
         for one in self.patterns:
             if one not in self._fitting:
-                shown = ", ".join(self._offered[:_SHOWN])
-                more = len(self._offered) - _SHOWN
-                raise CheckpointError(
-                    f"--only {one!r} matches nothing; existing names: {shown}"
-                    + (f" and {more} more" if more > 0 else "")
-                )
+                shown = listed(self._offered, _SHOWN)
+                raise CheckpointError(f"--only {one!r} matches nothing; existing names: {shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +186,6 @@ def _add_tensors(
 
 
 def replaced(tree: object, leaf: Callable[[object], object]) -> object:
-    """Returns the tree with each leaf replaced."""
     if isinstance(tree, Mapping):
         return {key: replaced(value, leaf) for key, value in tree.items()}
     if isinstance(tree, list | tuple | set | frozenset):

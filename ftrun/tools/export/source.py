@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ftrun.cli.screen.text import count
+from ftrun.cli.screen.text import count, listed
 from ftrun.errors import CheckpointError, RanksDiffer, SnapshotCorrupt, TensorIncomplete
 from ftrun.ids import Rank
 from ftrun.sharding.partition import StoredRegion
@@ -98,8 +98,7 @@ class ExportSource:
         found = [f"random states of {count(len(self._parts), 'rank')}{generators}"]
         found += [f"position of {name}" for name in self._first["loaders"]]
         if frozen := self._first["frozen"]:
-            more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
-            found.append(f"frozen parameters: {', '.join(frozen[:_SHOWN])}{more}")
+            found.append(f"frozen parameters: {listed(frozen, _SHOWN)}")
         return found
 
     # --- inside ------------------------------------------------------------------------------

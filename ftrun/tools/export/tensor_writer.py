@@ -88,7 +88,6 @@ def cast_of(source: str, target: str) -> Cast | None:
 
 
 def create_files(sizes: Mapping[Path, int]) -> None:
-    """Creates files of these sizes, filled with zeros."""
     for path, num_bytes in sizes.items():
         with path.open("xb") as file:
             file.truncate(num_bytes)

@@ -1,9 +1,4 @@
-"""Implements `ftrun logs`: merges the output of the ranks.
-
-Runs in:  cli.
-Takes in: the files that --redirects or --tee creates, the run's journal.
-Gives:    complete lines on stdout with their rank, such as `node3:17 | loss 2.13`; notices on
-          stderr.
+"""Implements `ftrun logs`: merges the output of the ranks, such as `node3:17 | loss 2.13`.
 
 The files have no timestamps per line. Lines of one generation are merged as if each rank wrote at a
 constant rate, from the start of the generation to the last change of its file. While files are
@@ -21,10 +16,10 @@ from typing import Annotated
 
 import typer
 
-from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.completion import RunIdArgument, option, with_groups
 from ftrun.cli.runs import RunLiveness, choose, inspect_run
 from ftrun.cli.screen.text import clean, ranges
-from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.errors import FtrunError, UsageError
 from ftrun.records.decode import of_kinds
 from ftrun.records.run import RunStarted
 from ftrun.tools.logs.files import LogFile, log_files, parse_ranks, started
@@ -48,45 +43,36 @@ INCIDENT_LINES = 40
 
 @dataclass(frozen=True, slots=True)
 class LogRequest:
-    """The request as typed."""
+    """The options that select lines."""
 
-    ranks: str | None = None
-    node: str | None = None
-    generation: int | None = None
-    incident: str | None = None
-    lines: int | None = None
+    ranks: Annotated[
+        str | None,
+        option("--rank", "such as 3 or 0-7,12", "RANKS", short="-r"),
+    ] = None
+    node: Annotated[str | None, option("--node", "ranks of this node only")] = None
+    generation: Annotated[int | None, option("--generation", "not given: all", "G")] = None
+    incident: Annotated[
+        str | None, option("--incident", "last words of its culprit; or last", "I")
+    ] = None
+    lines: Annotated[
+        int | None,
+        option("--lines", "the last N lines of each", "N", short="-n"),
+    ] = None
 
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
+@with_groups
 def _logs(
+    wanted: LogRequest,
     run_id: RunIdArgument = None,
-    ranks: Annotated[
-        str | None, typer.Option("-r", "--rank", metavar="RANKS", help="such as 3 or 0-7,12")
-    ] = None,
-    node: Annotated[str | None, typer.Option("--node", help="ranks of this node only")] = None,
-    generation: Annotated[
-        int | None, typer.Option("--generation", metavar="G", help="not given: all")
-    ] = None,
-    incident: Annotated[
-        str | None,
-        typer.Option("--incident", metavar="I", help="last words of its culprit; or last"),
-    ] = None,
     follows: Annotated[
-        bool, typer.Option("-f", "--follow", help="follow the files as they grow")
+        bool, option("--follow", "follow the files as they grow", short="-f")
     ] = False,
-    last: Annotated[
-        int | None, typer.Option("-n", "--lines", metavar="N", help="the last N lines of each")
-    ] = None,
 ) -> None:
     """Show what the ranks have written, if their output goes to files."""
-    wanted = LogRequest(ranks, node, generation, incident, last)
-    raise typer.Exit(logs(run_id, wanted, follows=follows))
-
-
-def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
     folder = _folder(run_id)
     lines = read_lines(folder)
     choice = _choice(wanted, lines, folder)
@@ -104,7 +90,6 @@ def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
                 _show(files, choice.lines, lines)
         except BrokenPipeError:  # the reader, such as `head`, closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return ExitCode.DONE
 
 
 # --- what is there ----------------------------------------------------------------------------

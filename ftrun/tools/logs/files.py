@@ -1,9 +1,5 @@
 """Finds the log files of a run: one file per rank, stream and generation.
 
-Runs in:  cli.
-Takes in: the folder of a run's logs, its journal.
-Gives:    `LogFile`s with the rank that wrote them.
-
 torch creates the files `ROOT/RUNID_x/attempt_GENERATION/LOCAL_RANK/stdout.log` if --redirects or
 --tee is given. Each launch of a run has its own RUNID_x. The journal assigns ranks to local ranks.
 """
@@ -64,7 +60,6 @@ def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
 def started(
     lines: Iterable[Line], *, generation: int, node: str
 ) -> JournalLine[GenerationStartedRecord] | None:
-    """Returns the newest start of this generation on this node."""
     starts = (
         line
         for line in of_kinds(lines, GenerationStartedRecord)

@@ -1,9 +1,6 @@
 """Follows the log files of ranks from one generation to the next.
 
-Runs in:  cli.
-Takes in: the files of a run, polled.
-Gives:    their new lines, in the order in which the files grow.
-Survives: restarts. It finds the files of a new generation and prints the last lines of the old one.
+After a restart it finds the files of the new generation and prints the last lines of the old one.
 
 Rule 1: a line is printed if it is complete, or if no process writes to its file any more. It has no
         control characters except colours; of a progress bar only the last state remains.
@@ -22,7 +19,7 @@ from ftrun.records.decode import of_kinds
 from ftrun.records.recovery import GenerationStartedRecord
 from ftrun.records.run import RunStarted
 from ftrun.tools.logs.files import LogFile, log_files
-from ftrun.tools.report.command import is_alive, raw_lines
+from ftrun.tools.report.command import changed_s, is_alive, raw_lines
 from ftrun.tools.report.journal import Line, parse
 
 MAX_LINE_BYTES = 1 << 16
@@ -113,7 +110,7 @@ class LogTailer:
 
     def print_grown(self) -> None:
         """Prints all lines since the last poll; the file with the oldest change first."""
-        pairs = sorted(self.readers.values(), key=lambda pair: _changed_s(pair[0].path))
+        pairs = sorted(self.readers.values(), key=lambda pair: changed_s(pair[0].path))
         for file, reader in pairs:
             self._print(file, reader.grown())
         sys.stdout.flush()
@@ -148,7 +145,6 @@ def read_lines(folder: Path) -> list[Line]:
 
 
 def is_run_alive(lines: Sequence[Line]) -> bool:
-    """Returns whether the run's launcher is alive on this machine."""
     runs = of_kinds(lines, RunStarted)
     return bool(runs) and is_alive(runs[0].record.run_id)
 
@@ -166,13 +162,6 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _changed_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 # --- lines of a file --------------------------------------------------------------------------
 
 
@@ -183,7 +172,6 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Returns the lines that are now complete."""
         *lines, rest = (self._rest + data).split(b"\n")
         while len(rest) > MAX_LINE_BYTES:
             # An unfinished progress bar has overwritten this text, so it is dropped.

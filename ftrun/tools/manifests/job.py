@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Annotated
 
+from ftrun.cli.completion import option
 from ftrun.cli.launch.command_line import CommandLine, parse
 from ftrun.cli.launch.nodes import OUR_BACKENDS, num_nodes
 from ftrun.cli.run import check_num_ranks, resolve_options
@@ -29,17 +31,28 @@ _WHERE_THEY_MEET = ("rdzv-endpoint", "master-addr", "master-port")
 
 
 @dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Options of the job for any scheduler."""
+
+    name: Annotated[str | None, option("--name", "of the job (default: the script's)")] = None
+    time: Annotated[str | None, option("--time", "at most: 90m, 24h, 7d", "T")] = None
+    last_checkpoint: Annotated[
+        str | None, option("--last-checkpoint", "to write a node's part (default: by --state)", "T")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """Resources of a node as typed; None if not given.
+    """Options for the resources of a node."""
 
-    `memory` is that of the training on a node, of all ranks together and without snapshots. `state`
-    is the snapshot size of one rank: parameters, optimizer state, buffers.
-    """
-
-    cpus: int | None = None
-    gpus: int | None = None
-    memory: str | None = None
-    state: str | None = None
+    cpus: Annotated[int | None, option("--cpus", "processors on each node", "N", min=1)] = None
+    gpus: Annotated[int | None, option("--gpus", "GPUs on each node", "N", min=1)] = None
+    memory: Annotated[
+        str | None, option("--memory", "of the training on each node; the rest is added", "SIZE")
+    ] = None
+    state: Annotated[
+        str | None, option("--state", "of one rank: parameters and optimizer state", "SIZE")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +146,6 @@ class ManifestJob:
         return ", ".join([*parts, f"{quantity(OWN_BYTES)} of ftrun"])
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
-        """Raises a UsageError if one of these flags was given."""
         for name in names:
             is_own = self.line.own_value(name) is not None
             if is_own or self.line.torchrun_value(name) is not None:
@@ -147,14 +159,7 @@ class ManifestJob:
         return max(one.parity / one.data if one.is_protected else 0.0 for one in groups)
 
 
-def job_of(
-    words: Sequence[str],
-    *,
-    machine: MachineSpec,
-    name: str | None = None,
-    time: str | None = None,
-    last_checkpoint: str | None = None,
-) -> ManifestJob:
+def job_of(words: Sequence[str], machine: MachineSpec, options: JobOptions) -> ManifestJob:
     """Derives the job; raises a UsageError for input that `ftrun` or a scheduler would refuse."""
     line = parse(words)
     if line.script is None:
@@ -168,13 +173,13 @@ def job_of(
     profile = resolve_options(line, variables={}).profile
     least, most, spares = num_nodes(line, {})
     ranks = _num_ranks(line, machine)
-    grace_s = _grace_s(line, profile, _writing_s(last_checkpoint, machine, ranks))
+    grace_s = _grace_s(line, profile, _writing_s(options.last_checkpoint, machine, ranks))
     flags = tuple(words[: len(words) - len(line.tail)])
     if grace_s > profile.stop.grace_s:
         flags = ("--grace", str(math.ceil(grace_s)), *flags)
-    time_s = None if time is None else seconds_of(time, "--time")
+    time_s = None if options.time is None else seconds_of(options.time, "--time")
     job = ManifestJob(
-        line, flags, tuple(line.tail), profile, name, least, most, spares, ranks, machine,
+        line, flags, tuple(line.tail), profile, options.name, least, most, spares, ranks, machine,
         grace_s=grace_s, time_s=time_s,
     )  # fmt: skip
     job.refuse(_OF_ONE_NODE, "for one node, and the same line is run on all nodes")

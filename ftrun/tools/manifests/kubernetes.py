@@ -11,8 +11,9 @@ Rule 1: A `$` in the user's words is doubled, because Kubernetes expands `$(NAME
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+from ftrun.cli.completion import option
 from ftrun.cli.screen.text import count, size_of
 from ftrun.errors import ExitCode, UsageError
 from ftrun.tools.manifests.job import GIB, MIB, ManifestJob, quantity
@@ -38,38 +39,35 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """Options of a pod.
+    """Options of a pod."""
 
-    Args:
-        image: contains ftrun, torch and the script.
-        claim: claim of the volume for checkpoints and logs, `NAME` or `NAME:PATH`.
-        secret: name of the Secret whose key `run` is the run's secret.
-        user: uid of all processes in the pod; 0 for the image's own user.
-        workdir: working directory of ftrun; the script's path is relative to it.
-        shm: size of /dev/shm; None: computed from the next two.
-        loader_workers: DataLoader workers of each rank.
-        batch: size of one batch.
-        gpu_resource: the cluster's resource name of a GPU.
-    """
-
-    image: str
-    claim: str | None = None
-    secret: str | None = None
-    user: int = 1000
-    workdir: str = "/workspace"
-    shm: str | None = None
-    loader_workers: int = 4
-    batch: str = "16Mi"
-    gpu_resource: str = "nvidia.com/gpu"
+    image: Annotated[str, option("--image", "has ftrun, torch and the script")]
+    gpu_resource: Annotated[
+        str,
+        option("--gpu-resource", "the cluster's name of a GPU"),
+    ] = "nvidia.com/gpu"
+    shm: Annotated[str | None, option("--shm", "of /dev/shm (default: computed)", "SIZE")] = None
+    loader_workers: Annotated[
+        int, option("--loader-workers", "of each rank, for /dev/shm", "N")
+    ] = 4
+    batch: Annotated[str, option("--batch", "of one batch, for /dev/shm", "SIZE")] = "16Mi"
+    claim: Annotated[
+        str | None, option("--claim", "of the volume for checkpoints", "NAME[:PATH]")
+    ] = None
+    secret: Annotated[
+        str | None, option("--secret", "name of the Secret (default: NAME-secret)")
+    ] = None
+    user: Annotated[int, option("--user", "of the pods; 0: the image's own", "UID")] = 1000
+    workdir: Annotated[str, option("--workdir", "where ftrun is started", "DIR")] = "/workspace"
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesOptions:
-    """Options of the whole job; `restarts` is how often all pods may fail before the Job fails."""
+    """Options of the whole job."""
 
-    kind: str = "jobset"
-    namespace: str | None = None
-    restarts: int = 20
+    kind: Annotated[str, option("--kind", "jobset or trainjob")] = "jobset"
+    namespace: Annotated[str | None, option("--namespace", "not given: none")] = None
+    restarts: Annotated[int, option("--restarts", "times that all pods may fail", "N")] = 20
 
 
 def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) -> str:

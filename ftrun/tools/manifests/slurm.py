@@ -8,7 +8,9 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from ftrun.cli.completion import option
 from ftrun.errors import UsageError
 from ftrun.tools.manifests.job import MIB, ManifestJob
 from ftrun.tools.manifests.yaml_text import WIDTH, rendered
@@ -25,16 +27,18 @@ _OURS = {
 
 @dataclass(frozen=True, slots=True)
 class SlurmOptions:
-    """Options that only Slurm has; `directives` are further options for sbatch."""
+    """Options that only Slurm has."""
 
-    partition: str | None = None
-    account: str | None = None
-    max_requeues: int = 100
-    directives: Sequence[str] = ()
+    partition: Annotated[str | None, option("--partition", "of the cluster")] = None
+    account: Annotated[str | None, option("--account", "that pays")] = None
+    max_requeues: Annotated[int, option("--max-requeues", "limit of requeues", "N")] = 100
+    directives: Annotated[
+        list[str] | None,
+        option("--sbatch", "one more, such as --constraint=ib; repeatable", "OPTION"),
+    ] = None
 
 
 def batch_script(job: ManifestJob, place: SlurmOptions) -> str:
-    """Returns the text of a file for `sbatch`."""
     name = job.name or re.sub(r"[^A-Za-z0-9._-]+", "-", job.stem).strip("-._") or "ftrun"
     if not _GOOD_NAME.fullmatch(name):
         raise UsageError(
@@ -63,7 +67,7 @@ def _check(place: SlurmOptions) -> None:
     for name, value in (("partition", place.partition), ("account", place.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
             raise UsageError(f"--{name} is a name, not {value!r}")
-    for word in place.directives:
+    for word in place.directives or ():
         flag = word.partition("=")[0].partition(" ")[0]
         if not re.fullmatch(r"--?[A-Za-z][\w-]*([= ].*)?", word) or "\n" in word:
             raise UsageError(
@@ -87,7 +91,6 @@ def _warning_s(job: ManifestJob) -> int:
 
 
 def _command(job: ManifestJob, name: str) -> Iterator[str]:
-    """Yields the lines of the srun command."""
     srun = ["--no-kill", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
     srun.append("--cpu-bind=none")
     if job.machine.cpus is not None:

@@ -46,10 +46,7 @@ def wrapped(line: str) -> list[str]:
 def listing(words: Sequence[str], indent: int, *, nested: int = 0) -> str:
     """Formats the value of a key: on its line if it fits, else as a list below.
 
-    Args:
-        words: the value.
-        indent: of the key, in its macro.
-        nested: additional indent of the macro's output.
+    `indent` is that of the key in its macro, `nested` that of the macro's output.
     """
     texts = [scalar(word) for word in words]
     line = f" [{', '.join(texts)}]"

@@ -11,10 +11,10 @@ import typer
 
 from ftrun import clock
 from ftrun.cli.commands.status import status_of
-from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.completion import AsJson, RunIdArgument, option
 from ftrun.cli.runs import FoundRun, RunLiveness, choose
 from ftrun.cli.screen.atomic_output import requested_files, write_outputs
-from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.errors import FtrunError, UsageError
 from ftrun.journal import NETWORK_NAME
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, NetworkReport, network_facts
@@ -30,24 +30,13 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
-def _network(
+def network(
     run_id: RunIdArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-    svg: Annotated[
-        str | None, typer.Option("--svg", metavar="FILE", help="the picture; - for stdout")
-    ] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="all as one page; - for stdout")
-    ] = None,
+    as_json: AsJson = False,
+    svg: Annotated[str | None, option("--svg", "the picture; - for stdout", "FILE")] = None,
+    html: Annotated[str | None, option("--html", "all as one page; - for stdout", "FILE")] = None,
 ) -> None:
     """Show the paths between a run's nodes, and the network plan."""
-    raise typer.Exit(network(run_id, as_json=as_json, svg=svg, html=html))
-
-
-def network(
-    run_id: str | None, *, as_json: bool = False, svg: str | None = None, html: str | None = None
-) -> int:
-    """Shows the paths of a run, which may be named by its log folder; see `report_of`."""
     files = requested_files(svg, html, as_json=as_json)
     report = report_of(run_id, below=Path.cwd())
     facts = network_facts(report.part)
@@ -61,7 +50,6 @@ def network(
         document=(lambda: document | msgspec.to_builtins(report.part)) if as_json else None,
         show=lambda: words.show_network(report, facts),
     )
-    return ExitCode.DONE
 
 
 def _html(report: NetworkReport, facts: NetworkFacts) -> str:
@@ -76,8 +64,6 @@ def _html(report: NetworkReport, facts: NetworkFacts) -> str:
             "run_id": report.run_id,
             "verdict": words.verdict(report, facts),
             "survey": words.survey_text(report, facts),
-            "effect": words.effect(report.part),
-            "is_applied": report.part.is_applied,
             "dead": sum(one.dead for one in facts.rail_facts),
             "slow": sum(one.slow for one in facts.rail_facts),
             "picture": picture(facts),
@@ -105,10 +91,7 @@ def _html(report: NetworkReport, facts: NetworkFacts) -> str:
 def report_of(name: str | None, *, below: Path) -> NetworkReport:
     """Queries the run, or reads the file of a run that has ended.
 
-    Args:
-        name: a run id, or the folder of its logs; None: the run that is alive, else the one with
-            the newest journal.
-        below: where `ftrun-logs` is searched.
+    Without a name it is the run that is alive, else the one with the newest journal.
     """
     run, reason = _alive(name)
     if run is not None and run.life is RunLiveness.RUNNING:

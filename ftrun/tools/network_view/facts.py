@@ -41,7 +41,6 @@ class RailSummary:
     """One rail of the run. A value of 0 is not known."""
 
     name: str
-    nodes: int
     network: str
     """Such as 10.0.0.0/24; empty if the nodes are in several networks, or none is known."""
     speeds_mbit: tuple[int, ...]
@@ -208,7 +207,6 @@ def _rail(name: str, facts: NetworkFacts, paths: Sequence[PathMeasurement]) -> R
     states = [facts.state_of(NetworkPath.of(path)) for path in paths]
     return RailSummary(
         name=name,
-        nodes=len(cards),
         network=networks.pop() if len(networks) == 1 else "",
         speeds_mbit=tuple(sorted({card.speed_mbit for card in cards if card.speed_mbit})),
         duplexes=tuple(sorted({card.duplex for card in cards if card.duplex})),

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from ftrun.cli.screen.text import count
+from ftrun.cli.screen.text import count, listed
 from ftrun.network.detect.localization import SLOW
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, PathState, between_leaves
@@ -214,7 +214,6 @@ _LEVEL_WORDS = (
 
 
 def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
-    """Draws a box for each leaf switch, and a square for each node."""
     groups = list(facts.leaves.items()) or [("", facts.nodes)]
     shown = groups[:_MOST_BOXES]
     side = 14.0 if len(facts.nodes) <= 300 else 9.0 if len(facts.nodes) <= 1200 else 6.0
@@ -301,7 +300,6 @@ UP: Entry = ("", "", "up: median of paths to other leaves")
 
 
 def rail_entries(facts: NetworkFacts, rails: Sequence[str]) -> list[Entry]:
-    """Returns entries for all elements of a picture with node boxes."""
     found: list[Entry] = []
     for number, rail in enumerate(rails):
         words = f"{rail}: not for training" if rail in facts.dropped else rail
@@ -328,7 +326,6 @@ def rail_style(facts: NetworkFacts, rail: str, number: int) -> str:
 
 
 def crossings(facts: NetworkFacts) -> str:
-    """Returns the number of ring hops between leaf switches."""
     if not facts.leaves:
         return "the order of the ranks"
     ring = facts.ring
@@ -338,7 +335,6 @@ def crossings(facts: NetworkFacts) -> str:
 
 
 def about(facts: NetworkFacts) -> str:
-    """Returns the alternative text of the picture."""
     leaves = f" on {count(len(facts.leaves), 'leaf switch')}" if facts.leaves else ""
     dead, slow = facts.count(PathState.DEAD), facts.count(PathState.SLOW)
     bad = [
@@ -346,11 +342,10 @@ def about(facts: NetworkFacts) -> str:
         for one in facts.node_rails.values()
         if one.state >= PathState.SLOW
     ]
-    more = f" and {len(bad) - 12} more" if len(bad) > 12 else ""
     parts = [
         f"{count(len(facts.nodes), 'node')}{leaves}, {count(len(facts.rails), 'rail')}",
         f"{count(dead, 'dead path')}, {count(slow, 'slow path')}",
-        *([", ".join(bad[:12]) + more] if bad else []),
+        *([listed(bad, 12)] if bad else []),
     ]
     if len(facts.ring) > 1:
         parts.append(f"ring: {crossings(facts)}")
@@ -362,7 +357,6 @@ def legend_height(entries: Sequence[Entry], width: float) -> float:
 
 
 def draw_legend(drawing: Drawing, entries: Sequence[Entry], width: float, top: float) -> None:
-    """Draws the legend below the picture."""
     for row, x, (sign, style, text) in _placed(entries, width):
         y = top + _ROW * row + 12
         if sign == "line":

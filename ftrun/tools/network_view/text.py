@@ -51,7 +51,6 @@ def round_trip(seconds: float) -> str:
 
 
 def verdict(report: NetworkReport, facts: NetworkFacts) -> str:
-    """Describes the state of all paths, and whether the plan is applied."""
     part = report.part
     if part.mode == "off":
         return "not surveyed: --network-plan off"
@@ -78,7 +77,6 @@ def effect(part: NetworkStatus) -> str:
 
 
 def survey_text(report: NetworkReport, facts: NetworkFacts) -> str:
-    """Describes size, coverage and age of the survey."""
     part = report.part
     nodes, rails = count(len(facts.nodes), "node"), count(len(facts.rails), "rail")
     if part.age_s is None:
@@ -89,7 +87,6 @@ def survey_text(report: NetworkReport, facts: NetworkFacts) -> str:
 
 
 def notes(report: NetworkReport, facts: NetworkFacts) -> list[str]:
-    """Returns limits of the values that are shown."""
     found = []
     if not report.is_live:
         found.append(
@@ -174,7 +171,6 @@ def node_row(one: NodeRailSummary, facts: NetworkFacts) -> tuple[str, ...]:
 
 
 def remark(one: NodeRailSummary) -> str:
-    """Describes the fault of a node's rail as a whole."""
     if one.sends is one.receives:
         return one.state.name.lower() if one.state >= PathState.SLOW else ""
     words = [
@@ -195,7 +191,6 @@ def caption(facts: NetworkFacts, *, is_few: bool) -> str:
 
 
 def nodes_title(nodes: Sequence[NodeRailSummary]) -> str:
-    """Returns the title of a table of node rails, the worst first."""
     is_bad = bool(nodes) and nodes[0].state >= PathState.SLOW
     return "bad rails of nodes" if is_bad else "the slowest rails of nodes"
 
@@ -304,7 +299,6 @@ def show_network(report: NetworkReport, facts: NetworkFacts) -> None:
 
 
 def matrix_rails(facts: NetworkFacts) -> list[str]:
-    """Returns the first rails, and all rails with a bad path."""
     bad = {one.name for one in facts.rail_facts if one.dead or one.slow}
     return [
         rail for number, rail in enumerate(facts.rails) if number < MOST_MATRICES or rail in bad

@@ -1,9 +1,4 @@
-"""What a journal says about its run as a whole: ranks, nodes, steps, start-up, checkpoints.
-
-Runs in:  cli. Pure.
-Takes in: the lines of one run, launch by launch.
-Gives:    a `RunBackground`, which each incident is compared with.
-"""
+"""What a journal says about its run as a whole: ranks, nodes, steps, start-up, checkpoints."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """`ftrun report`: a run, or one incident of it, as one HTML file.
 
-Runs in:  cli.
-Takes in: the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
-Gives:    `report.html` or `incident-0003.html` in that folder, and a sentence on the terminal.
+It reads the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
 """
 
 import json
@@ -17,9 +15,10 @@ from typing import Annotated
 import typer
 
 from ftrun import clock
+from ftrun.cli.completion import option
 from ftrun.cli.screen.atomic_output import is_stdout, write_out
 from ftrun.cli.screen.text import clean, ranges
-from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.errors import FtrunError, UsageError
 from ftrun.journal import FILE_NAME
 from ftrun.records.decode import decode
 from ftrun.tools.report.dumps import collect_dumps
@@ -39,30 +38,16 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
-def _report(
+def report(
     incident: Annotated[
         str | None, typer.Argument(help="its number, or last; not given: the whole run")
     ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="run id, or folder of its logs")
-    ] = None,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the facts, as JSON")] = False,
-    opens: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+    run: Annotated[str | None, option("--run", "run id, or folder of its logs", "RUN")] = None,
+    out: Annotated[str | None, option("--out", "write it there", "FILE")] = None,
+    as_json: Annotated[bool, option("--json", "the facts, as JSON")] = False,
+    opens: Annotated[bool, option("--open", "show it in the browser")] = False,
 ) -> None:
     """Write a run, or one incident of it, as one HTML file."""
-    raise typer.Exit(report(incident, run=run, out=out, as_json=as_json, opens=opens))
-
-
-def report(
-    incident: str | None,
-    *,
-    run: str | None = None,
-    out: str | None = None,
-    as_json: bool = False,
-    opens: bool = False,
-) -> int:
-    """Writes the page, and prints its path. Without `run`, the run with the newest journal."""
     if out is not None and is_stdout(out):
         out = "-"
     folder = folder_of(run, below=Path.cwd())
@@ -72,10 +57,10 @@ def report(
         chosen = _with_log(facts, incident_by(facts, incident), folder)
     if as_json:
         write_out(out, json.dumps(asdict(chosen or facts), indent=1) + "\n")
-        return ExitCode.DONE
+        return
     written = _write_pages(facts, chosen, folder, out)
     if out == "-":
-        return ExitCode.DONE
+        return
     sentence = chosen.sentence if chosen is not None else facts.verdict
     more = (
         f" and {len(written) - 1} of its incidents in the same folder" if len(written) > 1 else ""
@@ -85,7 +70,6 @@ def report(
         sys.stdout.write(f"The ranks' flight recorders: {chosen.dumps}\n")
     if opens:
         webbrowser.open(written[0].resolve().as_uri())
-    return ExitCode.DONE
 
 
 def _write_pages(
@@ -162,7 +146,7 @@ def _newest(below: Path) -> Path:
             f"there is no {LOGS}/ with a journal below {below}. Name the run or the folder of its "
             "logs: ftrun report --run FOLDER"
         )
-    return max(runs, key=lambda one: max(_changed(path) for path in _journals(one)))
+    return max(runs, key=lambda one: max(changed_s(path) for path in _journals(one)))
 
 
 def _runs(below: Path) -> list[Path]:
@@ -188,7 +172,7 @@ def _is_of_a_node(path: Path) -> bool:
     return first is not None and first.node == path.parent.name
 
 
-def _changed(path: Path) -> float:
+def changed_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
@@ -277,7 +261,7 @@ def _sorted(place: Path, pattern: str) -> list[Path]:
     """The newest first: each launch of a run has a folder of its own."""
     if not place.is_dir():
         return []
-    return sorted(place.glob(pattern), key=_changed, reverse=True)
+    return sorted(place.glob(pattern), key=changed_s, reverse=True)
 
 
 def _size(path: Path) -> int:

@@ -1,9 +1,5 @@
 """Where the time of a run has gone, and how often it fails.
 
-Runs in:  cli. Pure.
-Takes in: the launches of a run and its incidents.
-Gives:    goodput, the time lost by class, the mean time between failures.
-
 Goodput is useful step time over wall time. Useful is what is left of the wall time when every
 class below is taken off. A second is counted once: steps that are done again are not also useful,
 and time that is PAUSED is no part of a restart.
@@ -39,12 +35,6 @@ HANGS = (
     "busy loop",
 )
 """Kinds of verdict on a run that makes no steps."""
-
-
-def wall_of(launches: Sequence[Sequence[Line]]) -> tuple[float, float]:
-    """(seconds in launches, seconds between them in which the run had not ended)."""
-    inside = sum(launch[-1].t_s - launch[0].t_s for launch in launches if launch)
-    return inside, _away(launches)
 
 
 def _away(launches: Sequence[Sequence[Line]]) -> float:

@@ -1,7 +1,5 @@
 """What a report says, as values: one run, and each of its incidents.
 
-Runs in: cli. Pure.
-
 Times named `_s` within an incident count from the fault's first sign, `began_t_s` and other
 `_t_s` are wall times. None means not known: a journal may be of an older version, of one node
 only, or torn.

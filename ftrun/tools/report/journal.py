@@ -1,9 +1,5 @@
 """The lines of a journal in the order of time, each once, with texts that are safe to print.
 
-Runs in:  cli. Pure.
-Takes in: the lines of one journal, or of several that overlap, as bytes.
-Gives:    `JournalLine`s.
-
 A journal may contain any text: names of scripts and nodes, exceptions, words of a rank.
 Rule 1: no line is decoded before its texts have been through `clean`.
 """

@@ -1,9 +1,4 @@
-"""A whole run as values, from its journal alone.
-
-Runs in:  cli. Pure.
-Takes in: the raw lines of the journal, torn ones and all.
-Gives:    `RunFacts`. What no line says is "not known".
-"""
+"""A whole run as values, from its journal alone. What no line says is "not known"."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,7 +15,7 @@ from ftrun.records.recovery import DisableComponent, EndRun, GenerationStartedRe
 from ftrun.records.run import InternalErrorRecord, ProgressRecord, RunEndedRecord, RunStarted
 from ftrun.records.snapshots import CheckpointFailedRecord, FreshStartUsed, MemoryAdopted
 from ftrun.tools.report.background import RunBackground, background_of
-from ftrun.tools.report.costs import losses_of, mtbf_of, snapshots_of, wall_of
+from ftrun.tools.report.costs import losses_of, mtbf_of, snapshots_of
 from ftrun.tools.report.facts import IncidentFacts, NodeFacts, RunFacts
 from ftrun.tools.report.incident.grouping import cases_of
 from ftrun.tools.report.incident.incident import incident_of
@@ -56,7 +51,7 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
     lines = list(chain.from_iterable(launches))
     background = background_of(lines)
     incidents = tuple(incident_of(case, background) for case in cases_of(lines))
-    wall_s, _ = wall_of(launches)
+    wall_s = sum(launch[-1].t_s - launch[0].t_s for launch in launches if launch)
     snapshots = snapshots_of(lines)
     losses = losses_of(launches, incidents, background, snapshots)
     useful_s = max(wall_s - sum(one.seconds for one in losses), 0.0)

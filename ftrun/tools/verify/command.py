@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import typer
@@ -91,18 +90,16 @@ app.command(cls=AsTyped)(with_flags(_verify))
 
 
 def verify(words: Sequence[str]) -> int:
-    """Carries out a verification and returns the exit code."""
     line = parse(words, more=FLAGS)
     if line.wants_help or not words:
         sys.stdout.write(_help())
         return 0
     options = options_of(line)
     # Imported here, so that --help loads none of it.
+    from ftrun.cli.runs import end_on_signals
     from ftrun.tools.verify.verification import Verification
 
-    signal.signal(signal.SIGTERM, _leave)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays nohup
-        signal.signal(signal.SIGHUP, _leave)
+    end_on_signals()
     try:
         with _folder(options.folder) as folder:
             show = _writer(sys.stderr if options.is_json else sys.stdout)
@@ -111,8 +108,8 @@ def verify(words: Sequence[str]) -> int:
         sys.stderr.write("ftrun verify: stopped, and its run is ended\n")
         return 128 + signal.SIGINT
     if options.is_json:
-        sys.stdout.write(json.dumps(outcome.document, indent=1) + "\n")
-    return outcome.exit_code
+        sys.stdout.write(json.dumps(outcome, indent=1) + "\n")
+    return int(outcome["exit_code"])
 
 
 def options_of(line: CommandLine) -> Options:
@@ -207,8 +204,3 @@ def _help() -> str:
     shown = "\n".join(help_rows(flags, help_width()))
     others = "and those of ftrun run, such as --nproc-per-node N: ftrun --help lists them"
     return f"{_INTRO}\n{shown}\n  {others}\n\n{_OUTRO}"
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """Handles SIGTERM and SIGHUP as ^C, so that the runs are ended and removed."""
-    raise SystemExit(128 + number)

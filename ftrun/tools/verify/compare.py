@@ -51,7 +51,6 @@ class Life:
 
     @property
     def last_step(self) -> int:
-        """The last complete step."""
         done = [step for step, events in self.turns.items() if events[-1].event == BOUNDARY]
         return max(done, default=self.start)
 
@@ -200,13 +199,7 @@ def _shift(turns: Mapping[int, Sequence[VerifyRecord]], life: Life) -> int:
 
 
 def first_difference(reference: Trace, trace: Trace, *, generations: range) -> Difference | None:
-    """Returns the earliest event in which a result differs, over all ranks.
-
-    Args:
-        reference: the undisturbed run.
-        trace: the other run.
-        generations: those of `trace` that are compared.
-    """
+    """Returns the earliest event, over all ranks, in which a result differs."""
     found = [
         difference
         for rank, life in compared_lives(trace)

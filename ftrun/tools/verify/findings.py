@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftrun.cli.screen.text import listed
 from ftrun.tools.verify.compare import (
     Difference,
     Life,
@@ -65,7 +66,6 @@ def find(
 
 
 def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Finding:
-    """Explains why two runs without a failure differ."""
     random: set[str] = set()
     starts = {(0, 0)}
     for rank, life in compared_lives(trace):
@@ -108,12 +108,9 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
     assert life.attached is not None
     step = life.start
     if not life.restored:
-        yield Finding(
-            "not restored",
-            (),
-            "no snapshot could be restored: the run restarted at step 0",
-            "see the messages of ftrun in the log of the run",
-        )
+        text = "no snapshot could be restored: the run restarted at step 0"
+        remedy = "see the messages of ftrun in the log of the run"
+        yield Finding("not restored", (), text, remedy)
         return
     saved = _boundary_before(lives, life)
     if saved is not None:
@@ -122,16 +119,13 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
             for key in differing(saved, life.attached)
             if word_of(key) in ("tensor", "value", "strides", "random") and key not in noise
         ]
-        if keys:
-            names = tuple(name_of(key) for key in keys)
-            yield Finding(
-                "snapshot",
-                names,
-                f"the snapshot of step {step} has other values than the end of that step: "
-                f"{_some(names)}",
+        if names := tuple(name_of(key) for key in keys):
+            text = f"the snapshot of step {step} has other values than the end of that step: "
+            remedy = (
                 "if the script writes to these tensors between two steps (weights swapped by "
-                ".data), do it inside `with session.phase(...)`; else report it as a bug",
+                ".data), do it inside `with session.phase(...)`; else report it as a bug"
             )
+            yield Finding("snapshot", names, text + _some(names), remedy)
     if life.started is not None:
         overwritten = [
             name_of(key)
@@ -143,17 +137,12 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
 
 
 def _overwritten(names: Sequence[str], record: VerifyRecord) -> Finding:
-    return Finding(
-        "overwritten",
-        tuple(names),
-        f"the script changes restored state after attach: {_some(names)}",
-        "call attach after load_state_dict and after the model is initialized",
-        _place(record.where),
-    )
+    text = f"the script changes restored state after attach: {_some(names)}"
+    remedy = "call attach after load_state_dict and after the model is initialized"
+    return Finding("overwritten", tuple(names), text, remedy, _place(record.where))
 
 
 def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
-    """Returns the boundary of the restored step, of the last generation that made it."""
     for earlier in reversed(lives[: lives.index(life)]):
         events = earlier.turns.get(life.start)
         if events and events[-1].event == BOUNDARY:
@@ -248,15 +237,10 @@ def _modules(keys: Sequence[str]) -> Iterator[Finding]:
         "buffer": "buffers that are not persistent are not restored",
         "attribute": "plain attributes of modules are not restored",
     }
+    remedy = "register them as persistent buffers or give the module a get_extra_state"
     for word, text in kinds.items():
-        names = tuple(name_of(key) for key in keys if word_of(key) == word)
-        if names:
-            yield Finding(
-                word,
-                names,
-                f"{text}: {_some(names)}",
-                "register them as persistent buffers or give the module a get_extra_state",
-            )
+        if names := tuple(name_of(key) for key in keys if word_of(key) == word):
+            yield Finding(word, names, f"{text}: {_some(names)}", remedy)
 
 
 # --- the event that differs ----------------------------------------------------------------------
@@ -274,12 +258,8 @@ def _at(difference: Difference, noise: set[str]) -> Iterator[Finding]:
             if "none" in (before.digests.get(k), record.digests.get(k))
         )
         if unset:
-            yield Finding(
-                "gradient",
-                unset,
-                f"gradients are unset in one run only: {_some(unset)}",
-                "use zero_grad(set_to_none=True)",
-            )
+            text = f"gradients are unset in one run only: {_some(unset)}"
+            yield Finding("gradient", unset, text, "use zero_grad(set_to_none=True)")
 
 
 def _batch(difference: Difference) -> Finding:
@@ -317,15 +297,13 @@ def _batch(difference: Difference) -> Finding:
 def _optimizers(trace: Trace) -> Iterator[Finding]:
     for record in _every_record(trace):
         if record.event == OPTIMIZER and record.notes.get("is_attached") == "0":
-            place = _place(record.where)
-            yield Finding(
-                "unattached optimizer",
-                (record.what, place),
-                f"{record.what}, whose step() is called at {place}, is not attached: its state is "
-                "in no snapshot",
-                "pass it to attach, such as attach(optimizer={'a': a, 'b': b})",
-                place,
+            name, place = record.what, _place(record.where)
+            text = (
+                f"{name}, whose step() is called at {place}, is not attached: its state is in no "
+                "snapshot"
             )
+            remedy = "pass it to attach, such as attach(optimizer={'a': a, 'b': b})"
+            yield Finding("unattached optimizer", (name, place), text, remedy, place)
 
 
 def _swaps(trace: Trace) -> Iterator[Finding]:
@@ -341,14 +319,12 @@ def _swaps(trace: Trace) -> Iterator[Finding]:
                 if record.event == OPTIMIZER:
                     back = tuple(name for name in changed if name not in now)
                     if back:
-                        yield Finding(
-                            "weight swap",
-                            back,
+                        text = (
                             f"between two steps the model runs with other weights at {place}: "
-                            f"{_some(back)}; they are restored before the optimizer steps",
-                            'put the swap into `with session.phase("eval"):`',
-                            place,
+                            f"{_some(back)}; they are restored before the optimizer steps"
                         )
+                        remedy = 'put the swap into `with session.phase("eval"):`'
+                        yield Finding("weight swap", back, text, remedy, place)
                     break
 
 
@@ -361,15 +337,9 @@ def _reported(trace: Trace) -> Iterator[Finding]:
             yield Finding("reported by ftrun", (note,), f"ftrun reports: {note}")
     for record in every:
         if record.event == FAILED:
-            place = _place(record.where)
-            yield Finding(
-                "not recorded",
-                (record.what,),
-                f"an event at {place} is not compared, because it could not be recorded: "
-                f"{record.what}",
-                "",
-                place,
-            )
+            name, place = record.what, _place(record.where)
+            text = f"an event at {place} is not compared, because it could not be recorded: {name}"
+            yield Finding("not recorded", (name,), text, where=place)
 
 
 def _every_record(trace: Trace) -> Iterator[VerifyRecord]:
@@ -380,27 +350,21 @@ def _every_record(trace: Trace) -> Iterator[VerifyRecord]:
 
 def _unexplained(difference: Difference, is_attached: bool) -> Finding:
     if not is_attached:
-        return Finding(
-            "not attached",
-            (),
-            "the script calls no ftrun.attach, and does not continue equally after a restart",
-            "attach its state, or keep all of it in its checkpoints",
-        )
-    what = f"{difference.event} at {_place(difference.record.where)}".removesuffix(" at ")
-    return Finding(
-        "unexplained",
-        (),
+        text = "the script calls no ftrun.attach, and does not continue equally after a restart"
+        remedy = "attach its state, or keep all of it in its checkpoints"
+        return Finding("not attached", (), text, remedy)
+    place = _place(difference.record.where)
+    what = f"{difference.event} at {place}".removesuffix(" at ")
+    text = (
         f"all records before the {what} are equal: state, random states, inputs and variables. "
         "Something else differs, such as a file, an object in a library, or an iterator that has "
-        "values",
-        "attach the object that has this state",
-        _place(difference.record.where),
+        "values"
     )
+    return Finding("unexplained", (), text, "attach the object that has this state", place)
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return listed(names, _SHOWN)
 
 
 def _place(where: str) -> str:
@@ -422,12 +386,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def lines_that_set(file: str, variable: str, function_line: int) -> list[int]:
-    """Returns lines of a script that assign to a variable in a function, or at the top level.
+    """Returns lines of a script that assign to `NAME` or `NAME.ATTRIBUTE` in a function.
 
-    Args:
-        file: of the script.
-        variable: its name, or NAME.ATTRIBUTE.
-        function_line: first line of the function's code; of a module's code 0 or 1.
+    `function_line` is the first line of its code; 0 or 1 for the top level.
     """
     tree = _parsed(file)
     if tree is None:

@@ -122,7 +122,6 @@ class VerifyRun:
         self.close()
 
     def close(self) -> None:
-        """Ends the run, and frees its memory."""
         process = self._process
         if process is None or process.poll() is not None:
             return

@@ -1,12 +1,12 @@
 """Carries out a verification: its runs in order, the comparison, and the result as text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ftrun import clock
-from ftrun.cli.screen.text import count
+from ftrun.cli.screen.text import count, listed
 from ftrun.errors import ExitCode
 from ftrun.tools.verify import compare
 from ftrun.tools.verify.command import DIFFERENT, NOT_COMPARED, Options
@@ -26,13 +26,8 @@ _FIRST_SHARE = 0.6
 """Share of the time of all runs for the first one."""
 
 
-@dataclass(frozen=True)
-class VerifyOutcome:
-    """The result, and the exit code of the process."""
-
-    verdict: str
-    exit_code: int
-    document: dict[str, Any]
+Document = dict[str, Any]
+"""The result as `--json` prints it; includes the exit code of the process."""
 
 
 class Verification:
@@ -49,7 +44,7 @@ class Verification:
         self._limits = Limits(clock.now_s() + options.timeout_s, options.disk_bytes)
         self._runs: list[Finished] = []
 
-    def carry_out(self) -> VerifyOutcome:
+    def carry_out(self) -> Document:
         self._announce()
         try:
             first = self._run("undisturbed")
@@ -107,7 +102,7 @@ class Verification:
 
     # --- verdict -------------------------------------------------------------------------------
 
-    def _judge(self, first: Finished, second: Finished) -> VerifyOutcome:
+    def _judge(self, first: Finished, second: Finished) -> Document:
         reference, trace = first.trace, second.trace
         early = compare.first_difference(reference, trace, generations=_FIRST)
         if early is not None:
@@ -135,7 +130,7 @@ class Verification:
         noise |= compare.noise(reference, third.trace, generations=_FIRST)
         return self._differs(second, late, find(reference, trace, noise, late))
 
-    def _equal(self, trace: Trace, findings: list[Finding]) -> VerifyOutcome:
+    def _equal(self, trace: Trace, findings: list[Finding]) -> Document:
         counts, restarts = compare.counts(trace), compare.restarts(trace)
         repeated = sum(restart.repeated for restart in restarts)
         lines = [
@@ -152,7 +147,7 @@ class Verification:
 
     def _differs(
         self, run: Finished, found: Difference | None, findings: list[Finding]
-    ) -> VerifyOutcome:
+    ) -> Document:
         verdict = DIFFERS
         if run.exit_code != ExitCode.DONE:
             verdict = FAILED_AFTER_RESTART
@@ -176,7 +171,7 @@ class Verification:
 
     def _not_deterministic(
         self, reference: Trace, trace: Trace, found: Difference, which: str
-    ) -> VerifyOutcome:
+    ) -> Document:
         finding = random_sources(reference, trace, found)
         lines = [
             f"NOT DETERMINISTIC: two runs without a failure differ (the first, and {which}), so "
@@ -188,13 +183,13 @@ class Verification:
             NOT_DETERMINISTIC, DIFFERENT, lines, [finding], found, restarts=restarts
         )
 
-    def _script_failed(self, run: Finished) -> VerifyOutcome:
+    def _script_failed(self, run: Finished) -> Document:
         return self._nothing(
             f"the script failed without a kill: the run ended with {run.exit_code}. Its last "
             f"lines:\n{_indented(run.last_lines)}"
         )
 
-    def _nothing(self, reason: str) -> VerifyOutcome:
+    def _nothing(self, reason: str) -> Document:
         return self._outcome(NOTHING_COMPARED, NOT_COMPARED, [f"NOT COMPARED: {reason}"], [])
 
     def _outcome(
@@ -206,9 +201,9 @@ class Verification:
         found: Difference | None = None,
         *,
         restarts: Sequence[ObservedRestart] = (),
-    ) -> VerifyOutcome:
+    ) -> Document:
         self._show("\n" + "\n".join(lines))
-        document = {
+        return {
             "verdict": verdict,
             "exit_code": int(exit_code),
             "text": "\n".join(lines),
@@ -227,7 +222,6 @@ class Verification:
             "findings": [asdict(finding) for finding in findings],
             "compared": compare.counts(self._runs[-1].trace) if self._runs else {},
         }
-        return VerifyOutcome(verdict, exit_code, document)
 
 
 def _restart_text(restart: ObservedRestart) -> str:
@@ -240,14 +234,13 @@ def _restart_text(restart: ObservedRestart) -> str:
 
 def _difference_text(found: Difference) -> str:
     names = [compare.name_of(key) for key in found.keys if compare.is_result(key)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kinds = {"tensor": "state", "value": "state", "batch": "data", "input": "model input"}
     kind = kinds.get(compare.word_of(found.keys[0]), "loss")
     values = ""
     if kind == "loss" and found.record.values.get("loss"):
         now, was = found.record.values["loss"], found.reference.values.get("loss")
         values = f", {now} in place of {was}"
-    shown = "" if kind == "loss" else f" ({', '.join(names[:3])}{more})"
+    shown = "" if kind == "loss" else f" ({listed(names, 3)})"
     return f"step {found.step} on rank {found.rank} differs first in the {kind}{shown}{values}"
 
 
@@ -274,12 +267,6 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _difference_document(found: Difference) -> dict[str, Any]:
-    return {
-        "rank": found.rank,
-        "generation": found.generation,
-        "step": found.step,
-        "event": found.event,
-        "keys": list(found.keys),
-        "where": found.record.where,
-    }
+def _difference_document(found: Difference) -> Document:
+    names = ("rank", "generation", "step", "event", "keys")
+    return {name: getattr(found, name) for name in names} | {"where": found.record.where}

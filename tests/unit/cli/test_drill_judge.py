@@ -23,7 +23,7 @@ RECORDED = Path(__file__).parent / "journals" / "drill.jsonl"
 
 def trial(kind: str, rank: int = -1, **more: object) -> FaultTrial:
     expected = replace(expected_of(kind, rank=rank), **more)  # type: ignore[arg-type]
-    return FaultTrial(kind, kind, rank, -1, 0, None, None, expected)
+    return FaultTrial(kind, rank, -1, 0, None, None, expected)
 
 
 def lines_of(fault: str) -> tuple[str, list[Line]]:

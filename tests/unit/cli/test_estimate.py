@@ -17,7 +17,6 @@ from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of
 from ftrun.tools.estimate.command import (
-    EstimateRequest,
     default_text,
     estimate_help,
     estimated,
@@ -41,12 +40,6 @@ def run(*line: str) -> str:
     found = CliRunner().invoke(app, ["estimate", *line], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     return found.output
-
-
-def wanted(
-    nodes: str = "64", values: dict[str, float] | None = None, **more: Any
-) -> EstimateRequest:
-    return EstimateRequest(nodes=nodes, values=values or {}, **more)
 
 
 def document(*line: str) -> dict[str, Any]:
@@ -128,7 +121,7 @@ def test_what_cannot_be_is_reported(line: list[str], reported: str) -> None:
 
 def test_all_that_is_wrong_is_reported_at_once() -> None:
     with pytest.raises(UsageError) as error:
-        estimated(wanted(values={"days": -1.0, "rate": -2.0}))
+        estimated("64", {"days": -1.0, "rate": -2.0})
     assert "--days -1" in str(error.value)
     assert "--rate -2" in str(error.value)
 
@@ -274,7 +267,7 @@ def test_a_run_that_reports_too_little_is_reported() -> None:
 
 
 def drawn(nodes: str, **values: float) -> ElementTree.Element:
-    made = estimated(wanted(nodes, values))
+    made = estimated(nodes, values)
     return ElementTree.fromstring(str(picture(made.outlooks)))
 
 

@@ -10,7 +10,7 @@ from ftrun.wire.fault_catalog import FAULTS, TARGETS
 
 
 def test_the_list_is_grouped_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list_faults(as_json=False) == 0
+    list_faults(as_json=False)
     shown = capsys.readouterr().out
     assert [title for title in TARGETS.values() if title not in shown] == []
     assert [name for name in FAULTS if f"  {name}\n" not in shown] == []
@@ -18,7 +18,7 @@ def test_the_list_is_grouped_and_whole(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_list_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list_faults(as_json=True) == 0
+    list_faults(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found] == list(FAULTS)
     assert all(one["by"] in ("rank", "node") and one["seen"] for one in found)

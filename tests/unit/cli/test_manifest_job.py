@@ -11,6 +11,7 @@ from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.manifests.job import (
     GIB,
     OWN_BYTES,
+    JobOptions,
     MachineSpec,
     ManifestJob,
     job_of,
@@ -19,7 +20,7 @@ from ftrun.tools.manifests.job import (
 
 
 def job(words: str, machine: MachineSpec | None = None, **more: str) -> ManifestJob:
-    return job_of(words.split(), machine=machine or MachineSpec(), **more)
+    return job_of(words.split(), machine or MachineSpec(), JobOptions(**more))
 
 
 def refused(words: str, machine: MachineSpec | None = None, **more: str) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manifest_schema import problems
 
 from ftrun.errors import UsageError
-from ftrun.tools.manifests.job import MachineSpec, job_of
+from ftrun.tools.manifests.job import JobOptions, MachineSpec, job_of
 from ftrun.tools.manifests.kubernetes import KubernetesOptions, PodOptions, manifest
 from ftrun.tools.manifests.yaml_text import WIDTH
 
@@ -31,7 +31,7 @@ def documents(
     **place: Any,
 ) -> list[dict[str, Any]]:
     typed = words.split() if isinstance(words, str) else words
-    job = job_of(typed, machine=machine or MachineSpec(), name=name, time=time)
+    job = job_of(typed, machine or MachineSpec(), JobOptions(name, time))
     if job.shared_directory:
         place.setdefault("claim", "shared")
     where = PodOptions(image=place.pop("image", "registry.example/train:1"), **place)
@@ -267,7 +267,7 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
 
 
 def test_lines_are_no_longer_than_a_screen() -> None:
-    job = job_of(FOUR.split(), machine=MachineSpec(8, 8, "1Gi", "1Gi"))
+    job = job_of(FOUR.split(), MachineSpec(8, 8, "1Gi", "1Gi"), JobOptions())
     for kind in ("jobset", "trainjob"):
         text = manifest(job, PodOptions("i", claim="shared"), KubernetesOptions(kind))
         assert max(map(len, text.splitlines())) <= WIDTH

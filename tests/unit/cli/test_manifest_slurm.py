@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import UsageError
-from ftrun.tools.manifests.job import MachineSpec, job_of
+from ftrun.tools.manifests.job import JobOptions, MachineSpec, job_of
 from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
 from ftrun.tools.manifests.yaml_text import WIDTH
 
@@ -29,7 +29,7 @@ def script(
     name: str | None = None,
     time: str | None = None,
 ) -> str:
-    job = job_of(words.split(), machine=machine or MachineSpec(), name=name, time=time)
+    job = job_of(words.split(), machine or MachineSpec(), JobOptions(name, time))
     return batch_script(job, place or SlurmOptions())
 
 
@@ -135,7 +135,7 @@ _words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0
 @settings(max_examples=30, deadline=None)
 @given(st.lists(_words, max_size=8))
 def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> None:
-    job = job_of(["--nnodes", "2", "train.py", *words], machine=MachineSpec())
+    job = job_of(["--nnodes", "2", "train.py", *words], MachineSpec(), JobOptions())
     text = batch_script(job, SlurmOptions())
     assert command(text)[3:] == ["--nnodes", "2", "train.py", *words]
 

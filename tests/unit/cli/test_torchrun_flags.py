@@ -4,7 +4,6 @@ import argparse
 
 import pytest
 import torch
-from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
@@ -29,4 +28,3 @@ def test_flag_is_spelt_and_used_as_in_torch(dest: str) -> None:
     assert set(action.option_strings) == set(flag.spellings)
     assert (action.nargs != 0) == flag.takes_value
     assert tuple(action.choices or ()) == flag.choices
-    assert isinstance(action, env | check_env) == flag.is_from_environment

@@ -1,9 +1,5 @@
 """Which lines of a journal are about the same incident.
 
-Runs in:  cli. Pure.
-Takes in: the lines of one run, in the order of time.
-Gives:    a `IncidentLines` for each incident, with or without a number of its own.
-
 The leader numbers incidents. The lines of a restart (`workers_exited` to `recovered`) are written
 by every node and carry no number; if the leader was lost too, there are no others.
 

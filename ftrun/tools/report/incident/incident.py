@@ -1,9 +1,4 @@
-"""One incident as values: what happened, the culprit, the evidence, and the cost.
-
-Runs in:  cli. Pure.
-Takes in: the lines of one incident, and facts of the whole run: ranks, steps, start-up.
-Gives:    `IncidentFacts`.
-"""
+"""One incident as values: what happened, the culprit, the evidence, and the cost."""
 
 import math
 import re
@@ -54,7 +49,6 @@ _NO_VERDICT = Verdict(VerdictKind.CRASH, (), "")
 
 
 def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts:
-    """Everything a page about this incident says."""
     moments = moments_of(case)
     last, closing = case.last(VerdictRecord), case.first(IncidentClosed)
     judged = last.record if last is not None else None

@@ -1,9 +1,5 @@
 """What each rank did while an incident lasted: a row for each, equal ranks together.
 
-Runs in:  cli. Pure.
-Takes in: the lines of one incident, its moments, and on which node each rank is.
-Gives:    rows of bars.
-
 Only observations count: a rank that was not observed between the first sign and the kill
 is "not looked at" there, however likely it is that it waited for the others.
 """

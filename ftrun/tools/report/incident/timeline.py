@@ -1,9 +1,5 @@
 """When what happened in one incident: the moments, and the bars between them.
 
-Runs in:  cli. Pure.
-Takes in: the lines of one incident.
-Gives:    `IncidentTimes`, and the bars of its timeline.
-
 Every time is one that the journal holds. A phase without a line has no bar.
 """
 

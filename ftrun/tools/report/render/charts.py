@@ -1,8 +1,6 @@
 """The pictures of a report: timeline, ranks over time, delays, progress, lost time.
 
-Runs in:  cli. Pure.
-Takes in: values of `report_facts`.
-Gives:    SVG for a page of HTML. What no picture can be made of gives None.
+What no picture can be made of gives None.
 """
 
 import math
@@ -41,7 +39,6 @@ def axis_of(facts: IncidentFacts) -> Axis:
 
 
 def timeline(facts: IncidentFacts) -> Markup | None:
-    """A row for each stretch of the incident."""
     if not facts.bars:
         return None
     axis = axis_of(facts)
@@ -89,7 +86,6 @@ def _beside(
 
 
 def strip(facts: IncidentFacts) -> Markup | None:
-    """A row for ranks that did the same, over the same axis as the timeline."""
     if not facts.rows:
         return None
     axis = axis_of(facts)
@@ -186,7 +182,6 @@ def _short(seconds: float) -> str:
 
 
 def progress(facts: RunFacts) -> Markup | None:
-    """Steps over time, with a mark for each incident."""
     points = facts.progress
     if len(points) < 2 or points[-1][0] <= points[0][0]:
         return None
@@ -229,7 +224,6 @@ def progress(facts: RunFacts) -> Markup | None:
 
 
 def shares(facts: RunFacts) -> Markup | None:
-    """Useful time and the classes of lost time, as parts of one bar."""
     if facts.useful_s is None or facts.wall_s <= 0:
         return None
     parts = [LostTime("useful", facts.useful_s, ""), *facts.losses]

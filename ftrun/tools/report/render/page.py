@@ -1,7 +1,5 @@
 """The pages: values into one HTML file that needs nothing else.
 
-Runs in: cli. Pure, but for reading its own templates.
-
 Rule 1: what is put into a page is escaped by the template engine or by `report_svg`; no template
         switches that off.
 Rule 2: no page is above `MAX_BYTES`, whatever the journal holds: long texts are cut, and long
@@ -49,7 +47,6 @@ def picture_style() -> str:
 
 
 def incident_name(number: int) -> str:
-    """The file that an incident's page is written to."""
     return f"incident-{number:04d}.html"
 
 
@@ -92,7 +89,6 @@ def incident_page(
             "heat": heat_map(it.delays) if it.delays is not None else None,
             "states": [one for one in STATES if one[0] in used],
             "broken": axis_of(it).is_broken,
-            "reprotected": any("protected" in bar.name for bar in it.bars),
             "run_href": RUN_NAME,
         }
 

@@ -1,7 +1,5 @@
 """Drawing: escaped SVG text, and axes of time that may change their scale once.
 
-Runs in: cli. Pure.
-
 Rule 1: every text and attribute is escaped here, by `Markup.format`; nothing else makes markup.
 Rule 2: colours are classes, which the page's style sheet fills in for light, dark and print.
 """
