@@ -196,17 +196,17 @@ def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
     assert run.text.count("--preload greedy: torch.gadget.is_initialized() is true") == 1
 
 
-def test_modules_beside_the_script_are_preloaded_and_a_failing_one_is_named(
+def test_modules_next_to_the_script_are_preloaded_and_a_failing_one_is_named(
     start: Start, script: Script
 ) -> None:
-    script("import os\nIMPORTED_IN = os.getpid()\n", "beside.py")
+    script("import os\nIMPORTED_IN = os.getpid()\n", "neighbor.py")
     script("raise ValueError('this model needs a licence')\n", "broken.py")
     name = script(
-        "import os, sys, beside\n"
-        "print('preloaded' if beside.IMPORTED_IN != os.getpid() else 'imported here')\n"
+        "import os, sys, neighbor\n"
+        "print('preloaded' if neighbor.IMPORTED_IN != os.getpid() else 'imported here')\n"
         "print(f'first folder is that of the script: {os.path.dirname(__file__) == sys.path[0]}')\n"
     )
-    modules = ("--preload", "beside", "--preload", "broken", "--preload", "nowhere")
+    modules = ("--preload", "neighbor", "--preload", "broken", "--preload", "nowhere")
     run = start(*modules, name)
     assert run.wait() == 0, run.text
     assert "preloaded" in run.text
