@@ -78,6 +78,8 @@ class SnapshotSession:
         self._orders: dict[str, list[int]] = {}
         self._final_orders: set[str] = set()
         self._is_restored = False
+        self.after_replayed_step: Callable[..., None] = lambda: None
+        """Called for the replay of a graph that contains a step, which fires no hook."""
 
     # --- attach ----------------------------------------------------------------------------
 
@@ -394,6 +396,8 @@ class SnapshotSession:
         self._streams.note()
         for optimizer in stepping:
             self._accumulation.before_step(optimizer)
+        if stepping:
+            self.after_replayed_step()
         if self._capture is not None:
             self._capture.before_replay(graph, is_step=bool(stepping))
 

@@ -186,6 +186,28 @@ def test_a_step_that_is_captured_breaks_nothing(run: Run) -> None:
 
 
 @needs_graphs
+def test_a_turn_with_a_replayed_step_that_is_left_by_break_is_a_step(run: Run) -> None:
+    model, optimizer = made()
+    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
+    torch.accelerator.synchronize(DEVICE)
+    with stream:
+        for step in session.steps(9):
+            if step == 0:
+                train_step(model, optimizer)
+                graph = new_graph("fake:0")
+                graph.capture_begin()
+                optimizer.step()
+                graph.capture_end()
+                continue
+            graph.replay()
+            if step == 2:
+                break
+    finished(session)
+    assert run.saved()[0] == 3
+    assert saved(run) == {"model.weight": 3.0, "model.seen": 1.0}
+
+
+@needs_graphs
 def test_the_first_step_after_a_restore_may_be_captured(run: Run) -> None:
     """Before the first step, restored tensors are compared, which waits for the device."""
     model, optimizer = made()
