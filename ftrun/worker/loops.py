@@ -76,7 +76,7 @@ class Loops(ABC):
         self._has_stepped = False
         """An optimizer has stepped since the last boundary."""
         self._in_hand: DataPosition | None = None
-        hook = register_optimizer_step_post_hook(_after_optimizer_step(weakref.ref(self)))
+        hook = register_optimizer_step_post_hook(after_optimizer_step(weakref.ref(self)))
         self._end_hook = weakref.finalize(self, hook.remove)
 
     @property
@@ -284,7 +284,7 @@ class Loops(ABC):
         )
 
 
-def _after_optimizer_step(owner: "weakref.ref[Loops]") -> Callable[..., None]:
+def after_optimizer_step(owner: "weakref.ref[Loops]") -> Callable[..., None]:
     # A strong reference from torch's hooks would keep a session alive that the script has dropped.
     def after_step(*_: Any) -> None:
         if not torch.compiler.is_compiling() and (loops := owner()) is not None:

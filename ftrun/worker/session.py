@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.loops import Loops, left_pass
+from ftrun.worker.loops import Loops, after_optimizer_step, left_pass
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
@@ -298,6 +298,7 @@ class Session(Loops):
                 "snapshots then. Use one or the other"
             )
         protection = self._protection = SnapshotSession(context, attached, warmup)
+        protection.after_replayed_step = after_optimizer_step(weakref.ref(self))
         try:
             self._restore(protection, context)
         except BaseException:

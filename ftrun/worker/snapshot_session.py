@@ -22,10 +22,10 @@ from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
 from ftrun.worker.capture.capture import Capture
-from ftrun.worker.capture.device_order import GraphReplays, StepStreams
+from ftrun.worker.capture.device_order import StepStreams
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.process import heartbeat, lease
+from ftrun.worker.process import graph_captures, heartbeat, lease
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
@@ -58,7 +58,8 @@ class SnapshotSession:
         self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
         guarded = context.unprotected.guarded
-        self._graphs = GraphReplays(guarded(self.resolve), guarded(self._before_replay))
+        self._graphs = graph_captures.observer()
+        self._graphs.listen(guarded(self._before_capture), guarded(self._before_replay))
 
         def guarded_step(hook: Callable[..., None]) -> Callable[..., None]:
             return guarded(self._graphs.outside_captures(hook))
@@ -77,6 +78,8 @@ class SnapshotSession:
         self._orders: dict[str, list[int]] = {}
         self._final_orders: set[str] = set()
         self._is_restored = False
+        self.after_replayed_step: Callable[..., None] = lambda: None
+        """Called for the replay of a graph that contains a step, which fires no hook."""
 
     # --- attach ----------------------------------------------------------------------------
 
@@ -157,7 +160,9 @@ class SnapshotSession:
         state = self._checked.begin(extra())  # raises ValueNotStorable
         if self._inherited is None:
             self._reserve(state)
-        self._capture = Capture(context, self._tree, self._link)
+        self._capture = Capture(
+            context, self._tree, self._link, self._streams, self._graphs.outside_captures
+        )
         atexit.register(self._capture.finish)
         if self._inherited is not None:
             self._capture.warm(self._inherited)
@@ -260,6 +265,8 @@ class SnapshotSession:
         """
         if self._marks is None or self.inner.has_wrappers or self._wrapped_since_load():
             return
+        if self._graphs.is_capturing:
+            return  # the comparison waits for the device
         if changed := self._marks.mostly_overwritten():
             self._context.unprotected.add(
                 "overwritten",
@@ -381,12 +388,18 @@ class SnapshotSession:
         if self._capture is not None:
             self._capture.resolve()
 
-    def _before_replay(self, stepping: Sequence[torch.optim.Optimizer]) -> None:
+    def _before_capture(self, graph: Any) -> None:
+        if self._capture is not None:
+            self._capture.before_capture(graph)
+
+    def _before_replay(self, graph: Any, stepping: Sequence[torch.optim.Optimizer]) -> None:
         self._streams.note()
         for optimizer in stepping:
             self._accumulation.before_step(optimizer)
+        if stepping:
+            self.after_replayed_step()
         if self._capture is not None:
-            self._capture.before_step()
+            self._capture.before_replay(graph, is_step=bool(stepping))
 
     def finish(self) -> None:
         """Wait until the last snapshot is sealed."""
@@ -395,7 +408,7 @@ class SnapshotSession:
 
     def close(self) -> None:
         self._watch.close()
-        self._graphs.close()
+        self._graphs.listen()
         self._streams.close()
         self._accumulation.close()
         self._checked.close()

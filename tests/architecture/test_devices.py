@@ -6,8 +6,7 @@ from pathlib import Path
 WORKER = Path(__file__).parents[2] / "ftrun" / "worker"
 
 ALLOWED = {
-    "capture/device_order.py": "wraps the methods of CUDA's graphs, which torch has no name for",
-    "process/graph_captures.py": "wraps the captures of CUDA's graphs, for the same reason",
+    "process/graph_captures.py": "wraps the methods of CUDA's graphs, which torch has no name for",
 }
 
 
@@ -18,4 +17,4 @@ def test_cuda_is_named_only_where_torch_has_no_common_name() -> None:
         if re.search(r"\btorch\.cuda\b|\bis_cuda\b", path.read_text())
     }
     assert found <= ALLOWED.keys()
-    assert "capture/device_order.py" in found
+    assert "process/graph_captures.py" in found

@@ -22,7 +22,7 @@ from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying
 from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.lazy_check import LazyCopyCheck
-from ftrun.worker.process import heartbeat
+from ftrun.worker.process import graph_captures, heartbeat
 from ftrun.worker.session import Session
 from ftrun.worker.state.optimizers import OptimizerWatch
 from tests.integration.in_process_worker import TIMEOUT_S, WIDTH, Run, made
@@ -576,7 +576,9 @@ def test_the_replay_of_a_graph_waits_for_the_copy(
             gate.release()
             replay.join(TIMEOUT_S)
 
-    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 1))
+    with closing(graph_captures.GraphObserver()) as observer:
+        monkeypatch.setattr(graph_captures, "observer", lambda: observer)
+        train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 1))
     assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
     assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST
 

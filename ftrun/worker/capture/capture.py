@@ -24,6 +24,12 @@ Rule 4: the boundary does not wait while the SMPs protect the last snapshot acro
 Rule 5: an error in this module costs protection, never the run: no exception reaches the script. If
         a state cannot be captured, the snapshot of this step is skipped, and later boundaries try
         again. An error of a copy or of its check ends protection.
+Rule 6: a replay of a graph fires no hook and changes no version counter. Before the replay of a
+        graph that contains a step, or that is not judged yet, the stream waits as before a step.
+        The next snapshot is then verified. If no source changes until the step, the graphs replayed
+        in between are harmless and wait no more, until the state has other tensors. If a source
+        changes, they are treated like steps. Later verified snapshots compare after harmless graphs
+        too.
 
 Source: the lazy copy during forward and backward is from DataStates-LLM (arXiv 2406.10707).
 """
@@ -48,13 +54,14 @@ from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
 from ftrun.worker.capture.copying import CopyThread, SlotCopy
+from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
 from ftrun.worker.capture.device_sources import DeviceCopies
 from ftrun.worker.capture.lazy_check import LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
-from ftrun.worker.state.unprotected import shown
+from ftrun.worker.state.unprotected import Hook, shown
 
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
@@ -65,15 +72,34 @@ _UNDER_COPY = (
     "snapshot is discarded" + _HINT
 )
 _BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
+_NO_DEVICE_MEMORY = (
+    "no snapshots until this is over: a device has no memory for a copy of small tensors, or of "
+    "tensors that are not contiguous; 128 MiB are enough"
+)
 _WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
 
 _log = logging.getLogger(__name__)
 
 
 class Capture:
-    """Takes snapshots at step boundaries."""
+    """Takes snapshots at step boundaries.
 
-    def __init__(self, context: WorkerContext, tree: StateTree, link: WorkerSmpClient) -> None:
+    Args:
+        context: of this rank.
+        tree: collects the state.
+        link: to the SMP.
+        streams: wait for the boundary copies of devices.
+        of_steps: wraps a hook so that it runs only if a step runs.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        tree: StateTree,
+        link: WorkerSmpClient,
+        streams: StepStreams,
+        of_steps: Callable[[Hook], Hook],
+    ) -> None:
         self._context = context
         self._tree = tree
         self._link = link
@@ -86,6 +112,7 @@ class Capture:
         self._commit_wait = self._store.commit_wait
         self._check: LazyCopyCheck | None = None
         self._verified: tuple[SlotCopy, memoryview] | None = None
+        self._graphs = JudgedGraphs()
         self._num_taken = 0
         self._copy_s = 0.0
         self._blocked_ns = 0
@@ -93,12 +120,15 @@ class Capture:
         self._is_typical = True
         self._last_boundary_ns = 0
         self._hook_fired = False
+        self._is_hookless = False
+        """No optimizer hook has run in the turn before this boundary."""
+        self._streams = streams
         self._is_patient = True
         self._is_off = False
         self._trouble = ""
         self._copy_of_devices: DeviceCopies | None = None
         """The copy in progress, or the last one, if it reads devices."""
-        self._hook = register_optimizer_step_pre_hook(self.before_step)
+        self._hook = register_optimizer_step_pre_hook(of_steps(self.before_step))
 
     # --- training thread -------------------------------------------------------------------
 
@@ -120,8 +150,10 @@ class Capture:
             return
         started_ns = clock.now_ns()
         try:
+            # `_learn` comes later, but `is_due` does not depend on it: the agent writes an interval
+            # to the command page, for steps that no rank has reached.
             is_due = force or (allowed and self._cadence.is_due(step))
-            self._end_turn(is_due=is_due)
+            self._end_turn(is_due=is_due, allowed=allowed)
             self._learn(started_ns)
             self._link.send_again()
             self._try(step, collect, is_due=is_due, is_last=force)
@@ -185,8 +217,26 @@ class Capture:
             self._give_up(error)
         self._count_blocked(started_ns)
 
+    def before_capture(self, graph: Any) -> None:
+        self._graphs.harmless.discard(graph)
+        self._graphs.changing.discard(graph)
+        self.resolve()
+
+    def before_replay(self, graph: Any, *, is_step: bool) -> None:
+        """Called before the replay of a graph: rule 6."""
+        graphs = self._graphs
+        if is_step or graph in graphs.changing:
+            self.before_step()
+        elif graph in graphs.harmless:
+            pass
+        elif self._verified is not None:
+            graphs.replayed.add(graph)
+        else:
+            graphs.are_new = True
+            self.before_step()
+
     def before_step(self, *_: Any) -> None:
-        """Called by torch before an optimizer steps, and before the replay of any graph."""
+        """Called by torch before an optimizer steps, and before a replay that may change state."""
         # A compiled step must not trace the code below; `_end_turn` detects such a step. A process
         # that the script has forked has this hook but no copy thread, so `resolve` returns there.
         if torch.compiler.is_compiling():
@@ -206,21 +256,28 @@ class Capture:
         verified, self._verified = self._verified, None
         if verified is not None:
             copy, table = verified
-            self._demote(copy.differing(table), _BEFORE_STEP)
+            changed = copy.differing(table)
+            if self._graphs.judge(has_changed=bool(changed)):
+                self._check = None  # its samples hold the changes of the graphs
+            else:
+                self._demote(changed, _BEFORE_STEP)
 
-    def _end_turn(self, *, is_due: bool) -> None:
+    def _end_turn(self, *, is_due: bool, allowed: bool) -> None:
         hook_fired, self._hook_fired = self._hook_fired, False
+        self._is_hookless = not hook_fired
         check = self._check
-        if check is not None:
-            check.hook_fired = hook_fired = hook_fired or check.hook_fired
+        if check is not None and not is_due:
+            check.hook_fired = check.hook_fired or hook_fired
+            # No thread waits for a device here: the check continues at the next boundary. In an
+            # accumulation, which allows no snapshot, it continues until the step.
             is_complete = not self._thread.is_busy and check.has_arrived
-            if hook_fired and not (is_due or is_complete):
-                return  # the check continues at the next boundary, so no thread waits for a device
+            if not (is_complete if check.hook_fired else allowed):
+                return
         self._thread.wait()
         self._copy_of_devices = None
         self._observe()
-        self._check = None
-        if check is not None and hook_fired:
+        check, self._check = self._check, None
+        if check is not None and (hook_fired or check.hook_fired):
             self._demote(check.changed_before_step(), _BEFORE_STEP)
         elif check is not None:
             self._demote(check.changed_now(), _WITHOUT_HOOK)
@@ -275,6 +332,7 @@ class Capture:
             return
         crash_point("worker.capture.started")
         state = collect()
+        self._graphs.see(state.persistent)
         slots = self._store.slots_for(state, is_last=is_last)
         if slots is None:
             self._commit_wait.skipped(step)
@@ -282,17 +340,22 @@ class Capture:
             return
         slot = self._store.begin_copy(slots, step)
         copy = slots.copy_of(slot, state, self._at_boundary)
+        is_verified = self._is_verified()
+        if is_verified or self._is_hookless:
+            # A step without a hook, such as a compiled one, may have run in any stream.
+            copy.synchronize()
         check = LazyCopyCheck(copy.samples)
         copy.copy_boundary()
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
         crash_point("worker.capture.boundary_copied")
         self._check = check
-        self._copy_of_devices = copy.on_devices or None
-        if self._is_verified():
-            copy.on_devices.synchronize()
-            self._copy(slots, slot, copy, check, step)
-            self._verified = (copy, slots.arena.table(slot))
+        if copy.on_devices:
+            self._copy_of_devices = copy.on_devices
+            self._streams.release()
+        if is_verified:
+            if self._copy(slots, slot, copy, check, step):
+                self._verified = (copy, slots.arena.table(slot))
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
@@ -301,7 +364,8 @@ class Capture:
     def _is_verified(self) -> bool:
         settings = self._context.settings
         taken, self._num_taken = self._num_taken, self._num_taken + 1
-        return taken < settings.verify_first or (taken + 1) % settings.verify_every == 0
+        are_new, self._graphs.are_new = self._graphs.are_new, False
+        return are_new or taken < settings.verify_first or (taken + 1) % settings.verify_every == 0
 
     def _may_overwrite(self, *, is_last: bool) -> bool:
         """Wait until the last seal is committed, else withdraw it; return whether a slot is free.
@@ -332,7 +396,8 @@ class Capture:
 
     def _copy(
         self, slots: ArenaSlots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
-    ) -> None:
+    ) -> bool:
+        """Copy and seal; return whether the slot is sealed. Never raises."""
         started_ns = clock.now_ns()
         try:
             copy.copy_lazy(slots.arena.table(slot))
@@ -343,15 +408,19 @@ class Capture:
                 self._demote(wrong, _UNDER_COPY.format(step=step))
                 self._commit_wait.skipped(step)
                 self._link.withdraw(step)
-                return
+                return False
             self._store.seal(slots, slot, step, self._link)
-            for key in ("memory", "value"):
+            for key in ("memory", "value", "device memory"):
                 self._context.unprotected.remove(key)
+            return True
+        except torch.OutOfMemoryError:
+            self._skip_snapshot(step, "device memory", _NO_DEVICE_MEMORY)
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
             copy.on_devices.issued.set()
             self._copy_s = (clock.now_ns() - started_ns) / 1e9
+        return False
 
     def _demote(self, names: list[str], what: str) -> None:
         """Copy these tensors at each boundary from now on."""

@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece, cut
-from ftrun.worker.capture.device_copies import device_at
+from ftrun.worker.capture.device_copies import device_at, synchronize
 from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
 from ftrun.worker.capture.lazy_check import LazySamples, LazyTensor
 from ftrun.worker.state.state_tree import TensorSource
@@ -103,6 +103,10 @@ class SlotCopy:
             self.on_devices.begin((), ())
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def synchronize(self) -> None:
+        """Wait for all work on the devices of the sources, in whatever stream it is."""
+        synchronize((*self.boundary_sources, *(one.source for one in self.lazy)))
 
     def copy_lazy(self, table: memoryview) -> None:
         if self.whole_targets:
@@ -243,7 +247,7 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     raw = data[entry.offset : entry.offset + entry.num_bytes]
     if raw.numel() == 0:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     return raw.view(dtype).view(entry.shape)
 
 
@@ -275,7 +279,7 @@ class CopyThread:
     """Daemon thread that copies in parallel to the training thread; one job at a time."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
@@ -284,7 +288,7 @@ class CopyThread:
     def is_busy(self) -> bool:
         return not self._idle.is_set()
 
-    def start(self, job: Callable[[], None]) -> None:
+    def start(self, job: Callable[[], object]) -> None:
         """Start a job; logs its exceptions. The caller must have waited for the previous job."""
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)

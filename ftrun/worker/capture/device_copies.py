@@ -19,7 +19,7 @@ Rule 4: a tensor that the stream reads is referenced until its bytes have arrive
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,12 @@ class Device:
             chunk: of this device.
             take: receives the bytes in `fetch` or `drain`; they are valid during the call.
         """
-        self._queue(chunk, take, self._free_buffer(chunk.num_bytes), is_free_after=True)
+        buffer = self._free_buffer(chunk.num_bytes)
+        try:
+            self._queue(chunk, take, buffer, is_free_after=True)
+        except BaseException:
+            self._give_back(buffer)
+            raise
 
     def drain(self) -> None:
         """Deliver all chunks; waits for them."""
@@ -239,6 +244,13 @@ def device_at(device: torch.device) -> Device | None:
     return _devices[device]
 
 
+def synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for all work on the devices of these tensors, in whatever stream it is."""
+    for device in {one.device for one in tensors if not one.is_cpu}:
+        if (found := device_at(device)) is not None:
+            found.synchronize()
+
+
 def _opened(device: torch.device) -> Device | None:
     num_buffers = NUM_BUFFERS_OF_OTHERS if any(_devices.values()) else NUM_BUFFERS
     try:
@@ -260,8 +272,9 @@ def _warn_pageable(error: str) -> None:
 def _host_memory(num_bytes: int) -> torch.Tensor:
     """Page-locked memory, rounded up to a power of two; pageable if that is refused."""
     size = 1 << max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
+    # The script may have called torch.set_default_device.
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         _warn_pageable(str(error))
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")

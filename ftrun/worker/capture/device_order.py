@@ -1,34 +1,25 @@
 """Orders the reads of a snapshot after the work that the script has queued on a device.
 
 Runs in:  worker, training thread: hooks and boundaries.
-Takes in: the streams in which optimizers step; captures and replays of graphs.
-Gives:    streams that wait for the steps; the optimizers whose step a graph replays.
+Takes in: the streams in which optimizers step and graphs are replayed.
+Gives:    streams that wait for the steps.
 
 Streams of a device run independently of each other. Without an event, a read in one stream may
 return the bytes before a step that another stream has not reached yet.
 
-Rule 1: at a boundary, the current stream of each device waits for the streams that had steps.
-Rule 2: a replay fires no optimizer hook and changes no version counter. Any replay may change the
-        state, so it waits for the copy in progress, as an optimizer step does.
-Rule 3: no copy is in progress during a capture, because work of another thread may end it.
+Rule: at a boundary, the current stream of each device waits for the streams that had steps. If
+        tensors are copied at the boundary, these streams then wait for the current one, because the
+        next forward changes buffers, and may run in them.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.worker.state.unprotected import Hook
-
-_METHODS = ("capture_begin", "capture_end", "replay")
-_GRAPHS = tuple(
-    kind
-    for kind in (torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None))  # from 2.12
-    if kind is not None
-)
 
 
 class StepStreams:
@@ -40,6 +31,7 @@ class StepStreams:
 
     def __init__(self, guarded: Callable[[Hook], Hook]) -> None:
         self._streams: set[torch.Stream] = set()
+        self._joined: list[torch.Stream] = []
         self._devices: WeakKeyDictionary[Optimizer, list[torch.device]] = WeakKeyDictionary()
         self._hook = register_optimizer_step_pre_hook(guarded(self._before_step))
 
@@ -50,12 +42,19 @@ class StepStreams:
         self._streams.add(torch.accelerator.current_stream(device))
 
     def join(self) -> None:
-        """Let the current streams wait for the steps: rule 1."""
+        """Let the current streams wait for the steps: the rule."""
         streams, self._streams = self._streams, set()
+        self._joined = []
         for stream in streams:
             current = torch.accelerator.current_stream(stream.device)
             if current != stream:
                 current.wait_stream(stream)
+                self._joined.append(stream)
+
+    def release(self) -> None:
+        """Let the streams of the steps wait for the current ones: the rule."""
+        for stream in self._joined:
+            stream.wait_stream(torch.accelerator.current_stream(stream.device))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -70,72 +69,27 @@ class StepStreams:
             self.note(device)
 
 
-class GraphReplays:
-    """Observes the captures and replays of graphs until it is closed.
+class JudgedGraphs:
+    """Whether replays of graphs without an optimizer step change sources: rule 6 of capture.py."""
 
-    Args:
-        before_capture: called before a capture begins.
-        before_replay: called before each replay, with the optimizers that stepped in the capture.
-    """
+    def __init__(self) -> None:
+        self.harmless: WeakSet[Any] = WeakSet()
+        self.changing: WeakSet[Any] = WeakSet()
+        self.replayed: WeakSet[Any] = WeakSet()
+        """Since the verified snapshot whose sources are not compared yet."""
+        self.are_new = False
+        """A graph was replayed that is not judged yet."""
+        self._sources: object = None
 
-    def __init__(
-        self,
-        before_capture: Callable[[], None],
-        before_replay: Callable[[Sequence[Optimizer]], None],
-    ) -> None:
-        self._before_capture = before_capture
-        self._before_replay = before_replay
-        self._stepping: list[Optimizer] | None = None
-        """Optimizers that have stepped in the capture in progress."""
-        self._steps: WeakKeyDictionary[Any, list[Optimizer]] = WeakKeyDictionary()
-        self._hook = register_optimizer_step_pre_hook(self._note_step)
-        self._originals = [
-            (kind, name, getattr(kind, name)) for kind in _GRAPHS for name in _METHODS
-        ]
-        for kind, name, original in self._originals:
-            setattr(kind, name, functools.wraps(original)(getattr(self, f"_{name}")(original)))
+    def see(self, sources: object) -> None:
+        if sources is not self._sources:
+            self._sources = sources
+            self.harmless.clear()
 
-    def close(self) -> None:
-        self._hook.remove()
-        for kind, name, original in self._originals:
-            setattr(kind, name, original)
-
-    @property
-    def is_capturing(self) -> bool:
-        return self._stepping is not None
-
-    def outside_captures(self, hook: Hook) -> Hook:
-        """Wrap the hook of a step: in a capture a step is recorded and does not run."""
-
-        @functools.wraps(hook)
-        def call(*args: Any) -> None:
-            if self._stepping is None:
-                hook(*args)
-
-        return call
-
-    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self._stepping is not None:
-            self._stepping.append(optimizer)
-
-    def _capture_begin(self, original: Callable[..., None]) -> Callable[..., None]:
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-            self._before_capture()
-            original(graph, *args, **kwargs)
-            self._stepping = self._steps[graph] = []
-
-        return capture_begin
-
-    def _capture_end(self, original: Callable[..., None]) -> Callable[..., None]:
-        def capture_end(graph: Any) -> None:
-            self._stepping = None
-            original(graph)
-
-        return capture_end
-
-    def _replay(self, original: Callable[..., None]) -> Callable[..., None]:
-        def replay(graph: Any) -> None:
-            self._before_replay(self._steps.get(graph, ()))
-            original(graph)
-
-        return replay
+    def judge(self, *, has_changed: bool) -> bool:
+        """Whether the graphs in the window of a verified snapshot may have changed sources."""
+        replayed, self.replayed = self.replayed, WeakSet()
+        if not replayed:
+            return False
+        (self.changing if has_changed else self.harmless).update(replayed)
+        return has_changed

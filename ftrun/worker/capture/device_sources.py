@@ -73,6 +73,8 @@ class DeviceCopies:
         """Set when every read of the present snapshot is queued, or will not be made."""
         self._kept: list[Device] = []
         """Devices of the boundary sources of the present snapshot."""
+        self._device_index = 0
+        """The current device of the thread that called `begin`."""
         self._num_waiting = 0
         """Chunks that are not in the slot yet, and whose pieces hold several tensors."""
         self._digest_packs: Callable[[], None] = lambda: None
@@ -93,6 +95,7 @@ class DeviceCopies:
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for pair in zip(sources, targets, strict=True):
             by_device.setdefault(pair[0].device, []).append(pair)
+        self._device_index = torch.accelerator.current_device_index()
         self.issued.clear()
         self._kept = []
         self._num_waiting = 0
@@ -137,6 +140,9 @@ class DeviceCopies:
             table: receives the digests of the pieces of large sources.
             digest_packs: called once all small and boundary sources are in the slot.
         """
+        # A new thread is on device 0, and leaving `with stream` returns it there: CUDA then makes a
+        # context on that device, in each rank of the node.
+        torch.accelerator.set_device_index(self._device_index)
         devices = list({id(one): one for one in (*self._kept, *self.devices)}.values())
         self._num_waiting += sum(len(one.packs) for one in self._of_device)
         self._digest_packs = digest_packs
@@ -173,16 +179,11 @@ class DeviceCopies:
             if one.copied is not None:
                 one.device.precede(one.copied)
 
-    def synchronize(self) -> None:
-        """Wait for all work on the devices, in whatever stream it is."""
-        for one in self._of_device:
-            one.device.synchronize()
-
     def differing(self) -> set[str]:
         """Names of lazy sources that differ in any byte from the slot; waits for the devices."""
         found: set[str] = set()
-        self.synchronize()
         for one in self._of_device:
+            one.device.synchronize()
             for chunk in (*one.packs, *one.chunks):
                 one.device.fetch(chunk, functools.partial(_compare, chunk, found))
             one.device.drain()

@@ -1,64 +1,161 @@
-"""Shows on the heartbeat page when a device graph is being captured.
+"""Observes the captures and replays of device graphs in this process.
 
-Runs in:  worker, the thread that captures.
-Gives:    `HeartbeatField.CAPTURES` and `REPLAYS`.
+Runs in:  worker, the threads that capture and replay.
+Takes in: calls of torch's graph classes; torch's hook before each optimizer step.
+Gives:    `HeartbeatField.CAPTURES` and `REPLAYS`; calls of the functions given to `listen`.
 Source:   a query of an event from any thread of the process ends a capture in CUDA's default mode,
           and the agent's dumps of NCCL's recorder query events (ftrun.agent.observe.recorder).
 
 Rule 1: the page shows the capture before the wait, and the agent its dump before the look at the
         page. So one of the two sees the other. The wait ends with the deadline of the dump.
+Rule 2: in a capture a step is recorded and does not run, so the hooks of steps do nothing. A replay
+        fires no hook. The listener gets the optimizers that stepped in the capture, also if it
+        was made before `attach`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun import clock
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+from ftrun.worker.state.unprotected import Hook
 
 _POLL_S = 0.001
+_METHODS = ("capture_begin", "capture_end", "replay")
+GRAPHS = tuple(
+    kind
+    for kind in (torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None))  # from 2.12
+    if kind is not None
+)
 
 
-def observe(page: SharedPage) -> None:
-    """Observe the captures of all classes of graphs; nothing on a machine without a device."""
-    if torch.accelerator.current_accelerator() is None:
-        return
-    kinds = (torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None))  # from 2.12
-    for kind in kinds:
-        if kind is not None:
-            observe_class(kind, page)
-    page.note_capture(is_in_progress=False)
+BeforeCapture = Callable[[Any], None]
+BeforeReplay = Callable[[Any, Sequence[Optimizer]], None]
 
 
-def observe_class(kind: Any, page: SharedPage) -> None:
-    begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
-
-    @functools.wraps(begin)
-    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        page.note_capture(is_in_progress=True)
-        _await_dump(page)
-        try:
-            return begin(graph, *args, **kwargs)
-        except BaseException:
-            page.note_capture(is_in_progress=False)
-            raise
-
-    kind.capture_begin = capture_begin
-    kind.capture_end = _then(end, lambda: page.note_capture(is_in_progress=False))
-    kind.replay = _then(replay, lambda: page.add(HeartbeatField.REPLAYS, 1))
+def _nothing(*_: Any) -> None:
+    pass
 
 
-def _then(original: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(graph, *args, **kwargs)
-        finally:
-            note()
+class GraphObserver:
+    """Wraps the methods of graph classes until it is closed."""
 
-    return call
+    def __init__(self, kinds: Sequence[Any] = GRAPHS) -> None:
+        self._before_capture: BeforeCapture = _nothing
+        self._before_replay: BeforeReplay = _nothing
+        self._page: SharedPage | None = None
+        self._after_step: Hook = _nothing
+        self._stepping: list[Optimizer] | None = None
+        """Optimizers that have stepped in the capture in progress."""
+        self._steps: WeakKeyDictionary[Any, list[Optimizer]] = WeakKeyDictionary()
+        self._hook = register_optimizer_step_pre_hook(self._note_step)
+        self._originals = [(kind, name, getattr(kind, name)) for kind in kinds for name in _METHODS]
+        for kind, name, original in self._originals:
+            setattr(kind, name, functools.wraps(original)(getattr(self, f"_{name}")(original)))
+
+    def show(self, page: SharedPage, after_step: Hook = _nothing) -> None:
+        """Show captures and replays on the heartbeat page from now on.
+
+        Args:
+            page: of this process.
+            after_step: called for each optimizer whose step was replayed.
+        """
+        self._page, self._after_step = page, after_step
+        page.note_capture(is_in_progress=self.is_capturing)
+
+    def listen(
+        self, before_capture: BeforeCapture = _nothing, before_replay: BeforeReplay = _nothing
+    ) -> None:
+        """Set the functions to call; they must not raise.
+
+        Args:
+            before_capture: takes the graph. Until its end, nothing may wait for a device.
+            before_replay: takes the graph, and the optimizers that stepped in its capture.
+        """
+        self._before_capture, self._before_replay = before_capture, before_replay
+
+    def close(self) -> None:
+        self._hook.remove()
+        for kind, name, original in self._originals:
+            setattr(kind, name, original)
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._stepping is not None
+
+    def outside_captures(self, hook: Hook) -> Hook:
+        """Wrap the hook of a step: rule 2."""
+
+        @functools.wraps(hook)
+        def call(*args: Any) -> None:
+            if self._stepping is None:
+                hook(*args)
+
+        return call
+
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and self._stepping is not None:
+            self._stepping.append(optimizer)
+
+    def _set_capture(self, stepping: list[Optimizer] | None) -> None:
+        self._stepping = stepping
+        if self._page is not None:
+            self._page.note_capture(is_in_progress=stepping is not None)
+
+    def _capture_begin(self, original: Callable[..., None]) -> Callable[..., None]:
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+            self._before_capture(graph)
+            stepping: list[Optimizer] = []
+            self._set_capture(stepping)
+            try:
+                if self._page is not None:
+                    _await_dump(self._page)
+                original(graph, *args, **kwargs)
+            except BaseException:
+                self._set_capture(None)
+                raise
+            self._steps[graph] = stepping
+
+        return capture_begin
+
+    def _capture_end(self, original: Callable[..., None]) -> Callable[..., None]:
+        def capture_end(graph: Any) -> None:
+            try:
+                original(graph)
+            finally:
+                self._set_capture(None)
+
+        return capture_end
+
+    def _replay(self, original: Callable[..., None]) -> Callable[..., None]:
+        def replay(graph: Any) -> None:
+            stepping = self._steps.get(graph, ())
+            if not self.is_capturing:
+                self._before_replay(graph, stepping)
+            original(graph)
+            if self._page is not None:
+                self._page.add(HeartbeatField.REPLAYS, 1)
+            for optimizer in stepping:
+                self._after_step(optimizer)
+
+        return replay
+
+
+@functools.cache
+def observer() -> GraphObserver:
+    """The observer of this process, created by the first call."""
+    return GraphObserver()
+
+
+def observe(page: SharedPage, after_step: Hook) -> None:
+    """Show captures and replays on the page; nothing on a machine without a device."""
+    if torch.accelerator.current_accelerator() is not None:
+        observer().show(page, after_step)
 
 
 def _await_dump(page: SharedPage) -> None:

@@ -7,7 +7,8 @@ Survives: the worker; the agent reads the page of a dead worker.
 
 Source: torch.optim.optimizer.register_optimizer_step_post_hook fires once per step for plain,
 custom and compiled optimizers. It does not fire for a step that GradScaler skips. It fires once for
-the fake step by which get_state_dict fills a fresh optimizer; that one is not counted.
+the fake step by which get_state_dict fills a fresh optimizer; that one is not counted. A graph that
+contains a step fires no hook when it is replayed; `graph_captures` reports it.
 """
 
 import functools
@@ -59,10 +60,11 @@ def install(*, started_with: dict[str, str]) -> None:
 
     from ftrun.worker.process import graph_captures
 
-    optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
+    after_step = _after_step(context, started_with)
+    optimizer.register_optimizer_step_post_hook(after_step)
     lease.install(context)
     visibility.register_dumper(context)
-    graph_captures.observe(context.page)
+    graph_captures.observe(context.page, after_step)
     _time_init_group(context)
     _time_device(context.page)
     early_restore.begin(context)

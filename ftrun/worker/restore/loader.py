@@ -23,6 +23,7 @@ from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+from ftrun.worker.capture.device_copies import synchronize
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
 from ftrun.worker.state import determinism as rng
@@ -158,11 +159,14 @@ def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     groups = saved.groups_among(set(tree.persistent().names.values()))
     add_groups(groups, tree)
     persistent = tree.persistent()
+    # The script may have filled a tensor, and may read it, in any stream of its device.
+    synchronize(persistent.originals)
     saved.load_tensors(tree, persistent, groups)
     crash_point("worker.restore.tensors_loaded")
     _load_optimizers(saved, tree, persistent, groups)
     load_objects(saved, tree.attached, persistent)
     saved.check_all_used()
+    synchronize(persistent.originals)
     crash_point("worker.restore.loaded")
     page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
     page.set(HeartbeatField.RESTORED_STEP, saved.version.step)

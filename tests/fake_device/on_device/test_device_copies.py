@@ -293,3 +293,40 @@ def test_a_boundary_without_its_copy_leaves_nothing_behind(
     snapshots.boundary()
     assert snapshots.wrong(0) == set()
     assert not bool((dropped.views.bytes != 0).any())
+
+
+# --- to the device ------------------------------------------------------------------------------
+
+
+def restored(monkeypatch: pytest.MonkeyPatch, left_out: str, shape: tuple[int, int]) -> bool:
+    """Whether a tensor has the bytes of the host, after work of the script that came before."""
+    monkeypatch.setattr(device_copies, "BUFFER_BYTES", BUFFER_BYTES)
+    if left_out == "reuse":
+        monkeypatch.setattr(torch, "Event", lambda device: Unawaited())
+    device = Device(DEVICE, num_buffers=2)
+    wanted = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+    content = wanted.view(-1).view(torch.uint8).numpy()
+
+    def fill(begin: int, end: int, buffer: device_copies.Bytes) -> None:
+        np.copyto(buffer, content[begin:end])
+
+    target = made((shape[1], shape[0])).t()
+    target.fill_(-1.0)
+    if left_out != "begun":
+        device.follow()
+    device.put(target, fill)
+    if left_out == "begun":
+        device.side.synchronize()  # before the work of the script
+    if left_out != "record":
+        device.precede(device.record())
+    found = torch.equal(target.cpu(), wanted)
+    torch.accelerator.synchronize(DEVICE)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(900, 701), (1, 630_900)], ids=["strided", "contiguous"])
+@pytest.mark.parametrize("left_out", ["", "begun", "reuse", "record"])
+def test_each_wait_of_a_restore_is_needed(
+    left_out: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert restored(monkeypatch, left_out, shape) is (not left_out)
