@@ -411,7 +411,11 @@ def _sides(sides: Mapping[str, Sequence[int]]) -> str:
 
 def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig) -> Verdict:
     ranks = tuple(sorted(waits.circle()))
-    are_still = all(waits.views[rank].still_s >= settings.no_activity_s for rank in ranks)
+    views = [waits.views[rank] for rank in ranks]
+    # Torch counts messages and collectives of a group in one field, which gives no common order.
+    are_counts = any(view.groups and not view.is_recorder_complete for view in views)
+    are_still = all(view.still_s >= settings.no_activity_s for view in views) and not are_counts
+    doubt = "only the counts of their recorders are known, which may be of messages"
     evidence = [
         f"rank {rank} waits in {_call_of(waits.views[rank].waiting[0])} for "
         f"{ranks_text(waits.edges[rank])}"
@@ -425,6 +429,7 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
         text=f"{ranks_text(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
         evidence=tuple(evidence),
+        counter_evidence=(doubt,) if are_counts else (),
         confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
         act_immediately=are_still,
         fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",

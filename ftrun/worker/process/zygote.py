@@ -93,8 +93,7 @@ def preload_for_user(modules: Sequence[str], folder: str) -> tuple[dict[str, str
     failed: dict[str, str] = {}
     is_safe = not unfit_to_fork()
     path = list(sys.path)
-    if not sys.flags.safe_path:
-        sys.path.insert(0, folder)
+    sys.path.insert(0, folder)
     try:
         for name in modules:
             failed |= preload((name,))
