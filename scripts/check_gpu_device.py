@@ -1,8 +1,14 @@
-"""Measurements of check_gpu.py on the device itself: copies, NVML, assumptions of the tests."""
+"""Measurements of check_gpu.py on the device itself: copies, NVML, assumptions of the tests.
 
+All but NVML goes through `torch.accelerator`, so that the device of the tests runs it too.
+"""
+
+import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,15 @@ import torch
 
 from ftrun.agent.observe.device_memory import used_by_nvml
 from ftrun.agent.observe.devices import driver
+
+TESTS = Path(__file__).parents[1] / "tests"
+BACKENDS = {"cuda": "nccl", "fake": "fakeccl"}
+"""The collectives of a device; gloo is the one of others."""
+
+SLOW_CYCLES = 20_000_000
+"""About 10 ms: the device is behind the host at each boundary, so that a missing wait shows."""
+
+MUCH = 1 << 27
 
 EVENT_TYPES = {
     "xid": 0x8,
@@ -22,18 +37,66 @@ RECOVERY_ACTION = 230
 """NVML's numbers; an older package does not have all names."""
 
 
+def load(device: str) -> None:
+    """Make the device known to torch; the one of the tests is not part of it."""
+    sys.path.append(str(TESTS))
+    if device == "fake":
+        from fake_device import collectives, fake
+
+        fake.load()
+        collectives.register()
+
+
 def wait(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def delay(device: str) -> None:
+    """Let the device fall behind; the one of the tests always is."""
     if device == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda._sleep(SLOW_CYCLES)
+
+
+def new_graph(device: str) -> Any:
+    """None where torch has no graphs."""
+    from fake_device import conformance
+
+    if device == "cuda" or (device != "cpu" and hasattr(torch.accelerator, "Graph")):
+        return conformance.new_graph(device)
+    return None
+
+
+@contextmanager
+def captured(graph: Any, device: str) -> Iterator[None]:
+    wait(device)
+    gc.collect()  # what is freed during a capture may end it
+    with torch.Stream(device):
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+def random_state(device: str) -> torch.Tensor:
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def free_bytes(device: str) -> int:
+    """Of a GPU; little of other devices, because it is memory of the host."""
+    found = int(torch.get_device_module(device).mem_get_info()[0]) if device != "cpu" else MUCH
+    return found if device == "cuda" else min(found, MUCH)
 
 
 def rates(device: str) -> dict[str, float]:
-    """Copies between host and device in GB/s, and the time to pin memory."""
+    """Copies between host and device in GB/s, and the time to allocate memory of the host."""
     size = 1 << 30 if device == "cuda" else 1 << 24
     there = torch.ones(size, dtype=torch.uint8, device=device)
     found: dict[str, float] = {}
     for kind in ("pageable", "pinned"):
-        is_pinned, started_s = kind == "pinned" and device == "cuda", time.monotonic()
+        is_pinned, started_s = kind == "pinned" and device != "cpu", time.monotonic()
         here = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
         found[f"allocate_{kind}_s_per_gib"] = (time.monotonic() - started_s) * (1 << 30) / size
         for name, target, source in (("d2h", here, there), ("h2d", there, here)):
@@ -45,13 +108,13 @@ def rates(device: str) -> dict[str, float]:
                 wait(device)
                 times_s.append(time.monotonic() - started_s)
             found[f"{name}_{kind}_gb_per_s"] = size / 1e9 / statistics.median(times_s[1:])
-    return {key: round(value, 2) for key, value in found.items()}
+    return {key: round(value, 4) for key, value in found.items()}
 
 
-def pinning() -> dict[str, float]:
+def pinning(device: str) -> dict[str, float]:
     """Seconds to pin memory, which other processes wait for in their calls to the driver."""
     found: dict[str, float] = {}
-    for mib in (128, 4096):
+    for mib in (128, 4096) if device == "cuda" else (1,):
         started_s = time.monotonic()
         torch.empty(mib << 20, dtype=torch.uint8, pin_memory=True)
         found[f"pin_{mib}_mib_s"] = round(time.monotonic() - started_s, 3)
@@ -83,16 +146,17 @@ def nvml_facts() -> dict[str, Any]:
     return found
 
 
-def conformance(device: str) -> dict[str, str]:
-    """By assumption: empty if it holds on the device, else what is different."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+def assumptions() -> dict[str, Callable[[str], None]]:
+    """What the tests assume about a device, by name."""
     from fake_device.conformance import CHECKS
 
-    found: dict[str, str] = {}
-    for name, check in CHECKS.items():
-        try:
-            check(f"{device}:0")
-            found[name] = ""
-        except (AssertionError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"[:200]
-    return found
+    return CHECKS
+
+
+def holds(check: Callable[[str], None], device: str) -> str:
+    """Empty if an assumption holds on the device, else what is different."""
+    try:
+        check(f"{device}:0")
+    except Exception as error:  # noqa: BLE001 - the others are checked too
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""

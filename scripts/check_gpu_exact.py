@@ -3,20 +3,22 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 from check_gpu_runs import Check, Figures, Lines
 
 VARIANTS = (
-    *("compile", "adamw", "adamw-plain", "adamw-fused", "sgd", "amp", "dropout", "channels-last"),
-    "accumulate",
+    *("adamw", "adamw-plain", "adamw-fused", "sgd", "amp", "dropout", "channels-last"),
+    *("accumulate", "group"),
 )
-ON_A_GPU = ("own-stream", "step-stream", "capturable", "graph", "graph-update", "nccl")
+COMPILED = "compile"
+ON_A_DEVICE = ("own-stream", "step-stream", "capturable")
+GRAPHS = ("graph", "graph-update")
 AT_ONCE = max(1, (os.cpu_count() or 1) // 2)
 
 
 def exact(check: Check) -> Figures:
     """Kill at step 7 of 12, and compare all state with that of an undisturbed run."""
-    names = [*VARIANTS, *(ON_A_GPU if check.is_gpu else ())]
-    names = check.args.variants.split(",") if check.args.variants else names
+    names = check.args.variants.split(",") if check.args.variants else variants(check.args.device)
     shares = [names[at::3] for at in range(3) if names[at::3]]
     commands = {name: check.ftrun("exact", "--variants", name, part=name) for name in names}
     for part, killed in (("pair", 9), ("killed-pair", 1)):
@@ -42,6 +44,17 @@ def exact(check: Check) -> Figures:
     text = "".join(f"\n    {name}: {one}" for name, one in bad.items())
     shown = {"equal": f"{len(found) - len(bad)} of {len(found)}{text}"}
     return {"ok": not bad, "shown": shown, "variants": found, "errors": errors}
+
+
+def variants(device: str) -> list[str]:
+    """Those that torch has for the device; what takes longest comes first."""
+    names = [] if device == "fake" else [COMPILED]
+    names += VARIANTS
+    if device != "cpu":
+        names += ON_A_DEVICE
+        if device == "cuda" or hasattr(torch.accelerator, "Graph"):
+            names += GRAPHS
+    return names
 
 
 def judged(lines: Lines, wanted: dict[int, dict[str, str]], error: str) -> Figures:

@@ -6,9 +6,13 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from bench_common import (
+    BenchError,
+    Deadline,
+    Launcher,
     NotesReader,
     ftrun_status,
     launched,
@@ -68,8 +72,9 @@ def memory_mib() -> int:
     """Memory in use on the first GPU; 0 without one."""
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError, ValueError):
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
+        return int(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
         return 0
 
 
@@ -77,39 +82,56 @@ def respawn(check: Check) -> Figures:
     """One rank over NCCL: time from a kill to the next step, then flight recorder and status."""
     deadline, reader = check.deadline, NotesReader(check.folder / "rank0.jsonl")
     num_kills = 10 if check.is_gpu else 2
-    before, killed, killed_ns = memory_mib(), -1, 0
+    before, status, failed = memory_mib(), dict[str, Any](), ""
     shown: Figures = {"kill_to_step_s": [], "used_mib": []}
-
-    def steps() -> Lines:
-        """Of the newest generation after the last kill."""
-        lines = [line for line in reader.of("step") if line["generation"] > killed]
-        return [line for line in lines if line["generation"] == lines[-1]["generation"]]
-
     with launched("respawn", check.ftrun("respawn"), check.folder) as one:
-        for count in range(num_kills + 1):
-            wait_for("steps", lambda: len(steps()) >= STEPS_BEFORE, [one], deadline)
-            if count:
-                shown["kill_to_step_s"].append(round((steps()[0]["ns"] - killed_ns) / 1e9, 2))
-            pause(1.0, [one], deadline)
-            shown["used_mib"].append(memory_mib() - before)
-            if count < num_kills:
-                killed, killed_ns = steps()[0]["generation"], time.monotonic_ns()
-                os.kill(reader.of("begun", killed)[-1]["pid"], signal.SIGKILL)
-        status = ftrun_status(check.run_id())
-        (check.folder / "facts").touch()
-        wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
+        try:
+            kill_ranks(num_kills, reader, shown, one, deadline, before)
+            status = ftrun_status(check.run_id())
+            (check.folder / "facts").touch()
+            wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
+        except BenchError as error:
+            failed = str(error)
     phases = recovered(check)
     names = list(dict.fromkeys(name for one in phases for name in one))
     shown["phases_s"] = {
         name: round(statistics.median(one.get(name, 0.0) for one in phases), 3) for name in names
     }
-    pause(1.0, [], deadline)
+    time.sleep(1.0)
     shown["left_mib"] = memory_mib() - before
-    shown["status"] = [(rank["step"], rank["start"]) for rank in status["ranks"]]
-    shown["unprotected"] = status["snapshots"]["unprotected_reason"]
-    shown |= reader.of("facts")[0]["found"]
-    ok = max(shown["kill_to_step_s"]) <= RESPAWN_S and all(step for step, _ in shown["status"])
-    return {"ok": ok and not shown["unprotected"], "shown": shown, "phases": phases}
+    shown["status"] = [(rank["step"], rank["start"]) for rank in status.get("ranks", [])]
+    shown["unprotected"] = status.get("snapshots", {}).get("unprotected_reason", "no status")
+    shown |= check.found("facts") | ({"failed": failed} if failed else {})
+    times_s = shown["kill_to_step_s"]
+    ok = len(times_s) == num_kills and max(times_s) <= RESPAWN_S and not failed
+    ok &= not shown["unprotected"] and all(step for step, _ in shown["status"])
+    return {"ok": ok, "shown": shown, "phases": phases}
+
+
+def kill_ranks(
+    num_kills: int,
+    reader: NotesReader,
+    shown: Figures,
+    launcher: Launcher,
+    deadline: Deadline,
+    before_mib: int,
+) -> None:
+    """Kill the rank several times, each time after steps of its newest generation."""
+    killed, killed_ns = -1, 0
+
+    def steps() -> Lines:
+        lines = [line for line in reader.of("step") if line["generation"] > killed]
+        return [line for line in lines if line["generation"] == lines[-1]["generation"]]
+
+    for count in range(num_kills + 1):
+        wait_for("steps", lambda: len(steps()) >= STEPS_BEFORE, [launcher], deadline)
+        if count:
+            shown["kill_to_step_s"].append(round((steps()[0]["ns"] - killed_ns) / 1e9, 2))
+        pause(1.0, [launcher], deadline)
+        shown["used_mib"].append(memory_mib() - before_mib)
+        if count < num_kills:
+            killed, killed_ns = steps()[0]["generation"], time.monotonic_ns()
+            os.kill(reader.of("begun", killed)[-1]["pid"], signal.SIGKILL)
 
 
 def recovered(check: Check) -> Lines:

@@ -12,6 +12,8 @@ from typing import Any
 from bench_common import Deadline, NotesReader, ftrun_command, launched
 
 WORKER = Path(__file__).with_name("check_gpu_worker.py")
+STOP_S = 25.0
+"""A check that does not end at its limit has this time to end its processes."""
 
 Figures = dict[str, Any]
 Lines = list[dict[str, Any]]
@@ -23,6 +25,7 @@ class Check:
     def __init__(self, args: argparse.Namespace, folder: Path, limit_s: float) -> None:
         self.args, self.folder = args, folder
         self.is_gpu = args.device == "cuda"
+        self.limit_s = limit_s
         self.deadline = Deadline(limit_s)
         self._end_s = time.monotonic() + limit_s
 
@@ -37,14 +40,16 @@ class Check:
 
     def ftrun(self, what: str, *more: object, part: str = "", ranks: int = 1) -> list[object]:
         flags = ["--nproc-per-node", ranks, "--run-id", self.run_id(part), "--snapshot-every", 1]
+        if self.args.device == "fake":  # torch knows it before a fork, as it knows a GPU
+            flags += ["--preload", "fake_device.preloaded"]
         return [*ftrun_command(*flags), *self.plain(what, *more, part=part)[1:]]
 
     def run(self, command: Sequence[object], part: str = "") -> str:
         """Run a command to its end; empty, or its last output if it failed."""
         folder = self.folder / part
         variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/c"}
-        left_s = max(0.0, self._end_s - time.monotonic())
-        if not left_s:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
             return "not started: the time of this check is over"
         with launched("check", command, folder, **variables) as launcher:
             try:
@@ -56,3 +61,7 @@ class Check:
     def lines(self, kind: str | None = None, part: str = "", rank: int = 0) -> Lines:
         lines = NotesReader(self.folder / part / f"rank{rank}.jsonl").read()
         return [line for line in lines if kind in (None, line["kind"])]
+
+    def found(self, kind: str) -> Figures:
+        """All figures that a worker wrote before its end."""
+        return {key: one for line in self.lines(kind) for key, one in line["found"].items()}

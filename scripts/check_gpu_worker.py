@@ -1,6 +1,6 @@
 """The worker of check_gpu.py: small trainings that kill themselves, and measurements.
 
-Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`; alone: `reference`, `rates`,
+Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`; alone: `reference`, `rates`, `ring`,
 `nvml` and `conformance`. All write lines to rank<N>.jsonl.
 """
 
@@ -13,15 +13,30 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
 from bench_notes import Notes
-from check_gpu_device import conformance, nvml_facts, pinning, rates, wait
+from check_gpu_device import (
+    BACKENDS,
+    assumptions,
+    captured,
+    delay,
+    free_bytes,
+    holds,
+    load,
+    new_graph,
+    nvml_facts,
+    pinning,
+    random_state,
+    rates,
+    wait,
+)
+from check_gpu_ring import measure as ring
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -32,9 +47,11 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.wire.transport.channel import short_socket_path
 from ftrun.worker.context import worker_context
 
+T = TypeVar("T")
+
 STEPS, KILL_AT, EAGER = 12, 7, 3
-SLOW_CYCLES = 20_000_000
-"""About 10 ms: the device is behind the host at each boundary, so that a missing wait shows."""
+LIST_S = 6.0
+"""A list of timed steps ends after this time, so that a slow device has all lists."""
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "adamw-plain": {"foreach": False},
@@ -50,8 +67,8 @@ class Training:
     def __init__(self, variant: str, device: str) -> None:
         random.seed(1)
         torch.manual_seed(1)
-        self.variant, self.device, self.is_cuda = variant, device, device == "cuda"
-        width = 2048 if self.is_cuda else 64
+        self.variant, self.device = variant, device
+        width = 2048 if device == "cuda" else 64
         self.shape, model = [32, width], self.linear(width)
         if variant == "channels-last":
             convolutions = nn.Conv2d(3, 256, 3), nn.BatchNorm2d(256), nn.Conv2d(256, 64, 3)
@@ -59,9 +76,12 @@ class Training:
         model = model.to(device)
         if variant == "channels-last":
             model = model.to(memory_format=torch.channels_last)
-        if variant in ("nccl", "gloo"):
+        if variant in ("group", "gloo"):
+            backend = BACKENDS.get(device, "gloo")
+            if variant == "gloo" and device != "fake":  # NCCL has one rank for each GPU
+                backend = "gloo"
             alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1}
-            dist.init_process_group(variant, store=dist.HashStore() if alone else None, **alone)
+            dist.init_process_group(backend, store=dist.HashStore() if alone else None, **alone)
             model = DistributedDataParallel(model)
         self.model: Any = model
         if variant == "sgd":
@@ -72,8 +92,7 @@ class Training:
         self.scaler = torch.amp.GradScaler(device, enabled=variant == "amp")
         compiled: Any = torch.compile if variant == "compile" else lambda function: function
         self.forward, self.update = compiled(model), compiled(self.optimizer.step)
-        self.done, self.graph = 0, torch.cuda.CUDAGraph() if self.is_cuda else None
-        self.stream = torch.cuda.Stream() if self.is_cuda else None
+        self.done, self.graph = 0, new_graph(device)
 
     def linear(self, width: int) -> nn.Module:
         dropout = nn.Dropout(0.1 if self.variant == "dropout" else 0.0)
@@ -87,14 +106,13 @@ class Training:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.variant == "amp"):
             loss = self.forward(x).square().mean()
         self.scaler.scale(loss).backward()
-        if self.is_cuda:
-            torch.cuda._sleep(SLOW_CYCLES)
+        delay(self.device)
 
     def turn(self, step: int) -> None:
         is_graph = self.variant.startswith("graph") and self.done >= EAGER
         is_whole = self.variant == "graph"
         if is_graph and self.done == EAGER:
-            with torch.cuda.graph(self.graph):
+            with captured(self.graph, self.device):
                 if is_whole:
                     self.backward()
                 self.optimizer.step()
@@ -102,7 +120,6 @@ class Training:
             self.backward()
         self.done += 1
         if is_graph:
-            assert self.graph is not None
             self.graph.replay()
         elif self.variant == "accumulate" and step % 2 == 0:
             return
@@ -116,8 +133,9 @@ class Training:
 
     def run(self, notes: Notes, kill_at: int, *, each: bool) -> None:
         """Train under `ftrun.attach`; `each`: record the state at every boundary."""
-        own = {name: nullcontext() for name in ("own-stream", "step-stream")}
-        streams: dict[str, Any] = own | {self.variant: torch.cuda.stream(self.stream)}
+        streams: dict[str, Any] = {"own-stream": nullcontext(), "step-stream": nullcontext()}
+        if self.variant in streams:
+            streams[self.variant] = torch.Stream(self.device)
         wait(self.device)
         with streams["own-stream"]:
             session = ftrun.attach(self.model, self.optimizer, scaler=self.scaler)
@@ -140,8 +158,8 @@ class Training:
         """A digest of each tensor, and the text of everything else."""
         wait(self.device)
         numbers: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if self.is_cuda:
-            numbers["cuda"] = torch.cuda.get_rng_state()
+        if self.device != "cpu":
+            numbers["device"] = random_state(self.device)
         parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         whole = {name: part.state_dict() for name, part in parts.items()}
         return dict(flat({**whole, "random": numbers}, ""))
@@ -223,23 +241,25 @@ class Costs:
             session.step_done(snapshot=False)
 
         self.calibrate()
-        first_s, *_ = (self.sealed(session.step_done, shared) for _ in range(4))
-        idle, both, without, ahead = [], [], [], []
-        for _ in range(5):
-            self.timed(skip)
-            idle.append(self.sealed(session.step_done, shared))
-        for _ in range(rounds):
-            both.append(self.timed(session.step_done))
-            without.append(self.timed(skip)[1])
-        for _ in range(5):
-            self.timed(skip, waits=False)
-            ahead.append(self.timed(session.step_done)[0])
         state = [*self.layers.parameters()]
         state += [tensor for one in self.optimizer.state.values() for tensor in one.values()]
-        found = {"first_s": first_s, "idle": idle, "without": without, "ahead": ahead}
-        found |= {"call": [one[0] for one in both], "with": [one[1] for one in both]}
-        num_bytes = sum(tensor.nbytes for tensor in state)
-        notes.write("cost", bytes=num_bytes, **found, **page_facts())
+        first_s = self.sealed(session.step_done, shared)
+        notes.write("cost", bytes=sum(tensor.nbytes for tensor in state), first_s=first_s)
+
+        def idle() -> float:
+            self.timed(skip)
+            return self.sealed(session.step_done, shared)
+
+        def ahead() -> float:
+            self.timed(skip, waits=False)
+            return self.timed(session.step_done)[0]
+
+        several(3, lambda: self.sealed(session.step_done, shared))  # the first ones are verified
+        notes.write("cost", idle=several(5, idle))
+        pairs = several(rounds, lambda: (*self.timed(session.step_done), self.timed(skip)[1]))
+        for name, values in zip(("call", "with", "without"), zip(*pairs, strict=True), strict=True):
+            notes.write("cost", **{name: values})
+        notes.write("cost", ahead=several(5, ahead), **page_facts())
         self.sealed(session.step_done, shared)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -265,6 +285,14 @@ class Costs:
         self.products = max(0, int((self.step_s - plain_s) / each_s))
 
 
+def several(count: int, measure: Callable[[], T]) -> list[T]:
+    """At most this number of figures, and fewer of a slow device."""
+    end_s, found = time.monotonic() + LIST_S, [measure()]
+    while len(found) < count and time.monotonic() < end_s:
+        found.append(measure())
+    return found
+
+
 # --- processes ---------------------------------------------------------------
 
 
@@ -285,8 +313,7 @@ def memory(device: str, path: Path, notes: Notes) -> None:
     before = [json.loads(line) for line in path.read_text().splitlines()][:1]
     children = [pid for line in before for pid in line["children"]]
     left = [pid for pid in children if process_tree.state_of(pid) not in ("", "Z")]
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 1 << 28
-    size = before[0]["bytes"] if before else int(0.7 * free)
+    size = before[0]["bytes"] if before else int(0.7 * free_bytes(device))
     weight = torch.ones(1, device=device, requires_grad=True)
     state = torch.ones(size, dtype=torch.uint8, device=device)
     loader = DataLoader(Sleeping(), num_workers=2, worker_init_fn=lambda _: os.setsid())
@@ -307,8 +334,8 @@ def memory(device: str, path: Path, notes: Notes) -> None:
 
 
 def respawn(device: str, folder: Path, notes: Notes) -> None:
-    """Steps without end, for kills from outside; a file named `facts` requests `group_facts`."""
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    """Steps without end, for kills from outside; a file named `facts` requests `facts`."""
+    dist.init_process_group(BACKENDS.get(device, "gloo"))
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes.write("begun", generation=generation, pid=os.getpid())
     training, asked = Training("adamw", device), folder / "facts"
@@ -324,9 +351,19 @@ def respawn(device: str, folder: Path, notes: Notes) -> None:
         notes.write("step", step=step, generation=generation)
         if asked.exists():
             asked.unlink()
-            found = recorder_facts(device) | (capture_facts() if device == "cuda" else {})
-            notes.write("facts", generation=generation, found=found)
+            notes.write("facts", generation=generation, found=facts(device))
         time.sleep(0.01)
+
+
+def facts(device: str) -> dict[str, Any]:
+    """An error of one part does not hide the others."""
+    found: dict[str, Any] = {}
+    for part in (recorder_facts, capture_facts):
+        try:
+            found |= part(device)
+        except Exception as error:  # noqa: BLE001 - it is the finding
+            found[part.__name__] = f"failed: {type(error).__name__}: {error}"[:300]
+    return found
 
 
 def ask(request: str, method: str = "POST") -> bytes:
@@ -347,7 +384,9 @@ def ask(request: str, method: str = "POST") -> bytes:
 
 def recorder_facts(device: str) -> dict[str, Any]:
     """The class of the backend, and what the flight recorder answers."""
-    backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]
+    backend: Any = dist.group.WORLD
+    with suppress(RuntimeError):  # a group that is written in Python is its own backend
+        backend = backend._get_backend(torch.device(device))
     handlers = json.loads(ask("", "GET"))
     found: dict[str, Any] = {"backend": type(backend).__name__, "handlers": handlers}
     for handler in ("fr_trace_json", "dump_nccl_trace_json"):
@@ -357,22 +396,24 @@ def recorder_facts(device: str) -> dict[str, Any]:
     return found
 
 
-def capture_facts() -> dict[str, Any]:
+def capture_facts(device: str) -> dict[str, Any]:
     """Whether a request to the flight recorder ends the capture of a graph."""
-    x = torch.ones(1 << 20, device="cuda")
+    if new_graph(device) is None:
+        return {}
+    x = torch.ones(1 << 20, device=device)
     found: dict[str, Any] = {"late_loss_pinned": x[0].to("cpu", non_blocking=True).is_pinned()}
     recorder = "dump_nccl_trace_json"
     for request in ("", "fr_trace_json", f"{recorder}?includecollectives=false", recorder):
-        graph = torch.cuda.CUDAGraph()
+        graph = new_graph(device)
         dist.all_reduce(x)
         try:
-            with torch.cuda.graph(graph):
+            with captured(graph, device):
                 x.mul_(2)
                 if request:
                     ask(request)
                 time.sleep(1.5)  # longer than the interval at which the agent asks
             graph.replay()
-            wait("cuda")
+            wait(device)
             found[f"capture during {request or 'nothing'}"] = "intact"
         except (RuntimeError, OSError) as error:
             found[f"capture during {request or 'nothing'}"] = f"broken: {error}"[:200]
@@ -391,28 +432,41 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3)
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
-    notes = Notes(args.folder / f"rank{rank}.jsonl")
-    is_killed = args.what == "exact" and rank == args.kill_rank
-    if args.what == "idle":
-        time.sleep(args.seconds)
-    elif args.what == "cost":
-        Costs(args).measure(args.rounds, notes)
-    elif args.what == "rates":
-        found = rates(args.device) | (pinning() if args.device == "cuda" else {})
-        notes.write("rates", found=found)
-    elif args.what == "nvml":
-        notes.write("nvml", found=nvml_facts())
-    elif args.what == "conformance":
-        notes.write("conformance", found=conformance(args.device))
-    elif args.what == "memory":
-        memory(args.device, args.folder / f"rank{rank}.jsonl", notes)
-    elif args.what == "respawn":
-        respawn(args.device, args.folder, notes)
-    else:
-        torch.use_deterministic_algorithms(True)
-        for variant in args.variants.split(","):
-            training = Training(variant, args.device)
-            training.run(notes, KILL_AT if is_killed else -1, each=args.what == "reference")
+    path, device = args.folder / f"rank{rank}.jsonl", args.device
+    notes = Notes(path)
+    load(device)
+    parts: dict[str, Callable[[], object]] = {
+        "idle": lambda: time.sleep(args.seconds),
+        "cost": lambda: Costs(args).measure(args.rounds, notes),
+        "rates": lambda: plain_copies(device, notes),
+        "ring": lambda: ring(device, args.gb, notes),
+        "nvml": lambda: notes.write("nvml", found=nvml_facts()),
+        "conformance": lambda: conformance(device, notes),
+        "memory": lambda: memory(device, path, notes),
+        "respawn": lambda: respawn(device, args.folder, notes),
+        "exact": lambda: exact(args, notes, KILL_AT if rank == args.kill_rank else -1),
+        "reference": lambda: exact(args, notes, -1),
+    }
+    parts[args.what]()
+
+
+def exact(args: argparse.Namespace, notes: Notes, kill_at: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    for variant in args.variants.split(","):
+        training = Training(variant, args.device)
+        training.run(notes, kill_at, each=args.what == "reference")
+
+
+def plain_copies(device: str, notes: Notes) -> None:
+    notes.write("rates", found=rates(device))
+    if device != "cpu":
+        notes.write("rates", found=pinning(device))
+
+
+def conformance(device: str, notes: Notes) -> None:
+    for name, check in assumptions().items():
+        notes.write("begun", name=name)
+        notes.write("conformance", found={name: holds(check, device)})
 
 
 if __name__ == "__main__":

@@ -315,6 +315,25 @@ if __name__ == "__main__":
     assert len(set(numbers)) == 2, "numpy repeats its numbers in every rank"
 
 
+def test_no_object_is_frozen_at_the_end_if_triton_would_report_it(
+    start: Start, script: Script
+) -> None:
+    name = script("""
+import gc, os, sys, types
+
+class Last:
+    def __del__(self, count=gc.get_freeze_count, write=os.write):
+        write(1, f"frozen at the end: {count()}\\n".encode())
+
+last = Last()
+assert gc.get_freeze_count() > 0
+sys.modules["triton._C.libtriton"] = types.ModuleType("libtriton")
+""")
+    run = start("--nproc-per-node", "1", name)
+    assert run.wait() == 0, run.text
+    assert "frozen at the end: 0" in run.text
+
+
 def test_variable_set_before_import_torch_is_reported(start: Start, script: Script) -> None:
     name = script(
         "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch\n"

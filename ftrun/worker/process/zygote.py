@@ -22,6 +22,7 @@ Rule 3: the reserve has one thread, and imports no module of the agent or of the
 Rule 4: if the stub no longer waits for a forked agent, that agent ends before it has any effect.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -135,6 +136,18 @@ def serve(control: socket.socket, agent_pid: int, *, unsafe_module: str) -> sock
                 return orders
 
 
+def _freeze() -> None:
+    """Keep collections of forked processes from writing to all objects, and so copying them."""
+    gc.freeze()
+    atexit.register(_unfreeze_for_triton)
+
+
+def _unfreeze_for_triton() -> None:
+    """Triton 3.9, of torch 2.15, prints its functions as leaks if they are not collected."""
+    if "triton._C.libtriton" in sys.modules:
+        gc.unfreeze()
+
+
 def main() -> None:
     variables = dict(os.environ)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -153,7 +166,7 @@ def main() -> None:
         return  # this process is an agent that was forked later, or its rank, and has ended
     failed, unsafe_module = preload_for_user(sys.argv[4:], sys.argv[3])
     gc.collect()
-    gc.freeze()
+    _freeze()
     control.send(json.dumps({"ready": True, "failed": failed}).encode())
     orders = serve(control, agent_pid, unsafe_module=unsafe_module)
     if orders is None:
@@ -187,7 +200,7 @@ def _serve_stub(control: socket.socket, variables: dict[str, str]) -> bool:
     os.setsid()
     name_process("ftrun-reserve")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()
+    _freeze()
     _report(control, str(os.getpid()))
     while True:
         order, fds = b"", list[int]()

@@ -1,5 +1,6 @@
 """Dumps that torch's own analyzer reads, and a reader that runs no code of a dump."""
 
+import importlib.util
 import json
 import os
 import pickle
@@ -29,6 +30,10 @@ def dumped(**changes: Any) -> bytes:
     return json.dumps({"version": "2.10", "pg_config": config, "pg_status": {}} | changes).encode()
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.flight_recorder") is None,
+    reason="needs torch 2.10",
+)
 def test_the_analyzer_of_torch_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     for rank, entries in ((0, [ENTRY]), (1, [])):
         (tmp_path / f"rank_{rank}").write_bytes(as_pickle(dumped(entries=entries), "0=0,1"))

@@ -267,6 +267,7 @@ def test_discarded_gradients_do_not_cross(pair: Pair, set_to_none: bool) -> None
     assert accumulation.crossing == []
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor:UserWarning")  # torch 2.8's own LBFGS
 def test_gradients_that_a_closure_makes_do_not_cross() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
