@@ -12,7 +12,7 @@ RING_GB_PER_S = 8.0
 """Required of the copies with digests."""
 
 SLOWER = {"matmul_4096_kib": 0.03, "small_4096_kib": 0.05}
-"""Required: by which part work is slower at most beside the copies."""
+"""Required: by which part work is slower at most during the copies."""
 
 PINNED_OVER_PAGEABLE = 3.0
 """Required of copies from the device."""
@@ -45,7 +45,7 @@ def cost(gb: float, rounds: int, check: Check) -> Figures:
 
 
 def ring(gb: float, check: Check) -> Figures:
-    """The copies of a snapshot without a training, and work beside them."""
+    """The copies of a snapshot without a training, and work during them."""
     error = check.run(check.plain("ring", "--gb", gb))
     found = check.found("ring")
     shown: Figures = {}
