@@ -243,7 +243,7 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     raw = data[entry.offset : entry.offset + entry.num_bytes]
     if raw.numel() == 0:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     return raw.view(dtype).view(entry.shape)
 
 

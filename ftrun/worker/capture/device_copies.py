@@ -261,7 +261,7 @@ def _host_memory(num_bytes: int) -> torch.Tensor:
     """Page-locked memory, rounded up to a power of two; pageable if that is refused."""
     size = 1 << max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         _warn_pageable(str(error))
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")

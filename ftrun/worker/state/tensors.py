@@ -288,7 +288,7 @@ class HostCopy:
         if source.is_cpu:
             return
         try:
-            memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self.tensor = memory.copy_(source, non_blocking=True)
             self._event = torch.accelerator.current_stream(source.device).record_event()
         except (RuntimeError, NotImplementedError):  # no page-locked memory, or no events
