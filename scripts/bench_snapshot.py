@@ -7,6 +7,10 @@ Two ranks have --mb of parameters and AdamW's moments each, without replicas, an
 every step. Forward and backward take about four times as long as a copy of the state. Steps without
 snapshots, with ftrun's and with each peer's run in turns in one process.
 
+With `--device fake` the state is on the device of the tests, whose streams are threads of this
+machine. Its rates mean nothing; it shows for which time the training thread is blocked while the
+device copies. Each step waits for its backward before the update, as gradient clipping does.
+
 blocked_ms        time for which a snapshot blocks the training thread, including the wait in the
                   optimizer's pre-hook
 boundary_ms       the part of it at the boundary itself
@@ -37,6 +41,7 @@ from bench_common import (
     ftrun_status,
     launched,
     parser_of,
+    python_path,
     run_bench,
     scratch,
     show_conditions,
@@ -74,12 +79,18 @@ def run(
     words: list[object] = ["--folder", folder, "--mb", args.mb, "--times-copy", args.times_copy]
     words += ["--rounds", args.rounds, "--block", args.block]
     words += ["--no-peers"] if args.no_peers else []
+    words += ["--device", args.device]
     flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID, "--snapshot-every", 1]
+    variables = {}
+    if args.device == "fake":  # torch knows it before the standbys are forked, as it knows a GPU
+        flags += ["--preload", "fake_device.preloaded"]
+        tests = str(Path(__file__).parents[1] / "tests")
+        variables = {"PYTHONPATH": os.pathsep.join([python_path(), tests])}
     # A restart would mix two generations in one measurement.
     command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
     readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
     results = [folder / f"rank{rank}.json" for rank in range(RANKS)]
-    with launched("ftrun", command, folder) as launcher:
+    with launched("ftrun", command, folder, **variables) as launcher:
         wait_for(
             "the first snapshots",
             lambda: all(reader.of("warm") for reader in readers),
@@ -176,8 +187,9 @@ def report(
         "memory_over_two_slots": "{:.3f}",
     }
     plain_s = median(pooled(results, "plain", "step_s"))
+    where = "" if args.device == "cpu" else f" on the {args.device} device"
     show_table(
-        f"A snapshot at every step, {args.mb:g} MB on each of {RANKS} ranks",
+        f"A snapshot at every step, {args.mb:g} MB on each of {RANKS} ranks{where}",
         ["", *columns],
         [
             [key, *(form.format(column[key]) for column in columns.values())]
@@ -213,6 +225,7 @@ def report(
             "discarded": discarded,
             "mb": args.mb,
             "ranks": RANKS,
+            "device": args.device,
             "conditions": found,
         },
     )
@@ -247,7 +260,14 @@ def parse_arguments() -> argparse.Namespace:
         "--block", type=int, default=5, help="steps of one kind in a turn (default %(default)s)"
     )
     parser.add_argument("--no-peers", action="store_true", help="measure ftrun alone")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "fake"),
+        default="cpu",
+        help="where the state is; on a device ftrun is measured alone (default %(default)s)",
+    )
     args = parser.parse_args()
+    args.no_peers |= args.device != "cpu"
     if min(args.mb, args.times_copy, args.rounds, args.block) <= 0:
         parser.error("--mb, --times-copy, --rounds and --block are positive")
     if sys.platform != "linux":

@@ -40,11 +40,11 @@ PEERS = ("torch.save", "async_save")
 class Layers(nn.Module):
     """Square layers, one after the other."""
 
-    def __init__(self, state_bytes: int) -> None:
+    def __init__(self, state_bytes: int, device: torch.device) -> None:
         super().__init__()
         # Parameters and AdamW's two moments make up the state; 4 bytes each.
         self.width = int((state_bytes / 3 / 4 / LAYERS) ** 0.5)
-        value = torch.full((self.width, self.width), 1.0 / self.width)
+        value = torch.full((self.width, self.width), 1.0 / self.width, device=device)
         self.layers = nn.ParameterList(nn.Parameter(value.clone()) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,9 +60,10 @@ class Worker:
         dist.init_process_group("gloo")
         self.args = args
         self.rank = dist.get_rank()
-        self.model = Layers(int(args.mb * 1e6))
+        self.device = opened(args.device)
+        self.model = Layers(int(args.mb * 1e6), self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.data = torch.ones(16, self.model.width)
+        self.data = self.rows(16)
         context = worker_context()
         assert context is not None
         self.page: SharedPage = context.page
@@ -79,10 +80,19 @@ class Worker:
 
     # --- training ------------------------------------------------------------------------------
 
+    def rows(self, count: int) -> Tensor:
+        return torch.ones(count, self.model.width, device=self.device)
+
+    def wait(self) -> None:
+        """Wait until the device has done the training's work; not for ftrun's copies."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
     def forward_backward(self) -> None:
         loss = self.model(self.data)
         self.optimizer.zero_grad(set_to_none=False)
         loss.backward()
+        self.wait()
 
     def train(self) -> None:
         self.forward_backward()
@@ -116,13 +126,12 @@ class Worker:
 
     def calibrate(self) -> None:
         """Choose the batch so that forward and backward take --times-copy as long as a copy."""
-        copies = [torch.empty_like(tensor) for tensor in self.state()]
-        self.copy_s(copies)
+        copies = self.host_copies()
         copy_s = median(self.copy_s(copies) for _ in range(COPIES))
         del copies
         times_s = {}
         for batch in (16, 64):
-            self.data = torch.ones(batch, self.model.width)
+            self.data = self.rows(batch)
             self.forward_backward()
             times_s[batch] = median(self.timed(self.forward_backward) for _ in range(3))
         per_row_s = max((times_s[64] - times_s[16]) / 48, 1e-6)
@@ -130,10 +139,16 @@ class Worker:
         batch_wanted = torch.tensor([max(1.0, wanted)])
         dist.all_reduce(batch_wanted)
         rows = int(batch_wanted.item()) // dist.get_world_size()
-        self.data = torch.ones(max(1, rows), self.model.width)
+        self.data = self.rows(max(1, rows))
+
+    def host_copies(self) -> list[Tensor]:
+        """Memory for `copy_s`, used once."""
+        copies = [torch.empty_like(tensor, device="cpu") for tensor in self.state()]
+        self.copy_s(copies)
+        return copies
 
     def copy_s(self, copies: list[Tensor]) -> float:
-        """A torch.Tensor.copy_ of the whole state, on all ranks at once."""
+        """A torch.Tensor.copy_ of the whole state to the host, on all ranks at once."""
 
         def copy() -> None:
             for target, source in zip(copies, self.state(), strict=True):
@@ -142,6 +157,7 @@ class Worker:
         return self.timed(copy)
 
     def timed(self, function: Callable[[], None]) -> float:
+        self.wait()
         dist.barrier()
         started_s = time.monotonic()
         function()
@@ -174,11 +190,11 @@ class Worker:
 
     def idle_snapshots(self) -> tuple[list[float], list[float]]:
         """Copies of snapshots while nothing else runs, in turns with copy_."""
-        copies = [torch.empty_like(tensor) for tensor in self.state()]
-        self.copy_s(copies)
+        copies = self.host_copies()
         snapshots_s, copies_s = [], []
         for _ in range(IDLE_SNAPSHOTS):
             self.optimizer.step()
+            self.wait()
             count = self.page.get(HeartbeatField.SEALED_COUNT)
             dist.barrier()
             self.session.step_done()
@@ -295,6 +311,17 @@ class Peers:
         dist.barrier()
 
 
+def opened(name: str) -> torch.device:
+    """The device of the state."""
+    if name == "cpu":
+        return torch.device(name)
+    from fake_device import fake
+
+    fake.load()
+    fake.set_mode("threads", max_pause_us=0)
+    return torch.device(name, 0)
+
+
 def own_bytes() -> int:
     """Memory of this process that belongs to no file and no memfd."""
     found = psutil.Process().memory_info()
@@ -309,6 +336,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--block", type=int, required=True)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--device", required=True)
     args = parser.parse_args()
     worker = Worker(args)
     notes = Notes(args.folder / f"rank{worker.rank}.jsonl")

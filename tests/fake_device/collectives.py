@@ -88,12 +88,15 @@ class FakeProcessGroup(dist.ProcessGroup):
 
         return self._queue([*flat, *inputs], outputs, call)
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        return self._each(self._gloo._allgather_base, outputs, inputs, opts)
+
     def _allgather_base(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        gloo = self._gloo
-        call = lambda t: gloo._allgather_base(t[0], t[1], *_given(opts))  # noqa: E731
-        return self._queue([output, source], output, call)
+        return self._each(self._gloo._allgather_base, [output], [source], opts)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
@@ -108,20 +111,39 @@ class FakeProcessGroup(dist.ProcessGroup):
 
         return self._queue([*outputs, *flat], outputs, call)
 
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        return self._each(self._gloo._reduce_scatter_base, outputs, inputs, opts)
+
     def _reduce_scatter_base(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        gloo = self._gloo
-        call = lambda t: gloo._reduce_scatter_base(t[0], t[1], *_given(opts))  # noqa: E731
-        return self._queue([output, source], output, call)
+        return self._each(self._gloo._reduce_scatter_base, [output], [source], opts)
 
-    # The names from torch 2.13 on.
+    # The names from torch 2.13 on; for several tensors torch accepts both names.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
     def barrier(self, opts: Any = None) -> dist.Work:
         torch.accelerator.synchronize()
         return self._gloo.barrier(*_given(opts))  # type: ignore[no-any-return]
+
+    def _each(
+        self, collective: Callable[..., dist.Work], outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> dist.Work:
+        """A collective of one output and one input, for each pair in turn."""
+        count = len(outputs)
+
+        def call(t: list[torch.Tensor]) -> dist.Work:
+            given = zip(t[:count], t[count:], strict=True)
+            works = [collective(*pair, *_given(opts)) for pair in given]
+            for one in works:
+                one.wait()
+            return works[-1]
+
+        result = outputs[0] if count == 1 else outputs
+        return self._queue([*outputs, *inputs], result, call)
 
     def _queue(
         self, tensors: Tensors, result: Any, call: Callable[[list[torch.Tensor]], dist.Work]

@@ -11,7 +11,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,15 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 
 
 class Node:
-    """The agent of one node: an SMP, a warm process, one generation after the other."""
+    """The agent of one node: an SMP, a warm process, one generation after the other.
 
-    def __init__(self, folder: Path, kind: str, ends: contextlib.ExitStack) -> None:
+    Args:
+        first: words between the interpreter and the script.
+    """
+
+    def __init__(
+        self, folder: Path, kind: str, ends: contextlib.ExitStack, first: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.kind = kind
         self.socket = folder / "smp.sock"
@@ -70,7 +76,7 @@ class Node:
         errors = ends.enter_context((folder / "ranks.err").open("wb"))
         self.warm = ends.enter_context(
             process(
-                *(sys.executable, "-u", str(SCRIPT), str(folder)),
+                *(sys.executable, "-u", *first, str(SCRIPT), str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

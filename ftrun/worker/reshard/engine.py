@@ -336,7 +336,7 @@ class RuledState(RankState):
 
     def _filled(self, copies: Sequence[BoxCopy], num_items: int, dtype: str) -> torch.Tensor:
         """[items] filled from the copies; padding is 0."""
-        made = torch.zeros(num_items, dtype=DTYPES[dtype])
+        made = torch.zeros(num_items, dtype=DTYPES[dtype], device="cpu")
         copy_boxes([(copy, made) for copy in copies], self._shards)
         return made
 

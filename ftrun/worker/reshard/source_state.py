@@ -178,7 +178,8 @@ class SourceState:
         self._used.add(ref.name)
         dtype = DTYPES[entry.dtype]
         raw = bytearray(self.shards.read(rank, entry.offset, entry.num_bytes))
-        flat = readable(memoryview(raw), dtype) if raw else torch.empty(0, dtype=dtype)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        flat = readable(memoryview(raw), dtype) if raw else empty
         copied = flat.view(entry.shape)
         if ref.stride:
             copied = early_restore.empty(entry.shape, dtype, "cpu", ref.stride).copy_(copied)

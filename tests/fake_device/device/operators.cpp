@@ -8,13 +8,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -22,6 +22,10 @@
 #include <torch/library.h>
 
 #include "backend.h"
+
+namespace at::autocast {  // its header includes all operators
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}
 
 namespace fake {
 namespace {
@@ -96,6 +100,19 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
+// New memory for a larger size gets the old content in the order of the stream.
+const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size,
+                         std::optional<c10::MemoryFormat> format) {
+  if (tensor.sizes() == size && !format) return tensor;
+  auto* resized = tensor.unsafeGetTensorImpl();
+  resized->set_sizes_contiguous(size);
+  if (format) resized->empty_tensor_restride(*format);
+  auto num_bytes = size_t(resized->storage_offset() + resized->numel()) * tensor.element_size();
+  if (resized->numel() > 0 && num_bytes > tensor.storage().nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), num_bytes);
+  return tensor;
+}
+
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
   use_in_stream(tensor.storage().data(), {index_of(stream.device()), stream.id()});
 }
@@ -146,7 +163,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  at::native::resize_(to, from.sizes());
+  resize(to, from.sizes(), std::nullopt);
   return copy_from(from, to, false);
 }
 
@@ -266,7 +283,7 @@ Values written_results(const c10::OperatorHandle& op, const Values& args) {
       auto tensor = args[at].toTensor();
       auto wanted = after[at].toTensor();
       if (is_ours(tensor) && tensor.sizes() != wanted.sizes())
-        at::native::resize_(tensor, wanted.sizes());
+        resize(tensor, wanted.sizes(), std::nullopt);
     }
   }
   Values results;
@@ -285,6 +302,23 @@ Values new_results(const c10::OperatorHandle& op, const Values& args, c10::Devic
   });
 }
 
+// A scalar `out` in memory of the host that can grow, and its place. Losses use it as scratch.
+struct Scalar {
+  size_t index;
+  Region region;
+  at::Tensor made;
+};
+
+std::vector<Scalar> scalar_results(const c10::OperatorHandle& op, const Values& args) {
+  std::vector<Scalar> found;
+  for (size_t at = 0; at < args.size(); ++at) {
+    if (!op.schema().arguments()[at].is_out() || !args[at].isTensor()) continue;
+    auto tensor = args[at].toTensor();
+    if (is_ours(tensor) && tensor.dim() == 0) found.push_back({at, Region(tensor), {}});
+  }
+  return found;
+}
+
 enum class Kind { writes, creates, needs_values };
 
 Kind kind_of(const c10::OperatorHandle& op) {
@@ -299,6 +333,13 @@ Kind kind_of(const c10::OperatorHandle& op) {
   }
   if (writes) return Kind::writes;
   return is_tensors ? Kind::creates : Kind::needs_values;
+}
+
+// Such numbers are drawn at the call, so that the generator has the state after them.
+bool draws_on_host(const Values& args) {
+  for (auto& value : args)
+    if (value.isGenerator() && random_state_of(value.toGenerator()) == nullptr) return true;
+  return false;
 }
 
 void take_random_numbers(const c10::OperatorHandle& op, Values& args, int device,
@@ -320,7 +361,7 @@ void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::DeviceGuard guard(device);
   auto kind = kind_of(op);
   std::optional<Values> results;
-  if (kind != Kind::needs_values) {
+  if (kind != Kind::needs_values && !draws_on_host(args)) {
     PlainKernels plain;
     try {
       results = kind == Kind::writes ? written_results(op, args) : new_results(op, args, device);
@@ -342,21 +383,42 @@ void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Recorded inputs(args);
   std::optional<Recorded> outputs;
   if (kind == Kind::creates) outputs.emplace(*results);
-  run_in_current_stream(device.index(), [op, inputs, outputs, draws] {
+  auto scalars = scalar_results(op, args);
+  run_in_current_stream(device.index(), [op, inputs, outputs, draws, scalars]() mutable {
     auto running = inputs.with_tensors();
+    for (auto& one : scalars) {
+      one.made = at::empty_strided({0}, {1}, at::TensorOptions().dtype(one.region.dtype));
+      running[one.index] = one.made;
+    }
     for (auto& [at, draw] : draws)
       running[at] = at::make_generator<at::CPUGeneratorImpl>(draw.seed());
     op.callBoxed(&running);
+    for (auto& one : scalars) one.region.tensor().copy_(one.made);
     if (!outputs) return;
     std::vector<at::Tensor> targets;
     for_each_tensor(outputs->with_tensors(), [&](const at::Tensor& one) { targets.push_back(one); });
     size_t at = 0;
     for_each_tensor(running, [&](const at::Tensor& one) {
-      if (auto& target = targets.at(at++); target.defined() && one.defined()) target.copy_(one);
+      auto& target = targets.at(at++);
+      bool is_unused = !one.defined() || one.numel() == 0;  // as the statistics of an evaluation
+      if (target.defined() && !is_unused) target.copy_(one);
     });
   });
   torch::jit::drop(*stack, count);
   for (auto& result : *results) stack->push_back(std::move(result));
+}
+
+void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  auto dtype = at::autocast::get_autocast_dtype(DEVICE_TYPE);
+  auto count = op.schema().arguments().size();
+  Values args(stack->end() - count, stack->end());
+  torch::jit::drop(*stack, count);
+  for (auto& value : replaced(args, [&](const at::Tensor& one) {
+         return is_ours(one) && one.scalar_type() == at::kFloat ? one.to(dtype) : one;
+       }))
+    stack->push_back(value);
+  op.callBoxed(stack);
 }
 
 void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
@@ -394,7 +456,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   library.impl("unfold", TORCH_FN(at::native::unfold));
-  library.impl("resize_", TORCH_FN(at::native::resize_));
+  library.impl("resize_", resize);
   library.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   library.impl("set_.source_Storage", set_from_whole_storage);
   library.impl("set_.source_Storage_storage_offset", set_from_storage);
@@ -405,6 +467,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   // Compositions of other operators by default, which give other bytes than the processor's kernels.
   for (auto name : {"native_layer_norm", "native_group_norm"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&launch>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
+  for (auto name : {"linear", "matmul", "conv2d"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast_and_call>());
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

@@ -67,6 +67,11 @@ class Net(nn.Module):
         return x if self.last is None else self.last(x) * self.scale + self.frozen.sum(0)
 
 
+def device() -> str:
+    """The type of torch's default device, which all tensors are on."""
+    return torch.get_default_device().type
+
+
 def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, object]:
     torch.manual_seed(100 * int(order["generation"]) + rank)  # nothing is equal by chance
     np.random.seed(rank)
@@ -88,7 +93,7 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
         share(model)
         names = ("replicate", "shard")
         shape = (2, world_size // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if kind == "hsdp" else None
+        mesh = init_device_mesh(device(), shape, mesh_dim_names=names) if kind == "hsdp" else None
         fully_shard(model.wide, mesh=mesh)
         fully_shard(model, mesh=mesh)
     if kind in ("tp", "fsdp+tp"):
@@ -137,7 +142,7 @@ def parallelize(model: Net, size: int, world_size: int) -> None:
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device(), (world_size // size, size), mesh_dim_names=("dp", "tp"))
     cuts = {"wide": ColwiseParallel(use_local_output=False), "last": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], cuts)
     if world_size > size:
@@ -180,7 +185,7 @@ def full(tensor: object) -> object:
         return {key: full(value) for key, value in tensor.items()}
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
-    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+    return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 
 
 def state_of(things: dict[str, object], session: object) -> dict[str, object]:
@@ -202,7 +207,7 @@ def state_of(things: dict[str, object], session: object) -> dict[str, object]:
             for group in optimizer.param_groups
         ],
         "scheduler": things["scheduler"].state_dict(),
-        "average": things["average"].clone(),
+        "average": full(things["average"]),
         "training": [part.training for part in model.modules()],
         "random": [torch.get_rng_state(), things["dice"].get_state()],
     }
@@ -211,7 +216,9 @@ def state_of(things: dict[str, object], session: object) -> dict[str, object]:
 def train(folder: Path, order: dict[str, object], rank: int, world_size: int) -> None:
     generation = order["generation"]
     store = folder / f"store.{generation}"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    backend = os.environ.get("TRAINING_BACKEND", "gloo")
+    init_method = f"file://{store}"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     things = made(order, rank, world_size)
     things |= {name: order[name] for name in ("mesh", "cast") if name in order}
     if order.get("narrow"):
@@ -264,6 +271,7 @@ def _read_little_at_a_time() -> None:
 def become(folder: Path, order: dict[str, object], rank: int) -> None:
     os.environ.update(order["variables"][rank])
     torch.set_num_threads(1)
+    torch.set_default_device(os.environ.get("TRAINING_DEVICE", "cpu"))
     status = 1
     try:
         train(folder, order, rank, len(order["variables"]))

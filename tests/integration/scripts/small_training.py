@@ -1,8 +1,10 @@
 """A small training with everything an exact resume depends on; it writes each loss to a file.
 
 Arguments: folder for the losses, steps or epochs, then switches: ddp, fsdp, workers, persistent,
-stateful, epochs, late-ddp, batchnorm, die=STEP (SIGKILL after that number of iterations of this
-process).
+stateful, epochs, late-ddp, batchnorm, accumulate, amp, two-devices, an option of AdamW (foreach,
+fused, capturable), die=STEP (SIGKILL after that number of iterations of this process).
+
+The training is on torch's default device.
 """
 
 import os
@@ -19,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ftrun
 
+OPTIONS = ("foreach", "fused", "capturable")
+
 
 class Numbers(Dataset):
     """Forty samples."""
@@ -29,6 +33,29 @@ class Numbers(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.arange(8, dtype=torch.float32) * (index + 1) / 40
         return x.sin(), x.cos()[:4]
+
+
+class OnSecondDevice(nn.Sequential):
+    """Layers on the second device of the default type; the input is on the first one."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.to(self.device())
+
+    def device(self) -> str:
+        kind = torch.get_default_device().type
+        return kind if kind == "cpu" else f"{kind}:1"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.device())).to(x.device)
+
+
+def model_of(switches: set[str]) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2)]
+    layers += [nn.BatchNorm1d(32)] if "batchnorm" in switches else []
+    wide = nn.Linear(32, 300)
+    layers += [OnSecondDevice(wide) if "two-devices" in switches else wide]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(300, 4))
 
 
 def loader_of(switches: set[str], rank: int, world_size: int) -> DataLoader:
@@ -50,6 +77,56 @@ def loader_of(switches: set[str], rank: int, world_size: int) -> DataLoader:
     )
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def in_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
+
+
+class Training:
+    """One step after another; each loss goes to the file of this process."""
+
+    def __init__(self, switches: set[str], rank: int, world_size: int) -> None:
+        self.kind = torch.get_default_device().type
+        self.is_mixed, self.accumulates = "amp" in switches, "accumulate" in switches
+        self.plain = model_of(switches)
+        if world_size > 1:
+            dist.init_process_group(os.environ.get("TRAINING_BACKEND", "gloo"))
+        if "fsdp" in switches:
+            sharded(self.plain)
+        is_late = "late-ddp" in switches
+        self.model = in_ddp(self.plain) if "ddp" in switches and not is_late else self.plain
+        options = {name: True for name in OPTIONS if name in switches}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, **options)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scaler = torch.amp.GradScaler(self.kind, enabled=self.is_mixed)
+        self.loader = loader_of(switches, rank, world_size)
+        names = ("model", "optimizer", "scheduler", "scaler", "loader")
+        self.session = ftrun.attach(**{name: getattr(self, name) for name in names})
+        if is_late:
+            self.model = in_ddp(self.plain)
+
+    def step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        is_odd = self.session.step % 2 == 1
+        if not (self.accumulates and is_odd):
+            self.optimizer.zero_grad()
+        x, y = batch
+        noise = random.random() * 1e-3 + np.random.rand() * 1e-3
+        with torch.autocast(self.kind, torch.bfloat16, enabled=self.is_mixed):
+            loss = nn.functional.mse_loss(self.model(x + noise), y)
+        self.scaler.scale(loss).backward()
+        if not self.accumulates or is_odd:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+        return loss
+
+
 def main() -> None:
     folder, total = Path(sys.argv[1]), int(sys.argv[2])
     switches = set(sys.argv[3:])
@@ -58,47 +135,20 @@ def main() -> None:
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
-    layers: list[nn.Module] = [nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2)]
-    layers += [nn.BatchNorm1d(32)] if "batchnorm" in switches else []
-    model: nn.Module = nn.Sequential(*layers, nn.Linear(32, 300), nn.Tanh(), nn.Linear(300, 4))
-    if world_size > 1:
-        dist.init_process_group("gloo")
-    if "fsdp" in switches:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model[0])
-        fully_shard(model)
-    plain = model
-    if "ddp" in switches and "late-ddp" not in switches:
-        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    loader = loader_of(switches, rank, world_size)
-    session = ftrun.attach(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    if "late-ddp" in switches:
-        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
-    log = (folder / f"loss.{rank}.{session.generation}").open("w", buffering=1)
+    training = Training(switches, rank, world_size)
+    session = training.session
     turns = 0
-
-    def train(batch: list[torch.Tensor]) -> None:
-        nonlocal turns
-        optimizer.zero_grad()
-        x, y = batch
-        noise = random.random() * 1e-3 + np.random.rand() * 1e-3
-        loss = nn.functional.mse_loss(model(x + noise), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        log.write(f"{session.step + 1} {loss.item().hex()}\n")
-        turns += 1
-        if turns == die_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    for _epoch in session.epochs(total):
-        for batch in session.batches(loader):
-            train(batch)
-    state = [t.to_local() if hasattr(t, "to_local") else t for t in plain.state_dict().values()]
-    torch.save([session.step, state], folder / f"end.{rank}.pt")
+    with (folder / f"loss.{rank}.{session.generation}").open("w", buffering=1) as log:
+        for _epoch in session.epochs(total):
+            for batch in session.batches(training.loader):
+                loss = training.step(batch)
+                log.write(f"{session.step + 1} {loss.item().hex()}\n")
+                turns += 1
+                if turns == die_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    tensors = training.plain.state_dict().values()
+    state = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
+    torch.save([session.step, [one.cpu() for one in state]], folder / f"end.{rank}.pt")
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
