@@ -34,8 +34,9 @@ def checked(tmp_path: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "checks",
     [
-        ["standby", "memory", "respawn"],
-        ["conformance", "cost-2", "ring", "rates", "nvml"],
+        pytest.param(["standby", "memory", "respawn"], marks=pytest.mark.full),
+        ["ring", "rates", "nvml"],
+        pytest.param(["conformance", "cost-2"], marks=pytest.mark.full),
         pytest.param(["cost-8"], marks=pytest.mark.full),
     ],
     ids=" ".join,
@@ -49,7 +50,7 @@ def test_the_checks_of_processes_and_figures(tmp_path: Path, checks: list[str]) 
 @pytest.mark.parametrize(
     "variants",
     [
-        ["own-stream", "group"],
+        pytest.param(["own-stream", "group"], marks=pytest.mark.full),
         pytest.param(None, marks=pytest.mark.full),
     ],
 )
