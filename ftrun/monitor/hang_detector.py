@@ -334,9 +334,11 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
         f"all ranks have entered {_call_of(group)} and {ranks_text(ranks)} cannot leave it: a "
         f"connection {where} carries no data"
     )
-    doubt = f"whether {ranks_text(unread)} entered {_call_of(group)} is not known" if unread else ""
+    unknown = (
+        f"whether {ranks_text(unread)} entered {_call_of(group)} is not known" if unread else ""
+    )
     if unread:
-        text = f"{ranks_text(ranks)} cannot leave {_call_of(group)}, and {doubt}"
+        text = f"{ranks_text(ranks)} cannot leave {_call_of(group)}, and {unknown}"
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
         culprits=(),
@@ -344,7 +346,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
         victims=tuple(sorted(waits.waiting)),
         text=text,
         evidence=tuple(evidence),
-        counter_evidence=(doubt,) if unread else (),
+        counter_evidence=(unknown,) if unread else (),
         confidence=Confidence.POSSIBLE if unread else Confidence.LIKELY,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
@@ -415,7 +417,7 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
     # Torch counts messages and collectives of a group in one field, which gives no common order.
     are_counts = any(view.groups and not view.is_recorder_complete for view in views)
     are_still = all(view.still_s >= settings.no_activity_s for view in views) and not are_counts
-    doubt = "only the counts of their recorders are known, which may be of messages"
+    unknown = "only the counts of their recorders are known, which may be of messages"
     evidence = [
         f"rank {rank} waits in {_call_of(waits.views[rank].waiting[0])} for "
         f"{ranks_text(waits.edges[rank])}"
@@ -429,7 +431,7 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
         text=f"{ranks_text(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
         evidence=tuple(evidence),
-        counter_evidence=(doubt,) if are_counts else (),
+        counter_evidence=(unknown,) if are_counts else (),
         confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
         act_immediately=are_still,
         fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",

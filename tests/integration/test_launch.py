@@ -197,20 +197,29 @@ def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
 
 
 def test_modules_next_to_the_script_are_preloaded_and_a_failing_one_is_named(
-    start: Start, script: Script
+    start: Start, script: Script, tmp_path: Path
 ) -> None:
-    script("import os\nIMPORTED_IN = os.getpid()\n", "neighbor.py")
+    script(
+        "import os, sys\n"
+        "IMPORTED_IN = os.getpid()\n"
+        "sys.path.insert(0, os.path.join(os.path.dirname(__file__), 'more'))\n",
+        "neighbor.py",
+    )
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "distant.py").touch()
     script("raise ValueError('this model needs a licence')\n", "broken.py")
     name = script(
-        "import os, sys, neighbor\n"
+        "import os, sys, neighbor, distant\n"
         "print('preloaded' if neighbor.IMPORTED_IN != os.getpid() else 'imported here')\n"
         "print(f'first folder is that of the script: {os.path.dirname(__file__) == sys.path[0]}')\n"
+        "print(f'once: {sys.path.count(sys.path[0]) == 1}')\n"
     )
     modules = ("--preload", "neighbor", "--preload", "broken", "--preload", "nowhere")
     run = start(*modules, name)
     assert run.wait() == 0, run.text
     assert "preloaded" in run.text
     assert "first folder is that of the script: True" in run.text
+    assert "once: True" in run.text
     assert "--preload broken failed: ValueError: this model needs a licence" in run.text
     assert "--preload nowhere failed: ModuleNotFoundError: No module named 'nowhere'" in run.text
     assert not run.journal("fresh_start_used"), "the zygote still forks"

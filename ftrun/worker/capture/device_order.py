@@ -32,7 +32,9 @@ class StepStreams:
     def __init__(self, guarded: Callable[[Hook], Hook]) -> None:
         self._streams: set[torch.Stream] = set()
         self._joined: list[torch.Stream] = []
-        self._devices: WeakKeyDictionary[Optimizer, list[torch.device]] = WeakKeyDictionary()
+        self._devices: WeakKeyDictionary[Optimizer, tuple[int, list[torch.device]]]
+        self._devices = WeakKeyDictionary()
+        """With the number of parameter groups, which the script may add to."""
         self._hook = register_optimizer_step_pre_hook(guarded(self._before_step))
 
     def close(self) -> None:
@@ -59,12 +61,12 @@ class StepStreams:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        devices = self._devices.get(optimizer)
-        if devices is None:
-            groups = optimizer.param_groups
-            devices = list({one.device for group in groups for one in group["params"]})
-            devices = [device for device in devices if device.type != "cpu"]
-            self._devices[optimizer] = devices
+        groups = optimizer.param_groups
+        count, devices = self._devices.get(optimizer, (-1, []))
+        if count != len(groups):
+            used = {one.device for group in groups for one in group["params"]}
+            devices = [device for device in used if device.type != "cpu"]
+            self._devices[optimizer] = (len(groups), devices)
         for device in devices:
             self.note(device)
 

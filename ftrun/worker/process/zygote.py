@@ -88,12 +88,15 @@ def preload(modules: Sequence[str]) -> dict[str, str]:
 def preload_for_user(modules: Sequence[str], folder: str) -> tuple[dict[str, str], str]:
     """Import modules while a fork is safe, from `folder` first, as the script does.
 
+    What the modules add to the path stays, because the ranks do not execute them again.
+
     Returns:
         The errors, and the module that made a fork unsafe; empty if none did.
     """
     failed: dict[str, str] = {}
     is_safe = not unfit_to_fork()
-    path = list(sys.path)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder in which ftrun was started
     sys.path.insert(0, folder)
     try:
         for name in modules:
@@ -102,7 +105,10 @@ def preload_for_user(modules: Sequence[str], folder: str) -> tuple[dict[str, str
                 return failed, name
         return failed, ""
     finally:
-        sys.path[:] = path
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+        if not sys.flags.safe_path:
+            sys.path.insert(0, folder)  # a rank replaces the first one
 
 
 def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None:

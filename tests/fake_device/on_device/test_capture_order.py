@@ -20,6 +20,7 @@ from ftrun.config.profile import SnapshotConfig
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import device_copies
 from ftrun.worker.capture.copying import SlotCopy
+from ftrun.worker.capture.device_order import StepStreams
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import TIMEOUT_S, Run
 
@@ -58,6 +59,14 @@ def made(device: torch.device = DEVICE) -> tuple[Counting, torch.optim.Optimizer
     model = Counting().to(device)
     torch.accelerator.synchronize(device)
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def attached(run: Run) -> tuple[Counting, torch.optim.Optimizer, Session, torch.Stream]:
+    """A model, its optimizer and session, and a stream of the script."""
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    torch.accelerator.synchronize(DEVICE)
+    return model, optimizer, session, torch.Stream(DEVICE)
 
 
 def train_step(model: Counting, optimizer: torch.optim.Optimizer) -> None:
@@ -99,8 +108,7 @@ def test_a_forward_in_the_stream_of_the_step_waits_for_the_boundary_copies(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The boundaries are outside of the stream: the loop is around `with stream`."""
-    model, optimizer = made()
-    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
+    model, optimizer, session, stream = attached(run)
     gate = Gate(monkeypatch)
     with stream:
         train_step(model, optimizer)
@@ -115,8 +123,7 @@ def test_a_forward_in_the_stream_of_the_step_waits_for_the_boundary_copies(
 
 def test_a_step_without_a_hook_in_a_stream_of_its_own_is_awaited(run: Run) -> None:
     """A compiled step calls no hook of torch's optimizers."""
-    model, optimizer = made()
-    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
+    model, optimizer, session, stream = attached(run)
     unhooked: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     for _ in range(3):
         with stream:
@@ -167,9 +174,7 @@ def test_a_restore_is_complete_in_every_stream(run: Run) -> None:
 @needs_graphs
 def test_a_step_that_is_captured_breaks_nothing(run: Run) -> None:
     """In a capture nothing may wait for work outside of it, such as the copy of a snapshot."""
-    model, optimizer = made()
-    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
-    torch.accelerator.synchronize(DEVICE)
+    model, optimizer, session, stream = attached(run)
     with stream:
         train_step(model, optimizer)
         session.step_done()
@@ -187,9 +192,7 @@ def test_a_step_that_is_captured_breaks_nothing(run: Run) -> None:
 
 @needs_graphs
 def test_a_turn_with_a_replayed_step_that_is_left_by_break_is_a_step(run: Run) -> None:
-    model, optimizer = made()
-    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
-    torch.accelerator.synchronize(DEVICE)
+    model, optimizer, session, stream = attached(run)
     with stream:
         for step in session.steps(9):
             if step == 0:
@@ -235,9 +238,7 @@ def test_a_graph_that_changes_no_state_waits_for_no_copy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward and backward by replay, and an eager step: judged in the second snapshot."""
-    model, optimizer = made()
-    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
-    torch.accelerator.synchronize(DEVICE)
+    model, optimizer, session, stream = attached(run)
     with stream:
         train_step(model, optimizer)
         session.step_done()
@@ -269,9 +270,7 @@ def test_a_graph_that_changes_state_waits_for_each_copy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph updates the weight, and no optimizer takes part."""
-    model, optimizer = made()
-    session, stream = run.attach(model=model, optimizer=optimizer), torch.Stream(DEVICE)
-    torch.accelerator.synchronize(DEVICE)
+    model, optimizer, session, stream = attached(run)
     with stream:
         train_step(model, optimizer)
         optimizer.zero_grad()
@@ -383,3 +382,23 @@ def test_the_copy_thread_stays_on_the_device_of_the_rank(
     session.step_done()
     finished(session)
     assert seen == [1]
+
+
+def test_a_step_of_a_group_that_was_added_later_is_awaited_on_its_device() -> None:
+    second = torch.device(DEVICE.type, 1)
+    first, late = (nn.Parameter(torch.zeros(WIDTH).to(one)) for one in (DEVICE, second))
+    for one in (first, late):
+        one.grad = torch.full((WIDTH,), -1.0).to(one.device)
+    optimizer = torch.optim.SGD([first], lr=1.0)
+    streams, stream = StepStreams(lambda hook: hook), torch.Stream(second)
+    try:
+        optimizer.step()
+        streams.join()
+        optimizer.add_param_group({"params": [late]})
+        torch.accelerator.synchronize(second)
+        with stream:
+            optimizer.step()
+        streams.join()
+        assert late.detach().cpu().tolist() == [1.0] * WIDTH
+    finally:
+        streams.close()

@@ -177,9 +177,9 @@ def test_a_recorder_that_cannot_be_read_is_named_and_proves_nothing() -> None:
     assert (found.kind, found.culprits) == (VerdictKind.HANG_IN_COMMUNICATION, ())
     assert (found.confidence, found.act_immediately) == (Confidence.POSSIBLE, False)
     call = "all_reduce #7 of group dp"
-    doubt = f"whether rank 3 entered {call} is not known"
-    assert found.text == f"ranks 0 and 1 cannot leave {call}, and {doubt}"
-    assert found.counter_evidence == (doubt,)
+    unknown = f"whether rank 3 entered {call} is not known"
+    assert found.text == f"ranks 0 and 1 cannot leave {call}, and {unknown}"
+    assert found.counter_evidence == (unknown,)
     assert found.evidence == (
         f"3 ranks of group dp have entered {call}",
         "ranks 0 and 1 have not left it for 5.0 s",
