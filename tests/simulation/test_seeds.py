@@ -49,6 +49,8 @@ SEEDS = [
     pytest.param(1084762, "liveness", id="the only shards of the previous world are lost"),
     pytest.param(1151443, "safety", id="a second run's plan has the number of the first run's"),
     pytest.param(1138442, "liveness", id="an SMP commits before its new agent has a plan"),
+    pytest.param(1213339, "liveness", id="a leader leaves while another voter is being lost"),
+    pytest.param(1225085, "safety", id="a node that left holds an older version than the members"),
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late never joins"),

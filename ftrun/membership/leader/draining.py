@@ -23,15 +23,15 @@ Rule 5: this holds only for the generation in which it was found, because a ball
         state of a draining node. It is determined again after each ballot. Protection has read
         every byte. If a node's state has no protection, only a step shows that its ranks have
         read it, and that it is whole.
-Rule 6: a draining node may end only after the leader had time to change the voters. The vote of
-        the draining node may be needed for that. Without it, the run can be left with half of its
-        voters.
+Rule 6: a draining node may end only after the leader had time to change the voters, and while no
+        voter misses heartbeats: that voter may be lost, and the voters must change again. The vote
+        of the draining node may be needed for that. Without it, the run can be left with half of
+        its voters.
 """
 
 import msgspec
 
 from ftrun.config.cluster import MembershipSettings
-from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import VoterReconfiguration
 from ftrun.records.membership import NodesDraining
@@ -101,7 +101,7 @@ class NodeDraining:
         self._leaving &= asked
         notes: list[JournalEntry] = []
         new = asked - self._leaving
-        reason = self._stop_reason(plan, here, unfit) if asked else ""
+        reason = self._stop_reason(here, unfit) if asked else ""
         if not reason and new and now_s - self._last_s >= NOTICE_S:
             self._leaving = asked
             self._safe_s = None  # Rule 6: a draining node votes until the voters change
@@ -135,9 +135,7 @@ class NodeDraining:
         leave = tuple(sorted(node_id for node_id, _ in here))
         return msgspec.structs.replace(body, leave=leave) if leave else body
 
-    def _stop_reason(
-        self, plan: GenerationPlan | None, here: set[Identity], unfit: set[str]
-    ) -> str:
+    def _stop_reason(self, here: set[Identity], unfit: set[str]) -> str:
         asked, cluster_size = self._asked_s.keys(), self._settings.cluster_size
         if here <= asked:
             return "every node has received SIGTERM"
@@ -145,14 +143,10 @@ class NodeDraining:
         left = sum(1 for identity in here - asked if identity[0] not in unfit)
         if left < cluster_size.min_nodes:
             return f"draining {names} would leave {left} of at least {cluster_size.min_nodes} nodes"
-        voters = electorate(plan.voters) if plan is not None else frozenset()
-        deciding = len((voters & here) - asked)
-        if self._peers.me.identity in asked and 2 * deciding <= len(voters):
-            return f"draining {names} would leave {deciding} of {len(voters)} voters"
         return ""
 
     def _let_go(self, plan: GenerationPlan | None, now_s: float, *, is_settled: bool) -> None:
-        is_safe = is_settled and plan is not None and self._is_safe(plan)
+        is_safe = is_settled and plan is not None and self._is_safe(plan, now_s)
         if not is_safe or self._reconfiguration.wanted is not None:
             self._safe_s = None
         elif self._safe_s is None:
@@ -171,13 +165,15 @@ class NodeDraining:
         members = {node.node_id for node in plan.members} if plan is not None else set()
         self._freed = frozenset(identity for identity in free if identity[0] not in members)
 
-    def _is_safe(self, plan: GenerationPlan) -> bool:
-        """Whether the members hold, whole, a version that the run can resume from.
+    def _is_safe(self, plan: GenerationPlan, now_s: float) -> bool:
+        """Whether no voter may soon be lost, and the members hold, whole, a version to resume from.
 
         A member that has restored keeps the shards of its ranks. After a change of the world size
         its ranks read parts of other shards, and the draining node may hold the only copy of these
         until a version of the new world is committed.
         """
+        if self._peers.is_late({card.node_id for card in plan.voters}, now_s=now_s):
+            return False  # Rule 6
         reports, committed = self._monitor.reports, self._monitor.orders.committed
         has_stepped = reports.steps_here > 0
         if committed is None:

@@ -21,7 +21,7 @@ Rule 6: if the lease stays expired, only a ballot restores it: the nodes do not 
         agents were restarted and cannot report what their predecessors promised.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -236,16 +236,15 @@ class FailureDetector:
         since_s = max(min(peer.received_s, peer.acked_s), peer.met_s, self._awake_s)
         return now_s - since_s
 
-    def is_member_late(self, plan: GenerationPlan, *, now_s: float) -> bool:
-        """Whether a node that runs ranks has missed a heartbeat, and may soon be lost."""
+    def is_late(self, node_ids: Collection[str], *, now_s: float) -> bool:
+        """Whether one of these nodes has missed a heartbeat, and may soon be lost."""
         late_s = 2 * self.settings.times.heartbeat_interval_s
-        members = [self.by_id.get(node.node_id) for node in plan.members]
         return any(
-            peer is not None
-            and not peer.lost
+            not peer.lost
+            and peer.card.node_id in node_ids
             and peer.card.node_id != self.me.node_id
             and self.unresponsive_s(peer, now_s=now_s) >= late_s
-            for peer in members
+            for peer in self
         )
 
     def is_to_be_dialled(self, peer: PeerState, *, now_s: float) -> bool:

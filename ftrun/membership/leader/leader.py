@@ -452,10 +452,10 @@ class Leader:
         return found
 
     def _continue(self, now_s: float) -> list[Command]:
-        plan, may_follow = self.plan, self.monitor.waits_for_cause
         # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
-        is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
-        if self.is_lease_expired or is_late:
+        members = [one.node_id for one in self.plan.members] if self.plan is not None else []
+        is_late = self.known.is_late(members, now_s=now_s)
+        if self.is_lease_expired or (is_late and self.monitor.waits_for_cause):
             return []
         found = self._decide(self.monitor.tick(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:

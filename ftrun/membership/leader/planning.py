@@ -158,7 +158,7 @@ def _reason(choice: RestoreChoice, problem: str, previous: GenerationPlan | None
     if not problem and previous is not None and previous.restore == _pair(choice.version):
         # It starts where the last generation started, for the same reason.
         return previous.restore_reason
-    return choice.reason if choice.version is not None else problem or choice.reason
+    return problem or choice.reason
 
 
 def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPlan | None) -> str:
@@ -168,13 +168,21 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
             return choice.reason
         was = "was" if choice.wanted == choice.committed else "may have been"
         return f"{choice.wanted} {was} committed and is lost: {choice.reason}"
-    if choice.version is not None or previous is None:
+    if previous is None or _is_from(choice.version, previous):
         return ""
-    # No commit is known here. A node that ran ranks holds what was committed.
+    # No newer commit is known here. A node that ran ranks holds what was committed.
     ran = {node.node_id for node in previous.members}
     if any(has.card.node_id in ran and has.knows >= 0 for has in ballot.promises.values()):
         return ""
-    return f"no present node has the memory of generation {previous.generation}"
+    text = f"no present node has the memory of generation {previous.generation}"
+    if choice.version is None:
+        return text
+    # A node that has left that generation may have kept the version it began with.
+    return f"{choice.reason}; {text}, and its steps are lost"
+
+
+def _is_from(found: Version | None, plan: GenerationPlan) -> bool:
+    return found is not None and found.generation == plan.generation
 
 
 def _nothing_clean(bad: Version) -> EndRun:

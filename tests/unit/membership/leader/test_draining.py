@@ -68,7 +68,7 @@ def protected_again(made: Agents, node_ids: Iterable[str], at: VersionPair) -> N
 
 def commits(made: Agents, node_ids: str, step: int) -> None:
     """These nodes commit a version of the running generation."""
-    at = (made["a"].runs, step)
+    at = (made[node_ids[0]].runs, step)
     works(made, step, node_ids, ready=at, steps_here=1)
     made.passes(3.0)
 
@@ -235,16 +235,40 @@ def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
     assert ends(made, "b") == [(TERMINATED, True)]
 
 
-def test_a_leader_that_would_leave_too_few_to_decide_stops_the_run() -> None:
+def test_a_leader_of_two_nodes_leaves_the_other_one_to_decide_alone() -> None:
     made = started("ab", cluster_size=ClusterSize(1, 2, 0))
     works(made, 5, "ab")
     ask(made, "a")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "ab", "a")
     made.passes(0.5)
-    assert made["b"].reported(RequestFinalSnapshot)[0].reason == (
-        "draining a would leave 1 of 2 voters"
-    )
-    works(made, 9, "ab", at_boundary=True)
-    assert made["b"].reported(SignalWorkers)
+    assert made.running() == {"b": 1}
+    commits(made, "b", at[1] + 1)
+    assert ends(made, "a") == [(TERMINATED, True)]
+    assert [card.node_id for card in made.plan("b").voters] == ["b"]
+    made.kill("a")
+    made.passes(5.0)
+    assert made.leader() == "b"
+    assert ends(made, "b") == []
+
+
+def test_a_leader_does_not_leave_while_another_voter_may_be_lost() -> None:
+    """With both gone, the last of three voters could not decide: seed 1213339."""
+    made = started("abc", cluster_size=ClusterSize(1, 1, 2))
+    works(made, 5, "a")
+    ask(made, "a")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "a", "a")
+    made.passes(0.5)
+    assert made.running() == {"b": 1}
+    made.cut("c")
+    made.passes(4 * STEP_S)
+    works(made, at[1] + 1, "b", ready=(made["b"].runs, at[1] + 1), steps_here=1)
+    made.passes(2.0)
+    assert ends(made, "a") == [], "c has missed heartbeats"
+    made.passes(3.0)
+    assert ends(made, "a") == [(TERMINATED, True)]
+    assert [card.node_id for card in made.plan("b").voters] == ["b"]
 
 
 def test_a_leader_that_leaves_is_followed_by_the_next() -> None:

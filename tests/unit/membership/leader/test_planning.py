@@ -297,11 +297,28 @@ def test_what_was_committed_is_unknown_where_none_is_here_that_ran_and_remembers
     assert isinstance(planned(remembers, "sa", previous), GenerationPlan)
 
 
+def test_a_node_that_left_may_have_an_older_version_than_the_lost_members() -> None:
+    """A lone member commits by itself, and no other node knows of it: seed 1225085."""
+    previous = plan(1, "b", spares="ac", restore=(0, 9), ancestry=[(0, 9)])
+    kept = promise(2, "a", knows=1, committed=(0, 9), holdings=Inventory([offer(0, (0, 9), 1)]))
+    found = planned([kept, promise(2, "c", knows=1)], "ca", previous)
+    assert isinstance(found, GenerationPlan)
+    assert found.restore == (0, 9)
+    assert found.restore_reason.endswith(
+        "no present node has the memory of generation 1, and its steps are lost"
+    )
+    returns = promise(2, "b", knows=1, committed=(0, 9))
+    found = planned([kept, returns], "ba", previous)
+    assert isinstance(found, GenerationPlan)
+    assert "lost" not in found.restore_reason
+
+
 def test_a_version_that_is_here_is_continued_from_whichever_node_remembers() -> None:
     previous = plan(1, "ab")
     found = planned([holding(2, one, (1, 8), "ab", knows=-1) for one in "ab"], "ab", previous)
     assert isinstance(found, GenerationPlan)
     assert found.restore == (1, 8)
+    assert "lost" not in found.restore_reason
 
 
 def test_a_run_without_a_commit_begins_where_the_last_generation_began() -> None:
