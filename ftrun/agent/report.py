@@ -119,6 +119,7 @@ class NodeReporter:
             views=self.observer.views,
             sample=self.observer.sample,
             troubles=self.troubles.recent,
+            fault=self.troubles.fault,
             differs=self._differs[0],
             differing_ranks=self._differs[1],
             repeat_warning=generations.repeats.warning,

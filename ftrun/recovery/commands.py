@@ -33,6 +33,14 @@ class StartGeneration:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ExcludeNode:
+    """Run no ranks on this node for an hour; precedes a `StartGeneration`."""
+
+    node_id: str
+    reason: str
+
+
 # --- one node: a member's ---------------------------------------------------------------------
 
 
@@ -198,7 +206,9 @@ class QueryWitness:
     """For a promise: no run to resume is known."""
 
 
-SupervisorCommand = KillWorkers | StartGeneration | RequestFinalSnapshot | SignalWorkers | EndRun
+SupervisorCommand = (
+    KillWorkers | ExcludeNode | StartGeneration | RequestFinalSnapshot | SignalWorkers | EndRun
+)
 PartCommand = RespawnSmp | RespawnZygote | DisableComponent
 NetworkCommand = Connect | Send | Disconnect
 SnapshotCommand = (

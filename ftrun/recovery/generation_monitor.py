@@ -36,6 +36,7 @@ from ftrun.monitor.verdicts import Verdict
 from ftrun.monitor.worker_exits import may_be_a_consequence
 from ftrun.recovery.commands import (
     EndRun,
+    ExcludeNode,
     KillWorkers,
     RequestFinalSnapshot,
     Send,
@@ -47,6 +48,7 @@ from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.past import NodeFailures, Past
+from ftrun.recovery.repeated_causes import Placement
 from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
 from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan
@@ -141,7 +143,12 @@ class GenerationMonitor:
         self.reports.forget(node_id)
 
     def excluded(self, *, now_s: float) -> set[str]:
-        return self._failures.excluded(now_s=now_s)
+        """Nodes that get no ranks: excluded ones, and those with a hardware fault.
+
+        A member with a fault keeps its ranks until another node can run them.
+        """
+        members = self._plan.node_of.values() if self._plan is not None else ()
+        return self._failures.excluded(now_s=now_s) | (self.reports.faults.keys() - {*members})
 
     def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
         for node_id in node_ids:
@@ -237,6 +244,7 @@ class GenerationMonitor:
         is_free = bool(self._waiting) and not self.awaits_notices
         if is_free and (is_late or not self.waits_for_cause or self._is_examined()):
             exits = self._decided_on(now_s)
+            self.supervisor.placement = self._placement(now_s)
             found += self._ask(WorkersExited(exits, self.progress()), now_s)
         return found + self._ask(Tick(), now_s)
 
@@ -255,6 +263,11 @@ class GenerationMonitor:
     def is_steady(self) -> bool:
         is_running = self.supervisor.state is SupervisorState.RUNNING
         return is_running and self.reports.all_run and not self._exits
+
+    @property
+    def are_movable(self) -> bool:
+        """Whether other nodes can restore the state of any member, or there is no state."""
+        return not self.reports.attached or self.reports.are_protected()
 
     @property
     def is_stopping(self) -> bool:
@@ -296,6 +309,8 @@ class GenerationMonitor:
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
                     self._order(signal=command.signal, signal_count=count, reason=command.reason)
+                case ExcludeNode():
+                    pass  # `_ask` has excluded it
                 case StartGeneration() | EndRun():
                     left.append(command)
                 case _:
@@ -342,8 +357,7 @@ class GenerationMonitor:
         has_failed = any(one.kind is not ExitKind.FINISHED for one in self._exits.values())
         if self._plan is None or has_failed or self.supervisor.state is not SupervisorState.RUNNING:
             return
-        is_elastic = len(self._plan.members) > self._settings.cluster_size.min_nodes
-        self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
+        self.watching.can_replace = can_replace = self._can_replace(self._plan)
         try:
             found = self.watching.poll(self._plan, self.reports, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - a bug in the monitor must not end the run
@@ -380,6 +394,20 @@ class GenerationMonitor:
         return self.watching.probes(self._plan, now_s=now_s) if self._plan and is_running else []
 
     # --- details ------------------------------------------------------------------------------
+
+    def _can_replace(self, plan: GenerationPlan) -> bool:
+        """Whether the run could continue without one of its nodes."""
+        return self.num_spares > 0 or len(plan.members) > self._settings.cluster_size.min_nodes
+
+    def _placement(self, now_s: float) -> Placement:
+        assert self._plan is not None
+        return Placement(
+            node_of=self._plan.node_of,
+            can_replace=self._can_replace(self._plan),
+            is_protected=self.are_movable,
+            num_excluded=len(self._failures.barred_ages_s(now_s=now_s)),
+            faults=dict(self.reports.faults),
+        )
 
     def _take_exits(self, exits: Sequence[WorkerExit], now_s: float) -> None:
         new = [one for one in exits if one.rank not in self._exits]
@@ -470,4 +498,7 @@ class GenerationMonitor:
                 self.incidents.acted("kill", command.reason)
             elif isinstance(command, StartGeneration):
                 self.incidents.acted("respawn", command.reason)
+            elif isinstance(command, ExcludeNode):
+                self._failures.bar(command.node_id, now_s=now_s)
+                self.incidents.acted("evict", command.reason)
         return found

@@ -33,6 +33,8 @@ class MemberReports:
     def __init__(self) -> None:
         self.heartbeats: dict[str, Heartbeat] = {}
         """By node id, of any generation."""
+        self.faults: dict[str, str] = {}
+        """Hardware faults that nodes report, in words, by node id."""
         self.step = 0
         """The largest step boundary that any rank has passed."""
         self.steps_here = 0
@@ -72,6 +74,10 @@ class MemberReports:
             if (ready := _ready(before)) is not None:
                 self._ready[ready] -= 1
         self.heartbeats[node_id] = heartbeat
+        if heartbeat.fault:
+            self.faults[node_id] = heartbeat.fault
+        else:
+            self.faults.pop(node_id, None)
         return self._count(node_id, heartbeat)
 
     def forget(self, node_id: str) -> None:

@@ -9,8 +9,11 @@ Rule 1: every change of a run's state happens in `handle`.
 Rule 2: a failure is retried unless a retry cannot cure it. A program that ends by itself before the
         first step contains an error. The same failure that repeats without a step of progress
         would repeat again.
-Rule 3: a lost connection does not count as a repeated cause: only the budget bounds its retries.
-Rule 4: a command is given once; its result comes back as an event.
+Rule 3: before a repeated failure ends the run, the node on which it repeats is replaced, see
+        repeated_causes.py. A node with a hardware fault is replaced at once, and that restart is
+        not counted.
+Rule 4: a lost connection does not count as a repeated cause: only the budget bounds its retries.
+Rule 5: a command is given once; its result comes back as an event.
 
 Source: the restart intensity of Erlang/OTP supervisors (a number of restarts in a time window),
         which a burst of failures exhausts and a quiet week does not.
@@ -41,6 +44,7 @@ from ftrun.monitor.worker_exits import first_cause, is_link_failure
 from ftrun.recovery.commands import (
     DisableComponent,
     EndRun,
+    ExcludeNode,
     KillWorkers,
     PartCommand,
     RequestFinalSnapshot,
@@ -50,6 +54,7 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
+from ftrun.recovery.repeated_causes import Placement, RepeatedCauses, Repetition
 from ftrun.wire.cluster.generation import FailureHistory
 
 
@@ -131,7 +136,10 @@ class Supervisor:
         self._finished: set[Rank] = set()
         self._best_step = -1
         self._steps_seen = False
-        self._same_cause: tuple[str, int] = ("", 0)
+        self.placement = Placement()
+        self._causes = RepeatedCauses(profile.restart.same_cause_limit)
+        self._faulty: set[str] = set()
+        """Nodes with a hardware fault whose ranks were restarted in place."""
         self._without_progress = 0
         self._stop_signal = SIGTERM
         self._deadline_s = 0.0
@@ -142,8 +150,11 @@ class Supervisor:
         return FailureHistory(
             restarts=self.restarts,
             spent_ages_s=self.budget.ages_s(now_s=now_s),
-            same_cause=self._same_cause[0],
-            same_cause_count=self._same_cause[1],
+            same_cause=self._causes.cause,
+            same_cause_count=self._causes.count,
+            same_cause_at=[*self._causes.places],
+            excluded_for_cause=self._causes.excluded,
+            faulty=sorted(self._faulty),
             without_progress=self._without_progress,
             best_step=self._best_step,
             steps_seen=self._steps_seen,
@@ -156,7 +167,13 @@ class Supervisor:
         self.budget.forget()
         for age_s in history.spent_ages_s:
             self.budget.spend(now_s=now_s - age_s)
-        self._same_cause = (history.same_cause, history.same_cause_count)
+        self._causes.succeed(
+            history.same_cause,
+            history.same_cause_count,
+            tuple(history.same_cause_at),
+            history.excluded_for_cause,
+        )
+        self._faulty = set(history.faulty)
         self._without_progress = history.without_progress
         self._best_step = history.best_step
         self._steps_seen = history.steps_seen
@@ -200,11 +217,26 @@ class Supervisor:
     def _failed(
         self, cause: WorkerExit, progress: Progress, now_s: float
     ) -> list[SupervisorCommand]:
-        refusal = self._refusal(cause, progress, now_s)
+        advanced, key = self._has_advanced(cause, progress)
+        place = self.placement
+        node_id, fault = place.fault_behind(cause)
+        is_final = self._is_final(cause, is_reported=node_id in place.faults)
+        can_move = place.can_replace and (place.is_protected or node_id in self._faulty)
+        if is_final is None and fault and can_move:
+            return self._exclude(cause, node_id, fault)
+        found = Repetition(0)
+        if not fault and not is_link_failure(cause):  # only the budget bounds lost links
+            found = self._causes.note(key, cause, place, advanced=advanced)
+        refusal = is_final or self._refusal(cause, node_id, fault, found, now_s)
         if refusal is not None:
             return [KillWorkers(cause.text), *self._end(refusal)]
         self.budget.spend(now_s=now_s)
+        if found.exclude:
+            text = f"the same failure occurred on it {found.count} times without progress"
+            return self._exclude(cause, found.exclude, text)
         self.restarts += 1
+        if fault:
+            self._faulty.add(node_id)
         reason = cause.text
         # Before the first step of this generation, the script may not have reached `attach` yet.
         if not progress.attached and progress.steps_here > 0:
@@ -223,21 +255,49 @@ class Supervisor:
         )
         return [KillWorkers(cause.text)]
 
-    def _refusal(self, cause: WorkerExit, progress: Progress, now_s: float) -> EndRun | None:
-        """Why this failure is not retried; None if it is. Counts causes and progress."""
-        self._steps_seen |= progress.steps_here > 0
-        own_code = cause.code if cause.code > 0 else 128 - cause.code
-        if cause.kind in _ENDS_ITSELF and not self._steps_seen and not self._is_explicit:
+    def _exclude(self, cause: WorkerExit, node_id: str, why: str) -> list[SupervisorCommand]:
+        self.restarts += 1
+        self._without_progress = 0
+        self.state = SupervisorState.STARTING
+        reason = f"node {node_id} is excluded: {why}"
+        return [KillWorkers(cause.text), ExcludeNode(node_id, reason), StartGeneration(reason)]
+
+    def _is_final(self, cause: WorkerExit, *, is_reported: bool) -> EndRun | None:
+        """The end of the run after a failure that no restart can cure.
+
+        Args:
+            is_reported: a node has reported a hardware fault that explains it.
+        """
+        is_start = not self._steps_seen and not self._is_explicit and not is_reported
+        if cause.kind in _ENDS_ITSELF and is_start:
             advice = "Not retried: the program ended by itself before its first step."
-            return EndRun(own_code, cause.text, cause, advice)
+            return EndRun(_own_code(cause), cause.text, cause, advice)
         if cause.kind is ExitKind.NUMERICAL_ANOMALY and self._numerics_policy == "stop":
             advice = (
                 "numerics.policy is stop. The last snapshots and checkpoints are from before it."
             )
             return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
-        if self._is_the_same_again(cause, progress):
+        return None
+
+    def _refusal(
+        self, cause: WorkerExit, node_id: str, fault: str, found: Repetition, now_s: float
+    ) -> EndRun | None:
+        """Why this failure is not retried; None if it is."""
+        if fault and node_id in self._faulty:
             advice = (
-                f"The same failure occurred {self._same_cause[1]} times without a step of "
+                f"Node {node_id} has a hardware fault, and no other node can run its ranks: "
+                f"{fault}. Reset or replace the device, then start ftrun on that node again."
+            )
+            return EndRun(ExitCode.NOT_ENOUGH_NODES, cause.text, cause, advice)
+        if found.follows:
+            advice = (
+                f"The failure follows its rank: {found.follows}. The cause is in the data of this "
+                "rank or in its part of the program. Correct it, then start again."
+            )
+            return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
+        if found.count >= self._restart.same_cause_limit and not found.exclude:
+            advice = (
+                f"The same failure occurred {found.count} times without a step of "
                 "progress, so another restart would not help. Correct the cause, then start again."
             )
             return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
@@ -245,10 +305,12 @@ class Supervisor:
             advice = f"The restart budget is used up: {self.budget}."
             if not self._is_explicit:
                 advice += " Raise restart.budget in the profile, or use --max-restarts."
-            return EndRun(own_code, cause.text, cause, advice)
+            return EndRun(_own_code(cause), cause.text, cause, advice)
         return None
 
-    def _is_the_same_again(self, cause: WorkerExit, progress: Progress) -> bool:
+    def _has_advanced(self, cause: WorkerExit, progress: Progress) -> tuple[bool, str]:
+        """Whether the run has made progress since the last failure; the key of this cause."""
+        self._steps_seen |= progress.steps_here > 0
         # Without attach, each start counts steps from 0. Only the same failure after the same
         # number of steps is known to be no progress.
         key = cause.fingerprint
@@ -256,14 +318,12 @@ class Supervisor:
             advanced = progress.step > self._best_step
         else:
             key += f" after {progress.steps_here} steps"
-            advanced = progress.steps_here > 0 and key != self._same_cause[0]
+            advanced = progress.steps_here > 0 and key != self._causes.cause
         self._best_step = max(self._best_step, progress.step)
         self._without_progress = 0 if advanced else self._without_progress + 1
-        if is_link_failure(cause):
-            return False  # only the budget bounds these
-        count = self._same_cause[1] + 1 if key == self._same_cause[0] and not advanced else 1
-        self._same_cause = (key, count)
-        return count >= self._restart.same_cause_limit
+        if advanced:
+            self._faulty.clear()
+        return advanced, key
 
     def _pause_s(self) -> float:
         """Seconds to wait before a restart: 0 after progress, then doubling."""
@@ -313,6 +373,10 @@ class Supervisor:
     def _end(self, command: EndRun) -> list[SupervisorCommand]:
         self.state = SupervisorState.ENDED
         return [command]
+
+
+def _own_code(cause: WorkerExit) -> int:
+    return cause.code if cause.code > 0 else 128 - cause.code
 
 
 OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0

@@ -29,7 +29,7 @@ NO_PERMISSION, LOST = 4, 15
 UNKNOWN = (1 << 64) - 1
 _HANGS, _FIRST = 1, 2
 _STATUS, _HANDLE_STATUS, _USED, _TOTAL, _ECC, _REASONS = range(6)
-_PENDING, _FAILED, _NO_EVENTS, _NUM_XIDS, _XIDS = range(6, 11)
+_PENDING, _FAILED, _NO_EVENTS, _ACTION, _NUM_XIDS, _XIDS = range(6, 12)
 _LATE_MS = _XIDS + 8
 _HOLDERS = _LATE_MS + 1
 _MAX_HOLDERS = 8
@@ -114,6 +114,9 @@ class FakeGpus:
 
     def refuse_events(self, index: int) -> None:
         self._set(index, _NO_EVENTS, 1)
+
+    def need_action(self, index: int, action: int) -> None:
+        self._set(index, _ACTION, action)
 
     def report_xid(self, index: int, number: int) -> None:
         count = self._get(index, _NUM_XIDS)

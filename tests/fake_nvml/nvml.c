@@ -20,6 +20,7 @@ enum {
     HANDLE_STATUS,   /* of calls for its handle */
     USED, TOTAL, ECC, REASONS, PENDING, FAILED,
     NO_EVENTS,       /* the device knows no events */
+    ACTION,          /* the recovery action that the device needs */
     NUM_XIDS, XIDS,  /* written so far; the newest eight */
     LATE_MS = XIDS + 8,
     HOLDERS,         /* of each: its pid, its bytes, when its end was seen */
@@ -152,6 +153,28 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(Device *device, unsigned long long
 #ifndef BEFORE_535
 int nvmlDeviceGetCurrentClocksEventReasons(Device *device, unsigned long long *reasons) {
     return nvmlDeviceGetCurrentClocksThrottleReasons(device, reasons);
+}
+#endif
+
+/* Drivers before 570 know no recovery action. */
+#ifndef BEFORE_535
+enum { RECOVERY_ACTION = 230 };
+
+typedef struct {
+    unsigned int field, scope;
+    long long timestamp, latency_us;
+    int type, status;
+    union { double as_double; unsigned int as_int; unsigned long long as_long; } value;
+} FieldValue;
+
+int nvmlDeviceGetFieldValues(Device *device, int count, FieldValue *values) {
+    int status = call_of(device);
+    if (status != SUCCESS) return status;
+    for (int i = 0; i < count; i++) {
+        values[i].status = values[i].field == RECOVERY_ACTION ? SUCCESS : NOT_SUPPORTED;
+        values[i].value.as_int = (unsigned int)device->words[ACTION];
+    }
+    return SUCCESS;
 }
 #endif
 

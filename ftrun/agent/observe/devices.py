@@ -3,7 +3,7 @@
 Runs in:  agent, the thread of the rank observer; calls of NVML in threads of their own.
 Takes in: /sys/class/net, /sys/class/infiniband; for GPUs NVML, if its package and driver are
           present.
-Gives:    sentences about what was counted since the last poll; none if nothing was. For the process
+Gives:    reports of what was counted since the last poll; none if nothing was. For the process
           of the preflight check the faults and warnings of all GPUs.
 Survives: missing devices: a machine without them reports nothing. A GPU that is lost, and a driver
           that does not answer: both are reported, and the ranks are observed as before.
@@ -18,8 +18,9 @@ Rule 2: each call of NVML has a deadline. It may hang in the driver, for example
 
 import ctypes
 import logging
+import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from ftrun import clock
+from ftrun.monitor.device_faults import DeviceReport, recovery_report, xid_report
 
 _log = logging.getLogger(__name__)
 
@@ -97,10 +99,10 @@ class DeviceCounters:
         self._system = system
         self._due_s = 0.0
         self._before: dict[str, int] = {}
-        self._gpus: BoundedCall[list[str]] | None = None
+        self._gpus: BoundedCall[list[DeviceReport]] | None = None
         self._is_silent = False
 
-    def poll(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
+    def poll(self, now_s: float, *, on_device: bool) -> tuple[DeviceReport, ...]:
         """What was counted since the last poll, if a poll is due."""
         if now_s < self._due_s:
             return ()
@@ -108,13 +110,13 @@ class DeviceCounters:
         self._due_s = now_s + EVERY_S
         counts = self._network()
         before, self._before = self._before, {**self._before, **counts}
-        found: list[str] = []
+        found: list[DeviceReport] = []
         if not is_first:  # The first value of a counter may have accumulated over years.
             grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}
-            found = [_as_text(key, more) for key, more in sorted(grown.items())]
+            found = [DeviceReport(_as_text(key, more)) for key, more in sorted(grown.items())]
         return (*found, *self._of_gpus(on_device=on_device))
 
-    def _of_gpus(self, *, on_device: bool) -> list[str]:
+    def _of_gpus(self, *, on_device: bool) -> list[DeviceReport]:
         """Once a rank has used a device, also while the next generation has not yet."""
         if self._gpus is None:
             if not on_device:
@@ -123,7 +125,9 @@ class DeviceCounters:
         found = self._gpus.answer(_ANSWER_S)
         was_silent, self._is_silent = self._is_silent, self._gpus.silent_s >= _SILENT_S
         if self._is_silent and not was_silent:
-            return [f"the GPUs' driver (NVML) has not answered for {self._gpus.silent_s:.0f} s"]
+            # It may only be busy, for example with page-locking much memory.
+            text = f"the GPUs' driver (NVML) has not answered for {self._gpus.silent_s:.0f} s"
+            return [DeviceReport(text)]
         return found or []
 
     def _network(self) -> dict[str, int]:
@@ -143,13 +147,18 @@ class RecentDeviceErrors:
     """Recent device errors, for verdicts that may follow; in the main thread."""
 
     def __init__(self) -> None:
+        self.fault = ""
+        """The first hardware fault of this node, in words. It stays until the agent ends: the
+        operator has to repair the node. Empty: none."""
         self._reported: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 
-    def take(self, new_errors: "SimpleQueue[str]", *, now_s: float) -> list[str]:
+    def take(self, new_errors: "SimpleQueue[DeviceReport]", *, now_s: float) -> list[str]:
         found: list[str] = []
         with suppress(Empty):
             while True:
-                found.append(new_errors.get_nowait())
+                report = new_errors.get_nowait()
+                found.append(report.text)
+                self.fault = self.fault or (report.text if report.is_fault else "")
         self._reported.extend((now_s, text) for text in found)
         while self._reported and now_s - self._reported[0][0] > _RECENT_S:
             self._reported.popleft()
@@ -170,9 +179,10 @@ class Gpus:
         self._index_of: dict[int, int] = {}
         """By the address of a handle. A lost GPU does not answer which index it has."""
         self._errors: dict[int, int] = {}
+        self._xid_counts: Counter[tuple[str, int]] = Counter()
         self._reported: dict[tuple[int, str], str] = {}
 
-    def poll(self) -> list[str]:
+    def poll(self) -> list[DeviceReport]:
         """What is new since the last poll; of the first one only what is wrong now."""
         if not self._is_loaded:
             self._nvml, self._is_loaded = driver(), True
@@ -180,18 +190,20 @@ class Gpus:
                 self._listen()
         if self._nvml is None:
             return []
-        found: list[str] = []
+        found: list[DeviceReport] = []
         for index in range(self._count()):
             found += self._check(index)
-        return found + self._xids()
+        found += self._xids()
+        return [one if _is_ours(one.text) else DeviceReport(one.text) for one in found]
 
     def _count(self) -> int:
         with suppress(self._nvml.NVMLError):
             return int(self._nvml.nvmlDeviceGetCount())
         return 0
 
-    def _check(self, index: int) -> list[str]:
-        nvml, lost, slow, more = self._nvml, "", "", 0
+    def _check(self, index: int) -> list[DeviceReport]:
+        nvml, name, more = self._nvml, f"GPU {index}", 0
+        now = dict.fromkeys(("lost", "slow", "action"), DeviceReport(""))
         try:
             device = nvml.nvmlDeviceGetHandleByIndex(index)
             with _unknown_suppressed(nvml):
@@ -199,16 +211,24 @@ class Gpus:
                 more = count - self._errors.get(index, count)
                 self._errors[index] = count
             with _unknown_suppressed(nvml):
-                slow = slowdown(nvml, device)
+                if text := slowdown(nvml, device):
+                    now["slow"] = DeviceReport(f"{name} {text}")
+            with _unknown_suppressed(nvml):
+                if action := recovery_action(nvml, device):
+                    now["action"] = recovery_report(name, action)
         except nvml.NVMLError_NoPermission:
             return []  # a GPU of another job; the driver counts it nevertheless
         except nvml.NVMLError as error:
-            lost = f"does not answer: {error}"
-        found = [f"GPU {index} uncorrectable memory errors: {more:,} more"] if more > 0 else []
-        for key, text in (("lost", lost), ("slow", slow)):
-            if text and not self._reported.get((index, key)):
-                found.append(f"GPU {index} {text}")
-            self._reported[index, key] = text
+            text = f"{name} does not answer: {error}"
+            now["lost"] = DeviceReport(text, is_fault=_is_lost(nvml, error))
+        found = []
+        if more > 0:
+            text = f"{name} uncorrectable memory errors: {more:,} more"
+            found.append(DeviceReport(text, is_fault=True))
+        for key, report in now.items():
+            if report.text and not self._reported.get((index, key)):
+                found.append(report)
+            self._reported[index, key] = report.text
         return found
 
     def _listen(self) -> None:
@@ -223,19 +243,29 @@ class Gpus:
                     device, nvml.nvmlEventTypeXidCriticalError, self._events
                 )
 
-    def _xids(self) -> list[str]:
+    def _xids(self) -> list[DeviceReport]:
         """Read the errors that the driver has reported.
 
         If there is none, the wait ends with an error.
         """
-        found: list[str] = []
+        found: list[DeviceReport] = []
         with suppress(self._nvml.NVMLError):
             while self._events is not None and len(found) < _MAX_XIDS:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 index = self._index_of.get(_address(event.device))
                 name = "a GPU" if index is None else f"GPU {index}"
-                found.append(f"{name} has reported XID {event.eventData}")
+                code = int(event.eventData)
+                self._xid_counts[name, code] += 1
+                found.append(xid_report(name, code, count=self._xid_counts[name, code]))
         return found
+
+
+def _is_ours(text: str) -> bool:
+    """Whether the ranks may use the GPU that this text names, by CUDA_VISIBLE_DEVICES."""
+    wanted = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if not all(map(str.isdigit, wanted)):
+        return True  # not set, or UUIDs
+    return any(text.startswith(f"GPU {name} ") for name in wanted)
 
 
 def _address(handle: Any) -> int:
@@ -300,14 +330,29 @@ def slowdown(nvml: Any, device: Any) -> str:
     return f"is slowed down (reasons {reasons:#x})" if reasons & bad else ""
 
 
+def recovery_action(nvml: Any, device: Any) -> int:
+    """NVML's number of the action that the GPU needs; 0: none, or the driver is older than 570.
+
+    Raises:
+        NVMLError: unknown to this driver.
+    """
+    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
+    (value,) = nvml.nvmlDeviceGetFieldValues(device, [field])
+    return int(value.value.uiVal) if value.nvmlReturn == nvml.NVML_SUCCESS else 0
+
+
 @contextmanager
 def _unknown_suppressed(nvml: Any) -> Iterator[None]:
     """Errors of a device that does not know a value; not those of one that is lost."""
     try:
         yield
     except nvml.NVMLError as error:
-        if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+        if _is_lost(nvml, error):
             raise
+
+
+def _is_lost(nvml: Any, error: Any) -> bool:
+    return error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED)
 
 
 def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:

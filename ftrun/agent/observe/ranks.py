@@ -35,6 +35,7 @@ from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, r
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
 from ftrun.agent.observe.recorder_dumps import write_dumps
 from ftrun.config.profile import HangConfig
+from ftrun.monitor.device_faults import DeviceReport
 from ftrun.monitor.flight_recorder import RecorderSource, parse_trace, recorded_groups
 from ftrun.monitor.page_values import decode_backends, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
@@ -135,7 +136,7 @@ class RankObserver:
         """The newest sample of ranks that complete steps."""
         self._sampler = Sampler()
         self._devices = DeviceCounters()
-        self.troubles: SimpleQueue[str] = SimpleQueue()
+        self.troubles: SimpleQueue[DeviceReport] = SimpleQueue()
         """Errors that network cards and GPUs have counted."""
         self._awake_since_s = clock.now_s()
         self._ended = threading.Event()

@@ -29,7 +29,8 @@ Rule 5: only an undisturbed run changes, and it grows only with nodes connected 
 Rule 6: it resumes from the snapshot of the boundary once that is committed. If that does not
         happen in time, it resumes from the newest committed version.
 Rule 7: a slow node is evicted only if the user requests it (`slow.action`), and only while a spare
-        is present.
+        is present. A node with a hardware fault is evicted before its ranks fail, if another one
+        can run them or the run may shrink. It gets `FAULT_LIMIT_S` for the snapshot.
 Rule 8: a draining node trains until it is clear that the run does not stop, see
         draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
         directory, because the whole run may still be asked to stop.
@@ -56,6 +57,9 @@ from ftrun.wire.cluster.generation import (
     VoterSet,
 )
 from ftrun.wire.cluster.membership import Accept, Accepted
+
+FAULT_LIMIT_S = 5.0
+"""Time for a snapshot before a node with a hardware fault is replaced without one."""
 
 
 class VoterReconfiguration:
@@ -260,7 +264,8 @@ class BoundaryReconfiguration:
             return ""
         reason = _departure(plan, monitor) or self._request_growth(plan, joining_nodes, now_s)
         if not reason:
-            self._out = self._to_evict(plan, joining_nodes, monitor, now_s)
+            self._out = self._faulty(plan, joining_nodes, monitor)
+            self._out = self._out or self._to_evict(plan, joining_nodes, monitor, now_s)
             reason = _eviction(self._out, plan) if self._out is not None else ""
         if not reason:
             reason = self._requested = self.requested
@@ -288,11 +293,12 @@ class BoundaryReconfiguration:
             reason, limit_s = departure, self._settings.leave_s
         elif self._out is None:
             reason = self._requested or self._growth(plan, joining_nodes)
-        elif joining_nodes:
+        elif joining_nodes or self._may_shrink(plan, self._out):
             reason = _eviction(self._out, plan)
+            limit_s = FAULT_LIMIT_S if self._out.kind is VerdictKind.FAILING_NODE else limit_s
         else:
             # The spare is lost. The ranks wait at the boundary, so they are restarted here.
-            reason, self._out = "no spare is left to replace the slow node", None
+            reason, self._out = f"no spare is left to replace {self._out.nodes[-1]}", None
         committed = monitor.orders.committed
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
@@ -330,6 +336,31 @@ class BoundaryReconfiguration:
         return f"grows from {len(plan.members)} to {count} nodes"
 
     # --- eviction -----------------------------------------------------------------------------
+
+    def _faulty(
+        self, plan: GenerationPlan, joining_nodes: list[PeerState], monitor: GenerationMonitor
+    ) -> Verdict | None:
+        """The verdict on a member with a hardware fault, if the run can continue without it."""
+        found = [one for one in plan.members if one.node_id in monitor.reports.faults]
+        if not found or not monitor.are_movable:
+            return None
+        node = found[0]
+        fault = monitor.reports.faults[node.node_id]
+        verdict = Verdict(
+            kind=VerdictKind.FAILING_NODE,
+            culprits=(),
+            nodes=(node.node_id,),
+            text=f"node {node.node_id} has a hardware fault: {fault}",
+            evidence=(fault,),
+            confidence=Confidence.CERTAIN,
+            act_immediately=True,
+            fingerprint=f"{VerdictKind.FAILING_NODE.value} {node.node_id}",
+        )
+        return verdict if joining_nodes or self._may_shrink(plan, verdict) else None
+
+    def _may_shrink(self, plan: GenerationPlan, verdict: Verdict) -> bool:
+        is_fault = verdict.kind is VerdictKind.FAILING_NODE
+        return is_fault and len(plan.members) > self._settings.cluster_size.min_nodes
 
     def _to_evict(
         self,

@@ -177,6 +177,13 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spent_ages_s: list[float] = []
     same_cause: str = ""
     same_cause_count: int = 0
+    same_cause_at: list[tuple[str, int]] = []
+    """The last nodes and ranks that this cause has ended, since a node was excluded for it."""
+    excluded_for_cause: tuple[str, int] | None = None
+    """The node that was excluded for this cause, and the rank that had failed there."""
+    faulty: list[str] = []
+    """Nodes with a hardware fault whose ranks were restarted in place, because no other node could
+    run them."""
     without_progress: int = 0
     best_step: int = -1
     steps_seen: bool = False

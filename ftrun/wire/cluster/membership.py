@@ -217,6 +217,8 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """Observations of the local ranks, while one of them makes no progress for too long."""
     troubles: tuple[str, ...] = ()
     """Recent error counts of this node's network cards and GPUs."""
+    fault: str = ""
+    """A hardware fault of this node's GPUs, until its agent ends; empty: none."""
     differs: str = ""
     """Replicas of this generation have diverged; description in words."""
     differing_ranks: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -10,12 +11,17 @@ import pytest
 from fake_nvml.fake import STATE, search_path
 
 from ftrun.agent.observe.devices import EVERY_S, DeviceCounters, RecentDeviceErrors
+from ftrun.monitor.device_faults import DeviceReport
 
 
 def count(system: Path, where: str, value: object) -> None:
     path = system / "class" / where
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{value}\n")
+
+
+def texts(reports: Iterable[DeviceReport]) -> tuple[str, ...]:
+    return tuple(report.text for report in reports)
 
 
 def test_what_a_card_has_counted_since_the_last_look_is_reported(tmp_path: Path) -> None:
@@ -31,7 +37,7 @@ def test_what_a_card_has_counted_since_the_last_look_is_reported(tmp_path: Path)
     count(tmp_path, "net/lo/statistics/rx_errors", 50)
     count(tmp_path, "infiniband/mlx5_0/ports/1/counters/symbol_error", 9)
     assert made.poll(1.0 + EVERY_S / 2, on_device=False) == ()
-    assert made.poll(1.0 + EVERY_S, on_device=False) == (
+    assert texts(made.poll(1.0 + EVERY_S, on_device=False)) == (
         "eth0: link lost 1 times",
         "eth0 rx errors: 12 more",
         "mlx5_0 port 1 symbol error: 4 more",
@@ -57,6 +63,12 @@ from fake_nvml.fake import LOST, NO_PERMISSION, FakeGpus, load
 from ftrun.agent.observe import devices
 from ftrun.agent.observe.devices import EVERY_S, BoundedCall, DeviceCounters, Gpus, device_health
 
+def texts(made):
+    return [report.text for report in made.poll()]
+
+def faults(made):
+    return [report.text for report in made.poll() if report.is_fault]
+
 load(before_535=len(sys.argv) > 3)
 gpus = FakeGpus(Path(sys.argv[1]), 3)
 """
@@ -81,22 +93,22 @@ def test_gpus_are_checked_where_ranks_use_them(tmp_path: Path, arguments: tuple[
     code = """
 gpus.count_errors(0, 7)
 made = Gpus()
-assert made.poll() == [], "earlier errors are not reported"
+assert texts(made) == [], "earlier errors are not reported"
 gpus.count_errors(0, 9)
 gpus.slow_down(1, 8)
 gpus.report_xid(2, 94)
 gpus.report_xid(0, 31)
-assert made.poll() == [
+assert texts(made) == [
     "GPU 0 uncorrectable memory errors: 2 more",
     "GPU 1 is slowed down (reasons 0x8)",
     "GPU 0 has reported XID 31",
-    "GPU 2 has reported XID 94",
+    "GPU 2 has reported XID 94 (contained memory error)",
 ], "in the order of the devices"
-assert made.poll() == [], "it is still slowed down"
+assert texts(made) == [], "it is still slowed down"
 gpus.slow_down(1, 4)
-assert made.poll() == []
+assert texts(made) == []
 gpus.slow_down(1, 0x28)
-assert made.poll() == ["GPU 1 is slowed down (reasons 0x28)"]
+assert texts(made) == ["GPU 1 is slowed down (reasons 0x28)"]
 """
     in_a_process(tmp_path, code, *arguments)
 
@@ -104,21 +116,21 @@ assert made.poll() == ["GPU 1 is slowed down (reasons 0x28)"]
 def test_a_lost_gpu_hides_neither_itself_nor_the_others(tmp_path: Path) -> None:
     code = """
 made = Gpus()
-assert made.poll() == []
+assert texts(made) == []
 gpus.report_xid(1, 79)
 gpus.fail(1, LOST)
 gpus.count_errors(2, 1)
-assert made.poll() == [
+assert texts(made) == [
     "GPU 1 does not answer: GPU is lost",
     "GPU 2 uncorrectable memory errors: 1 more",
-    "GPU 1 has reported XID 79",
+    "GPU 1 has reported XID 79 (the GPU has fallen off the bus)",
 ]
-assert made.poll() == []
+assert texts(made) == []
 gpus.fail(1, 0)
-assert made.poll() == []
+assert texts(made) == []
 gpus.fail(1, LOST, gives_handle=True)
-assert made.poll() == ["GPU 1 does not answer: GPU is lost"]
-assert Gpus().poll() == ["GPU 1 does not answer: GPU is lost"], "lost from the start"
+assert texts(made) == ["GPU 1 does not answer: GPU is lost"]
+assert texts(Gpus()) == ["GPU 1 does not answer: GPU is lost"], "lost from the start"
 """
     in_a_process(tmp_path, code)
 
@@ -129,10 +141,46 @@ gpus.refuse_events(0)
 gpus.count_errors(0, 2**64 - 1)  # unknown
 gpus.slow_down(0, 2**64 - 1)
 made = Gpus()
-assert made.poll() == []
+assert texts(made) == []
 gpus.report_xid(0, 31)
 gpus.report_xid(2, 48)
-assert made.poll() == ["GPU 2 has reported XID 48"]
+assert texts(made) == ["GPU 2 has reported XID 48 (double-bit memory error)"]
+"""
+    in_a_process(tmp_path, code)
+
+
+def test_faults_of_the_hardware_are_told_from_those_of_a_program(tmp_path: Path) -> None:
+    code = """
+import os
+made = Gpus()
+assert faults(made) == []
+for number in (13, 31, 43, 94):
+    gpus.report_xid(0, number)
+gpus.slow_down(1, 8)
+assert faults(made) == []
+gpus.report_xid(1, 94)
+assert faults(made) == [], "the first one of this GPU"
+gpus.report_xid(0, 94)
+gpus.report_xid(1, 79)
+assert faults(made) == [
+    "GPU 0 has reported XID 94 (contained memory error)",
+    "GPU 1 has reported XID 79 (the GPU has fallen off the bus)",
+]
+gpus.count_errors(2, 1)
+assert faults(made) == ["GPU 2 uncorrectable memory errors: 1 more"]
+gpus.need_action(2, 1)
+assert faults(made) == ["GPU 2 needs a reset"]
+assert faults(made) == [], "once"
+gpus.fail(0, LOST)
+assert faults(made) == ["GPU 0 does not answer: GPU is lost"]
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,2"
+gpus.report_xid(1, 79)
+assert faults(made) == [], "a GPU that the ranks do not use"
+gpus.report_xid(2, 79)
+assert len(faults(made)) == 1
+os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-1"
+gpus.report_xid(1, 79)
+assert len(faults(made)) == 1, "names are not compared"
 """
     in_a_process(tmp_path, code)
 
@@ -147,7 +195,7 @@ def poll():
     began_s = time.monotonic()
     found = made.poll(1.0 + next(now), on_device=True)
     assert time.monotonic() - began_s < 60.0
-    return found
+    return tuple(report.text for report in found)
 while made._gpus is None or made._gpus.silent_s:
     assert poll() == ()
 gpus.hang(True)
@@ -161,7 +209,7 @@ gpus.report_xid(0, 13)
 found = ()
 while not found:
     found = made.poll(1.0 + next(now), on_device=False)
-assert found == ("GPU 0 has reported XID 13",), found
+assert found[0].text == "GPU 0 has reported XID 13", found
 """
     in_a_process(tmp_path, code)
 
@@ -190,7 +238,7 @@ check(lambda: gpus.fail(0, LOST, gives_handle=True), lambda: None,
 check(lambda: gpus.fail(0, LOST), lambda: gpus.fail(0, NO_PERMISSION),
       faults=("GPU 0 does not answer: GPU is lost",))
 assert device_health() == (2, (), ())
-assert Gpus().poll() == [], "a GPU of another job"
+assert texts(Gpus()) == [], "a GPU of another job"
 """
     in_a_process(tmp_path, code)
 
@@ -204,12 +252,17 @@ def test_without_a_driver_nothing_is_reported(
 
 
 def test_troubles_are_kept_for_a_while() -> None:
-    made, news = RecentDeviceErrors(), SimpleQueue[str]()
+    made, news = RecentDeviceErrors(), SimpleQueue[DeviceReport]()
     for text in ("a", "b", "a"):
-        news.put(text)
+        news.put(DeviceReport(text))
     assert made.take(news, now_s=10.0) == ["a", "b", "a"]
     assert made.recent == ("a", "b")
     assert made.take(news, now_s=60.0) == []
     assert made.recent == ("a", "b")
+    assert made.fault == ""
+    for text in ("GPU 1 is lost", "GPU 2 is lost"):
+        news.put(DeviceReport(text, is_fault=True))
+    made.take(news, now_s=61.0)
     made.take(news, now_s=200.0)
     assert made.recent == ()
+    assert made.fault == "GPU 1 is lost", "it stays until the agent ends"

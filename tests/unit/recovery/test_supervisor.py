@@ -5,6 +5,7 @@ RestartBudget: a burst uses it up, and it refills over time.
 OwnParts: a dead SMP or zygote is restarted, unless it has died too often.
 """
 
+from dataclasses import replace
 from signal import SIGINT, SIGTERM
 from typing import Any
 
@@ -33,6 +34,7 @@ from ftrun.ids import Generation, Rank, Step
 from ftrun.recovery.commands import (
     DisableComponent,
     EndRun,
+    ExcludeNode,
     KillWorkers,
     RequestFinalSnapshot,
     RespawnSmp,
@@ -40,6 +42,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartGeneration,
 )
+from ftrun.recovery.repeated_causes import Placement
 from ftrun.recovery.supervisor import (
     ComponentRestarts,
     RestartBudget,
@@ -443,3 +446,98 @@ def test_own_parts_are_respawned_until_they_die_too_often(
     assert isinstance(last, DisableComponent)
     assert last.part == part
     assert isinstance(parts.handle(event, now_s=1000.0), respawn)
+
+
+# --- nodes ------------------------------------------------------------------------------------
+
+PLACED = Placement(node_of={0: "a", 1: "b"}, can_replace=True, is_protected=True)
+XID = "GPU 2 has reported XID 79"
+
+
+def fails(made: Supervisor, cause: WorkerExit, *, at: int = 7, now_s: float = 0.0) -> list[Any]:
+    """A failure; the next generation has started, if there is one."""
+    commands = made.handle(ends(cause, at=progress(at)), now_s=now_s)
+    if made.state is SupervisorState.STARTING:
+        made.handle(started(1), now_s=now_s)
+    return commands
+
+
+def test_before_a_repeated_failure_ends_the_run_its_node_is_replaced() -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    made.placement = PLACED
+    assert fails(made, raised(1))[1:] == [StartGeneration("rank 1 raised")]
+    reason = "node b is excluded: the same failure occurred on it 2 times without progress"
+    assert fails(made, raised(1))[1:] == [ExcludeNode("b", reason), StartGeneration(reason)]
+    assert made.budget.used(now_s=0.0) == 2
+    made.placement = replace(PLACED, node_of={0: "a", 1: "c"})
+    last = fails(made, raised(1))[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.DO_NOT_RESTART
+    assert "on node b, and on node c too" in last.advice
+
+
+def test_progress_on_the_other_node_shows_that_the_node_was_the_cause() -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    made.placement = PLACED
+    fails(made, raised(1))
+    fails(made, raised(1))
+    made.placement = replace(PLACED, node_of={0: "a", 1: "c"})
+    assert isinstance(fails(made, raised(1), at=8)[-1], StartGeneration)
+
+
+def test_a_node_with_a_hardware_fault_is_replaced_without_a_charge() -> None:
+    made = supervisor(budget=1)
+    made.placement = replace(PLACED, faults={"b": XID})
+    reason = f"node b is excluded: {XID}"
+    for _ in range(3):
+        found = fails(made, raised(0))
+        assert found[1:] == [ExcludeNode("b", reason), StartGeneration(reason)]
+    assert made.budget.used(now_s=0.0) == 0
+    assert made.restarts == 3
+
+
+def test_a_driver_s_error_is_a_hardware_fault_although_none_was_reported() -> None:
+    made = supervisor()
+    made.placement = PLACED
+    text = "rank 1 raised RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    found = fails(made, replace(raised(1), text=text))
+    assert found[1] == ExcludeNode("b", f"node b is excluded: {text}")
+
+
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_without_another_node_the_ranks_restart_once_in_place(is_protected: bool) -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    made.placement = replace(
+        PLACED, faults={"b": XID}, can_replace=False, is_protected=is_protected
+    )
+    assert isinstance(fails(made, raised(1))[-1], StartGeneration)
+    later = supervisor(backoff_initial_s=0.0)
+    later.succeed(made.history(now_s=0.0), now_s=0.0)
+    later.placement = made.placement
+    last = fails(later, raised(1))[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.NOT_ENOUGH_NODES
+    assert f"Node b has a hardware fault, and no other node can run its ranks: {XID}" in last.advice
+    # With progress in between, the ranks run on the node again.
+    assert isinstance(fails(made, raised(1), at=8)[-1], StartGeneration)
+
+
+def test_a_node_without_protection_is_replaced_when_its_ranks_fail_again() -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    made.placement = replace(PLACED, faults={"b": XID}, is_protected=False)
+    assert isinstance(fails(made, raised(1))[-1], StartGeneration)
+    assert ExcludeNode("b", f"node b is excluded: {XID}") in fails(made, raised(1))
+
+
+def test_a_program_that_finds_no_device_at_its_start_is_not_retried() -> None:
+    made = new()
+    made.placement = PLACED
+    made.handle(started(), now_s=0.0)
+    cause = replace(raised(1), text="rank 1 raised: no CUDA-capable device is detected")
+    last = made.handle(ends(cause, at=progress(0, here=0)), now_s=0.0)[-1]
+    assert isinstance(last, EndRun)
+    other = new()
+    other.placement = replace(PLACED, faults={"b": XID})
+    other.handle(started(), now_s=0.0)
+    found = other.handle(ends(cause, at=progress(0, here=0)), now_s=0.0)
+    assert isinstance(found[-1], StartGeneration), "the node has reported a fault"

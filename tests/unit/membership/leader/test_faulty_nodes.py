@@ -1,0 +1,122 @@
+"""Nodes with a fault: their ranks move to another node before the run is given up."""
+
+from ftrun.config.cluster import ClusterSize
+from ftrun.errors import ExitCode
+from ftrun.events import ExitKind
+from ftrun.membership.leader.reconfiguration import FAULT_LIMIT_S
+from ftrun.recovery.commands import EndRun, RequestFinalSnapshot
+from ftrun.wire.cluster.membership import Heartbeat
+from tests.unit.membership.agents import Agents
+from tests.unit.membership.leader.test_draining import at_boundary, commits
+from tests.unit.membership.leader.test_leader import (
+    exited,
+    hold,
+    notes,
+    started,
+    with_spares,
+    works,
+)
+
+XID = "GPU 2 has reported XID 79"
+
+
+def works_with_fault(made: Agents, step: int, node_ids: str = "abc", **changes: object) -> None:
+    """Protected ranks of these nodes are at a step; b has a fault."""
+    for one in node_ids:
+        works(made, step, one, survives=1, fault=XID if one == "b" else "", **changes)
+
+
+def crash(made: Agents, step: int, rank: int, node_ids: str = "abc", **changes: object) -> None:
+    """A rank raises an exception; its node is the one of this index."""
+    works(made, step, node_ids, survives=1, **changes)
+    made.passes(0.5)
+    one = node_ids[rank]
+    exits = (exited(rank, ExitKind.EXCEPTION, 1),)
+    works(made, step, one, survives=1, exits=exits, **changes)
+    made.passes(3.0)
+
+
+def test_a_node_on_which_a_rank_fails_repeatedly_is_replaced() -> None:
+    made = with_spares()
+    hold(made, 5, "abc")
+    crash(made, 7, 1)
+    assert set(made.running()) == set("abc")
+    crash(made, 7, 1)
+    assert set(made.running()) == set("acd")
+    assert made.plan("a").reason == (
+        "node b is excluded: the same failure occurred on it 2 times without progress"
+    )
+    crash(made, 7, 1, "adc")
+    (end,) = made["a"].reported(EndRun)
+    assert end.exit_code == ExitCode.DO_NOT_RESTART
+    assert "on node b, and on node d too" in end.advice
+
+
+def test_a_node_with_a_hardware_fault_leaves_at_a_boundary() -> None:
+    made = with_spares()
+    hold(made, 5, "abc")
+    works_with_fault(made, 6)
+    made.passes(1.0)
+    reason = f"node b is evicted: node b has a hardware fault: {XID}"
+    assert made["a"].reported(RequestFinalSnapshot)[0].reason == reason
+    at = at_boundary(made, "abc", "")
+    works_with_fault(made, at[1], at_boundary=True, ready=at)
+    made.passes(1.0)
+    assert set(made.running()) == set("acd")
+    assert made.plan("a").restore == at
+    assert notes(made, "a", "verdict") == [f"node b has a hardware fault: {XID}"]
+    commits(made, "acd", at[1] + 1)
+    leader = made["a"].member.leader
+    assert leader is not None
+    later_s = made.now_s + 2 * 3600.0
+    made.here_is("b", Heartbeat(generation=-1, fault=XID))
+    made.passes(1.0)
+    assert leader.monitor.excluded(now_s=later_s) == {"b"}, "while it reports the fault"
+    made.here_is("b", Heartbeat(generation=-1))
+    made.passes(1.0)
+    assert leader.monitor.excluded(now_s=later_s) == set()
+
+
+def test_a_node_with_a_fault_that_reaches_no_boundary_is_replaced_nevertheless() -> None:
+    made = with_spares()
+    hold(made, 5, "abc")
+    works_with_fault(made, 6)
+    made.passes(FAULT_LIMIT_S)
+    assert set(made.running()) == set("abc")
+    made.passes(2.0)
+    assert set(made.running()) == set("acd")
+    assert "without a snapshot at step" in made.plan("a").reason
+
+
+def test_without_a_spare_an_elastic_run_shrinks() -> None:
+    made = started("abc")
+    hold(made, 5, "abc")
+    works_with_fault(made, 6)
+    made.passes(FAULT_LIMIT_S + 2.0)
+    assert set(made.running()) == set("ac")
+
+
+def test_a_node_whose_state_is_not_protected_keeps_its_ranks() -> None:
+    made = with_spares()
+    hold(made, 5, "abc")
+    for one in "abc":
+        works(made, 6, one, survives=0, fault=XID if one == "b" else "")
+    made.passes(FAULT_LIMIT_S + 2.0)
+    assert set(made.running()) == set("abc")
+    assert not made["a"].reported(RequestFinalSnapshot)
+
+
+def test_without_another_node_the_run_ends_when_the_ranks_fail_again() -> None:
+    made = started("abc", cluster_size=ClusterSize(3, 3, 0))
+    hold(made, 5, "abc")
+    works_with_fault(made, 6)
+    made.passes(FAULT_LIMIT_S + 2.0)
+    assert not made["a"].reported(RequestFinalSnapshot)
+    for count in (1, 2):
+        works_with_fault(made, 6)
+        works_with_fault(made, 6, "b", exits=(exited(1, ExitKind.EXCEPTION, 1),))
+        made.passes(3.0)
+        assert len(made["a"].reported(EndRun)) == count - 1
+    (end,) = made["a"].reported(EndRun)
+    assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
+    assert f"Node b has a hardware fault, and no other node can run its ranks: {XID}" in end.advice

@@ -1,0 +1,142 @@
+"""Repeated causes: a fault of a node is told from one of a rank, and from one of the program."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrun.events import ExitKind, WorkerExit
+from ftrun.ids import Rank
+from ftrun.recovery.repeated_causes import (
+    MAX_EXCLUDED_PER_HOUR,
+    Placement,
+    RepeatedCauses,
+    Repetition,
+)
+
+PLACED = Placement(node_of={0: "a", 1: "b"}, can_replace=True, is_protected=True)
+MOVED = replace(PLACED, node_of={0: "a", 1: "c"})
+
+
+def crash(rank: int = 1, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> WorkerExit:
+    return WorkerExit(Rank(rank), kind, code, f"rank {rank} raised", fingerprint="exception")
+
+
+def note(
+    made: RepeatedCauses,
+    cause: WorkerExit,
+    placement: Placement = PLACED,
+    *,
+    advanced: bool = False,
+) -> Repetition:
+    return made.note(cause.fingerprint, cause, placement, advanced=advanced)
+
+
+def test_a_cause_that_repeats_on_one_node_excludes_it() -> None:
+    made = RepeatedCauses(3)
+    assert note(made, crash()).exclude == ""
+    assert note(made, crash()).exclude == "b"
+    assert note(made, crash(0), MOVED).exclude == "", "once for a cause"
+    assert note(made, crash(0), MOVED) == Repetition(2)
+
+
+def test_a_cause_that_follows_its_rank_is_named_with_both_nodes() -> None:
+    made = RepeatedCauses(3)
+    note(made, crash())
+    note(made, crash())
+    found = note(made, crash(), MOVED)
+    assert found.follows == "rank 1 has failed by it on node b, and on node c too"
+    assert found.exclude == ""
+
+
+def test_with_a_higher_limit_the_rank_is_tried_more_often() -> None:
+    made = RepeatedCauses(5)
+    note(made, crash())
+    note(made, crash())
+    assert [bool(note(made, crash(), MOVED).follows) for _ in range(3)] == [False, False, True]
+
+
+def test_a_cause_on_several_nodes_excludes_none() -> None:
+    made = RepeatedCauses(3)
+    for rank in (0, 1, 0, 1):
+        assert note(made, crash(rank)).exclude == ""
+    assert made.count == 4
+
+
+def test_progress_and_other_causes_begin_a_new_count() -> None:
+    made = RepeatedCauses(3)
+    note(made, crash())
+    assert note(made, crash(), advanced=True) == Repetition(1)
+    assert note(made, replace(crash(), fingerprint="other")) == Repetition(1)
+    assert note(made, crash()) == Repetition(1)
+    assert note(made, crash()).exclude == "b"
+    assert note(made, crash(), MOVED, advanced=True) == Repetition(1)
+
+
+@pytest.mark.parametrize(
+    ("cause", "placement"),
+    [
+        (crash(kind=ExitKind.SIGNAL, code=-9), PLACED),
+        (crash(kind=ExitKind.HUNG), PLACED),
+        (crash(kind=ExitKind.RESTORE_FAILED), PLACED),
+        (crash(), replace(PLACED, can_replace=False)),
+        (crash(), replace(PLACED, is_protected=False)),
+        (crash(), replace(PLACED, num_excluded=MAX_EXCLUDED_PER_HOUR)),
+        (crash(), replace(PLACED, node_of={})),
+    ],
+    ids=["killed", "hung", "restore", "no other node", "not protected", "too many", "not placed"],
+)
+def test_then_no_node_is_excluded(cause: WorkerExit, placement: Placement) -> None:
+    made = RepeatedCauses(99)
+    assert [note(made, cause, placement) for _ in range(3)] == [*map(Repetition, (1, 2, 3))]
+
+
+def test_the_next_leader_continues_the_counts() -> None:
+    made, later = RepeatedCauses(3), RepeatedCauses(3)
+    note(made, crash())
+    later.succeed(made.cause, made.count, made.places, made.excluded)
+    assert note(later, crash()).exclude == "b"
+    made.succeed(later.cause, later.count, later.places, later.excluded)
+    assert note(made, crash(), MOVED).follows
+
+
+@pytest.mark.parametrize(
+    ("faults", "text", "found"),
+    [
+        ({}, "rank 1 raised", ("", "")),
+        ({"b": "XID 79"}, "rank 0 lost its peer", ("b", "XID 79")),
+        ({"z": "XID 79"}, "rank 1 raised", ("", "")),
+        ({}, "rank 1 raised: the GPU is lost", ("b", "rank 1 raised: the GPU is lost")),
+        ({"a": "XID 48"}, "rank 1 raised: the GPU is lost", ("a", "XID 48")),
+    ],
+    ids=["none", "of another rank", "not a member", "text", "reported before text"],
+)
+def test_the_fault_behind_a_failure(
+    faults: dict[str, str], text: str, found: tuple[str, str]
+) -> None:
+    placed = replace(PLACED, faults=faults)
+    assert placed.fault_behind(replace(crash(), text=text)) == found
+    assert replace(placed, node_of={}).fault_behind(replace(crash(), text=text)) == ("", "")
+
+
+@given(
+    failures=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from("xy"), st.booleans()),
+        max_size=30,
+    )
+)
+def test_no_sequence_excludes_two_nodes_for_one_cause_without_progress(
+    failures: list[tuple[int, str, str, bool]],
+) -> None:
+    made, excluded = RepeatedCauses(3), dict[str, set[str]]()
+    last = ""
+    for rank, node_id, key, advanced in failures:
+        if advanced or key != last:
+            excluded.clear()
+        last = key
+        placed = replace(PLACED, node_of={rank: node_id})
+        found = note(made, replace(crash(rank), fingerprint=key), placed, advanced=advanced)
+        if found.exclude:
+            excluded.setdefault(key, set()).add(found.exclude)
+        assert all(len(nodes) <= 1 for nodes in excluded.values())
