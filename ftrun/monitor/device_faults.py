@@ -1,8 +1,8 @@
 """Judges reports of GPUs and their driver: whether the node's hardware must be replaced.
 
-Source:   NVIDIA's list of immediate actions for each XID (NVSentinel, xiderrorsmapping.csv), and the
-          names in its catalogue of XIDs. One in three illegal memory accesses of a large cluster
-          came from the infrastructure (ByteRobust, SOSP 2025), so they prove nothing alone.
+Source:   NVIDIA's list of immediate actions for each XID (NVSentinel, xiderrorsmapping.csv), and
+          the names in its catalogue of XIDs. One in three illegal memory accesses of a large
+          cluster came from the infrastructure (ByteRobust, SOSP 2025): they prove nothing alone.
 
 Rule 1: a report counts as a hardware fault only if NVIDIA's action is a reset, a restart of the
         machine, or a repair. Other XIDs also come from faults of the program.

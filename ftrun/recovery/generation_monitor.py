@@ -51,7 +51,12 @@ from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.repeated_causes import Placement
 from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
-from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan
+from ftrun.wire.cluster.generation import (
+    ConfigurationId,
+    FailureHistory,
+    GenerationPlan,
+    VersionPair,
+)
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
@@ -97,6 +102,8 @@ class GenerationMonitor:
         self._failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
         self._problems: set[str] = set()
         self._is_boundary_reported = False
+        self._protected: VersionPair | None = None
+        """The newest committed version that was seen protected against the loss of any node."""
         self._rate = self._checkpoint_s = 0.0
         self._rate_from: tuple[float, int] | None = None
 
@@ -149,6 +156,11 @@ class GenerationMonitor:
         """
         members = self._plan.node_of.values() if self._plan is not None else ()
         return self._failures.excluded(now_s=now_s) | (self.reports.faults.keys() - {*members})
+
+    @property
+    def suspects(self) -> set[str]:
+        """Nodes that are excluded only because the newest failure repeated on them."""
+        return self.supervisor.suspects - self.reports.faults.keys()
 
     def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
         for node_id in node_ids:
@@ -266,8 +278,13 @@ class GenerationMonitor:
 
     @property
     def are_movable(self) -> bool:
-        """Whether other nodes can restore the state of any member, or there is no state."""
-        return not self.reports.attached or self.reports.are_protected()
+        """Whether other nodes can restore the state of any member, or there is no state.
+
+        Before a new generation protects what it has restored, the last protection counts.
+        """
+        restored = self._plan.restore if self._plan is not None else None
+        newest = self.orders.committed or restored
+        return newest in (None, self._protected) or self.reports.are_protected()
 
     @property
     def is_stopping(self) -> bool:
@@ -487,6 +504,8 @@ class GenerationMonitor:
             self._rate = max(0.0, (step - first) / (now_s - since_s))
             self._rate_from = (now_s, step)
             self.check_interval()
+            if self.reports.are_protected():
+                self._protected = self.orders.committed
 
     def _order(self, **changes: object) -> None:
         self.orders = msgspec.structs.replace(self.orders, **changes)

@@ -6,7 +6,7 @@ Gives:    the node to exclude, or the reason to end the run.
 Survives: the leader: the counts are part of `FailureHistory`.
 
 Rule 1: a cause that repeats on one node may be a fault of that node. After `SAME_NODE` times the
-        node is excluded, if another one can run its ranks: once for a cause.
+        node is excluded, if another one can run its ranks: once for a cause and a rank.
 Rule 2: if the same rank then fails by the same cause on another node, the cause follows the rank:
         it is in the rank's data, or in its part of the program. The run ends, because no other node
         would help.
@@ -80,11 +80,11 @@ class RepeatedCauses:
         self.count = 0
         self.places: tuple[Place, ...] = ()
         """Since a node was excluded for this cause, or since the cause is counted."""
-        self.excluded: Place | None = None
-        """The node that was excluded for this cause, and the rank that had failed there."""
+        self.excluded: tuple[Place, ...] = ()
+        """The nodes that were excluded for this cause, and the ranks that had failed there."""
 
     def succeed(
-        self, cause: str, count: int, places: tuple[Place, ...], excluded: Place | None
+        self, cause: str, count: int, places: tuple[Place, ...], excluded: tuple[Place, ...]
     ) -> None:
         self.cause, self.count, self.places, self.excluded = cause, count, places, excluded
 
@@ -98,21 +98,20 @@ class RepeatedCauses:
             advanced: the run has made progress since the last failure.
         """
         if advanced or key != self.cause:
-            self.succeed(key, 0, (), None)
+            self.succeed(key, 0, (), ())
         place = (placement.node_of.get(cause.rank, ""), int(cause.rank))
         self.count += 1
-        if self.excluded is not None:
-            first, rank = self.excluded
-            is_elsewhere = rank == place[1] and first != place[0]
-            if is_elsewhere and self.count + SAME_NODE >= self._limit:
-                where = f"rank {rank} has failed by it on node {first}, and on node {place[0]} too"
-                return Repetition(self.count, follows=where)
-            return Repetition(self.count)
+        before = next((one for one in self.excluded if one[1] == place[1]), place)
+        if before[0] != place[0]:
+            if self.count + SAME_NODE < self._limit:
+                return Repetition(self.count)
+            where = f"rank {place[1]} has failed by it on node {before[0]}, and on {place[0]} too"
+            return Repetition(self.count, follows=where)
         self.places = (*self.places[1 - SAME_NODE :], place)
         is_there = len(self.places) == SAME_NODE and all(one[0] == place[0] for one in self.places)
         if not (is_there and place[0] and _may_be_excluded(cause, placement)):
             return Repetition(self.count)
-        self.excluded, self.places, self.count = place, (), 0
+        self.excluded, self.places, self.count = (*self.excluded, place), (), 0
         return Repetition(SAME_NODE, exclude=place[0])
 
 

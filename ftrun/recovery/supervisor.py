@@ -146,6 +146,11 @@ class Supervisor:
         self._grace_ends_s = 0.0
         self._resume_reason = ""
 
+    @property
+    def suspects(self) -> set[str]:
+        """The nodes that were excluded because the newest failure repeated on them."""
+        return {node_id for node_id, _ in self._causes.excluded}
+
     def history(self, *, now_s: float) -> FailureHistory:
         return FailureHistory(
             restarts=self.restarts,
@@ -153,7 +158,7 @@ class Supervisor:
             same_cause=self._causes.cause,
             same_cause_count=self._causes.count,
             same_cause_at=[*self._causes.places],
-            excluded_for_cause=self._causes.excluded,
+            excluded_for_cause=[*self._causes.excluded],
             faulty=sorted(self._faulty),
             without_progress=self._without_progress,
             best_step=self._best_step,
@@ -171,7 +176,7 @@ class Supervisor:
             history.same_cause,
             history.same_cause_count,
             tuple(history.same_cause_at),
-            history.excluded_for_cause,
+            tuple(history.excluded_for_cause),
         )
         self._faulty = set(history.faulty)
         self._without_progress = history.without_progress
@@ -183,6 +188,8 @@ class Supervisor:
         match event:
             case GenerationStarted():
                 self._finished.clear()
+                # The last leader may have ended before it reported the steps of its generation.
+                self._steps_seen |= event.restored is not None
                 # A stop may have been requested while the workers started. A back-off ends early
                 # if a generation was needed for another reason.
                 if self.state in (SupervisorState.STARTING, SupervisorState.BACKING_OFF):

@@ -23,6 +23,8 @@ class Faults:
         self.world = simulation.world
         self.random = simulation.world.stream("faults")
         self.are_over = False
+        self.has_random = True
+        """Whether faults occur besides those that a test injects."""
         self.counts: dict[str, int] = {}
         self.resets: Random | None = None
         """Decides which cuts are firewalls that refuse connections; None: no cut is a firewall."""
@@ -62,7 +64,7 @@ class Faults:
         if scenario.plot:
             Plots(self).begin(scenario.plot)
         self.world.after(scenario.faults_end_s, self.end)
-        if self._resets_s:
+        if self._resets_s and self.has_random:
             self.world.after(_FIRST_S, self._reset_links)
 
     def _reset_links(self) -> None:
@@ -92,7 +94,12 @@ class Faults:
 
     def on_command(self, node: "Node", command: do.NodeCommand) -> None:
         """May inject a fault at the moment when a node executes a command."""
-        if not self._triggers or self.are_over or not isinstance(command, _ANYWHERE):
+        if (
+            not self._triggers
+            or not self.has_random
+            or self.are_over
+            or not isinstance(command, _ANYWHERE)
+        ):
             return
         if self.random.random() < self._triggers:
             struck = node if self.random.random() < 0.5 else self.random.choice(self._nodes())

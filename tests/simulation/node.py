@@ -82,6 +82,8 @@ class Node:
         self.ranks: Ranks | None = None
         self.restored_in: dict[int, Version | None] = {}
         """The version from which each generation has started, on this node."""
+        self.fault = ""
+        """The hardware fault that its agent reports, in words; empty: none."""
         self.exit: do.EndRun | None = None
         """The exit of the agent, if it has ended by itself."""
         self.clock_s = self.random.random() * 1e5
@@ -714,6 +716,7 @@ class SimulatedExecutor:
             problem_is_link=bool(problem) and says.lost_links,
             unreachable=says.unreachable,
             unprotected=says.unprotected,
+            fault=self.node.fault,
             ranks=self._reports(ranks, ranks.locals) if ranks is not None and matches else (),
         )
         self.agent.think(NodeReported(heartbeat, is_urgent))

@@ -23,7 +23,7 @@ from simulation.node import Agent, Node
 from simulation.probes import PathProbes
 from simulation.scenario import Scenario, draw
 from simulation.snapshots import as_version
-from simulation.training import Group
+from simulation.training import Group, Ranks
 from simulation.witness import WitnessModel
 from simulation.world import Violation, World
 
@@ -92,6 +92,9 @@ class Simulation:
         self.bad_loads = 0.0
         """Probability that a node cannot use a checkpoint."""
         self.is_ending = False
+        self.failing: Callable[[Group], Ranks | None] | None = None
+        """The ranks that raise an exception in place of the next step, by a fault of their node or
+        of the program; None: there is no such fault."""
         self.unfit_s: dict[str, float] | None = None
         """Time for which each agent of a node fails its checks; None: no node makes checks."""
         self.probes: PathProbes | None = None

@@ -116,6 +116,10 @@ class Group:
         """Makes a step if all ranks are in it."""
         if self.is_broken:
             return
+        failing = self.simulation.failing
+        if failing is not None and (ranks := failing(self)) is not None:
+            self.fail(ranks, ExitKind.EXCEPTION)
+            return
         if not self._can_step():
             self.simulation.world.after(_STUCK_S, self._try)
             return
@@ -201,10 +205,10 @@ class Group:
             ranks.node.ranks_ended(ranks, ExitKind.FINISHED)
         self.is_broken = True
 
-    def fail(self, ranks: Ranks) -> None:
-        """A rank of one node was killed; the others may notice."""
+    def fail(self, ranks: Ranks, kind: ExitKind = ExitKind.SIGNAL) -> None:
+        """A rank of one node has ended; the others may notice."""
         ranks.kill()
-        ranks.node.ranks_ended(ranks, ExitKind.SIGNAL)
+        ranks.node.ranks_ended(ranks, kind)
         for node_id in sorted(self.ranks):
             other = self.ranks[node_id]
             has_moved = self.step > other.first_step

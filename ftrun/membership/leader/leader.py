@@ -310,7 +310,7 @@ class Leader:
                 return self._end(command, now_s)
         here = [promise.card for promise in ballot.promises.values()]
         excluded = self.monitor.excluded(now_s=now_s)
-        assignment = self.screening.assign(here, previous, excluded)
+        assignment = self.screening.assign(here, previous, excluded, self.monitor.suspects)
         if isinstance(assignment, TooFewNodes):
             return self.pause.begin(str(assignment), now_s=now_s)
         if (postponed := self.paths.postpone(here, previous, now_s=now_s)) is not None:

@@ -3,8 +3,8 @@
 Rule 1: ranks are stable. A node that stays keeps its position, a node that returns gets its old
         position if that is free, and a spare takes the position of a lost node.
 Rule 2: positions close up only if the number of nodes changes; their order stays.
-Rule 3: an excluded or unfit node never is a member, even if too few nodes are left; it may still
-        vote.
+Rule 3: an excluded or unfit node never is a member, even if too few nodes are left, except one
+        that was excluded only because a failure repeated on it. An excluded node may still vote.
 Rule 4: a node whose agent makes no checks is admitted.
 Rule 5: after its hour of exclusion, a node must have completed a whole check since it was last seen
         excluded. A restarted agent has made one, or is asked for it.
@@ -182,9 +182,22 @@ class Admission:
         return {*excluded, *self.unfit(excluded)}
 
     def assign(
-        self, here: Sequence[NodeCard], previous: GenerationPlan | None, excluded: Collection[str]
+        self,
+        here: Sequence[NodeCard],
+        previous: GenerationPlan | None,
+        excluded: Collection[str],
+        suspects: Collection[str] = (),
     ) -> RankAssignment | TooFewNodes:
-        return assign(here, previous, self._settings.cluster_size, excluded, self.unfit(excluded))
+        """Assigns the ranks.
+
+        Args:
+            suspects: excluded nodes that run ranks if too few other nodes are left.
+        """
+        size, unfit = self._settings.cluster_size, self.unfit(excluded)
+        found = assign(here, previous, size, excluded, unfit)
+        if isinstance(found, TooFewNodes) and suspects:
+            return assign(here, previous, size, {*excluded} - {*suspects}, unfit)
+        return found
 
     def can_spare(
         self,

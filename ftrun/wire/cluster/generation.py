@@ -179,8 +179,8 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     same_cause_count: int = 0
     same_cause_at: list[tuple[str, int]] = []
     """The last nodes and ranks that this cause has ended, since a node was excluded for it."""
-    excluded_for_cause: tuple[str, int] | None = None
-    """The node that was excluded for this cause, and the rank that had failed there."""
+    excluded_for_cause: list[tuple[str, int]] = []
+    """The nodes that were excluded for this cause, and the ranks that had failed there."""
     faulty: list[str] = []
     """Nodes with a hardware fault whose ranks were restarted in place, because no other node could
     run them."""

@@ -30,7 +30,7 @@ from ftrun.events import (
     WorkersExited,
     ZygoteExited,
 )
-from ftrun.ids import Generation, Rank, Step
+from ftrun.ids import Generation, Rank, Step, version
 from ftrun.recovery.commands import (
     DisableComponent,
     EndRun,
@@ -50,6 +50,7 @@ from ftrun.recovery.supervisor import (
     SupervisorState,
     first_cause,
 )
+from ftrun.wire.cluster.generation import FailureHistory
 
 RESTART = RestartConfig(budget=5, backoff_max_s=4.0)
 
@@ -448,6 +449,15 @@ def test_own_parts_are_respawned_until_they_die_too_often(
     assert isinstance(parts.handle(event, now_s=1000.0), respawn)
 
 
+def test_a_program_that_has_made_a_snapshot_has_made_steps() -> None:
+    """A new leader knows only what the plan of the last generation states."""
+    made = new()
+    made.succeed(FailureHistory(), now_s=0.0)
+    made.handle(GenerationStarted(Generation(1), version(0, 46)), now_s=0.0)
+    found = made.handle(ends(raised(1), at=progress(46, here=0)), now_s=0.0)
+    assert isinstance(found[-1], StartGeneration)
+
+
 # --- nodes ------------------------------------------------------------------------------------
 
 PLACED = Placement(node_of={0: "a", 1: "b"}, can_replace=True, is_protected=True)
@@ -473,7 +483,7 @@ def test_before_a_repeated_failure_ends_the_run_its_node_is_replaced() -> None:
     last = fails(made, raised(1))[-1]
     assert isinstance(last, EndRun)
     assert last.exit_code == ExitCode.DO_NOT_RESTART
-    assert "on node b, and on node c too" in last.advice
+    assert "on node b, and on c too" in last.advice
 
 
 def test_progress_on_the_other_node_shows_that_the_node_was_the_cause() -> None:

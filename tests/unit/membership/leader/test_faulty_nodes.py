@@ -49,7 +49,7 @@ def test_a_node_on_which_a_rank_fails_repeatedly_is_replaced() -> None:
     crash(made, 7, 1, "adc")
     (end,) = made["a"].reported(EndRun)
     assert end.exit_code == ExitCode.DO_NOT_RESTART
-    assert "on node b, and on node d too" in end.advice
+    assert "on node b, and on d too" in end.advice
 
 
 def test_a_node_with_a_hardware_fault_leaves_at_a_boundary() -> None:

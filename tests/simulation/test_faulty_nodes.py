@@ -1,0 +1,228 @@
+"""Runs with a node whose ranks fail at every start, and with failures that follow a rank.
+
+A run with a spare never ends because of the hardware of one node. A failure that follows a rank, or
+the program, excludes at most one node, and ends the run.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from made_settings import changed
+
+from ftrun.config.cluster import ClusterSize
+from ftrun.errors import ExitCode
+from ftrun.recovery import repeated_causes
+from simulation.run import Outcome, Simulation, run_seed
+from simulation.scenario import Scenario, draw
+from simulation.training import Group, Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SEEDS = range(12)
+LASTS_S = 40.0
+XID = "GPU 0 has reported XID 79"
+Failing = Callable[[Group], Ranks | None]
+
+
+class Case:
+    """One world, and its simulation for the checks after its end."""
+
+    def __init__(self, seed: int, sizes: tuple[ClusterSize, ...]) -> None:
+        self.random = Random(f"{seed}/faulty")
+        self.seed, self.size = seed, self.random.choice(sizes)
+        self.first_s = self.random.uniform(4.0, 8.0)
+        self.prepare: Callable[[Case], Failing] | None = None
+        self.simulation: Simulation | None = None
+
+    def run(self, prepare: "Callable[[Case], Failing]") -> Outcome:
+        self.prepare = prepare
+        return run_seed(self.seed, "safety", scenario=self._scenario(), prepare=self._begin)
+
+    def node_ids(self, count: int) -> list[str]:
+        assert self.simulation is not None
+        return self.random.sample([node.node_id for node in self.simulation.nodes], count)
+
+    def report_fault(self, node_id: str) -> None:
+        """The node reports a fault a second before its ranks begin to fail."""
+        assert self.simulation is not None
+        node = self.simulation.network.nodes[node_id]
+        self.simulation.world.after(self.first_s - 1.0, setattr, node, "fault", XID)
+
+    @property
+    def now_s(self) -> float:
+        assert self.simulation is not None
+        return self.simulation.world.now_s
+
+    @property
+    def exit_codes(self) -> set[int]:
+        assert self.simulation is not None
+        return {int(command.exit_code) for _, command in self.simulation.invariants.exits}
+
+    @property
+    def excluded(self) -> set[str]:
+        """Nodes that any leader has excluded."""
+        assert self.simulation is not None
+        plans = self.simulation.invariants.chosen.values()
+        return {node_id for plan in plans for node_id in plan.history.barred}
+
+    @property
+    def last_members(self) -> set[str]:
+        assert self.simulation is not None
+        newest = self.simulation.invariants.newest
+        assert newest is not None
+        return {node.node_id for node in newest.members}
+
+    def _begin(self, simulation: Simulation) -> None:
+        assert self.prepare is not None
+        self.simulation = simulation
+        simulation.faults.has_random = False
+        simulation.failing = self.prepare(self)
+
+    def _scenario(self) -> Scenario:
+        drawn = draw(self.seed, "safety")
+        size = self.size
+        return replace(
+            drawn,
+            settings=changed(
+                drawn.settings,
+                cluster_size=size,
+                budget=1000,
+                same_cause_limit=3,
+                max_failures_per_hour=1000,
+                erasure_parity=1,
+                erasure_data=None,
+            ),
+            num_nodes=size.max_nodes + size.spares,
+            late_nodes=0,
+            unruly=0.0,
+            num_faults=0,
+            num_left_off=0,
+            plot="",
+            faults_end_s=LASTS_S,
+        )
+
+
+WITH_SPARES = (
+    ClusterSize(2, 2, 1),
+    ClusterSize(3, 3, 1),
+    ClusterSize(3, 3, 2),
+    ClusterSize(2, 4, 0),
+)
+ALONE = (ClusterSize(2, 2, 0), ClusterSize(3, 3, 0))
+
+
+def of_nodes(case: Case, node_ids: list[str]) -> Failing:
+    """From a time on, the ranks on these nodes fail at their first step."""
+
+    def failing(group: Group) -> Ranks | None:
+        is_due = case.now_s >= case.first_s
+        return next((group.ranks[one] for one in node_ids if is_due and one in group.ranks), None)
+
+    return failing
+
+
+def of_rank(case: Case) -> Failing:
+    """From a time on, one rank fails at one step, on any node."""
+    at: list[int] = []
+
+    def failing(group: Group) -> Ranks | None:
+        if case.now_s < case.first_s:
+            return None
+        at.append(group.step + 1)
+        if group.step + 1 < at[0]:
+            return None
+        return next(ranks for ranks in group.ranks.values() if 0 in ranks.locals)
+
+    return failing
+
+
+def of_program(case: Case) -> Failing:
+    """From a time on, some rank fails at one step."""
+    at: list[int] = []
+
+    def failing(group: Group) -> Ranks | None:
+        if case.now_s < case.first_s:
+            return None
+        at.append(group.step + 1)
+        if group.step + 1 < at[0]:
+            return None
+        found = [group.ranks[one] for one in sorted(group.ranks)]
+        return found[group.plan.generation % len(found)]
+
+    return failing
+
+
+def story(outcome: Outcome) -> str:
+    return "\n".join([outcome.problem, *outcome.log[-60:]])
+
+
+@pytest.mark.parametrize("reports", [False, True], ids=["failures only", "reported"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dead_gpu_costs_no_run_with_a_spare(seed: int, reports: bool) -> None:
+    case = Case(seed, WITH_SPARES)
+    dead: list[str] = []
+
+    def prepare(case: Case) -> Failing:
+        dead.extend(case.node_ids(1))
+        if reports:
+            case.report_fault(dead[0])
+        return of_nodes(case, dead)
+
+    outcome = case.run(prepare)
+    assert not outcome.problem, story(outcome)
+    assert case.exit_codes == set(), story(outcome)
+    assert not case.last_members & {*dead}, story(outcome)
+    assert case.excluded <= {*dead}, story(outcome)
+    assert outcome.steps > 10
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_dead_gpus_cost_no_run_with_two_spares(seed: int) -> None:
+    """Both are reported: otherwise a rank that fails on two nodes looks like the cause."""
+    case = Case(seed, (ClusterSize(2, 2, 2), ClusterSize(3, 3, 2), ClusterSize(2, 5, 0)))
+    dead: list[str] = []
+
+    def prepare(case: Case) -> Failing:
+        dead.extend(case.node_ids(2))
+        for node_id in dead:
+            case.report_fault(node_id)
+        return of_nodes(case, dead)
+
+    outcome = case.run(prepare)
+    assert not outcome.problem, story(outcome)
+    assert case.exit_codes == set(), story(outcome)
+    assert not case.last_members & {*dead}, story(outcome)
+
+
+@pytest.mark.parametrize("failing", [of_rank, of_program])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_failure_of_the_program_ends_the_run(
+    seed: int, failing: Callable[[Case], Failing]
+) -> None:
+    case = Case(seed, WITH_SPARES)
+    outcome = case.run(failing)
+    assert not outcome.problem, story(outcome)
+    assert case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}, story(outcome)
+    assert len(case.excluded) <= 1, story(outcome)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dead_gpu_without_a_spare_ends_the_run(seed: int) -> None:
+    case = Case(seed, ALONE)
+    outcome = case.run(lambda case: of_nodes(case, case.node_ids(1)))
+    assert not outcome.problem, story(outcome)
+    assert case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}, story(outcome)
+    assert case.excluded == set()
+
+
+def test_without_the_exclusion_a_dead_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated_causes, "MAX_EXCLUDED_PER_HOUR", 0)
+    ended = 0
+    for seed in SEEDS:
+        case = Case(seed, WITH_SPARES)
+        outcome = case.run(lambda case: of_nodes(case, case.node_ids(1)))
+        assert not outcome.problem, story(outcome)
+        ended += case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}
+    assert ended > len(SEEDS) / 3
