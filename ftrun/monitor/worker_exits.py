@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from signal import Signals
 
+from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.hang_detector import find_skipped
@@ -95,6 +96,26 @@ def _signalled(facts: ExitFacts, subject: str) -> WorkerExit:
     return WorkerExit(
         facts.rank, ExitKind.SIGNAL, facts.status, text, detail=facts.traceback, fingerprint=name
     )
+
+
+def node_lost(rank: int, node_id: str, reason: str) -> WorkerExit:
+    """The end of a rank whose node is lost."""
+    kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
+    text, mark = f"node {node_id} is lost: {reason}", f"node {node_id}"
+    return WorkerExit(Rank(rank), kind, code, text, fingerprint=mark)
+
+
+def restore_failed(rank: int, node_id: str, problem: str, *, is_link: bool) -> WorkerExit:
+    """The end of a rank whose node could not fetch or read its state.
+
+    Args:
+        is_link: connections to other nodes were lost.
+    """
+    kind, code = ExitKind.RESTORE_FAILED, ExitCode.STATE_LOST
+    if is_link:
+        kind, code = ExitKind.LINK_LOST, ExitCode.TRY_AGAIN
+    text = f"node {node_id} could not restore its state: {problem}"
+    return WorkerExit(Rank(rank), kind, code, text, fingerprint=f"restore {node_id}")
 
 
 def signal_name(number: int) -> str:

@@ -33,7 +33,7 @@ from ftrun.events import (
 )
 from ftrun.ids import Generation, Rank, version
 from ftrun.monitor.verdicts import Verdict
-from ftrun.monitor.worker_exits import may_be_a_consequence
+from ftrun.monitor.worker_exits import may_be_a_consequence, node_lost, restore_failed
 from ftrun.recovery.commands import (
     EndRun,
     ExcludeNode,
@@ -49,13 +49,12 @@ from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.repeated_causes import Placement
-from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
+from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment, StepRate
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
 from ftrun.wire.cluster.generation import (
     ConfigurationId,
     FailureHistory,
     GenerationPlan,
-    VersionPair,
 )
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
@@ -97,15 +96,12 @@ class GenerationMonitor:
         self._reported = self.orders
         self._exits: dict[Rank, WorkerExit] = {}
         self._waiting: list[WorkerExit] = []
-        self._waits_until_s = 0.0
         self._stops_handled = 0
         self._failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
         self._problems: set[str] = set()
         self._is_boundary_reported = False
-        self._protected: VersionPair | None = None
-        """The newest committed version that was seen protected against the loss of any node."""
-        self._rate = self._checkpoint_s = 0.0
-        self._rate_from: tuple[float, int] | None = None
+        self._checkpoint_s = self._waits_until_s = 0.0
+        self._rate = StepRate(settings.times.heartbeat_interval_s)
 
     @property
     def incidents(self) -> IncidentLog:
@@ -159,7 +155,7 @@ class GenerationMonitor:
 
     @property
     def suspects(self) -> set[str]:
-        """Nodes that are excluded only because the newest failure repeated on them."""
+        """Nodes that are excluded only because a failure repeated on them."""
         return self.supervisor.suspects - self.reports.faults.keys()
 
     def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
@@ -186,7 +182,7 @@ class GenerationMonitor:
         self._waiting.clear()
         self._problems.clear()
         self._is_boundary_reported = False
-        self._rate_from = None
+        self._rate.begin()
         self._checkpoint_s = now_s
         self.watching.begin(plan)
         restored = version(*plan.restore) if plan.restore is not None else None
@@ -239,13 +235,10 @@ class GenerationMonitor:
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
         """Reports lost members, each with the reason, and their ranks with them."""
-        kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
         for node_id, reason in sorted(nodes.items()):
-            node, mark = self.reports.member(node_id), f"node {node_id}"
-            ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
-            text = f"{mark} is lost: {reason}"
-            lost = [WorkerExit(rank, kind, code, text, fingerprint=mark) for rank in ranks]
-            self._take_exits(lost, now_s)
+            node = self.reports.member(node_id)
+            ranks = node.ranks if node is not None else ()
+            self._take_exits([node_lost(rank, node_id, reason) for rank in ranks], now_s)
         return self.tick(now_s=now_s) if nodes else []
 
     def tick(self, *, now_s: float) -> list[SupervisorCommand]:
@@ -278,13 +271,9 @@ class GenerationMonitor:
 
     @property
     def are_movable(self) -> bool:
-        """Whether other nodes can restore the state of any member, or there is no state.
-
-        Before a new generation protects what it has restored, the last protection counts.
-        """
+        """Whether other nodes can restore the state of any member, or there is no state."""
         restored = self._plan.restore if self._plan is not None else None
-        newest = self.orders.committed or restored
-        return newest in (None, self._protected) or self.reports.are_protected()
+        return self.reports.are_movable(self.orders.committed or restored)
 
     @property
     def is_stopping(self) -> bool:
@@ -300,13 +289,12 @@ class GenerationMonitor:
         generation, voter_revision = configuration_id
         if body.generation != generation and not body.ended:
             body = LeaderHeartbeat(generation=generation)
-        count = self.incidents.count
         return msgspec.structs.replace(
             body,
             voter_revision=voter_revision,
             number=number,
             is_suspended=is_suspended,
-            incidents=count,
+            incidents=self.incidents.count,
         )
 
     def has_new_orders(self) -> bool:
@@ -455,12 +443,8 @@ class GenerationMonitor:
             return  # the supervisor has decided about all of them
         self._waiting = [one for one in self._waiting if one.rank != rank]
         self._exits.pop(rank, None)
-        text = f"node {node_id} could not restore its state: {heartbeat.problem}"
-        mark = f"restore {node_id}"
-        kind, code = ExitKind.RESTORE_FAILED, ExitCode.STATE_LOST
-        if heartbeat.problem_is_link:
-            kind, code = ExitKind.LINK_LOST, ExitCode.TRY_AGAIN
-        self._take_exits([WorkerExit(rank, kind, code, text, fingerprint=mark)], now_s)
+        problem, is_link = heartbeat.problem, heartbeat.problem_is_link
+        self._take_exits([restore_failed(rank, node_id, problem, is_link=is_link)], now_s)
 
     def _commit(self, heartbeat: Heartbeat) -> None:
         ready, committed = self.reports.ready_with(heartbeat), self.orders.committed
@@ -493,19 +477,12 @@ class GenerationMonitor:
         """`steps` plus the steps made before every node has received an order."""
         if self._plan is None or len(self._plan.members) == 1:
             return steps
-        return steps + math.ceil(self._rate * self._settings.same_boundary_s)
+        return steps + math.ceil(self._rate.per_s * self._settings.same_boundary_s)
 
     def _note_rate(self, now_s: float) -> None:
-        step = self.progress().step
-        if self._rate_from is None:
-            self._rate_from = (now_s, step)
-        since_s, first = self._rate_from
-        if now_s - since_s >= self._settings.times.heartbeat_interval_s:
-            self._rate = max(0.0, (step - first) / (now_s - since_s))
-            self._rate_from = (now_s, step)
+        if self._rate.note(self.progress().step, now_s=now_s):
             self.check_interval()
-            if self.reports.are_protected():
-                self._protected = self.orders.committed
+            self.reports.note_protection(self.orders.committed)
 
     def _order(self, **changes: object) -> None:
         self.orders = msgspec.structs.replace(self.orders, **changes)

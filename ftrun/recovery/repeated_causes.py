@@ -11,7 +11,7 @@ Rule 2: if the same rank then fails by the same cause on another node, the cause
         it is in the rank's data, or in its part of the program. The run ends, because no other node
         would help.
 Rule 3: a cause that repeats `limit` times, on any ranks and nodes, follows the program.
-Rule 4: with progress, the counts begin again.
+Rule 4: with progress, the counts restart at 0.
 Rule 5: a kill from outside shows nothing about the node. A node is not excluded while its state has
         no protection, because another node could not restore it.
 """

@@ -44,6 +44,8 @@ class MemberReports:
         """The newest step that any rank has sealed."""
         self.committed: VersionPair | None = None
         """The newest version that any node reports as committed."""
+        self._protected: VersionPair | None = None
+        """The newest committed version that was seen protected against the loss of any member."""
         self._generation = -1
         self._members: dict[str, PlanMember] = {}
         self._current: set[str] = set()
@@ -144,6 +146,18 @@ class MemberReports:
         """Whether any one member can be lost without losing the version it is ready with."""
         return self.all_run and all(heartbeat.survives > 0 for heartbeat in self.current)
 
+    def note_protection(self, committed: VersionPair | None) -> None:
+        if self.are_protected():
+            self._protected = committed
+
+    def are_movable(self, newest: VersionPair | None) -> bool:
+        """Whether other nodes can restore this version without any one of its members.
+
+        Before a new generation protects what it has restored, the last protection counts. Without a
+        version there is nothing to lose.
+        """
+        return newest in (None, self._protected) or self.are_protected()
+
     def requested_every(self) -> int:
         """The longest interval in steps that any rank requests."""
         return max((heartbeat.requested_every for heartbeat in self.current), default=0)
@@ -156,6 +170,29 @@ def _ready(heartbeat: Heartbeat) -> VersionPair | None:
 
 _NEARER_AFTER = 4
 """Commits without a skipped step after which the distance shrinks."""
+
+
+class StepRate:
+    """Steps per second of the running generation, measured once in `every_s`."""
+
+    def __init__(self, every_s: float) -> None:
+        self.per_s = 0.0
+        self._every_s = every_s
+        self._from: tuple[float, int] | None = None
+
+    def begin(self) -> None:
+        self._from = None
+
+    def note(self, step: int, *, now_s: float) -> bool:
+        """Records the newest step; returns whether the rate was measured."""
+        if self._from is None:
+            self._from = (now_s, step)
+        since_s, first = self._from
+        if now_s - since_s < self._every_s:
+            return False
+        self.per_s = max(0.0, (step - first) / (now_s - since_s))
+        self._from = (now_s, step)
+        return True
 
 
 class SnapshotAlignment:

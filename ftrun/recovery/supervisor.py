@@ -138,6 +138,8 @@ class Supervisor:
         self._steps_seen = False
         self.placement = Placement()
         self._causes = RepeatedCauses(profile.restart.same_cause_limit)
+        self.suspects: set[str] = set()
+        """Nodes that were excluded only because a failure repeated on them."""
         self._faulty: set[str] = set()
         """Nodes with a hardware fault whose ranks were restarted in place."""
         self._without_progress = 0
@@ -145,11 +147,6 @@ class Supervisor:
         self._deadline_s = 0.0
         self._grace_ends_s = 0.0
         self._resume_reason = ""
-
-    @property
-    def suspects(self) -> set[str]:
-        """The nodes that were excluded because the newest failure repeated on them."""
-        return {node_id for node_id, _ in self._causes.excluded}
 
     def history(self, *, now_s: float) -> FailureHistory:
         return FailureHistory(
@@ -159,6 +156,7 @@ class Supervisor:
             same_cause_count=self._causes.count,
             same_cause_at=[*self._causes.places],
             excluded_for_cause=[*self._causes.excluded],
+            suspects=sorted(self.suspects),
             faulty=sorted(self._faulty),
             without_progress=self._without_progress,
             best_step=self._best_step,
@@ -178,6 +176,7 @@ class Supervisor:
             tuple(history.same_cause_at),
             tuple(history.excluded_for_cause),
         )
+        self.suspects = set(history.suspects)
         self._faulty = set(history.faulty)
         self._without_progress = history.without_progress
         self._best_step = history.best_step
@@ -239,6 +238,7 @@ class Supervisor:
             return [KillWorkers(cause.text), *self._end(refusal)]
         self.budget.spend(now_s=now_s)
         if found.exclude:
+            self.suspects.add(found.exclude)
             text = f"the same failure occurred on it {found.count} times without progress"
             return self._exclude(cause, found.exclude, text)
         self.restarts += 1

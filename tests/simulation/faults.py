@@ -24,7 +24,7 @@ class Faults:
         self.random = simulation.world.stream("faults")
         self.are_over = False
         self.has_random = True
-        """Whether faults occur besides those that a test injects."""
+        """Whether faults occur that no test injects."""
         self.counts: dict[str, int] = {}
         self.resets: Random | None = None
         """Decides which cuts are firewalls that refuse connections; None: no cut is a firewall."""

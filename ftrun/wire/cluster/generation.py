@@ -181,6 +181,8 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The last nodes and ranks that this cause has ended, since a node was excluded for it."""
     excluded_for_cause: list[tuple[str, int]] = []
     """The nodes that were excluded for this cause, and the ranks that had failed there."""
+    suspects: list[str] = []
+    """Nodes that were excluded only because a failure repeated on them."""
     faulty: list[str] = []
     """Nodes with a hardware fault whose ranks were restarted in place, because no other node could
     run them."""

@@ -1,4 +1,4 @@
-"""Repeated causes: a fault of a node is told from one of a rank, and from one of the program."""
+"""Repeated causes: of a node, of a rank, and of the program."""
 
 from dataclasses import replace
 

@@ -120,3 +120,27 @@ def test_without_another_node_the_run_ends_when_the_ranks_fail_again() -> None:
     (end,) = made["a"].reported(EndRun)
     assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
     assert f"Node b has a hardware fault, and no other node can run its ranks: {XID}" in end.advice
+
+
+def test_a_suspected_node_runs_ranks_again_if_too_few_others_are_left() -> None:
+    made = started("abcd", cluster_size=ClusterSize(3, 3, 1))
+    hold(made, 5, "abc")
+    crash(made, 7, 1)
+    crash(made, 7, 1)
+    assert set(made.running()) == set("acd")
+    made.kill("d")
+    made.passes(3.0)
+    assert set(made.running()) == set("abc")
+
+
+def test_a_node_with_a_hardware_fault_runs_none_even_then() -> None:
+    made = started("abcd", cluster_size=ClusterSize(3, 3, 1))
+    hold(made, 5, "abc")
+    works_with_fault(made, 6)
+    made.passes(FAULT_LIMIT_S + 2.0)
+    assert set(made.running()) == set("acd")
+    made.here_is("b", Heartbeat(generation=-1, fault=XID))
+    made.passes(1.0)
+    made.kill("d")
+    made.passes(3.0)
+    assert made.running() == {}
