@@ -150,8 +150,8 @@ class GenerationMonitor:
 
         A member with a fault keeps its ranks until another node can run them.
         """
-        members = self._plan.node_of.values() if self._plan is not None else ()
-        return self._failures.excluded(now_s=now_s) | (self.reports.faults.keys() - {*members})
+        faulty = {one for one in self.reports.faults if self.reports.member(one) is None}
+        return self._failures.excluded(now_s=now_s) | faulty
 
     @property
     def suspects(self) -> set[str]:
