@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ftrun
 
 steps, pace_s = int(sys.argv[1]), float(sys.argv[2])
-dist.init_process_group("gloo")
+dist.init_process_group(os.environ.get("TRAINING_BACKEND", "gloo"))
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = nn.Sequential(
@@ -43,8 +43,9 @@ losses = open(f"losses.{rank}", "a", buffering=1)
 begun = f"begin rank={rank} generation={session.generation} step={session.step}\\n"
 print(begun, end="", flush=True)
 for step in session.steps(steps):
-    x = torch.randn(16, 32, generator=order) + random.random()
+    x = torch.randn(16, 32, generator=order, device="cpu") + random.random()
     x = x + torch.from_numpy(np.random.randn(16, 32).astype(np.float32))
+    x = x.to(torch.get_default_device())
     optimizer.zero_grad()
     loss = model(x).pow(2).mean()
     loss.backward()
@@ -58,18 +59,18 @@ for step in session.steps(steps):
             time.sleep(0.01)
 digest = hashlib.sha256()
 for value in model.state_dict().values():
-    digest.update(value.numpy().tobytes())
+    digest.update(value.cpu().numpy().tobytes())
 print(f"digest {rank} {digest.hexdigest()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
 
 class Checked:
-    """The result of an undisturbed run."""
+    """The result of an undisturbed run; `first` are the words before the script."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *first: str) -> None:
         (folder / "train.py").write_text(TRAIN)
-        run = Run(folder, "--nproc-per-node", "2", "train.py", str(STEPS), "0")
+        run = Run(folder, "--nproc-per-node", "2", *first, "train.py", str(STEPS), "0")
         try:
             assert run.wait() == 0, run.text
         finally:

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 from fake_device.device_build import CompilerMissing, library, search_path
 
+from tests.chaos.conftest import Checked
+from tests.chaos.test_crash_points import kill_at_each, points_passed
 from tests.integration import test_resized_world as resized
 from tests.integration.test_session import assert_same_as_undisturbed
 
 ON_DEVICE = str(Path(__file__).parent / "scripts" / "on_device.py")
+WARM = ("--preload", "fake_device.preloaded", ON_DEVICE, "own")
+"""Before the script of a run whose standbys know the device and have not used it."""
+
+full = pytest.mark.full
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
@@ -30,12 +36,77 @@ def _compiled() -> Iterator[None]:
         yield
 
 
-def test_one_process_resumes_bitwise(tmp_path: Path) -> None:
-    assert_same_as_undisturbed(tmp_path, "amp", "accumulate", first=(ON_DEVICE, "own"))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    return Checked(tmp_path_factory.mktemp("undisturbed"), *WARM)
 
 
-def test_every_bit_comes_back_in_another_world(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["own", pytest.param("default", marks=full)])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ("amp", "accumulate"),
+        pytest.param(("batchnorm",), marks=full),
+        pytest.param(("foreach",), marks=full),
+        pytest.param(("fused",), marks=full),
+        pytest.param(("capturable", "two-devices"), marks=full),
+    ],
+    ids=" ".join,
+)
+def test_one_process_resumes_bitwise(
+    tmp_path: Path, switches: tuple[str, ...], stream: str
+) -> None:
+    assert_same_as_undisturbed(tmp_path, *switches, first=(ON_DEVICE, stream))
+
+
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("threads", marks=full)])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ("fsdp",),
+        pytest.param(("ddp",), marks=full),
+        pytest.param(("ddp", "late-ddp", "batchnorm"), marks=full),
+        pytest.param(("fsdp", "amp", "accumulate"), marks=full),
+    ],
+    ids=" ".join,
+)
+def test_two_ranks_resume_bitwise(
+    tmp_path: Path, switches: tuple[str, ...], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DEVICE_MODE", mode)
+    first = (ON_DEVICE, "own")
+    assert_same_as_undisturbed(tmp_path, *switches, world_size=2, first=first)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("fsdp", 2), ("ddp", 1)],
+        pytest.param([("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 4), ("plain", 1)], marks=full),
+    ],
+    ids=lambda kinds: ", ".join(f"{kind} {size}" for kind, size in kinds),
+)
+def test_every_bit_comes_back_in_another_world(
+    tmp_path: Path, kinds: list[tuple[str, int]]
+) -> None:
     with contextlib.ExitStack() as ends:
         node = resized.Node(tmp_path, "ddp", ends, first=(ON_DEVICE, "forked"))
-        kinds = [("fsdp", 2), ("ddp", 1)]
         resized.test_every_bit_comes_back_in_any_other_layout(node, kinds)
+
+
+def test_a_kill_at_a_point_of_a_snapshot_changes_no_bit(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked
+) -> None:
+    points = ["worker.capture.boundary_copied", "worker.restore.tensors_loaded"]
+    kill_at_each(points, tmp_path_factory, undisturbed, *WARM)
+
+
+@full
+def test_a_kill_at_any_point_of_a_snapshot_changes_no_bit(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked
+) -> None:
+    points = points_passed(tmp_path_factory.mktemp("count"), *WARM)
+    parts = ("worker.", "smp.commit.", "agent.restart.")
+    points = [name for name in points if name.startswith(parts)]
+    assert points
+    kill_at_each(points, tmp_path_factory, undisturbed, *WARM)

@@ -1,13 +1,14 @@
 """The exactness tests of the processor, with all their tensors on the device.
 
-The default device is the fake one, so the tests and their trainings are the same. It runs as late
-as it may.
+The default device is the fake one, so the tests and their trainings are the same. Without --full
+each runs once, in the default stream of a device that runs as late as it may.
 """
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_device import fake
 
 from tests.integration.test_capture_and_restore import (  # noqa: F401 - collected here
     run,
@@ -50,10 +51,21 @@ from tests.integration.test_state_contents import (  # noqa: F401
 DEVICE = torch.device("privateuseone", 0)  # its name "fake" is unknown while tests are collected
 
 
-@pytest.fixture(autouse=True)
-def on_the_device(idle_device: None) -> Iterator[None]:
+@pytest.fixture(
+    autouse=True,
+    params=[
+        "lazy-default",
+        pytest.param("lazy-own", marks=pytest.mark.full),
+        pytest.param("threads-own", marks=pytest.mark.full),
+    ],
+)
+def on_the_device(request: pytest.FixtureRequest, idle_device: None) -> Iterator[None]:
+    """The order in which the device runs what is queued, and the stream of the training."""
+    mode, _, stream = request.param.partition("-")
+    fake.set_mode(mode, seed=7, max_pause_us=500)
     torch.set_default_device(DEVICE)
     try:
-        yield
+        with torch.Stream(DEVICE) if stream == "own" else torch.accelerator.current_stream(DEVICE):
+            yield
     finally:
         torch.set_default_device(None)
