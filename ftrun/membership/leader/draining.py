@@ -10,8 +10,8 @@ with which it asks them all to stop (a job is cancelled or deleted). The set of 
 the signal distinguishes the two.
 
 Rule 1: if every node is asked, or too few would be left, the run stops at once. During a ballot,
-        too few may be left only because an agent is being restarted: then the run stops if this
-        lasts for `LIMIT_S`.
+        and shortly after a loss, too few may be left only because an agent is being restarted: then
+        the run stops if this lasts for `LIMIT_S`.
 Rule 2: otherwise the nodes drain after `NOTICE_S` without another notice; the ranks train in that
         time. Notices that keep coming for `LIMIT_S` are those of a job that is deleted, node by
         node.
@@ -71,7 +71,7 @@ class NodeDraining:
         self._freed: frozenset[Identity] = frozenset()
         self._is_stop = False
         self._short_s: float | None = None
-        """Time since which too few nodes are left, in the present ballot."""
+        """Time since which too few nodes are left, while lost ones may return."""
 
     @property
     def is_under_way(self) -> bool:
@@ -101,7 +101,7 @@ class NodeDraining:
         self._leaving &= asked
         notes: list[JournalEntry] = []
         new = asked - self._leaving
-        reason = self._stop_reason(here, unfit) if asked else ""
+        reason = shortage = self._stop_reason(here, unfit) if asked else ""
         if not reason and new and now_s - self._last_s >= NOTICE_S:
             self._leaving = asked
             self._safe_s = None  # Rule 6: a draining node votes until the voters change
@@ -115,18 +115,32 @@ class NodeDraining:
             if peer.is_leaving:
                 self._monitor.past.leaves(peer.card, now_s=now_s)
         self._let_go(plan, now_s, is_settled=is_settled)
-        self._is_stop = bool(reason)
+        may_wait = bool(shortage) and not here <= asked
+        may_wait = may_wait and (not is_settled or self._may_return(unfit, now_s))
+        is_due = bool(reason) and self._is_due(may_wait=may_wait, now_s=now_s)
+        self._short_s = self._short_s if reason else None
+        self._is_stop = is_due
         self._update_monitor()
-        if not reason or is_settled:
-            self._short_s = None
-        if not reason or self._monitor.is_stopping:
+        if not is_due or self._monitor.is_stopping:
             return notes, []
         if not is_settled:
-            self._short_s = now_s if self._short_s is None else self._short_s
-            if here <= asked or now_s - self._short_s >= LIMIT_S:
-                self._monitor.stop_signal = _SIGTERM
+            self._monitor.stop_signal = _SIGTERM
             return notes, []
         return notes, self._monitor.stop(_SIGTERM, reason, now_s=now_s)
+
+    def _is_due(self, *, may_wait: bool, now_s: float) -> bool:
+        if not may_wait:
+            return True
+        self._short_s = now_s if self._short_s is None else self._short_s
+        return now_s - self._short_s >= LIMIT_S
+
+    def _may_return(self, unfit: set[str], now_s: float) -> bool:
+        """Whether enough nodes would be left with those that were lost in the last moments."""
+        asked = self._asked_s.keys()
+        left = [peer for peer in self._peers if peer.card.identity not in asked]
+        usable = [peer for peer in left if peer.card.node_id not in unfit and not peer.has_left]
+        found = [one for one in usable if not one.lost or now_s - one.lost_s < LIMIT_S]
+        return len(found) >= self._settings.cluster_size.min_nodes
 
     def add_drained(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
         """Adds the draining nodes that may end now to a heartbeat."""

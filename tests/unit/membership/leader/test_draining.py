@@ -137,6 +137,33 @@ def test_if_too_few_nodes_would_be_left_the_run_stops_at_once() -> None:
     assert made["b"].reported(SignalWorkers)
 
 
+def test_a_spare_whose_agent_is_being_restarted_is_waited_for() -> None:
+    made = started("abcd", cluster_size=ClusterSize(3, 3, 1))
+    works(made, 5)
+    made.kill("d")
+    made.passes(0.5)
+    ask(made, "b")
+    made.passes(NOTICE_S + 0.5)
+    assert not made["a"].reported(RequestFinalSnapshot), "the run may continue with d"
+    made.start("d", incarnation=2)
+    made.passes(NOTICE_S + 3.0)
+    assert made["a"].reported(RequestFinalSnapshot)[0].reason == "draining b"
+    at_boundary(made, "abc", "b")
+    made.passes(1.0)
+    assert set(made.running()) == set("acd")
+
+
+def test_a_spare_that_does_not_come_back_is_not_waited_for_longer() -> None:
+    made = started("abcd", cluster_size=ClusterSize(3, 3, 1))
+    works(made, 5)
+    made.kill("d")
+    made.passes(0.5)
+    ask(made, "b")
+    made.passes(LIMIT_S)
+    (asked,) = made["a"].reported(RequestFinalSnapshot)
+    assert asked.reason == "draining b would leave 2 of at least 3 nodes"
+
+
 def test_without_a_spare_the_run_shrinks_where_it_may() -> None:
     made, at = without_c()
     assert made.running() == {"a": 1, "b": 1}
