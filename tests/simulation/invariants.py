@@ -43,9 +43,6 @@ _ACTS = (do.Quiesce, do.InstallGeneration, *_ORDERS)
 _SAID = ("is lost", "cannot be", "no present node has the memory")
 """The text by which a plan states that it resumes from an older version, or from the beginning."""
 _STABLE_S = 6.0
-_HERE_S = 25.0
-"""A node that has run for this time could have been known before the run began to stop."""
-_TERMINATED = 143
 
 
 @dataclass
@@ -526,30 +523,7 @@ class Invariants:
             self._check_refusal(node, command)
         if command.run_continues:
             self._check_departure(node)
-        elif command.exit_code == _TERMINATED:
-            self._check_stop(node)
         self.simulation.agent_ended(node, command)
-
-    def _check_stop(self, node: "Node") -> None:
-        """A run stops after SIGTERM only if too few nodes are left that have not received it."""
-        agent, simulation = node.agent, self.simulation
-        leader = agent.member.leader if agent is not None else None
-        is_cut = bool(simulation.network.cuts or simulation.network.refusing)
-        if agent is None or leader is None or simulation.stops or is_cut or simulation.is_ending:
-            return
-        excluded = leader.monitor.excluded(now_s=agent.now_s)
-        left = [
-            one.node_id
-            for one in simulation.nodes
-            if one.agent is not None
-            and one.agent.leaves_since_s is None
-            and self.world.now_s - one.agent.born_s > _HERE_S
-            and one.is_running
-            and not one.agent.is_frozen
-            and one.node_id not in excluded
-        ]
-        if len(left) >= simulation.scenario.settings.cluster_size.min_nodes:
-            self.fail(f"{node.node_id} stops the run, and {' '.join(left)} are left")
 
     def _check_departure(self, node: "Node") -> None:
         agent, newest = node.agent, self._newest_committed(self.newest)

@@ -263,7 +263,6 @@ class Agent:
         self.node = node
         self.is_alive = True
         self.is_frozen = False
-        self.born_s = node.world.now_s
         self.leaves_since_s: float | None = None
         """Time of SIGTERM."""
         self.ends: dict[str, End] = {}
