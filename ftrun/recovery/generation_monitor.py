@@ -97,7 +97,7 @@ class GenerationMonitor:
         self._exits: dict[Rank, WorkerExit] = {}
         self._waiting: list[WorkerExit] = []
         self._stops_handled = 0
-        self._failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
+        self.failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
         self._problems: set[str] = set()
         self._is_boundary_reported = False
         self._checkpoint_s = self._waits_until_s = 0.0
@@ -120,14 +120,14 @@ class GenerationMonitor:
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
         self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
-        self._failures.succeed(history.node_failures, history.barred, now_s=now_s)
+        self.failures.succeed(history.node_failures, history.barred, now_s=now_s)
 
     def history(self, *, now_s: float) -> FailureHistory:
         known = self.supervisor.history(now_s=now_s)
         return msgspec.structs.replace(
             known,
-            node_failures=self._failures.ages_s(now_s=now_s),
-            barred=self._failures.barred_ages_s(now_s=now_s),
+            node_failures=self.failures.ages_s(now_s=now_s),
+            barred=self.failures.barred_ages_s(now_s=now_s),
             incidents=self.incidents.count,
             hung_nodes=[*self.watching.hung.nodes],
             longest_start_s=self.watching.hung.longest_s,
@@ -142,7 +142,7 @@ class GenerationMonitor:
         if fault_s is not None and self._plan is not None and self._plan.member(node_id):
             self.incidents.sign(fault_s)
         if not self.past.was_asked_to_leave(node_id):  # draining is no failure
-            self._failures.note(node_id, now_s=now_s)
+            self.failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 
     def excluded(self, *, now_s: float) -> set[str]:
@@ -151,7 +151,7 @@ class GenerationMonitor:
         A member with a fault keeps its ranks until another node can run them.
         """
         faulty = {one for one in self.reports.faults if self.reports.member(one) is None}
-        return self._failures.excluded(now_s=now_s) | faulty
+        return self.failures.excluded(now_s=now_s) | faulty
 
     @property
     def suspects(self) -> set[str]:
@@ -160,10 +160,10 @@ class GenerationMonitor:
 
     def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
         for node_id in node_ids:
-            self._failures.bar(node_id, now_s=now_s)
+            self.failures.bar(node_id, now_s=now_s)
 
     def evict(self, verdict: Verdict, node_id: str, reason: str, *, now_s: float) -> None:
-        self._failures.bar(node_id, now_s=now_s)
+        self.failures.bar(node_id, now_s=now_s)
         self.incidents.found(verdict, (), self.progress(), now_s=now_s)
         self.incidents.acted("evict", reason)
 
@@ -370,7 +370,7 @@ class GenerationMonitor:
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
         if node_id and can_replace:
-            self._failures.bar(node_id, now_s=now_s)
+            self.failures.bar(node_id, now_s=now_s)
             self.incidents.acted("evict", f"node {node_id} is replaced")
         self._take_exits(found, now_s)
 
@@ -410,7 +410,7 @@ class GenerationMonitor:
             node_of=self._plan.node_of,
             can_replace=self._can_replace(self._plan),
             is_protected=self.are_movable,
-            num_excluded=len(self._failures.barred_ages_s(now_s=now_s)),
+            num_excluded=len(self.failures.barred_ages_s(now_s=now_s)),
             faults=dict(self.reports.faults),
         )
 
@@ -495,6 +495,6 @@ class GenerationMonitor:
             elif isinstance(command, StartGeneration):
                 self.incidents.acted("respawn", command.reason)
             elif isinstance(command, ExcludeNode):
-                self._failures.bar(command.node_id, now_s=now_s)
+                self.failures.bar(command.node_id, now_s=now_s)
                 self.incidents.acted("evict", command.reason)
         return found

@@ -191,6 +191,9 @@ class NodeFailures:
                 found[node_id] = ages_s
         return found
 
+    def lately_lost(self, within_s: float, *, now_s: float) -> set[str]:
+        return {one for one, ages in self.ages_s(now_s=now_s).items() if min(ages) < within_s}
+
     def barred_ages_s(self, *, now_s: float) -> dict[str, float]:
         times = {**self._past_barred_s, **self._barred_s}
         return {one: now_s - at_s for one, at_s in times.items() if now_s - at_s < _HOUR_S}

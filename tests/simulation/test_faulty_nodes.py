@@ -1,4 +1,4 @@
-"""Runs with a node whose ranks fail at every start, and with failures that follow a rank.
+"""Runs with a node whose ranks fail at every start, with failures that follow a rank, and drains.
 
 A run with a spare never ends because of the hardware of one node. A failure that follows a rank, or
 the program, excludes at most one node, and ends the run.
@@ -26,6 +26,9 @@ XID = "GPU 0 has reported XID 79"
 Failing = Callable[[Group], Ranks | None]
 
 
+Prepare = Callable[["Case"], Failing | None]
+
+
 class Case:
     """One world, and its simulation for the checks after its end."""
 
@@ -33,10 +36,10 @@ class Case:
         self.random = Random(f"{seed}/faulty")
         self.seed, self.size = seed, self.random.choice(sizes)
         self.first_s = self.random.uniform(4.0, 8.0)
-        self.prepare: Callable[[Case], Failing] | None = None
+        self.prepare: Prepare | None = None
         self.simulation: Simulation | None = None
 
-    def run(self, prepare: "Callable[[Case], Failing]") -> Outcome:
+    def run(self, prepare: Prepare) -> Outcome:
         self.prepare = prepare
         return run_seed(self.seed, "safety", scenario=self._scenario(), prepare=self._begin)
 
@@ -226,3 +229,23 @@ def test_without_the_exclusion_a_dead_gpu_ends_the_run(monkeypatch: pytest.Monke
         assert not outcome.problem, story(outcome)
         ended += case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}
     assert ended > len(SEEDS) / 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drained_node_ends_no_run_of_which_enough_nodes_are_left(seed: int) -> None:
+    """Not while the agent of another node is being restarted, either."""
+    case = Case(seed, WITH_SPARES)
+
+    def prepare(case: Case) -> None:
+        assert case.simulation is not None
+        world, nodes = case.simulation.world, case.simulation.network.nodes
+        drained, other = (nodes[one] for one in case.node_ids(2))
+        world.after(case.first_s, case.simulation.faults.ask_to_leave, drained)
+        at_s = case.first_s + case.random.uniform(-2.0, 2.0)
+        world.after(at_s, case.simulation.faults.kill_agent, other)
+
+    outcome = case.run(prepare)
+    assert not outcome.problem, story(outcome)
+    assert case.simulation is not None
+    exits = case.simulation.invariants.exits
+    assert all(command.run_continues for _, command in exits), story(outcome)

@@ -116,7 +116,7 @@ class NodeDraining:
                 self._monitor.past.leaves(peer.card, now_s=now_s)
         self._let_go(plan, now_s, is_settled=is_settled)
         may_wait = bool(shortage) and not here <= asked
-        may_wait = may_wait and (not is_settled or self._may_return(unfit, now_s))
+        may_wait = may_wait and (not is_settled or self._may_return(here, unfit, now_s))
         is_due = bool(reason) and self._is_due(may_wait=may_wait, now_s=now_s)
         self._short_s = self._short_s if reason else None
         self._is_stop = is_due
@@ -134,13 +134,12 @@ class NodeDraining:
         self._short_s = now_s if self._short_s is None else self._short_s
         return now_s - self._short_s >= LIMIT_S
 
-    def _may_return(self, unfit: set[str], now_s: float) -> bool:
+    def _may_return(self, here: set[Identity], unfit: set[str], now_s: float) -> bool:
         """Whether enough nodes would be left with those that were lost in the last moments."""
-        asked = self._asked_s.keys()
-        left = [peer for peer in self._peers if peer.card.identity not in asked]
-        usable = [peer for peer in left if peer.card.node_id not in unfit and not peer.has_left]
-        found = [one for one in usable if not one.lost or now_s - one.lost_s < LIMIT_S]
-        return len(found) >= self._settings.cluster_size.min_nodes
+        asked = {node_id for node_id, _ in self._asked_s}
+        lost = self._monitor.failures.lately_lost(LIMIT_S, now_s=now_s)
+        left = ({node_id for node_id, _ in here} | lost) - asked - unfit
+        return len(left) >= self._settings.cluster_size.min_nodes
 
     def add_drained(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
         """Adds the draining nodes that may end now to a heartbeat."""
