@@ -240,8 +240,9 @@ def test_a_drained_node_ends_no_run_of_which_enough_nodes_are_left(seed: int) ->
         assert case.simulation is not None
         world, nodes = case.simulation.world, case.simulation.network.nodes
         drained, other = (nodes[one] for one in case.node_ids(2))
-        world.after(case.first_s, case.simulation.faults.ask_to_leave, drained)
-        at_s = case.first_s + case.random.uniform(-2.0, 2.0)
+        at_s = case.first_s + 5.0  # the run has begun
+        world.after(at_s, case.simulation.faults.ask_to_leave, drained)
+        at_s += case.random.uniform(-2.0, 2.0)
         world.after(at_s, case.simulation.faults.kill_agent, other)
 
     outcome = case.run(prepare)
