@@ -25,8 +25,8 @@ from ftrun.monitor.worker_exits import SIGKILL
 
 SAME_NODE = 2
 MAX_EXCLUDED_PER_HOUR = 3
-"""Nodes that may be excluded for repeated causes: an error of the program must not use up the
-spares."""
+"""Nodes that may be excluded for failures of their ranks: an error of the program must not use up
+the spares."""
 
 Place = tuple[str, int]
 """A node and a rank."""
@@ -51,13 +51,18 @@ class Placement:
     def fault_behind(self, cause: WorkerExit) -> tuple[str, str]:
         """The node with a hardware fault that explains this failure, and the fault; else empty.
 
-        A peer may notice the failure before the ranks of the node itself.
+        A peer may notice the failure before the ranks of the node itself. An error text counts for
+        a limited number of nodes, because a program may cause it on all.
         """
         node_id = next((one for one in sorted(self.faults) if one in self.node_of.values()), "")
         if node_id:
             return node_id, self.faults[node_id]
-        node_id = self.node_of.get(cause.rank, "")
-        return (node_id, cause.text) if node_id and is_hardware_text(cause.text) else ("", "")
+        node_id, has_room = (
+            self.node_of.get(cause.rank, ""),
+            self.num_excluded < MAX_EXCLUDED_PER_HOUR,
+        )
+        is_fault = bool(node_id) and has_room and is_hardware_text(cause.text)
+        return (node_id, cause.text) if is_fault else ("", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class Supervisor:
         node_id, fault = place.fault_behind(cause)
         is_final = self._is_final(cause, is_reported=node_id in place.faults)
         can_move = place.can_replace and (place.is_protected or node_id in self._faulty)
-        if is_final is None and fault and can_move:
+        if is_final is None and fault and can_move and self.budget.limit > 0:
             return self._exclude(cause, node_id, fault)
         found = Repetition(0)
         if not fault and not is_link_failure(cause):  # only the budget bounds lost links

@@ -42,7 +42,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartGeneration,
 )
-from ftrun.recovery.repeated_causes import Placement
+from ftrun.recovery.repeated_causes import MAX_EXCLUDED_PER_HOUR, Placement
 from ftrun.recovery.supervisor import (
     ComponentRestarts,
     RestartBudget,
@@ -512,6 +512,19 @@ def test_a_driver_s_error_is_a_hardware_fault_although_none_was_reported() -> No
     text = "rank 1 raised RuntimeError: CUDA error: uncorrectable ECC error encountered"
     found = fails(made, replace(raised(1), text=text))
     assert found[1] == ExcludeNode("b", f"node b is excluded: {text}")
+
+
+def test_without_restarts_a_hardware_fault_ends_the_run() -> None:
+    made = supervisor(max_restarts=0)
+    made.placement = replace(PLACED, faults={"b": XID})
+    assert isinstance(fails(made, raised(1))[-1], EndRun)
+
+
+def test_an_error_text_on_every_node_does_not_use_up_the_nodes() -> None:
+    made = supervisor()
+    made.placement = replace(PLACED, num_excluded=MAX_EXCLUDED_PER_HOUR)
+    cause = replace(raised(1), text="rank 1 raised: no CUDA-capable device is detected")
+    assert fails(made, cause)[1:] == [StartGeneration(cause.text)]
 
 
 @pytest.mark.parametrize("is_protected", [True, False])
