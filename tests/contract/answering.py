@@ -1,6 +1,5 @@
 """Agents for tests: one that answers a connection, one that sends nothing, and a refusing port."""
 
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from ftrun.errors import PeerError
 from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp
+from tests.contract import descriptors
 
 WAIT_S = 600.0
 
@@ -62,4 +62,4 @@ def closed_port(host: str = "127.0.0.1") -> Iterator[int]:
 
 def wait_until_full(listener: socket.socket) -> None:
     """Wait until a queue for one connection is full; the kernel may need a moment."""
-    assert select.select([listener], [], [], WAIT_S)[0]
+    assert descriptors.select([listener], [], [], WAIT_S)[0]

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import select
 import socket
 import struct
 import threading
@@ -28,6 +27,7 @@ from ftrun.wire.transport.handshake import (
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
+from tests.contract import descriptors
 
 TIMEOUT_S = 30.0
 A, B = (PeerIdentity("run", "agent", name, number) for name, number in (("a", 5), ("b", 6)))
@@ -67,7 +67,7 @@ def ends(secret: Secret | None) -> Iterator[tuple[Connection, Connection]]:
 def wait_for(connection: Connection, count: int) -> list[Envelope]:
     found: list[Envelope] = []
     while len(found) < count:
-        assert select.select([connection], [], [], TIMEOUT_S)[0]
+        assert descriptors.select([connection], [], [], TIMEOUT_S)[0]
         found += connection.receive_ready()
     return found
 
@@ -107,7 +107,7 @@ def fed(session: AuthSession, data: bytes) -> tuple[list[str], Exception | None]
     try:
         left.sendall(data)
         left.shutdown(socket.SHUT_WR)
-        while select.select([connection], [], [], TIMEOUT_S)[0]:
+        while descriptors.select([connection], [], [], TIMEOUT_S)[0]:
             found += [one.body.reason for one in connection.receive_ready()]  # type: ignore[union-attr]
     except (ProtocolError, PeerLost) as error:
         return found, error
@@ -144,7 +144,9 @@ def test_a_message_longer_than_any_buffer_goes_in_parts() -> None:
         assert a.wants_write
         found: list[Envelope] = []
         while len(found) < 5:
-            readable, writable, _ = select.select([b], [a] if a.wants_write else [], [], TIMEOUT_S)
+            readable, writable, _ = descriptors.select(
+                [b], [a] if a.wants_write else [], [], TIMEOUT_S
+            )
             assert readable or writable
             if writable:
                 a.flush()
@@ -183,7 +185,7 @@ def test_one_talkative_peer_does_not_keep_us() -> None:
 
         def talk() -> None:
             while not stop.is_set():
-                select.select([], [a], [], 0.1)
+                descriptors.select([], [a], [], 0.1)
                 if a.wants_write:
                     a.flush()
                 else:
@@ -193,7 +195,7 @@ def test_one_talkative_peer_does_not_keep_us() -> None:
         talker.start()
         try:
             for _ in range(20):
-                assert select.select([b], [], [], TIMEOUT_S)[0]
+                assert descriptors.select([b], [], [], TIMEOUT_S)[0]
                 assert b.receive_ready() is not None
         finally:
             stop.set()

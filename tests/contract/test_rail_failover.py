@@ -5,7 +5,6 @@ leader over real connections. If it stops reading and its buffers are full, the 
 cut rail.
 """
 
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake, dial_
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import listen_tcp
+from tests.contract import descriptors
 from tests.contract.answering import wait_until_full
 
 TIMEOUT_S = 60.0
@@ -129,7 +129,7 @@ class FakeLeader:
 def received(connection: Connection, kind: type[M]) -> M:
     """The next message of this kind."""
     while True:
-        assert select.select([connection], [], [], TIMEOUT_S)[0], kind
+        assert descriptors.select([connection], [], [], TIMEOUT_S)[0], kind
         for envelope in connection.receive_ready():
             if isinstance(envelope.body, kind):
                 return envelope.body
