@@ -126,35 +126,32 @@ def of_nodes(case: Case, node_ids: list[str]) -> Failing:
     return failing
 
 
-def of_rank(case: Case) -> Failing:
-    """From a time on, one rank fails at one step, on any node."""
+def of_step(case: Case, chosen: Callable[[Group], Ranks]) -> Failing:
+    """From a time on, the chosen ranks fail at one step, in every generation."""
     at: list[int] = []
 
     def failing(group: Group) -> Ranks | None:
         if case.now_s < case.first_s:
             return None
         at.append(group.step + 1)
-        if group.step + 1 < at[0]:
-            return None
-        return next(ranks for ranks in group.ranks.values() if 0 in ranks.locals)
+        return chosen(group) if group.step + 1 >= at[0] else None
 
     return failing
+
+
+def of_rank(case: Case) -> Failing:
+    """One rank fails, on any node."""
+    return of_step(case, lambda group: next(one for one in group.ranks.values() if 0 in one.locals))
 
 
 def of_program(case: Case) -> Failing:
-    """From a time on, some rank fails at one step."""
-    at: list[int] = []
+    """Another rank fails in each generation."""
 
-    def failing(group: Group) -> Ranks | None:
-        if case.now_s < case.first_s:
-            return None
-        at.append(group.step + 1)
-        if group.step + 1 < at[0]:
-            return None
+    def chosen(group: Group) -> Ranks:
         found = [group.ranks[one] for one in sorted(group.ranks)]
         return found[group.plan.generation % len(found)]
 
-    return failing
+    return of_step(case, chosen)
 
 
 def story(outcome: Outcome) -> str:

@@ -453,9 +453,9 @@ class Leader:
 
     def _continue(self, now_s: float) -> list[Command]:
         # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
-        members = [one.node_id for one in self.plan.members] if self.plan is not None else []
-        is_late = self.known.is_late(members, now_s=now_s)
-        if self.is_lease_expired or (is_late and self.monitor.waits_for_cause):
+        plan = self.plan if self.monitor.waits_for_cause else None
+        members = {one.node_id for one in plan.members} if plan is not None else set()
+        if self.is_lease_expired or (members and self.known.is_late(members, now_s=now_s)):
             return []
         found = self._decide(self.monitor.tick(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:
