@@ -54,6 +54,10 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
     verify_every: Annotated[
         int, Meta(ge=1, description="one in this number of later snapshots is verified")
     ] = 100
+    share_replicas: Annotated[
+        bool,
+        Meta(description="ranks of a node with equal parameters and optimizer state store it once"),
+    ] = True
 
 
 class StartConfig(_Section, frozen=True, kw_only=True):

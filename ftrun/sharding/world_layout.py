@@ -234,7 +234,8 @@ def stored_entries(
 ) -> list[list[StoredEntry]]:
     """The entries of each rank, from headers and plain values in order of rank.
 
-    Raises RulesMismatch for DTensors, which rules do not describe, or if no session saved them.
+    Raises RulesMismatch for parts of tensors, which rules do not describe, or if no session saved
+    them.
     """
     if not all("optimizer_state" in one for one in parts):
         problem = (
@@ -252,8 +253,8 @@ def stored_entries(
         raise RulesMismatch(
             source=source,
             problems=[
-                f"{name} is a DTensor: a run of any layout resumes from it directly, without "
-                "rules and without conversion"
+                f"{name} is a DTensor, or ranks share its replicas (snapshot.share_replicas): a "
+                "run of any layout resumes from it directly, without rules and without conversion"
                 for name in dict.fromkeys(sharded)
             ],
         )

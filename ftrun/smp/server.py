@@ -33,6 +33,7 @@ from ftrun.wire.transport.channel import Channel, ReceivedMessage, accept, liste
 _OfWorker = (
     worker_messages.ReserveMemory
     | worker_messages.RequestArena
+    | worker_messages.RequestShares
     | worker_messages.ShardSealed
     | worker_messages.WithdrawShard
     | worker_messages.ShardSkipped
@@ -250,7 +251,10 @@ class SmpServer:
                 handler.requests.request(requester, body)
             case worker_messages.ShardSealed():
                 handler.memory.forget_promise(rank)
-                handler.commits.sealed(rank, version(body.generation, body.step))
+                sealed = version(body.generation, body.step)
+                handler.commits.sealed(rank, sealed, body.check)
+            case worker_messages.RequestShares():
+                requester.send(handler.group_work.replicas.grant(body))
             case worker_messages.ShardSkipped():
                 handler.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():

@@ -11,7 +11,7 @@ layouts stay the same and the replicas stay equal. A version then costs each nod
 each set of replicas. Without a group, `NodeReplicas` compares the ranks of one node.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from ftrun.snapshot.redundancy import (
     make_plan,
     replica_digests,
 )
+from ftrun.snapshot.replica_shares import minority
 
 ReplicaReport = tuple[int, Sequence[Sequence[tuple[int, int]]]]
 """A node's statement about a version: id of its plan, and the digests of its replicas."""
@@ -125,7 +126,7 @@ class NodeReplicas:
         for key, holders in list(self._holders.items()):
             digests = {rank: content[key][rank] for rank in holders}
             if len(set(digests.values())) > 1:
-                found |= _minority(digests)
+                found |= minority(digests)
                 del self._holders[key]
         return found
 
@@ -145,9 +146,3 @@ def _equal(content: dict[int, dict[int, int]]) -> dict[int, frozenset[int]]:
         for key, digests in content.items()
         if len(digests) > 1 and len(set(digests.values())) == 1
     }
-
-
-def _minority(digests: dict[int, int]) -> set[int]:
-    right, times = Counter(digests.values()).most_common(1)[0]
-    has_most = 2 * times > len(digests)
-    return {rank for rank, digest in digests.items() if digest != right or not has_most}

@@ -20,6 +20,7 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, PeerTimeout, ProtocolError
 from ftrun.ids import Incarnation, Rank, Version
+from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.messages.envelope import AnyMessage, Done, Hello, Refused
 from ftrun.wire.messages.worker import (
     ArenaGranted,
@@ -30,11 +31,13 @@ from ftrun.wire.messages.worker import (
     OpenShards,
     PiecesFetched,
     RequestArena,
+    RequestShares,
     ReserveMemory,
     ShardHeadersFetched,
     ShardSealed,
     ShardSkipped,
     ShardsOpened,
+    SharesGranted,
     WithdrawShard,
 )
 from ftrun.wire.shared_memory.arena import arena_bytes
@@ -109,10 +112,30 @@ class WorkerSmpClient:
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for memory")
         return received.fds[0]
 
-    def report_sealed(self, *, step: int, layout_id: int) -> None:
+    def request_shares(self, key: int, members: Sequence[Rank]) -> tuple[Rank, ...]:
+        """Return the ranks that share their replicas with this one; empty if the SMP refuses.
+
+        Args:
+            key: of this rank's tensors, see `key_of`.
+            members: of the restored shard; empty: the SMP decides.
+
+        Raises:
+            PeerError: the SMP does not answer.
+        """
+        body = RequestShares(self._context.rank, key, list(members))
+        received = self._ask(body, deadline_s=_WITHDRAW_S)
+        if isinstance(received.body, SharesGranted):
+            return tuple(map(Rank, received.body.members))
+        if not isinstance(received.body, Refused):
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for shares")
+        return ()
+
+    def report_sealed(
+        self, *, step: int, layout_id: int, check: ReplicaCheck | None = None
+    ) -> None:
         """Report a seal; if the SMP is unreachable, `send_again` reports it later."""
         context = self._context
-        self._unsent = ShardSealed(context.rank, context.generation, step, layout_id)
+        self._unsent = ShardSealed(context.rank, context.generation, step, layout_id, check)
         self.send_again()
 
     def send_again(self) -> None:

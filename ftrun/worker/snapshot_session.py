@@ -17,6 +17,7 @@ import torch
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
+from ftrun.snapshot.replica_shares import Group
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.capture.boundaries import AccumulationTracker
@@ -26,6 +27,7 @@ from ftrun.worker.capture.device_order import StepStreams
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import graph_captures, heartbeat, lease
+from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
@@ -78,6 +80,8 @@ class SnapshotSession:
         self._orders: dict[str, list[int]] = {}
         self._final_orders: set[str] = set()
         self._is_restored = False
+        self._members: Group = ()
+        """Of the restored shard; empty if it holds whole tensors, or was of another layout."""
         self.after_replayed_step: Callable[..., None] = lambda: None
         """Called for the replay of a graph that contains a step, which fires no hook."""
 
@@ -115,10 +119,19 @@ class SnapshotSession:
             # The early restore thread may still add to these sets, so copy what is complete now.
             right, copied = frozenset(ahead.right), dict(ahead.copied)
             saved = LocalState(self._inherited, wanted, self._context, right, copied)
+        if saved.members:
+            self._members = saved.members
+            saved = self._open_shared(self._inherited, wanted)
         if self._is_of_this_layout(saved):
             return saved
-        self._inherited = None
+        self._inherited, self._members = None, ()
         return self._open_other()
+
+    def _open_shared(self, arena: Arena, wanted: Version) -> LocalState:
+        # Imported here, because the readers of several shards are needed in few runs.
+        from ftrun.worker.replicas.shared_state import SharedState
+
+        return SharedState(arena, wanted, self._context, self._link)
 
     def _is_of_this_layout(self, saved: LocalState) -> bool:
         layout = self._attached.layout
@@ -160,8 +173,19 @@ class SnapshotSession:
         state = self._checked.begin(extra())  # raises ValueNotStorable
         if self._inherited is None:
             self._reserve(state)
+        shares = ReplicaShares(
+            context,
+            self._link,
+            restored=self._members,
+            is_allowed=self._attached.layout is None,
+        )
         self._capture = Capture(
-            context, self._tree, self._link, self._streams, self._graphs.outside_captures
+            context,
+            self._tree,
+            self._link,
+            shares,
+            self._streams,
+            self._graphs.outside_captures,
         )
         atexit.register(self._capture.finish)
         if self._inherited is not None:

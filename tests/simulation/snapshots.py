@@ -154,6 +154,18 @@ class Watch:
     def __init__(self, *_: object) -> None:
         pass
 
+    def begin(self, *_: object, **__: object) -> None:
+        pass
+
+    def contents_of(self, *_: object) -> None:
+        pass
+
+    def statement(self, *_: object) -> int:
+        return 0
+
+    def decide(self, **_: object) -> None:
+        pass
+
     def poll(self, *_: object) -> None:
         pass
 

@@ -21,30 +21,22 @@ Rule 3: a step that a rank here has skipped is abandoned as soon as no older ste
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from ftrun import clock
-from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
-from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
+from ftrun.smp.memory.replicas import differing_notice
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.snapshot.commit_tracker import CommitTracker
-from ftrun.snapshot.manifest import NodeManifest
-from ftrun.snapshot.plan_agreement import NodeReplicas
+from ftrun.snapshot.replica_shares import ReplicaCheck, SealChecks
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 SendToAgent = Callable[..., None]
-Descriptors = Callable[[], Mapping[Rank, Sequence[int]]]
-
-_COMPARE_EVERY_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +69,7 @@ class CommitCoordinator:
         self._group: LocalGroup | None = None
         self.protector: Protector | None = None
         self._start_from: Version | None = None
+        self._checks = SealChecks()
         self._skipped: set[int] = set()
         """Skipped steps, without those that were committed or abandoned."""
         self._reported_skipped = -1
@@ -159,10 +152,16 @@ class CommitCoordinator:
 
     # --- workers -----------------------------------------------------------------------------
 
-    def sealed(self, rank: Rank, sealed: Version) -> None:
+    def sealed(self, rank: Rank, sealed: Version, check: ReplicaCheck | None = None) -> None:
         crash_point("smp.commit.seal_received")
         if self._group is not None and sealed.step <= self._abandoned:
             return  # a rank on another node has no shard of this step
+        self._checks.add(rank, sealed, check)
+        others = (one for one in self.tracker.ranks if one != rank)
+        is_last = all(self.tracker.pending(one) == sealed for one in others)
+        if is_last and (differ := self._checks.differing(sealed)):
+            self._end_shares(sealed, differ)
+            return
         before = self.tracker.complete
         committed = self.tracker.sealed(rank, sealed)
         if committed is not None:
@@ -202,10 +201,26 @@ class CommitCoordinator:
         self._send_to_agent(smp_messages.SmpNotice("source_set_aside", reason))
         if found.generation != self.tracker.generation:
             return False
+        self._discard(found)
+        return True
+
+    def _end_shares(self, found: Version, ranks: set[Rank]) -> None:
+        """Discard a version whose shared replicas differ; ranks store whole tensors from now on."""
+        notice = differing_notice(found, ranks)
+        _log.warning("%s", notice.reason)
+        self._send_to_agent(notice)
+        self._discard(found)
+        # An SMP that is killed here has not ended the sharing. The check of the next version has
+        # the same phase, because nothing was committed, so the next SMP finds the difference again.
+        crash_point("smp.commit.replicas_differed")
+        if self._page is not None:
+            self._page.set(CommandField.REPLICA_SHARES, -1)
+
+    def _discard(self, found: Version) -> None:
+        """Void a version that all local ranks have sealed, and abandon it."""
         for rank in self.tracker.ranks:
             self._memory.void(rank, found)
         self._abandon_here(found.step)
-        return True
 
     # --- the leader, through the agent -------------------------------------------------------
 
@@ -234,6 +249,8 @@ class CommitCoordinator:
         return self._page.get(CommandField.COMMITTED_IN) < self.tracker.generation
 
     def _finish(self, committed: Version) -> None:
+        if self.protector is not None:
+            self.protector.decide_shares(committed)  # before ranks know the commit
         self._show(committed)
         if self._page is not None:  # Rule 2: last
             self._page.set(CommandField.COMMITTED_IN, self.tracker.generation)
@@ -309,62 +326,3 @@ class CommitCoordinator:
         elif newest > self._reported_skipped:
             self._reported_skipped = newest
             self._send_to_agent(smp_messages.AbandonVersion(tracker.generation, newest))
-
-
-class ReplicaMonitor:
-    """Compares the replicas of a node's ranks periodically, in a run without protection groups.
-
-    A notice "replicas_differ" names the ranks whose bytes differ from those of the majority. It
-    begins and ends in the server's thread, and a job reads the digests. A new SMP determines again
-    which bytes are replicas.
-    """
-
-    def __init__(
-        self, jobs: JobLanes, maps: ArenaMappings, send_to_agent: Callable[..., None]
-    ) -> None:
-        self._jobs = jobs
-        self._maps = maps
-        self._send_to_agent = send_to_agent
-        self._generation = -1
-        self._replicas = NodeReplicas()
-        self._due_s = 0.0
-        self._is_busy = False
-
-    def poll(self, committed: Version, fds: Descriptors) -> None:
-        """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds."""
-        if committed.generation != self._generation:
-            self._generation, self._replicas = committed.generation, NodeReplicas()
-        if self._is_busy or clock.now_s() < self._due_s:
-            return
-        self._due_s = clock.now_s() + _COMPARE_EVERY_S
-        shards = self._maps.hold(fds(), committed)
-        if len(shards.ranks) < 2:
-            return
-        self._is_busy = True
-        self._jobs.submit("replicas", partial(self._read, shards, fds), failed=self._found_nothing)
-
-    def _read(self, shards: SealedShards, fds: Descriptors) -> Finish:
-        try:
-            manifest = shards.manifest(shards.ranks)
-        except (LayoutUnknown, SnapshotCorrupt):
-            return self._found_nothing
-        return partial(self._compare, shards, manifest, fds)
-
-    def _compare(self, shards: SealedShards, manifest: NodeManifest, fds: Descriptors) -> None:
-        self._is_busy = False
-        wanted = shards.version
-        # Ranks may overwrite a slot while it is read, as soon as a newer version is committed. The
-        # digests count only if the slot still holds the version after the read.
-        is_there = self._maps.hold(fds(), wanted).ranks == shards.ranks
-        if wanted.generation != self._generation or not is_there:
-            return
-        ranks = sorted(self._replicas.poll(manifest))
-        if ranks:
-            words = ", ".join(map(str, ranks))
-            reason = (
-                f"{wanted}: replicas on several ranks are no longer equal; different on {words}"
-            )
-            self._send_to_agent(smp_messages.SmpNotice("replicas_differ", reason, [], ranks))
-
-    def _found_nothing(self) -> None:
-        self._is_busy = False

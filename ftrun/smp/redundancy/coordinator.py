@@ -28,8 +28,9 @@ from ftrun.errors import FragmentRefused, ProtocolError, SnapshotCorrupt, UsageE
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.jobs import JobLanes, Runner
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart, ReplicaMonitor
+from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
 from ftrun.smp.memory.parity_store import ParityStore
+from ftrun.smp.memory.replicas import ReplicaMonitor
 from ftrun.smp.memory.sealed_shards import ArenaMappings
 from ftrun.smp.peer_link import FETCH, PROTECT
 from ftrun.smp.peer_listener import IncomingLink, PeerListener, PeerSession
@@ -111,7 +112,8 @@ class RedundancyCoordinator:
             send_to_agent=send_to_agent,
             exchange=self._engines.exchange,
         )
-        self._protector = Protector(tools, corrupt=commits.corrupt)
+        self.replicas = self._engines.replica_watch(jobs, self._maps, send_to_agent)
+        self._protector = Protector(tools, corrupt=commits.corrupt, replicas=self.replicas)
         self._rpc = FetchRpc(
             self._peers,
             excluded=lambda error, ask: jobs.post(partial(self._note, error, ask)),
@@ -126,7 +128,6 @@ class RedundancyCoordinator:
             lost_ranks=self._engines.lost_ranks,
         )
         self.range_fetches = ShardReads(memory, jobs)
-        self._replicas = self._engines.replica_watch(jobs, self._maps, send_to_agent)
         commits.protector = self._protector
         commits.after_commit = self._committed
         self._peers.events = PeerDispatch(self._protector, self._rpc, jobs)
@@ -150,10 +151,12 @@ class RedundancyCoordinator:
     ) -> None:
         restored = version(*body.restored) if body.restored is not None else None
         is_new = self._begin(body, group, page, restored)
+        ranks = [Rank(rank) for rank in body.local_ranks]
+        self.replicas.begin(page, body.generation, ranks, is_alone=group is None)
         self._commits.begin(
             page,
             Generation(body.generation),
-            [Rank(rank) for rank in body.local_ranks],
+            ranks,
             body.world_size,
             GenerationStart(
                 group,
@@ -258,7 +261,7 @@ class RedundancyCoordinator:
         tracker = self._commits.tracker
         served, newest = self._rpc.served, tracker.committed
         if newest is not None and self._protector.group is None:
-            self._replicas.poll(newest, lambda: self._memory.fds(self._commits.tracker.ranks))
+            self.replicas.poll(newest, lambda: self._memory.fds(self._commits.tracker.ranks))
         if served is not None and newest is not None and newest > served.version:
             self.restores.share(None)
             self.range_fetches.begin(None)

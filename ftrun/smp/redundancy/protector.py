@@ -30,6 +30,7 @@ from ftrun.erasure.codec import Codec
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.jobs import Finish, IntervalTimer
+from ftrun.smp.memory.replicas import NodeContents, ReplicaMonitor
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.peer_link import PROTECT, OutgoingFrame
 from ftrun.smp.redundancy.exchange import ProtectorTools
@@ -54,10 +55,16 @@ class Protector:
     """All versions of one generation that are being protected.
 
     `corrupt` reports that a slot of a version differs from what was sealed, with the reason. It
-    returns whether the version was abandoned because of it.
+    returns whether the version was abandoned because of it. `replicas` are those of this node.
     """
 
-    def __init__(self, tools: ProtectorTools, *, corrupt: Callable[[Version, str], bool]) -> None:
+    def __init__(
+        self,
+        tools: ProtectorTools,
+        *,
+        corrupt: Callable[[Version, str], bool],
+        replicas: ReplicaMonitor,
+    ) -> None:
         self.group: LocalGroup | None = None
         self.last_s = 0.0
         self.last_bytes = 0
@@ -66,6 +73,7 @@ class Protector:
         self._parity_store = tools.parity_store
         self._send_to_agent = tools.send_to_agent
         self._corrupt = corrupt
+        self._replicas = replicas
         self._rounds = ProtectionRounds()
         self._plan: GroupPlan | None = None
         self._rooms: dict[int, int] = {}
@@ -178,6 +186,13 @@ class Protector:
         for slot in self._parity_store.commit(newest, protected_in):
             self._send_to_agent(smp_messages.ParityRegionFreed(slot))
 
+    def decide_shares(self, committed: Version) -> None:
+        """Begin or end to share replicas, as all nodes of the group do at this version."""
+        group, round_ = self.group, self._rounds.find(committed)
+        if group is not None and round_ is not None and len(round_.shares) == len(group.nodes):
+            stated = set(round_.shares.values())
+            self._replicas.decide(is_agreed=len(stated) == 1 and stated != {0})
+
     def status(self) -> dict[str, object]:
         group = self.group
         if group is None:
@@ -198,16 +213,22 @@ class Protector:
         """Build this node's manifest; runs in a job."""
         try:
             manifest = shards.manifest(ranks)
+            contents = self._replicas.contents_of(shards)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             return partial(self._failed, round_, str(error), is_corrupt=True)
-        return partial(self._described, round_, shards, manifest)
+        return partial(self._described, round_, shards, manifest, contents)
 
     def _described(
-        self, round_: ProtectionRound, shards: SealedShards, manifest: NodeManifest
+        self,
+        round_: ProtectionRound,
+        shards: SealedShards,
+        manifest: NodeManifest,
+        contents: NodeContents,
     ) -> None:
         if not self._rounds.is_current(round_):
             return
         round_.shards, round_.manifest = shards, manifest
+        round_.own_shares = self._replicas.statement(contents)
         self._report_sealed(round_)
         problem = self._tools.codecs.problem(self._codec) if self._codec is not None else ""
         if problem:
@@ -223,11 +244,11 @@ class Protector:
         part = self._own_part(round_.version)
         round_.reported[group.position] = (plan_id, replicas)
         round_.parts[group.position] = part
+        round_.shares[group.position] = round_.own_shares
         round_.manifests[group.position] = round_.manifest
         crash_point("smp.protect.described")
-        body = t.RoundSealed(
-            *self._name(round_), plan_id, [[(int(r), d) for r, d in one] for one in replicas], part
-        )
+        digests = [[(int(r), d) for r, d in one] for one in replicas]
+        body = t.RoundSealed(*self._name(round_), plan_id, digests, part, round_.own_shares)
         self._send_to_all(body)
         if not plan_id and part < 0:
             self._send_manifest(round_)
@@ -360,6 +381,7 @@ class Protector:
             case t.RoundSealed():
                 round_.reported[position] = (body.plan_id, body.replicas)
                 round_.parts[position] = body.part
+                round_.shares[position] = body.shares
                 self._advance(round_)
             case t.RoundOpened():
                 round_.windows[position] = (body.plan_id, body.below)

@@ -36,6 +36,10 @@ class ProtectionRound:
     reported: dict[int, ReplicaReport] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
     manifests: dict[int, NodeManifest] = field(default_factory=dict)
+    own_shares: int = 0
+    """What the ranks of this node may share, see `ReplicaMonitor.statement`."""
+    shares: dict[int, int] = field(default_factory=dict)
+    """The same of each node; a new attempt does not change it."""
     windows: dict[int, tuple[int, int]] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
     exchange: Exchange | None = None

@@ -49,11 +49,14 @@ class RoundSealed(RoundMessage, frozen=True, tag="RoundSealed"):
         replicas: as returned by `replica_digests`.
         part: generation in which this group protected the version, if the sender still stores its
             complete part of that protection; -1: it does not.
+        shares: identifies what its ranks may share; 0: nothing. All nodes of the group begin to
+            share at the commit of a version of which all state the same.
     """
 
     plan_id: int
     replicas: list[list[tuple[int, int]]]
     part: int = -1
+    shares: int = 0
 
 
 class ManifestData(RoundMessage, frozen=True, tag="ManifestData"):

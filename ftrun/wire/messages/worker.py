@@ -7,6 +7,7 @@ import msgspec
 
 from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Rank, Version
+from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.messages.message import Message
 
 
@@ -105,6 +106,29 @@ class ShardSealed(Message, frozen=True, tag="ShardSealed"):
     generation: int
     step: int
     layout_id: int
+    check: ReplicaCheck | None = None
+    """Of the replicas that the rank shares; None: it has stored whole tensors."""
+
+
+class RequestShares(Message, frozen=True, tag="RequestShares"):
+    """Worker -> SMP: which ranks share their replicas with this one? Reply: SharesGranted.
+
+    Refused if the tensors that were compared had another key, or not all members are on this node.
+
+    Args:
+        key: of this rank's tensors, see `key_of` in snapshot/replica_shares.py.
+        members: of the restored shard, which continue to share; empty: those of the decision.
+    """
+
+    rank: int
+    key: int
+    members: list[int] = []
+
+
+class SharesGranted(Message, frozen=True, tag="SharesGranted"):
+    """SMP -> worker: this rank stores the share of its position among these ranks."""
+
+    members: list[int]
 
 
 class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
@@ -210,10 +234,12 @@ WorkerMessage = (
     | OpenShards
     | PiecesFetched
     | RequestArena
+    | RequestShares
     | ReserveMemory
     | ShardHeadersFetched
     | ShardSealed
     | ShardSkipped
     | ShardsOpened
+    | SharesGranted
     | WithdrawShard
 )

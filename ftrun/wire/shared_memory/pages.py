@@ -116,6 +116,7 @@ class CommandField(IntEnum):
     LEASE_NS = 10  # no optimizer step after this time; 0: no limit, no other node can take over
     RETAINED_GENERATION = 11  # version committed before this generation; retained until
     RETAINED_STEP = 12  # the generation commits one; may be older than the restored version
+    REPLICA_SHARES = 13  # number of the decision to share replicas; 0: none yet; -1: whole copies
 
 
 class SharedPage:

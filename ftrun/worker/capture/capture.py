@@ -49,6 +49,7 @@ from ftrun.errors import (
     PeerError,
     StructureChanged,
 )
+from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField
@@ -59,6 +60,7 @@ from ftrun.worker.capture.device_sources import DeviceCopies
 from ftrun.worker.capture.lazy_check import LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
+from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
 from ftrun.worker.state.unprotected import Hook, shown
@@ -88,6 +90,7 @@ class Capture:
         context: of this rank.
         tree: collects the state.
         link: to the SMP.
+        shares: of the replicas of this node.
         streams: wait for the boundary copies of devices.
         of_steps: wraps a hook so that it runs only if a step runs.
     """
@@ -97,12 +100,14 @@ class Capture:
         context: WorkerContext,
         tree: StateTree,
         link: WorkerSmpClient,
+        shares: ReplicaShares,
         streams: StepStreams,
         of_steps: Callable[[Hook], Hook],
     ) -> None:
         self._context = context
         self._tree = tree
         self._link = link
+        self._shares = shares
         self._page = context.page
         self._cadence = SnapshotSchedule(context.settings, context.page, context.commands)
         self._thread = CopyThread()
@@ -316,7 +321,8 @@ class Capture:
                 if is_last:
                     self._thread.wait()
             else:
-                self._store.check_size(self._tree, collect, self._link)
+                size_of = lambda: self._shares.cut(collect(), self._at_boundary)  # noqa: E731
+                self._store.check_size(self._tree, size_of, self._link)
         except (PeerError, StructureChanged, MemoryTooSmall):
             raise
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -331,8 +337,9 @@ class Capture:
             self._link.report_skipped(step)
             return
         crash_point("worker.capture.started")
-        state = collect()
-        self._graphs.see(state.persistent)
+        whole = collect()
+        self._graphs.see(whole.persistent)
+        state = self._shares.cut(whole, self._at_boundary)
         slots = self._store.slots_for(state, is_last=is_last)
         if slots is None:
             self._commit_wait.skipped(step)
@@ -353,13 +360,14 @@ class Capture:
         if copy.on_devices:
             self._copy_of_devices = copy.on_devices
             self._streams.release()
+        replicas = self._shares.check(copy.on_devices)
         if is_verified:
-            if self._copy(slots, slot, copy, check, step):
+            if self._copy(slots, slot, copy, check, step, replicas):
                 self._verified = (copy, slots.arena.table(slot))
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-            self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
+            self._thread.start(lambda: self._copy(slots, slot, copy, check, step, replicas))
 
     def _is_verified(self) -> bool:
         settings = self._context.settings
@@ -395,12 +403,19 @@ class Capture:
     # --- copy thread -----------------------------------------------------------------------
 
     def _copy(
-        self, slots: ArenaSlots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
+        self,
+        slots: ArenaSlots,
+        slot: int,
+        copy: SlotCopy,
+        check: LazyCopyCheck,
+        step: int,
+        replicas: Callable[[], ReplicaCheck | None],
     ) -> bool:
         """Copy and seal; return whether the slot is sealed. Never raises."""
         started_ns = clock.now_ns()
         try:
             copy.copy_lazy(slots.arena.table(slot))
+            hashed = replicas()  # before `wrong_copies`, which covers the time of both
             crash_point("worker.capture.copied")
             wrong = check.wrong_copies()
             if wrong:
@@ -409,7 +424,7 @@ class Capture:
                 self._commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return False
-            self._store.seal(slots, slot, step, self._link)
+            self._store.seal(slots, slot, step, self._link, hashed)
             for key in ("memory", "value", "device memory"):
                 self._context.unprotected.remove(key)
             return True

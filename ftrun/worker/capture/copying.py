@@ -181,7 +181,7 @@ class SlotViews:
         index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
         hashed: set[int] = set()
         on_devices: list[DeviceSource] = []
-        at_boundary = _names_at_boundary(persistent, boundary_names)
+        at_boundary = names_at_boundary(persistent, boundary_names)
         for source in persistent:
             entry = self._entries[source.name]
             target = self.target(source.name)
@@ -251,10 +251,8 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape)
 
 
-def _names_at_boundary(
-    sources: Sequence[TensorSource], boundary_names: Collection[str]
-) -> set[str]:
-    """Names of the sources that are copied at the boundary.
+def names_at_boundary(sources: Sequence[TensorSource], boundary_names: Collection[str]) -> set[str]:
+    """Names of the sources that are copied at the boundary, because others may change later.
 
     A buffer may be a view of a parameter. A change of the buffer then changes the parameter, so
     sources that share memory with a boundary source are included.

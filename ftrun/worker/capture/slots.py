@@ -27,6 +27,7 @@ from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
 from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
+from ftrun.snapshot.replica_shares import Group, ReplicaCheck, written
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import (
     NUM_SLOTS,
@@ -42,8 +43,8 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree
 
-Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...], int]
-"""Entries of persistent and of fresh sources, and the size of pieces."""
+Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...], int, Group]
+"""Entries of persistent and of fresh sources, the size of pieces, and the members that share."""
 
 _LAST_WAIT_S = 60.0
 """Longest wait for an arena at the last boundary."""
@@ -126,7 +127,7 @@ class SlotProvider:
         self.current: ArenaSlots | None = None
         self._context = context
         self._inherited: Arena | None = None
-        self._wanted: tuple[Shape, int] = (((), (), 0), 0)
+        self._wanted: tuple[Shape, int] = (((), (), 0, ()), 0)
         self._refusal: _Refusal | None = None
         self._maker: threading.Thread | None = None
         self._made: ArenaSlots | Exception | None = None
@@ -166,7 +167,14 @@ class SlotProvider:
         crash_point("worker.capture.marked")
         return slot
 
-    def seal(self, slots: ArenaSlots, slot: int, step: int, link: WorkerSmpClient) -> None:
+    def seal(
+        self,
+        slots: ArenaSlots,
+        slot: int,
+        step: int,
+        link: WorkerSmpClient,
+        check: ReplicaCheck | None = None,
+    ) -> None:
         """Seal a copied slot, and report it on the heartbeat page and to the SMP."""
         digest = table_digest(slots.arena.table(slot))
         slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
@@ -177,7 +185,7 @@ class SlotProvider:
         page.set(HeartbeatField.SEALED_STEP, step)
         page.set(HeartbeatField.SEALED_NS, clock.now_ns())
         page.add(HeartbeatField.SEALED_COUNT, 1)
-        link.report_sealed(step=step, layout_id=slots.layout_id)
+        link.report_sealed(step=step, layout_id=slots.layout_id, check=check)
         crash_point("worker.capture.smp_notified")
 
     def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
@@ -293,7 +301,7 @@ class SlotProvider:
         layout = make_layout(
             [*shape[0], *shape[1]],
             plain_bytes=plain_bytes,
-            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
+            metadata={"format": "pt", "ftrun.rank": str(self._context.rank), **written(shape[3])},
             plain_capacity=plain_capacity,
             piece_bytes=shape[2],
         )
@@ -346,7 +354,9 @@ def _plain_capacity(arena: Arena) -> int:
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
     fresh = tuple(source.entry for source in state.fresh)
-    return (state.persistent.entries, fresh, state.persistent.piece_bytes), len(state.plain) + 8
+    persistent = state.persistent
+    shape = (persistent.entries, fresh, persistent.piece_bytes, persistent.members)
+    return shape, len(state.plain) + 8
 
 
 def needed_bytes(tree: StateTree, state: BoundaryState) -> int:

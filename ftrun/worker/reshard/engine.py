@@ -194,32 +194,31 @@ def _states(
         saved = wanted.world.optimizer_state(rank)[optimizer_name]["state"]
         for key, values in saved.items():
             if key not in found and key not in elsewhere:
-                found[key] = _made(values, parameters.get(key), wanted, rank)
+                found[key] = _made(values, parameters.get(key), wanted)
         # An old rank without state of a parameter never stepped it, or another rank stepped it.
         if all(name in found for name in parameters):
             break
     return found
 
 
-def _made(values: Any, parameter: torch.Tensor | None, wanted: _Wanted, rank: Rank) -> Any:
+def _made(values: Any, parameter: torch.Tensor | None, wanted: _Wanted) -> Any:
     if isinstance(values, TensorRef):
-        return _made_tensor(values, parameter, wanted, rank)
+        return _made_tensor(values, parameter, wanted)
     if isinstance(values, dict):
-        return {key: _made(value, parameter, wanted, rank) for key, value in values.items()}
+        return {key: _made(value, parameter, wanted) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(_made(value, parameter, wanted, rank) for value in values)
+        return type(values)(_made(value, parameter, wanted) for value in values)
     return values
 
 
-def _made_tensor(
-    ref: TensorRef, parameter: torch.Tensor | None, wanted: _Wanted, rank: Rank
-) -> object:
-    if ref.kind == "array":
-        wanted.world.whole(ref.name)
-        return wanted.world.copy(rank, ref)
+def _made_tensor(ref: TensorRef, parameter: torch.Tensor | None, wanted: _Wanted) -> object:
     saved = wanted.world.whole(ref.name)
     assert saved is not None, ref.name
     dtype = DTYPES[saved.dtype]
+    if ref.kind == "array":
+        made = early_restore.empty(saved.shape, dtype, "cpu", ref.stride)
+        wanted.add(ref.name, made)
+        return made.numpy()
     is_like = parameter is not None and saved.shape == tuple(parameter.shape) and saved.shape
     if parameter is not None and is_sharded(parameter) and is_like:
         made = _like(parameter, dtype)

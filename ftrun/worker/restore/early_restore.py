@@ -27,6 +27,7 @@ Rule 4: each tensor owns its pages, and they return to the system with it.
 
 import ctypes
 import logging
+import math
 import mmap
 import os
 import threading
@@ -44,8 +45,9 @@ from ftrun.errors import FtrunError
 from ftrun.ids import Rank, Version
 from ftrun.linux import available_memory
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import PAGE_BYTES, PLAIN_NAME, Layout, LayoutEntry
+from ftrun.snapshot.layout import ITEM_BYTES, PAGE_BYTES, PLAIN_NAME, Layout, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
+from ftrun.snapshot.replica_shares import members_of
 from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.context import WorkerContext
@@ -109,6 +111,8 @@ class EarlyRestore:
         values = entries[PLAIN_NAME]
         if not all(shard.is_right(index) for index in shard.layout.pieces_of(values)):
             return
+        if members_of(shard.layout.metadata):
+            return  # most of the state is in the shards of other ranks
         at = values.offset
         length = int.from_bytes(shard.data[at : at + 8].tobytes(), "little")
         parts = plain.decode(shard.data[at + 8 : at + 8 + length].tobytes())
@@ -376,6 +380,10 @@ def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
     at = entries[PLAIN_NAME].offset
     length = int.from_bytes(images.read(rank, at, 8), "little")
     names = state_names(plain.decode(images.read(rank, at + 8, length)))
+    if members_of(images.headers()[rank].layout.metadata):
+        shared = [entries[name] for name in names]
+        sizes = [math.prod(one.whole_shape) * ITEM_BYTES[one.dtype] for one in shared]
+        return sum(_pages(size) for size in sizes if size >= LEAST_BYTES), 0
     large = [one for name in names if (one := entries[name]).num_bytes >= LEAST_BYTES]
     whole = sum(_pages(one.num_bytes) for one in large if one.part is None)
     return whole, sum(_pages(one.num_bytes) for one in large if one.part is not None)

@@ -23,6 +23,7 @@ from ftrun.ids import Version
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
+from ftrun.snapshot.replica_shares import members_of
 from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import digest_of, entry_view
@@ -67,6 +68,8 @@ class LocalShardReader:
         with self._reporting_to_agent():
             layout, data, table = open_slot(arena, slot, what=self._what)
         self._layout = layout
+        self.members = members_of(layout.metadata)
+        """The ranks that share the tensors of this shard; empty if it holds whole tensors."""
         self._table = table.tolist()
         self._data = torch.frombuffer(data, dtype=torch.uint8)
         self._bytes = np.frombuffer(data, dtype=np.uint8)
@@ -110,7 +113,7 @@ class LocalShardReader:
             return True
         groups = (group for some in self.part("groups").values() for group in some)
         learned = {name for group in groups for name in group["params"]}
-        pairs = [(self._entries.get(one.name), one) for one in entries]
+        pairs = [(self.entry(one.name), one) for one in entries]
         return learned <= {one.name for one in entries} and all(
             saved is not None
             and (saved.dtype, saved.shape, saved.part) == (one.dtype, one.shape, one.part)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ftrun.errors import UsageError, ValueNotStorable
+from ftrun.ids import Rank
 from ftrun.snapshot.boxes import TensorPart
 from ftrun.snapshot.layout import DEVICE_PIECE_BYTES, PIECE_BYTES, CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import Skips, TensorRef, encode, encode_each, join
@@ -102,6 +103,8 @@ class PersistentSources:
     submodules: module_state.Submodules = ()
     children: Sequence[object] = ()
     uninitialized: tuple[tuple[str, torch.Tensor], ...] = ()
+    members: tuple[Rank, ...] = ()
+    """The ranks that share the tensors; the sources are then this rank's shares."""
 
     @cached_property
     def learned(self) -> tuple[tuple[str, torch.Tensor], ...]:

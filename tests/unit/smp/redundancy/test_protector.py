@@ -7,6 +7,7 @@ import pytest
 
 from ftrun.ids import Rank, version
 from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
+from ftrun.smp.memory.replicas import ReplicaMonitor
 from ftrun.smp.redundancy.exchange import ProtectorTools
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
@@ -53,7 +54,7 @@ class Made:
             repeat=lambda *_: lambda: None, submit=lambda _, work, failed: work()()
         )
         codecs: Any = SimpleNamespace(get=lambda k, m: None, problem=lambda codec: "")
-        shards = SimpleNamespace(manifest=lambda ranks: NodeManifest([]))
+        shards = SimpleNamespace(manifest=lambda ranks: NodeManifest([]), shards={})
         maps: Any = SimpleNamespace(hold=lambda fds, wanted: shards)
         exchange: Any = None
         tools = ProtectorTools(
@@ -66,7 +67,8 @@ class Made:
             send_to_agent=lambda body, **_: self.ready.append(body),
             exchange=exchange,
         )
-        self.protector = Protector(tools, corrupt=lambda *_: False)
+        replicas = ReplicaMonitor(jobs, maps, tools.send_to_agent)
+        self.protector = Protector(tools, corrupt=lambda *_: False, replicas=replicas)
         self.protector.begin(GROUP)
 
     def keep(self, *, is_whole: bool) -> ParityRegion:

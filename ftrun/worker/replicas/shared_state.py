@@ -1,0 +1,113 @@
+"""Reads one version of a rank that shares its replicas.
+
+Runs in:  worker, training thread, inside `attach`; no collective.
+Takes in: this rank's shard; the shards of the other members, in arenas of this node or from others.
+Gives:    the state of `LocalState`, with whole tensors in place of the shares.
+
+The members of one version may have stored shares or whole tensors. Each tensor is assembled from
+all of these parts, and each piece is compared with its digest before it is used.
+
+Rule: no member writes to the slots of this version before all ranks have restored it. The first
+      snapshot of a rank goes into its other slot, and the next one waits for the commit of the
+      first, which needs a seal of every rank.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ftrun.errors import LayoutUnknown
+from ftrun.ids import Rank, Version
+from ftrun.sharding.replica_check import check_replicas
+from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.snapshot.boxes import whole
+from ftrun.snapshot.layout import LayoutEntry
+from ftrun.wire.shared_memory.arena import Arena
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
+from ftrun.worker.reshard.tensor_reader import fill
+from ftrun.worker.restore.loader import LocalState, reporting_corruption
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.tensors import DTYPES
+
+
+class SharedState(LocalState):
+    """One version of a rank that shares its replicas with the ranks in `members`.
+
+    Raises:
+        SnapshotCorrupt: a digest does not match, here or later.
+        TensorIncomplete, RanksDiffer: the shares are not those of one state.
+        LayoutUnknown: a shard is missing.
+        PeerError: the SMP does not answer.
+    """
+
+    def __init__(
+        self, arena: Arena, wanted: Version, context: WorkerContext, link: WorkerSmpClient
+    ) -> None:
+        super().__init__(arena, wanted, context)
+        shares = [entry for entry in self._entries.values() if entry.part is not None]
+        for entry in shares:
+            if not entry.is_small:  # the pieces of small ones hold other entries too
+                self._unchecked.difference_update(self._layout.pieces_of(entry))
+            self._entries[entry.name] = _whole_entry(entry)
+        source = _shards_of(self.members, wanted, context, link)
+        try:
+            with reporting_corruption(context):
+                self._shards = CheckedShards(source, str(wanted))
+                index = SourceIndex(self._shards.headers, prefer=context.rank)
+                self._shared = {entry.name: _tensor(index, entry.name) for entry in shares}
+                boxes = {name: whole(one.shape) for name, one in self._shared.items()}
+                check_replicas(self._shared, boxes, self._shards)
+        except BaseException:
+            source.close()
+            raise
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._shared:
+            return super().tensor(name)
+        entry = self._entries[name]
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.copy_into(name, made)
+        return made
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        if name not in self._shared:
+            super().copy_into(name, target)
+            return
+        self._used.add(name)
+        with torch.no_grad():
+            fill({name: target}, self._shared, self._shards)
+
+    def close(self) -> None:
+        super().close()
+        self._shards.close()
+
+
+def _whole_entry(entry: LayoutEntry) -> LayoutEntry:
+    """The entry of the whole tensor; its offset has no meaning."""
+    assert entry.part is not None
+    return replace(entry, shape=entry.part.shape, part=None)
+
+
+def _tensor(index: SourceIndex, name: str) -> WholeTensor:
+    found = index.tensor(name)
+    assert found is not None, name
+    found.check_is_whole()
+    return found
+
+
+def _shards_of(
+    members: Sequence[Rank], wanted: Version, context: WorkerContext, link: WorkerSmpClient
+) -> JoinedShards:
+    """The shards of all members: those of this node in place, others fetched when they are read."""
+    fds = link.open_images(wanted, context.world_size)
+    for rank in fds.keys() - set(members):
+        os.close(fds.pop(rank))
+    if context.rank not in fds:
+        for fd in fds.values():
+            os.close(fd)
+        raise LayoutUnknown(f"the shard of rank {context.rank} is not on this node")
+    elsewhere = [rank for rank in members if rank not in fds]
+    return JoinedShards(LocalShards(fds, wanted), RemoteShards(link, wanted, elsewhere))

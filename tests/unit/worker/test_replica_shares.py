@@ -1,0 +1,91 @@
+"""The shares of a rank and the digests of all shared bytes, on tensors in main memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from ftrun.ids import Rank
+from ftrun.snapshot.replica_shares import NUM_PHASES, is_shareable
+from ftrun.worker.capture.device_sources import DeviceCopies
+from ftrun.worker.replicas.shares import BLOCK_BYTES, CheckedReplicas, shares_of_rank
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.state_tree import PersistentSources, StateTree
+
+MEMBERS = (Rank(1), Rank(4), Rank(6))
+
+
+def trained() -> tuple[PersistentSources, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 1000), nn.Conv2d(64, 301, 3))
+    model[1].to(memory_format=torch.channels_last)
+    attached = AttachedState()
+    attached.add("model", model)
+    attached.add("optimizer", torch.optim.SGD(model.parameters(), 0.1))
+    return StateTree(attached).persistent(), model
+
+
+def test_the_shares_of_all_members_make_up_each_tensor() -> None:
+    whole, _ = trained()
+    shares = [shares_of_rank(whole, MEMBERS, rank) for rank in MEMBERS]
+    assert all(one.members == MEMBERS for one in shares)
+    for at, source in enumerate(whole.sources):
+        parts = [one.sources[at] for one in shares]
+        if is_shareable(source.entry):
+            assert all(part.entry.whole_shape == source.entry.shape for part in parts)
+            assert torch.equal(torch.cat([part.tensor for part in parts]), source.tensor)
+        else:
+            assert all(part is source for part in parts)
+
+
+def test_a_change_of_the_tensor_is_a_change_of_its_shares() -> None:
+    whole, model = trained()
+    (share,) = [
+        one for one in shares_of_rank(whole, MEMBERS, 4).sources if one.name == "model.0.weight"
+    ]
+    before = share.tensor._version
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    assert share.tensor._version > before
+
+
+def test_a_tensor_that_is_left_out_stays_whole() -> None:
+    whole, _ = trained()
+    shares = shares_of_rank(whole, MEMBERS, 6, ["model.0.weight"])
+    parts = {one.name: one.part for one in shares.sources}
+    assert parts["model.0.weight"] is None
+    assert parts["model.1.weight"] is not None
+
+
+def digests(whole: PersistentSources, key: int = 7) -> list[int]:
+    shared = [one for one in whole.sources if is_shareable(one.entry)]
+    checked = CheckedReplicas(shared, key)
+    found = [checked.begin(phase, DeviceCopies(())) for phase in range(NUM_PHASES)]
+    return [one() for one in found if one is not None]
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0), (0, 999, 699), (1, 0, 5), (1, 300, 63)])
+def test_each_byte_is_hashed_in_exactly_one_phase(at: tuple[int, int, int]) -> None:
+    whole, model = trained()
+    before = digests(whole)
+    layer, row, column = at
+    with torch.no_grad():
+        model[layer].weight[row, column] += 1.0
+    after = digests(whole)
+    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+
+
+def test_digests_depend_on_the_key_and_not_on_the_order_of_the_tensors() -> None:
+    whole, _ = trained()
+    assert model_bytes(whole) > 2 * BLOCK_BYTES
+    shared = [one for one in whole.sources if is_shareable(one.entry)]
+    one, other = (
+        CheckedReplicas(some, 7).begin(0, DeviceCopies(())) for some in (shared, shared[::-1])
+    )
+    assert one is not None
+    assert other is not None
+    assert one() == other()
+    assert digests(whole, key=8)[0] != digests(whole)[0]
+
+
+def model_bytes(whole: PersistentSources) -> int:
+    return sum(one.tensor.nbytes for one in whole.sources)
