@@ -7,7 +7,7 @@ All write the same bytes to the same file system, in turns. Each time ends when 
 disk (fsync). The files are removed before the next turn. Each ratio is the median of the ratios of
 the turns.
 
-ftrun       the SMP's writer: two ranks' arenas, digests compared during the write, index, renames
+ftrun       the SMP's writer: all ranks' arenas, digests compared during the write, index, renames
 dd          dd oflag=direct conv=fsync of the same bytes, from memory; without oflag if the file
             system rejects it
 torch.save  two files, one after the other, and fsync
@@ -18,6 +18,9 @@ Then a training of two ranks runs. Every few seconds a checkpoint is written at 
 --limit-mb a second. The result is the step time during a checkpoint divided by the step time
 between two. Steps are counted in whole intervals from one snapshot to the next, so that both have
 the same share of snapshots.
+
+With --replicated all ranks hold the same state, and each stores its share. bytes_over_state is the
+size of the checkpoint divided by the state; writer_imbalance the largest file divided by the mean.
 """
 
 import argparse
@@ -61,6 +64,7 @@ from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout, parse_header
+from ftrun.snapshot.replica_shares import shares_of
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -70,10 +74,11 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
 )
 
-RANKS = 2
 TENSORS = 32
+ROWS = 1000
 WAYS = ("ftrun", "dd", "torch.save", "dcp.save")
 WORKER = ROOT / "scripts" / "bench_steps_worker.py"
+TRAINING_RANKS = 2
 WRITING_S = 4.0
 """Length of the intervals with and without a checkpoint write during a training."""
 SNAPSHOT_EVERY = 4
@@ -105,13 +110,21 @@ def main() -> int:
         default=180.0,
         help="seconds of training (default %(default)s)",
     )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks that wrote the state (default %(default)s)"
+    )
+    parser.add_argument(
+        "--replicated", action="store_true", help="all ranks hold the same state and share it"
+    )
     args = parser.parse_args()
     deadline, found = Deadline(args.timeout), conditions()
     num_bytes = int(args.gb * 1e9)
     if shutil.disk_usage(args.dir).free < _FREE * num_bytes:
         raise BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
-    with scratch(args.dir) as disk, scratch() as memory, arenas(num_bytes // RANKS) as fds:
+    layouts = layouts_of(num_bytes, args.ranks, is_replicated=args.replicated)
+    with scratch(args.dir) as disk, scratch() as memory, arenas(layouts) as fds:
         figures = measure(fds, disk, memory, rounds=args.rounds, deadline=deadline)
+    figures["bytes_over_state"] = sum(figures["written_bytes"]) / num_bytes
     if args.step_seconds > 0:
         with scratch(args.dir) as disk, scratch() as memory:
             figures |= beside_steps(disk, memory, args, deadline)
@@ -136,6 +149,7 @@ def measure(
     total = sum(len(image) for image in images)
     states = [state_of(image) for image in images]
     turns: list[dict[str, float]] = []
+    written: list[int] = []
     for turn in range(rounds + 1):
         rates: dict[str, float] = {}
         for way in WAYS:
@@ -146,7 +160,8 @@ def measure(
                 lambda way=way, at=folder: write(way, at, fds, source, states)
             )
             if way == "ftrun":
-                rates["read back"] = total / seconds(lambda at=folder: read_back(at))
+                written = [file.stat().st_size for file in folder.rglob("rank-*.safetensors")]
+                rates["read back"] = total / seconds(lambda at=folder: read_back(at, len(fds)))
             shutil.rmtree(folder)
             os.sync()
         rates["memcpy"] = total / seconds(lambda: copy(images))
@@ -160,6 +175,8 @@ def measure(
         "write_over_dcp_save": ratio("ftrun", "dcp.save"),
         "read_over_memcpy": ratio("read back", "memcpy"),
         "total_bytes": total,
+        "written_bytes": written,
+        "writer_imbalance": max(written) / mean(written),
     }
 
 
@@ -176,7 +193,7 @@ def write(
     if way == "ftrun":
         means = WriterContext(RunId("bench"), CopyBuffers(lambda: 0), Throttle(threading.Event()))
         writer = CheckpointWriter(means)
-        writer.write(fds, WriteJob(str(folder), tuple(fds), RANKS, Retention(1)))
+        writer.write(fds, WriteJob(str(folder), tuple(fds), len(fds), Retention(1)))
     elif way == "dd":
         dd(source, folder / "file")
     elif way == "torch.save":
@@ -203,10 +220,10 @@ def dd(source: Path, target: Path) -> None:
             raise BenchError(f"dd: {done.stderr.strip()}")
 
 
-def read_back(folder: Path) -> None:
+def read_back(folder: Path, num_ranks: int) -> None:
     """Read as after a restart of the machine, but with the page cache warm."""
-    ranks = [Rank(rank) for rank in range(RANKS)]
-    loaded = load_checkpoint(str(folder), LoadJob(RANKS, ranks, lambda _: None), threading.Event())
+    job = LoadJob(num_ranks, [Rank(rank) for rank in range(num_ranks)], lambda _: None)
+    loaded = load_checkpoint(str(folder), job, threading.Event())
     if loaded is None:
         raise BenchError("what was written cannot be read")
     for fd in loaded.fds:
@@ -230,12 +247,13 @@ def beside_steps(
 ) -> dict[str, Any]:
     """The step time while a checkpoint is written, relative to the step time between two."""
     run_id = f"bench-persist-{os.getpid()}"
-    half_mb = args.limit_mb * WRITING_S / RANKS
+    half_mb = args.limit_mb * WRITING_S / TRAINING_RANKS
     settings = [
         f"checkpoint.max_bytes_per_s={args.limit_mb * 1e6}",
         f"checkpoint.every_s={2 * WRITING_S}",
     ]
-    flags = ["--nproc-per-node", RANKS, "--run-id", run_id, "--checkpoint-dir", disk / "saved"]
+    flags = ["--nproc-per-node", TRAINING_RANKS, "--run-id", run_id]
+    flags += ["--checkpoint-dir", disk / "saved"]
     flags += [
         "--snapshot-every",
         SNAPSHOT_EVERY,
@@ -286,13 +304,12 @@ def rounds_s(at_s: dict[int, float], begin_s: float, end_s: float) -> list[float
 
 
 @contextmanager
-def arenas(image_bytes: int) -> Iterator[dict[Rank, list[int]]]:
+def arenas(layouts: list[Layout]) -> Iterator[dict[Rank, list[int]]]:
     """One arena for each rank, with a sealed version of random bytes."""
-    layout = layout_of(image_bytes)
     made: dict[Rank, list[int]] = {}
     try:
-        for rank in range(RANKS):
-            shape = ArenaShape(rank, RANKS, layout.image_bytes, len(layout.pieces), 1)
+        for rank, layout in enumerate(layouts):
+            shape = ArenaShape(rank, len(layouts), layout.image_bytes, len(layout.pieces), 1)
             made[Rank(rank)] = [create_memfd(shape)]
             fill(made[Rank(rank)][0], layout)
         yield made
@@ -302,12 +319,20 @@ def arenas(image_bytes: int) -> Iterator[dict[Rank, list[int]]]:
                 os.close(fd)
 
 
-def layout_of(image_bytes: int) -> Layout:
-    items = image_bytes // TENSORS // 4
+def layouts_of(num_bytes: int, num_ranks: int, *, is_replicated: bool) -> list[Layout]:
+    """The layout of each rank; `num_bytes` is the state of all ranks, stored once."""
+    columns = num_bytes // (1 if is_replicated else num_ranks) // TENSORS // 4 // ROWS
     entries = [
-        LayoutEntry(f"weight.{at}", "F32", (items,), CopyTiming.LAZY) for at in range(TENSORS)
+        LayoutEntry(f"weight.{at}", "F32", (ROWS, columns), CopyTiming.LAZY)
+        for at in range(TENSORS)
     ]
-    return make_layout(entries, plain_bytes=1000)
+    if not is_replicated:
+        return [make_layout(entries, plain_bytes=1000)] * num_ranks
+    shares = shares_of(entries, num_ranks)
+    return [
+        make_layout([rows[one.name].of(one) for one in entries], plain_bytes=1000)
+        for rows in shares
+    ]
 
 
 def fill(fd: int, layout: Layout) -> None:
@@ -350,6 +375,10 @@ def show(figures: dict[str, Any]) -> None:
     ]  # fmt: skip
     gb = figures["total_bytes"] / 1e9
     show_table(f"{gb:.2f} GB, on disk", ("way", "GB/s", "range", "over dd"), rows)
+    print(
+        f"\n  bytes over state {figures['bytes_over_state']:.4f}, largest rank over mean "
+        f"{figures['writer_imbalance']:.4f}"
+    )
     print(
         f"\n  writing over dd {figures['write_over_dd']:.2f}, over torch.save "
         f"{figures['write_over_torch_save']:.2f}, over dcp.save "

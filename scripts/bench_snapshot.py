@@ -21,6 +21,11 @@ copy_over_memcpy  rate of the snapshot's copy divided by that of a warm Tensor.c
                   the training is idle, on all ranks at once
 first_over_tenth  time of the first snapshot divided by that of the tenth, from boundary to seal
 memory_over_two_slots  memory of all snapshots divided by two times the state
+
+With --replicated all ranks hold the same state, as with DDP, and share it. A copy is then one of
+the bytes that a rank copies; figures are those after the ranks have begun to share.
+
+memory_over_state  memory of all snapshots of the node divided by the state of one rank
 """
 
 import argparse
@@ -52,9 +57,11 @@ from bench_common import (
 )
 
 RANKS = 2
+REPLICATED_RANKS = 4
 RUN_ID = f"bench-snapshot-{os.getpid()}"
 NEAR_THE_TENTH = slice(7, 12)
 MEMORY_NEEDED = 11  # times --mb on each rank, the peers' files included
+MEMORY_REPLICATED = 6  # the same: state, gradients, two slots, and less than two of other uses
 PEERS = ("torch.save", "async_save")
 WORKER = Path(__file__).with_name("bench_snapshot_worker.py")
 
@@ -79,8 +86,9 @@ def run(
     words: list[object] = ["--folder", folder, "--mb", args.mb, "--times-copy", args.times_copy]
     words += ["--rounds", args.rounds, "--block", args.block]
     words += ["--no-peers"] if args.no_peers else []
+    words += ["--replicated"] if args.replicated else []
     words += ["--device", args.device]
-    flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID, "--snapshot-every", 1]
+    flags = ["--nproc-per-node", args.ranks, "--run-id", RUN_ID, "--snapshot-every", 1]
     variables = {}
     if args.device == "fake":  # torch knows it before the standbys are forked, as it knows a GPU
         flags += ["--preload", "fake_device.preloaded"]
@@ -88,8 +96,8 @@ def run(
         variables = {"PYTHONPATH": os.pathsep.join([python_path(), tests])}
     # A restart would mix two generations in one measurement.
     command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
-    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
-    results = [folder / f"rank{rank}.json" for rank in range(RANKS)]
+    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(args.ranks)]
+    results = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
     with launched("ftrun", command, folder, **variables) as launcher:
         wait_for(
             "the first snapshots",
@@ -143,9 +151,10 @@ def ftrun_figures(results: list[dict[str, Any]], status: dict[str, Any]) -> dict
         "boundary_ms": 1e3 * median(pooled(results, "ftrun", "call_s")),
         **cost("ftrun", results),
         "copy_over_memcpy": copy_s(results) / idle_s,
-        "copy_gb_per_s": state_bytes / RANKS / idle_s / 1e9,
+        "copy_gb_per_s": results[0]["copied_bytes"] / idle_s / 1e9,
         "first_over_tenth": first_over_tenth([result["first_s"] for result in results]),
         "memory_over_two_slots": memory_bytes / (2 * state_bytes),
+        "memory_over_state": memory_bytes / results[0]["bytes"],
     }
 
 
@@ -160,9 +169,10 @@ def peer_figures(name: str, results: list[dict[str, Any]]) -> dict[str, float]:
         "boundary_ms": 1e3 * median(call_s),
         **cost(name, results),
         "copy_over_memcpy": copy_s(results) / median(all_s),
-        "copy_gb_per_s": state_bytes / RANKS / median(all_s) / 1e9,
+        "copy_gb_per_s": results[0]["bytes"] / median(all_s) / 1e9,
         "first_over_tenth": first_over_tenth(saves_s),
         "memory_over_two_slots": sum(r["peer_bytes"][name] for r in results) / (2 * state_bytes),
+        "memory_over_state": sum(r["peer_bytes"][name] for r in results) / results[0]["bytes"],
     }
 
 
@@ -185,11 +195,13 @@ def report(
         "copy_over_memcpy": "{:.2f}",
         "first_over_tenth": "{:.2f}",
         "memory_over_two_slots": "{:.3f}",
+        "memory_over_state": "{:.3f}",
     }
     plain_s = median(pooled(results, "plain", "step_s"))
     where = "" if args.device == "cpu" else f" on the {args.device} device"
     show_table(
-        f"A snapshot at every step, {args.mb:g} MB on each of {RANKS} ranks{where}",
+        f"A snapshot at every step, {args.mb:g} MB on each of {args.ranks} ranks{where}"
+        f"{', equal on all' if args.replicated else ''}",
         ["", *columns],
         [
             [key, *(form.format(column[key]) for column in columns.values())]
@@ -203,7 +215,7 @@ def report(
     print(
         f"\n  step without snapshots {1e3 * plain_s:.0f} ms, forward and backward "
         f"{1e3 * forward_s:.0f} ms ({forward_s / memcpy_s:.1f} copies); warm copy_ "
-        f"{1e3 * memcpy_s:.0f} ms, {results[0]['bytes'] / memcpy_s / 1e9:.2f} GB/s; "
+        f"{1e3 * memcpy_s:.0f} ms, {results[0]['copied_bytes'] / memcpy_s / 1e9:.2f} GB/s; "
         f"snapshots skipped: {skipped}, discarded: {discarded}\n  ftrun's first snapshot: "
         f"{1e3 * max(result['first_s'][0] for result in results):.0f} ms to its seal, "
         f"{1e3 * max(result['first_blocked_s'][0] for result in results):.0f} ms of them blocked"
@@ -218,13 +230,14 @@ def report(
             "peers": peers,
             "plain_step_s": spread(pooled(results, "plain", "step_s")),
             "ftrun_step_s": spread(pooled(results, "ftrun", "step_s")),
-            "memcpy_gb_per_s": results[0]["bytes"] / memcpy_s / 1e9,
+            "memcpy_gb_per_s": results[0]["copied_bytes"] / memcpy_s / 1e9,
             "first_blocked_ms": 1e3 * max(result["first_blocked_s"][0] for result in results),
             "forward_backward_over_copy": forward_s / memcpy_s,
             "skipped": skipped,
             "discarded": discarded,
             "mb": args.mb,
-            "ranks": RANKS,
+            "ranks": args.ranks,
+            "is_replicated": args.replicated,
             "device": args.device,
             "conditions": found,
         },
@@ -233,7 +246,8 @@ def report(
 
 def check_memory(args: argparse.Namespace) -> None:
     """Raises: BenchError: it does not fit."""
-    needed_bytes = RANKS * (MEMORY_NEEDED * args.mb * 1e6 + 4e8)
+    times = MEMORY_REPLICATED if args.replicated else MEMORY_NEEDED
+    needed_bytes = args.ranks * (times * args.mb * 1e6 + 4e8)
     available_bytes = psutil.virtual_memory().available
     if needed_bytes > available_bytes:
         raise BenchError(
@@ -261,13 +275,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-peers", action="store_true", help="measure ftrun alone")
     parser.add_argument(
+        "--replicated", action="store_true", help="ranks with equal state; measures ftrun alone"
+    )
+    parser.add_argument(
         "--device",
         choices=("cpu", "fake"),
         default="cpu",
         help="where the state is; on a device ftrun is measured alone (default %(default)s)",
     )
     args = parser.parse_args()
-    args.no_peers |= args.device != "cpu"
+    args.ranks = REPLICATED_RANKS if args.replicated else RANKS
+    args.no_peers |= args.replicated or args.device != "cpu"
+    if args.replicated and args.device != "cpu":
+        parser.error("--replicated needs --device cpu: state on devices is not shared")
     if min(args.mb, args.times_copy, args.rounds, args.block) <= 0:
         parser.error("--mb, --times-copy, --rounds and --block are positive")
     if sys.platform != "linux":

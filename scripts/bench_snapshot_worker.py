@@ -1,4 +1,4 @@
-"""The worker of bench_snapshot.py: a training with a large state of its own on each rank.
+"""The worker of bench_snapshot.py: a training with a large state, of its own or equal on each rank.
 
 Steps with no snapshot, with ftrun's and with those of its peers run in turns, in blocks, in one
 process. A step is timed from one boundary to the next, so that it contains the whole cost of the
@@ -40,11 +40,11 @@ PEERS = ("torch.save", "async_save")
 class Layers(nn.Module):
     """Square layers, one after the other."""
 
-    def __init__(self, state_bytes: int, device: torch.device) -> None:
+    def __init__(self, state_bytes: int, offset: float, device: torch.device) -> None:
         super().__init__()
         # Parameters and AdamW's two moments make up the state; 4 bytes each.
         self.width = int((state_bytes / 3 / 4 / LAYERS) ** 0.5)
-        value = torch.full((self.width, self.width), 1.0 / self.width, device=device)
+        value = torch.full((self.width, self.width), 1.0 / self.width + offset, device=device)
         self.layers = nn.ParameterList(nn.Parameter(value.clone()) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,9 @@ class Worker:
         self.args = args
         self.rank = dist.get_rank()
         self.device = opened(args.device)
-        self.model = Layers(int(args.mb * 1e6), self.device)
+        # Equal ranks stay equal without DDP, because their data are equal too.
+        offset = 0.0 if args.replicated else 1e-6 * self.rank
+        self.model = Layers(int(args.mb * 1e6), offset, self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         self.data = self.rows(16)
         context = worker_context()
@@ -124,6 +126,11 @@ class Worker:
             found += [per_parameter["exp_avg"], per_parameter["exp_avg_sq"]]
         return found
 
+    def copied(self) -> list[Tensor]:
+        """As many bytes of the state as this rank copies in a snapshot."""
+        every = dist.get_world_size() if self.args.replicated else 1
+        return self.state()[self.rank % every :: every]
+
     def calibrate(self) -> None:
         """Choose the batch so that forward and backward take --times-copy as long as a copy."""
         copies = self.host_copies()
@@ -143,15 +150,15 @@ class Worker:
 
     def host_copies(self) -> list[Tensor]:
         """Memory for `copy_s`, used once."""
-        copies = [torch.empty_like(tensor, device="cpu") for tensor in self.state()]
+        copies = [torch.empty_like(tensor, device="cpu") for tensor in self.copied()]
         self.copy_s(copies)
         return copies
 
     def copy_s(self, copies: list[Tensor]) -> float:
-        """A torch.Tensor.copy_ of the whole state to the host, on all ranks at once."""
+        """A torch.Tensor.copy_ of the bytes of a snapshot to the host, on all ranks at once."""
 
         def copy() -> None:
-            for target, source in zip(copies, self.state(), strict=True):
+            for target, source in zip(copies, self.copied(), strict=True):
                 target.copy_(source)
 
         return self.timed(copy)
@@ -174,6 +181,21 @@ class Worker:
             found.append((self.page.get(HeartbeatField.SEALED_NS) - started_ns) / 1e9)
             blocked_s.append((self.page.get(HeartbeatField.BLOCKED_NS) - blocked_ns) / 1e9)
         return found, blocked_s
+
+    def await_shares(self) -> None:
+        """Step until every rank stores only its share, and a version of shares is committed."""
+        give_up_s = time.monotonic() + SEAL_WAIT_S
+        num_bytes = sum(tensor.nbytes for tensor in self.state())
+        for _ in range(2):
+            has_whole = 1
+            while has_whole:
+                self.step_until_sealed(self.page.get(HeartbeatField.SEALED_COUNT))
+                is_whole = 2 * self.page.get(HeartbeatField.IMAGE_BYTES) > num_bytes
+                counted = torch.tensor([int(is_whole)])
+                dist.all_reduce(counted)
+                has_whole = counted.item()
+                if time.monotonic() > give_up_s:
+                    raise TimeoutError(f"replicas are not shared: {self.page.note}")
 
     def step_until_sealed(self, count: int) -> None:
         """Step until every rank has sealed a snapshot; large memory is allocated in these steps."""
@@ -217,6 +239,8 @@ class Worker:
             self.actions["plain"]()
             self.train()
         first_s, first_blocked_s = self.first_snapshots()
+        if self.args.replicated:
+            self.await_shares()
         idle_s, copy_s = self.idle_snapshots()
         notes.write("warm", generation=0)
         others = ["ftrun", *(() if self.args.no_peers else PEERS)]
@@ -229,6 +253,7 @@ class Worker:
                 print(f"round {number + 1} of {self.args.rounds}", flush=True)
         return {
             "bytes": sum(tensor.nbytes for tensor in self.state()),
+            "copied_bytes": sum(tensor.nbytes for tensor in self.copied()),
             "batch": len(self.data),
             "forward_backward_s": median(self.timed(self.forward_backward) for _ in range(3)),
             "first_s": first_s,
@@ -337,6 +362,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, required=True)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--device", required=True)
+    parser.add_argument("--replicated", action="store_true")
     args = parser.parse_args()
     worker = Worker(args)
     notes = Notes(args.folder / f"rank{worker.rank}.jsonl")
