@@ -12,10 +12,11 @@ Whole shards are compared by all of their digests: in a run without groups at mo
 `_COMPARE_EVERY_S` seconds once the decision is made, with a group by the group's plan for each
 version. Shards with shares are compared at their seals (commits.py).
 
-Rule: with a group, all nodes change at one version, and only if their shares have equal bounds. If
-      nodes differed in this, no bytes of one would be replicas of another, and all of them would be
-      erasure-coded. The number is therefore written before the commit of that version is shown. No
-      rank takes its next snapshot before it knows this commit.
+Rule 1: the number is written just before a commit is shown. No rank takes its next snapshot before
+        it knows this commit, so all ranks change at one version.
+Rule 2: with a group, all nodes change at one version, and only if their shares have equal bounds.
+        If nodes differed in this, no bytes of one would be replicas of another, and all of them
+        would be erasure-coded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +88,8 @@ class ReplicaMonitor:
         self._agreement = ShareAgreement()
         self._groups: Groups = {}
         self._proposed: Groups = {}
+        self._has_shares = False
+        """The last version that was read has shares."""
         self._number = 0
 
     def begin(
@@ -143,6 +146,7 @@ class ReplicaMonitor:
         for each version, in order.
         """
         found: Groups = {}
+        self._has_shares = bool(contents.shared)
         if not contents.shared:
             by_rank = contents.whole
             for group in self._agreement.poll(by_rank):
@@ -157,12 +161,17 @@ class ReplicaMonitor:
         return xxhash.xxh3_64_intdigest(repr(shape).encode()) if shape else 0
 
     def decide(self, *, is_agreed: bool) -> None:
-        """Begin or end to share; called just before the commit of the version of `statement`."""
+        """Begin or end to share; called just before a commit is shown.
+
+        Args:
+            is_agreed: all nodes agree with the last statement, or this node is alone.
+        """
         if not self._may_share:
             return
-        if is_agreed and self._proposed:
-            if self._proposed != self._groups:
-                self._decide(self._proposed)
+        proposed, self._proposed = self._proposed, {}
+        if is_agreed:
+            if proposed and proposed != self._groups:
+                self._decide(proposed)
         elif self._groups:
             self._groups = {}
             assert self._page is not None
@@ -184,7 +193,7 @@ class ReplicaMonitor:
         """Compare the digests of this version, unless another one was compared just before."""
         if committed.generation != self._generation:
             return
-        is_settled = self._agreement.is_settled or bool(self._groups)
+        is_settled = self._agreement.is_settled or self._has_shares
         if self._is_busy or (is_settled and clock.now_s() < self._due_s):
             return
         self._due_s = clock.now_s() + _COMPARE_EVERY_S
@@ -220,8 +229,6 @@ class ReplicaMonitor:
             self._send_to_agent(differing_notice(wanted, ranks))
         if self._is_alone:
             self.statement(contents)
-            if self._proposed:
-                self.decide(is_agreed=True)
 
     def _found_nothing(self) -> None:
         self._is_busy = False

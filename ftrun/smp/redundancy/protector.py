@@ -189,7 +189,9 @@ class Protector:
     def decide_shares(self, committed: Version) -> None:
         """Begin or end to share replicas, as all nodes of the group do at this version."""
         group, round_ = self.group, self._rounds.find(committed)
-        if group is not None and round_ is not None and len(round_.shares) == len(group.nodes):
+        if group is None:
+            self._replicas.decide(is_agreed=True)
+        elif round_ is not None and len(round_.shares) == len(group.nodes):
             stated = set(round_.shares.values())
             self._replicas.decide(is_agreed=len(stated) == 1 and stated != {0})
 

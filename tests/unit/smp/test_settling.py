@@ -196,6 +196,9 @@ class Node:
     def abandon(self, newest: Version) -> None:
         pass
 
+    def decide_shares(self, newest: Version) -> None:
+        pass
+
     def committed(self, newest: Version) -> None:
         pass
 
