@@ -13,8 +13,9 @@ Rule 1: all members cut alike, because the rows depend only on the entries and o
 Rule 2: a share is a part of the whole tensor. A version is therefore complete even if some members
         stored shares and others whole tensors, so members may change at different steps.
 Rule 3: tensors are shared only after all of their bytes were equal in `MIN_AGREED` versions.
-Rule 4: each seal states a digest of one part in `NUM_PHASES` of all shared bytes. Digests of one
-        version are compared before it is committed.
+Rule 4: each seal states a digest of one part in `NUM_PHASES` of all shared bytes, and of samples of
+        all of them. Digests of one version are compared before it is committed. A version of shares
+        without comparable digests of all members is not committed.
 """
 
 from collections import Counter
@@ -35,6 +36,7 @@ MEMBERS = "ftrun.members"
 
 MIN_AGREED = 3
 NUM_PHASES = 8
+NO_PART = -1
 
 _T = TypeVar("_T")
 Group = tuple[Rank, ...]
@@ -189,8 +191,9 @@ class ReplicaCheck(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         members: the ranks that share them; empty if this rank has stored whole tensors.
-        part: identifies the part of the shared bytes that was hashed, see `part_of`.
-        digest: of the key of all shared tensors, and of that part.
+        part: identifies the part of the shared bytes that was hashed, see `part_of`; `NO_PART`:
+            none, so the version is not committed.
+        digest: of the key of all shared tensors, of that part, and of samples of all parts.
     """
 
     members: list[int]
@@ -207,17 +210,18 @@ def part_of(phase: int, left_out: Collection[str]) -> int:
 
 
 class SealChecks:
-    """Compares the checks of one version, the newest one that any rank has sealed."""
+    """Compares the checks of the newest version that any rank has sealed."""
 
     def __init__(self) -> None:
         self._version: Version | None = None
         self._found: dict[Rank, ReplicaCheck] = {}
 
     def add(self, rank: Rank, sealed: Version, check: ReplicaCheck | None) -> None:
-        if self._version != sealed:
+        """Add what a seal states; a late seal of an older version is ignored."""
+        if self._version is None or sealed > self._version:
             self._version = sealed
             self._found = {}
-        if check is not None:
+        if check is not None and sealed == self._version:
             self._found[rank] = check
 
     def differing(self, sealed: Version) -> set[Rank]:
@@ -235,6 +239,15 @@ class SealChecks:
             }
             differ |= minority(digests) if digests else set()
         return differ
+
+    def is_proven(self, sealed: Version) -> bool:
+        """Whether all members of each group have stated a digest of the same part."""
+        found = self._found if self._version == sealed else {}
+        groups = {tuple(one.members) for one in found.values()}
+        parts = [
+            {found[r].part if r in found else NO_PART for r in map(Rank, one)} for one in groups
+        ]
+        return all(len(one) <= 1 and NO_PART not in one for one in parts)
 
 
 def minority(digests: Mapping[_T, int]) -> set[_T]:

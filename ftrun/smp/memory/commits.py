@@ -9,7 +9,7 @@ Without a group this SMP receives the reports of every rank and decides alone: a
 ranks have sealed is committed. With a group, the group protects that version, this SMP sends
 VersionReady, and the leader decides.
 
-Rule 1: on the command page the step is written before the generation, and the counter last; see
+Rule 1: on the command page the counter is written first, and the step before the generation; see
         `_show`.
 Rule 2: after a restore COMMITTED_IN is written last, when the restored version is committed in this
         generation. No new snapshot is captured before that.
@@ -70,6 +70,8 @@ class CommitCoordinator:
         self.protector: Protector | None = None
         self._start_from: Version | None = None
         self._checks = SealChecks()
+        self._num_unproven = 0
+        """Versions in a row whose replicas were not proven to be equal."""
         self._skipped: set[int] = set()
         """Skipped steps, without those that were committed or abandoned."""
         self._reported_skipped = -1
@@ -100,6 +102,7 @@ class CommitCoordinator:
         """Begin a generation: count the seals of these local ranks; publish commits on the page."""
         if generation > self.tracker.generation:
             self._skipped.clear()
+            self._num_unproven = 0
             self._reported_skipped = -1
             self._abandoned = page.get(CommandField.ABANDONED_STEP)  # written by the previous SMP
         self._page, self._group = page, start.group
@@ -157,12 +160,12 @@ class CommitCoordinator:
         if self._group is not None and sealed.step <= self._abandoned:
             return  # a rank on another node has no shard of this step
         self._checks.add(rank, sealed, check)
-        others = (one for one in self.tracker.ranks if one != rank)
-        is_last = all(self.tracker.pending(one) == sealed for one in others)
-        if is_last and (differ := self._checks.differing(sealed)):
-            self._end_shares(sealed, differ)
-            return
         before = self.tracker.complete
+        others = (one for one in self.tracker.ranks if one != rank)
+        # A version that a new SMP found in memory is complete already, and may be protected.
+        is_last = before != sealed and all(self.tracker.pending(one) == sealed for one in others)
+        if is_last and not self._are_replicas_equal(sealed):
+            return
         committed = self.tracker.sealed(rank, sealed)
         if committed is not None:
             self._finish(committed)
@@ -204,17 +207,31 @@ class CommitCoordinator:
         self._discard(found)
         return True
 
-    def _end_shares(self, found: Version, ranks: set[Rank]) -> None:
-        """Discard a version whose shared replicas differ; ranks store whole tensors from now on."""
-        notice = differing_notice(found, ranks)
-        _log.warning("%s", notice.reason)
-        self._send_to_agent(notice)
+    def _are_replicas_equal(self, found: Version) -> bool:
+        """Discard a version if shared replicas differ, or are not proven to be equal.
+
+        If they differ, or are not proven in two versions in a row, ranks store whole tensors from
+        then on. One unproven version follows the start of a new SMP, which has no checks of seals
+        that it found in memory.
+        """
+        differ = self._checks.differing(found)
+        if not differ and self._checks.is_proven(found):
+            self._num_unproven = 0
+            return True
+        self._num_unproven += 1
+        if differ:
+            notice = differing_notice(found, differ)
+            _log.warning("%s", notice.reason)
+            self._send_to_agent(notice)
+        else:
+            _log.warning("%s is discarded: ranks have stated no check of its replicas", found)
         self._discard(found)
         # An SMP that is killed here has not ended the sharing. The check of the next version has
         # the same phase, because nothing was committed, so the next SMP finds the difference again.
         crash_point("smp.commit.replicas_differed")
-        if self._page is not None:
+        if self._page is not None and (differ or self._num_unproven > 1):
             self._page.set(CommandField.REPLICA_SHARES, -1)
+        return False
 
     def _discard(self, found: Version) -> None:
         """Void a version that all local ranks have sealed, and abandon it."""
@@ -269,6 +286,10 @@ class CommitCoordinator:
             return
         generation, step = (committed.generation, committed.step) if committed else (-1, -1)
         crash_point("smp.commit.decided")
+        # Ranks choose the part of a check by this counter. It precedes the version, because ranks
+        # continue as soon as they see that. A new SMP does not count a version again.
+        if committed is not None and committed != self._shown():
+            self._page.add(CommandField.COMMIT_COUNT, 1)
         # Rule 1: a reader may see the new step with the old generation. That pair names a version
         # older than the one it waits for. It never names a version newer than the committed one:
         # BeginGeneration writes the restore point before any worker runs, and steps only grow from
@@ -277,8 +298,6 @@ class CommitCoordinator:
         self._page.set(CommandField.COMMITTED_STEP, step)
         crash_point("smp.commit.step_shown")
         self._page.set(CommandField.COMMITTED_GENERATION, generation)
-        if committed is not None:
-            self._page.add(CommandField.COMMIT_COUNT, 1)
         crash_point("smp.commit.shown")
 
     def _shown(self) -> Version | None:

@@ -180,6 +180,38 @@ def test_only_equal_phases_of_one_version_are_compared() -> None:
     assert differing((1, 5), (1, 6), at=version(0, 8)) == set()
 
 
+def test_a_late_seal_of_an_older_version_removes_no_check() -> None:
+    made = SealChecks()
+    made.add(Rank(0), AT, ReplicaCheck([0, 1], 3, 5))
+    made.add(Rank(1), version(0, 6), ReplicaCheck([0, 1], 2, 9))
+    made.add(Rank(1), version(-1, 9), None)
+    made.add(Rank(1), AT, ReplicaCheck([0, 1], 3, 6))
+    assert made.differing(AT) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("checks", "is_proven"),
+    [
+        ([None, None], True),
+        ([([], 1), None], True),
+        ([([0, 1], 1), ([0, 1], 1)], True),
+        ([([0, 1], 1), ([], 1)], True),
+        ([([0, 1], 1), None], False),
+        ([([0, 1], 1), ([0, 1], 2)], False),
+        ([([0, 1], -1), ([0, 1], -1)], False),
+        ([([0, 1], 1), ([0, 1], 1), ([2, 3], 9), ([2, 3], 9)], True),
+        ([([0, 1], 1), ([0, 1], 1), ([2, 3], 9), ([], 17)], False),
+    ],
+)
+def test_a_version_of_shares_is_proven_by_checks_of_one_part_of_all_members(
+    checks: list[tuple[list[int], int] | None], is_proven: bool
+) -> None:
+    made = SealChecks()
+    for rank, check in enumerate(checks):
+        made.add(Rank(rank), AT, None if check is None else ReplicaCheck(*check, 5))
+    assert made.is_proven(AT) == is_proven
+
+
 def test_members_must_be_on_the_node() -> None:
     assert are_local([Rank(0), Rank(2)], [Rank(0), Rank(1), Rank(2)])
     assert not are_local([Rank(0), Rank(3)], [Rank(0), Rank(1), Rank(2)])
