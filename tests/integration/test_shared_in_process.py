@@ -13,7 +13,7 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.config.profile import SnapshotConfig
-from ftrun.errors import SnapshotCorrupt
+from ftrun.errors import MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.replica_shares import members_of
@@ -30,8 +30,10 @@ from ftrun.wire.shared_memory.pages import (
 )
 from ftrun.wire.transport.channel import connect
 from ftrun.worker.context import WorkerContext
+from ftrun.worker.replicas.shares import CheckedReplicas
 from ftrun.worker.restore import early_restore
 from ftrun.worker.session import Session
+from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.attached import AttachedState, by_name
 from tests.launch_requests import launch_request
 
@@ -224,16 +226,79 @@ def test_each_rank_restores_its_own_state_from_the_shares_of_both(node: Node) ->
     assert not node.notices
 
 
-def test_a_version_of_shares_and_whole_tensors_is_complete(node: Node) -> None:
-    node.settings = [
-        SnapshotConfig(every=1, commit_timeout_s=60, share_replicas=rank == 0) for rank in (0, 1)
-    ]
+def test_a_version_of_shares_and_whole_tensors_is_complete(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_shares_of(1, monkeypatch)
     ranks = node.begin()
     at = node.train_until(
         ranks, lambda: node.image_bytes(ranks)[0] < node.image_bytes(ranks)[1] - WEIGHT_BYTES
     )
     states = [one.state() for one in ranks]
-    assert_same(node.begin(at), states)
+    monkeypatch.undo()
+    again = node.begin(at)
+    assert_same(again, states)
+    node.share(again)
+    assert not node.notices
+
+
+def refuse_shares_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an SMP that has compared other tensors of this rank."""
+    request = WorkerSmpClient.request_shares
+
+    def refused(link: WorkerSmpClient, key: int, members: tuple[Rank, ...]) -> tuple[Rank, ...]:
+        return () if link._context.rank == rank else request(link, key, members)
+
+    monkeypatch.setattr(WorkerSmpClient, "request_shares", refused)
+
+
+def test_ranks_without_checks_end_the_sharing(node: Node) -> None:
+    node.settings = [
+        SnapshotConfig(every=1, commit_timeout_s=60, share_replicas=rank == 0) for rank in (0, 1)
+    ]
+    ranks = node.begin()
+    at = node.train_until(ranks, lambda: node.commands.get(CommandField.REPLICA_SHARES) < 0)
+    assert node.commands.get(CommandField.COMMITTED_STEP) == at.step - 2
+    at = node.train(ranks)
+    assert node.commands.get(CommandField.COMMITTED_STEP) == at.step
+    assert min(node.image_bytes(ranks)) > 4 * WEIGHT_BYTES
+    assert_same(node.begin(at), [one.state() for one in ranks])
+
+
+def test_a_rank_without_memory_for_its_share_stores_whole_tensors(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = WorkerSmpClient.request_arena
+
+    def refused(link: WorkerSmpClient, *, image_bytes: int, **words: int) -> int:
+        if link._context.rank == 1 and image_bytes < 4 * WEIGHT_BYTES:
+            raise MemoryTooSmall(
+                needed_bytes=1, available_bytes=0, limit="", state_bytes=1, num_ranks=2
+            )
+        return request(link, image_bytes=image_bytes, **words)
+
+    monkeypatch.setattr(WorkerSmpClient, "request_arena", refused)
+    ranks = node.begin()
+    at = node.train_until(ranks, lambda: node.image_bytes(ranks)[0] < 3 * WEIGHT_BYTES)
+    for _ in range(3):
+        assert node.commands.get(CommandField.COMMITTED_STEP) == at.step
+        assert node.image_bytes(ranks)[1] > 4 * WEIGHT_BYTES
+        at = node.train(ranks)
+    assert_same(node.begin(at), [one.state() for one in ranks])
+
+
+def test_an_error_of_the_check_costs_no_more_than_two_snapshots(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = node.begin()
+    at = node.share(ranks)
+    monkeypatch.setattr(CheckedReplicas, "_digest", lambda *_: 1 // 0)
+    for _ in range(2):
+        node.train(ranks)
+        assert node.commands.get(CommandField.COMMITTED_STEP) == at.step
+    at = node.train(ranks)
+    assert node.commands.get(CommandField.COMMITTED_STEP) == at.step
+    assert min(node.image_bytes(ranks)) > 4 * WEIGHT_BYTES
 
 
 def test_a_damaged_share_is_named_by_every_rank(node: Node) -> None:
@@ -253,13 +318,18 @@ def test_a_damaged_share_is_named_by_every_rank(node: Node) -> None:
     assert caught.value.rank == 1
 
 
-def test_a_difference_ends_the_sharing_before_its_version_is_committed(node: Node) -> None:
+@pytest.mark.parametrize("num_before", range(3))
+def test_a_tensor_that_differs_everywhere_is_found_in_its_first_version(
+    node: Node, num_before: int
+) -> None:
     ranks = node.begin()
     before = node.share(ranks)
+    for _ in range(num_before):
+        before = node.train(ranks)
     ranks[1].drift = 1e-3
-    is_off = lambda: node.commands.get(CommandField.REPLICA_SHARES) < 0  # noqa: E731
-    node.train_until(ranks, is_off)
-    assert node.commands.get(CommandField.COMMITTED_STEP) >= before.step
+    node.train(ranks)
+    assert node.commands.get(CommandField.REPLICA_SHARES) < 0
+    assert node.commands.get(CommandField.COMMITTED_STEP) == before.step
     node.train(ranks)
     assert min(node.image_bytes(ranks)) > 4 * WEIGHT_BYTES
     node.ask(messages.StatusRequest())

@@ -339,8 +339,7 @@ class Capture:
         crash_point("worker.capture.started")
         whole = collect()
         self._graphs.see(whole.persistent)
-        state = self._shares.cut(whole, self._at_boundary)
-        slots = self._store.slots_for(state, is_last=is_last)
+        state, slots = self._slots_for(whole, is_last=is_last)
         if slots is None:
             self._commit_wait.skipped(step)
             self._link.withdraw(step)
@@ -368,6 +367,20 @@ class Capture:
         else:
             self._turn = StepActivity.COPY
             self._thread.start(lambda: self._copy(slots, slot, copy, check, step, replicas))
+
+    def _slots_for(
+        self, whole: BoundaryState, *, is_last: bool
+    ) -> tuple[BoundaryState, ArenaSlots | None]:
+        """The state to store, with slots for it, as `SlotProvider.slots_for`."""
+        state = self._shares.cut(whole, self._at_boundary)
+        try:
+            return state, self._store.slots_for(state, is_last=is_last)
+        except (MemoryTooSmall, OSError):
+            # The slots of whole tensors are still there.
+            if not self._shares.keep_whole():
+                raise
+        state = self._shares.cut(whole, self._at_boundary)
+        return state, self._store.slots_for(state, is_last=is_last)
 
     def _is_verified(self) -> bool:
         settings = self._context.settings

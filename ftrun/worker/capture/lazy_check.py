@@ -75,11 +75,7 @@ class _LineSampler(_Sampler):
     """Reads lines of contiguous tensors in CPU memory."""
 
     def read(self, views: Sequence[np.ndarray], where: float) -> np.ndarray:
-        parts = []
-        for rows in views:
-            start = int(where * (rows.shape[1] // LINE_BYTES)) * LINE_BYTES
-            parts.append(rows[:, start : start + LINE_BYTES])
-        return np.concatenate(parts)
+        return np.concatenate([line_of(rows, where) for rows in views])
 
 
 class _ItemSampler(_Sampler):
@@ -105,7 +101,7 @@ class LazySamples:
                 alike.setdefault(kind, []).append(one)
         self.samplers: list[_Sampler] = [_ItemSampler(group, _bits) for group in alike.values()]
         if in_lines:
-            self.samplers.append(_LineSampler(in_lines, _rows))
+            self.samplers.append(_LineSampler(in_lines, rows_of))
 
     def versions(self) -> list[int]:
         return [one.source._version for one in self.tensors]
@@ -174,11 +170,17 @@ def _has_lines(tensor: torch.Tensor) -> bool:
     return can_be_cut(tensor) and tensor.nbytes >= LINE_BYTES
 
 
-def _rows(tensor: torch.Tensor) -> np.ndarray:
+def rows_of(tensor: torch.Tensor) -> np.ndarray:
     """View as [rows, bytes per row] of the same memory, without the remainder."""
     array = byte_view(tensor).numpy()
     count = max(1, len(array) // ROW_BYTES)
     return array[: len(array) // count * count].reshape(count, -1)
+
+
+def line_of(rows: np.ndarray, where: float) -> np.ndarray:
+    """One line of each row, at this fraction of it."""
+    start = int(where * (rows.shape[1] // LINE_BYTES)) * LINE_BYTES
+    return rows[:, start : start + LINE_BYTES]
 
 
 def _in_memory(samples: Any) -> np.ndarray:

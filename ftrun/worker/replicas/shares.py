@@ -4,7 +4,8 @@ Runs in:  worker: the training thread; the thread that copies computes the diges
 Takes in: the state of a boundary; the number of the decision on the command page; the members of
           the restored shard.
 Gives:    the state with this rank's rows of each shared tensor; for each seal a digest of one part
-          of all shared bytes, this rank's own and those of the other members.
+          of all shared bytes, this rank's own and those of the other members, and of samples of all
+          of them.
 Survives: the SMP: this rank continues with the members that it knows.
 
 Rule 1: the members are valid for one key only. If the tensors change, the rank stores whole
@@ -16,17 +17,24 @@ Rule 3: a rank that stores whole tensors states a digest too, if others may shar
         They rely on its rows, although it is not in a group by its own knowledge.
 Rule 4: tensors of devices are hashed by sums that the device computes in the stream of the copies.
         All shared tensors would be on one device. This is not in use yet (`_are_together`).
+Rule 5: if there is no answer, no memory for shares beside the whole tensors, or an error in this
+        module, the rank stores whole tensors. Without its check the SMP discards a version of
+        shares, and ends the sharing if that happens twice in a row.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 import xxhash
 
+from ftrun.errors import PeerError
 from ftrun.ids import Rank
 from ftrun.snapshot.replica_shares import (
+    NO_PART,
     NUM_PHASES,
     Group,
     ReplicaCheck,
@@ -39,6 +47,7 @@ from ftrun.wire.shared_memory.pages import CommandField
 from ftrun.worker.capture.copying import names_at_boundary
 from ftrun.worker.capture.device_copies import device_at
 from ftrun.worker.capture.device_sources import DeviceCopies, OtherRead, SumChunk, slices
+from ftrun.worker.capture.lazy_check import LINE_BYTES, line_of, rows_of
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, TensorSource
@@ -49,6 +58,11 @@ BLOCK_BYTES = 1 << 20
 
 DEVICE_BLOCK_BYTES = 1 << 25
 """The same on a device, where each block costs about ten kernels."""
+
+_log = logging.getLogger(__name__)
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it are spread evenly over the fractions of 1."""
 
 
 class ReplicaShares:
@@ -77,6 +91,7 @@ class ReplicaShares:
         """Key of the tensors that the members share."""
         self._decision = 0
         """Number of the last decision that this rank has requested."""
+        self._has_memory = True
         self._present: tuple[PersistentSources, int] | None = None
         """The sources of the last boundary, and their key."""
         self._cut: _Cut | None = None
@@ -87,21 +102,28 @@ class ReplicaShares:
         Args:
             state: with whole tensors.
             at_boundary: names of tensors of optimizers that are copied at the boundary.
-
-        Raises:
-            PeerError: the SMP does not answer.
         """
-        persistent = state.persistent
+        try:
+            return replace(state, persistent=self._stored(state.persistent, at_boundary))
+        except Exception:  # noqa: BLE001 - rule 5
+            _log.warning("rank %d: replicas are not shared", self._rank, exc_info=True)
+            self._is_allowed, self._cut = False, None
+            return state
+
+    def _stored(
+        self, persistent: PersistentSources, at_boundary: Collection[str]
+    ) -> PersistentSources:
         self._update(persistent)
         key = self._key_of(persistent)
-        if not key or self._decision <= 0:
+        is_shared = self._commands.get(CommandField.REPLICA_SHARES) > 0
+        if not (key and self._is_allowed and is_shared):
             self._cut = None
-            return state
+            return persistent
         made_for = (self._members, key, len(at_boundary))
         if self._cut is None or not self._cut.is_of(persistent, made_for):
             left_out = names_at_boundary(persistent.sources, at_boundary)
             self._cut = _Cut(persistent, made_for, self._rank, left_out)
-        return replace(state, persistent=self._cut.stored)
+        return self._cut.stored
 
     def check(self, on_devices: DeviceCopies) -> Callable[[], ReplicaCheck | None]:
         """Return the function that hashes one part of the shared bytes of this boundary.
@@ -113,13 +135,26 @@ class ReplicaShares:
         on_devices.others = ()
         if self._cut is None:
             return lambda: None
-        phase = self._commands.get(CommandField.COMMIT_COUNT) % NUM_PHASES
-        part = part_of(phase, self._cut.left_out)
-        digest = self._cut.checked.begin(phase, on_devices)
-        if digest is None:
-            return lambda: None
-        members, found = [int(one) for one in self._members], digest
-        return lambda: ReplicaCheck(members, part, found())
+        count = self._commands.get(CommandField.COMMIT_COUNT)
+        part = part_of(count % NUM_PHASES, self._cut.left_out)
+        digest = self._cut.checked.begin(count, on_devices)
+        return partial(self._stated, [int(one) for one in self._members], part, digest)
+
+    def _stated(
+        self, members: list[int], part: int, digest: Callable[[], int] | None
+    ) -> ReplicaCheck:
+        try:
+            if digest is not None:
+                return ReplicaCheck(members, part, digest())
+        except Exception:  # noqa: BLE001 - rule 5
+            _log.warning("rank %d: replicas cannot be hashed", self._rank, exc_info=True)
+        return ReplicaCheck(members, NO_PART, 0)
+
+    def keep_whole(self) -> bool:
+        """Store whole tensors from now on; return whether this rank has stored shares."""
+        has_shared, self._members = bool(self._members), ()
+        self._has_memory = False
+        return has_shared
 
     def _update(self, persistent: PersistentSources) -> None:
         decision = self._commands.get(CommandField.REPLICA_SHARES)
@@ -130,16 +165,20 @@ class ReplicaShares:
         key = self._key_of(persistent)
         if self._members and self._key != key:
             self._members = ()  # Rule 1
-        if not key:
+        restored, self._restored = self._restored, ()
+        if not key or (not restored and decision == self._decision):
             return
-        if self._restored:
-            self._members = self._link.request_shares(key, self._restored)
-            self._restored, self._key = (), key
-            # The request may have made a decision.
-            self._decision = self._commands.get(CommandField.REPLICA_SHARES)
-        elif decision != self._decision:
-            self._members = self._link.request_shares(key, ()) if decision else ()
-            self._decision, self._key = decision, key
+        if (restored or decision) and self._has_memory:
+            try:
+                self._members = self._link.request_shares(key, restored)
+            except PeerError:  # Rule 5; it asks again at the next boundary
+                self._members = ()
+                return
+        else:
+            self._members = ()
+        # A request for the restored members may have made a decision.
+        self._decision = self._commands.get(CommandField.REPLICA_SHARES) if restored else decision
+        self._key = key
 
     def _key_of(self, persistent: PersistentSources) -> int:
         """The key of these sources; 0 if they cannot be shared."""
@@ -198,7 +237,7 @@ def shares_of_rank(
 
 
 class CheckedReplicas:
-    """The bytes of all shared tensors, in blocks."""
+    """The bytes of all shared tensors, in blocks; in main memory also one line of each 64 KiB."""
 
     def __init__(self, shared: Sequence[TensorSource], key: int) -> None:
         self._key = key.to_bytes(8, "little")
@@ -206,15 +245,23 @@ class CheckedReplicas:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         most_bytes = BLOCK_BYTES if self._device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._blocks = [block for tensor in tensors for block in slices(tensor, most_bytes)]
+        self._rows = [rows_of(_dense(one)) for one in tensors if _has_lines(one)]
 
-    def begin(self, phase: int, on_devices: DeviceCopies) -> Callable[[], int] | None:
+    def begin(self, count: int, on_devices: DeviceCopies) -> Callable[[], int] | None:
         """Return the function that returns the digest of one part; None if it cannot be read.
 
         On a device, the copies that begin now read the part.
+
+        Args:
+            count: number of commits, which determines the part and the lines.
+            on_devices: the copies of the same snapshot.
         """
-        blocks = self._blocks[phase::NUM_PHASES]
+        blocks = self._blocks[count % NUM_PHASES :: NUM_PHASES]
         if self._device.type == "cpu":
-            return partial(self._digest, (byte_view(b.contiguous()).numpy().data for b in blocks))
+            where = count * _GOLDEN % 1.0
+            lines = (line_of(rows, where).tobytes() for rows in self._rows)
+            parts = (byte_view(b.contiguous()).numpy().data for b in blocks)
+            return partial(self._digest, chain(lines, parts))
         device = device_at(self._device)
         if device is None or device not in on_devices.devices:
             return None
@@ -230,3 +277,12 @@ class CheckedReplicas:
         for part in parts:
             found.update(part)
         return found.intdigest()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same items in the order of the memory."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _has_lines(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.nbytes >= LINE_BYTES and _dense(tensor).is_contiguous()

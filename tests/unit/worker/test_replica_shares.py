@@ -71,7 +71,17 @@ def test_each_byte_is_hashed_in_exactly_one_phase(at: tuple[int, int, int]) -> N
     with torch.no_grad():
         model[layer].weight[row, column] += 1.0
     after = digests(whole)
-    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+    # A line of the sample may hold it too.
+    assert 1 <= sum(one != other for one, other in zip(before, after, strict=True)) <= 2
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_each_phase_has_samples_of_every_tensor(layer: int) -> None:
+    whole, model = trained()
+    before = digests(whole)
+    with torch.no_grad():
+        model[layer].weight += 1.0
+    assert not set(digests(whole)) & set(before)
 
 
 def test_digests_depend_on_the_key_and_not_on_the_order_of_the_tensors() -> None:
