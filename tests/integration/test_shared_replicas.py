@@ -143,3 +143,17 @@ def test_a_silent_difference_ends_the_sharing_and_is_reported(start: Start) -> N
     assert run.wait() == 0, run.text
     (first, *_) = run.journal("smp_replicas_differ")
     assert json.loads(json.dumps(first["ranks"])) == [1]
+
+
+@pytest.mark.full
+def test_an_smp_killed_at_a_difference_finds_it_again(start: Start, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    words_of_crash = {
+        "FTRUN_CRASH_AT": "smp.commit.replicas_differed",
+        "FTRUN_CRASH_ONCE": str(once),
+    }
+    run = start(*words(4, "drift=20", pace_s=0.3), env=words_of_crash)
+    assert run.wait() == 0, run.text
+    assert once.exists()
+    first, second = run.journal("smp_replicas_differ")
+    assert first["ranks"] == second["ranks"] == [1]

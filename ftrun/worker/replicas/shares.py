@@ -171,8 +171,7 @@ class ReplicaShares:
         if (restored or decision) and self._has_memory:
             try:
                 self._members = self._link.request_shares(key, restored)
-            except PeerError:  # Rule 5; it asks again at the next boundary
-                self._members = ()
+            except PeerError:  # the members that it knows stay valid, and it asks again
                 return
         else:
             self._members = ()

@@ -1,15 +1,26 @@
 """The shares of a rank and the digests of all shared bytes, on tensors in main memory."""
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from ftrun.errors import PeerLost
 from ftrun.ids import Rank
 from ftrun.snapshot.replica_shares import NUM_PHASES, is_shareable
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
 from ftrun.worker.capture.device_sources import DeviceCopies
-from ftrun.worker.replicas.shares import BLOCK_BYTES, CheckedReplicas, shares_of_rank
+from ftrun.worker.replicas.shares import (
+    BLOCK_BYTES,
+    CheckedReplicas,
+    ReplicaShares,
+    shares_of_rank,
+)
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.state_tree import PersistentSources, StateTree
+from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree
 
 MEMBERS = (Rank(1), Rank(4), Rank(6))
 
@@ -99,3 +110,71 @@ def test_digests_depend_on_the_key_and_not_on_the_order_of_the_tensors() -> None
 
 def model_bytes(whole: PersistentSources) -> int:
     return sum(one.tensor.nbytes for one in whole.sources)
+
+
+class Smp:
+    """The command page, and the answers to a rank."""
+
+    def __init__(self, *answers: tuple[Rank, ...] | None, restored: tuple[Rank, ...] = ()) -> None:
+        fd = create_command_page()
+        self.page = SharedPage(fd)
+        os.close(fd)
+        self.answers = list(answers)
+        self.asked: list[tuple[Rank, ...]] = []
+        settings = SimpleNamespace(share_replicas=True)
+        context: Any = SimpleNamespace(rank=Rank(4), commands=self.page, settings=settings)
+        link: Any = self
+        self.shares = ReplicaShares(context, link, restored=restored)
+        self.whole, self.model = trained()
+
+    def request_shares(self, _key: int, members: tuple[Rank, ...]) -> tuple[Rank, ...]:
+        self.asked.append(members)
+        answer = self.answers.pop(0)
+        if answer is None:
+            raise PeerLost(peer="the SMP")
+        return answer
+
+    def stored(self, decision: int) -> tuple[Rank, ...] | None:
+        """What the check of the next boundary states as members; None: no check."""
+        self.page.set(CommandField.REPLICA_SHARES, decision)
+        cut = self.shares.cut(BoundaryState(self.whole, (), b""), ())
+        check = self.shares.check(DeviceCopies(()))()
+        assert cut.persistent.members == (tuple(check.members) if check else ())
+        return None if check is None else tuple(map(Rank, check.members))
+
+
+def test_a_rank_without_an_answer_stores_whole_tensors_and_asks_again() -> None:
+    smp = Smp(None, MEMBERS)
+    assert smp.stored(0) is None
+    assert smp.stored(1) == ()
+    assert smp.stored(1) == MEMBERS
+    assert smp.asked == [(), ()]
+
+
+def test_members_stay_valid_while_the_smp_is_away_and_end_with_the_sharing() -> None:
+    smp = Smp(MEMBERS, None)
+    assert smp.stored(1) == MEMBERS
+    assert smp.stored(2) == MEMBERS
+    assert smp.stored(-1) is None
+
+
+def test_the_members_of_a_restored_shard_are_asked_for_once() -> None:
+    smp = Smp(None, MEMBERS, restored=MEMBERS)
+    assert smp.stored(0) is None
+    assert smp.stored(1) == MEMBERS
+    assert smp.asked == [MEMBERS, ()]
+
+
+def test_a_rank_that_keeps_whole_tensors_still_states_checks() -> None:
+    smp = Smp(MEMBERS)
+    assert smp.stored(1) == MEMBERS
+    assert smp.shares.keep_whole()
+    assert not smp.shares.keep_whole()
+    assert smp.stored(1) == smp.stored(2) == ()
+
+
+def test_an_error_leaves_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    smp = Smp(MEMBERS)
+    monkeypatch.setattr("ftrun.worker.replicas.shares.shares_of", lambda *_: 1 // 0)
+    assert smp.stored(1) is None
+    assert smp.stored(1) is None
