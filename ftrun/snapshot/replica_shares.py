@@ -241,13 +241,19 @@ class SealChecks:
         return differ
 
     def is_proven(self, sealed: Version) -> bool:
-        """Whether all members of each group have stated a digest of the same part."""
+        """Whether all members of each group have stated a digest of the same part.
+
+        A member may have stored whole tensors. Shares of another group would have other bounds.
+        """
         found = self._found if self._version == sealed else {}
-        groups = {tuple(one.members) for one in found.values()}
-        parts = [
-            {found[r].part if r in found else NO_PART for r in map(Rank, one)} for one in groups
-        ]
-        return all(len(one) <= 1 and NO_PART not in one for one in parts)
+        for members in {tuple(one.members) for one in found.values() if one.members}:
+            checks = [found[rank] for rank in map(Rank, members) if rank in found]
+            parts = {one.part for one in checks}
+            if len(checks) < len(members) or len(parts) != 1 or NO_PART in parts:
+                return False
+            if any(tuple(one.members) not in ((), members) for one in checks):
+                return False
+        return True
 
 
 def minority(digests: Mapping[_T, int]) -> set[_T]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.config.profile import SnapshotConfig
-from ftrun.errors import MemoryTooSmall, SnapshotCorrupt
+from ftrun.errors import MemoryTooSmall, RanksDiffer, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.replica_shares import members_of
@@ -94,6 +94,7 @@ class Node:
         self.settings = [SnapshotConfig(every=1, commit_timeout_s=60)] * WORLD
         self.notices: list[smp_messages.SmpNotice] = []
         self.sessions: list[Session] = []
+        self.ranks: list[TrainedRank] = []
         self.generation = -1
         self.step = 0
 
@@ -118,7 +119,7 @@ class Node:
         body = smp_messages.BeginGeneration(self.generation, WORLD, list(range(WORLD)), restored=at)
         self.ask(body, fd)
         arenas = self.arenas() if restored else {}
-        ranks = [TrainedRank(rank) for rank in range(WORLD)]
+        ranks = self.ranks = [TrainedRank(rank) for rank in range(WORLD)]
         for one in ranks:
             fds = [f for f in arenas.get(one.rank, []) if restored and _holds(f, restored)]
             request = launch_request(
@@ -250,6 +251,24 @@ def refuse_shares_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return () if link._context.rank == rank else request(link, key, members)
 
     monkeypatch.setattr(WorkerSmpClient, "request_shares", refused)
+
+
+def test_shares_that_do_not_fit_together_are_rejected_like_a_damaged_slot(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = node.begin()
+    at = node.share(ranks)
+
+    def differ(*_: object) -> None:
+        raise RanksDiffer(key="weight", ranks=(0, 1), values=("this", "that"))
+
+    monkeypatch.setattr("ftrun.worker.replicas.shared_state.check_replicas", differ)
+    with pytest.raises(RanksDiffer):
+        node.begin(at)
+    page = node.ranks[0].page
+    fields = (HeartbeatField.CORRUPT_SLOT, HeartbeatField.CORRUPT_RANK)
+    assert [page.get(one) for one in fields] == [1, 1]
+    assert page.note.startswith(f"the shares of {at} do not fit together: weight is this")
 
 
 def test_ranks_without_checks_end_the_sharing(node: Node) -> None:

@@ -7,9 +7,11 @@ Gives:    the state of `LocalState`, with whole tensors in place of the shares.
 The members of one version may have stored shares or whole tensors. Each tensor is assembled from
 all of these parts, and each piece is compared with its digest before it is used.
 
-Rule: no member writes to the slots of this version before all ranks have restored it. The first
-      snapshot of a rank goes into its other slot, and the next one waits for the commit of the
-      first, which needs a seal of every rank.
+Rule 1: no member writes to the slots of this version before all ranks have restored it. The first
+        snapshot of a rank goes into its other slot, and the next one waits for the commit of the
+        first, which needs a seal of every rank.
+Rule 2: if the shards are not those of one state, this rank's slot is reported like a damaged one,
+        so that an older version is restored. A restart from the same version would fail again.
 """
 
 import os
@@ -18,13 +20,14 @@ from dataclasses import replace
 
 import torch
 
-from ftrun.errors import LayoutUnknown
+from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank, Version
 from ftrun.sharding.replica_check import check_replicas
 from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot.boxes import whole
 from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.shared_memory.arena import Arena
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
 from ftrun.worker.reshard.tensor_reader import fill
@@ -60,8 +63,12 @@ class SharedState(LocalState):
                 self._shared = {entry.name: _tensor(index, entry.name) for entry in shares}
                 boxes = {name: whole(one.shape) for name, one in self._shared.items()}
                 check_replicas(self._shared, boxes, self._shards)
-        except BaseException:
+        except BaseException as error:
             source.close()
+            if isinstance(error, TensorIncomplete | RanksDiffer):  # Rule 2
+                context.page.note = f"the shares of {wanted} do not fit together: {error}"
+                context.page.set(HeartbeatField.CORRUPT_RANK, 1 + context.rank)
+                context.page.set(HeartbeatField.CORRUPT_SLOT, 1)
             raise
 
     def tensor(self, name: str) -> torch.Tensor:
