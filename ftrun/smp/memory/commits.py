@@ -204,7 +204,8 @@ class CommitCoordinator:
         self._send_to_agent(smp_messages.SmpNotice("source_set_aside", reason))
         if found.generation != self.tracker.generation:
             return False
-        self._discard(found)
+        self._void(found)
+        self._abandon_here(found.step)
         return True
 
     def _are_replicas_equal(self, found: Version) -> bool:
@@ -225,19 +226,19 @@ class CommitCoordinator:
             self._send_to_agent(notice)
         else:
             _log.warning("%s is discarded: ranks have stated no check of its replicas", found)
-        self._discard(found)
+        self._void(found)
         # An SMP that is killed here has not ended the sharing. The check of the next version has
         # the same phase, because nothing was committed, so the next SMP finds the difference again.
         crash_point("smp.commit.replicas_differed")
         if self._page is not None and (differ or self._num_unproven > 1):
             self._page.set(CommandField.REPLICA_SHARES, -1)
+        self._abandon_here(found.step)  # last: ranks that see it take the next snapshot
         return False
 
-    def _discard(self, found: Version) -> None:
-        """Void a version that all local ranks have sealed, and abandon it."""
+    def _void(self, found: Version) -> None:
+        """Void a version that all local ranks have sealed; the caller abandons it."""
         for rank in self.tracker.ranks:
             self._memory.void(rank, found)
-        self._abandon_here(found.step)
 
     # --- the leader, through the agent -------------------------------------------------------
 
