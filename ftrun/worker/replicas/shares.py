@@ -17,7 +17,7 @@ Rule 3: a rank that stores whole tensors states a digest too, if others may shar
         They rely on its rows, although it is not in a group by its own knowledge.
 Rule 4: tensors of devices are hashed by sums that the device computes in the stream of the copies.
         All shared tensors would be on one device. This is not in use yet (`_are_together`).
-Rule 5: if there is no answer, no memory for shares beside the whole tensors, or an error in this
+Rule 5: if there is no answer, no memory for shares next to the whole tensors, or an error in this
         module, the rank stores whole tensors. Without its check the SMP discards a version of
         shares, and ends the sharing if that happens twice in a row.
 """
