@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ftrun.agent.launch.generation import NOTHING
-from ftrun.agent.snapshots.smp_client import UnconfirmedCommands
+from ftrun.agent.snapshots.smp_client import NOTHING, UnconfirmedCommands
 from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version

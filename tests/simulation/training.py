@@ -12,7 +12,7 @@ from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank, Version, version
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.shared_memory.pages import CommandField
-from ftrun.worker.capture.boundaries import CommitWait
+from ftrun.worker.commit_wait import CommitWait
 from simulation.memory import Arena
 
 if TYPE_CHECKING:

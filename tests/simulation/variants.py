@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ftrun.agent.launch.generation import NOTHING
+from ftrun.agent.snapshots.smp_client import NOTHING
 from ftrun.ids import Version, version
 from ftrun.membership import ballots
 from ftrun.membership import voter as follower
@@ -34,7 +34,7 @@ from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.transfer import RoundMessage
 from ftrun.wire.messages.smp import Inventory, ProtectionPart
 from ftrun.wire.shared_memory.pages import CommandField as Word
-from ftrun.worker.capture.boundaries import CommitWait
+from ftrun.worker.commit_wait import CommitWait
 from simulation import memory, training
 from simulation.memory import Arena, FakeParityRegion
 from simulation.training import Ranks

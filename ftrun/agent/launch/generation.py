@@ -21,7 +21,7 @@ from ftrun.agent.launch.phases import phases_of
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.smp_client import NOTHING, AgentSmpClient
 from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order, sources_of
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
@@ -41,9 +41,6 @@ from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
-
-NOTHING = version(-9, -1)
-"""Older than every version, those from a checkpoint included."""
 
 
 class GenerationRunner:

@@ -34,6 +34,8 @@ CHECKPOINT_WAIT_S = 3600.0
 END_WAIT_S = 5.0
 """For the record of the end. Without the record another run polls for a while whether this one is
 alive."""
+NOTHING = version(-9, -1)
+"""Older than every version, those from a checkpoint included."""
 
 
 @dataclass

@@ -1,13 +1,11 @@
-"""Decides at which step boundaries a snapshot is due, possible and allowed.
+"""Decides at which step boundaries a snapshot is due and possible.
 
-Runs in:  worker, training thread; `CommitWait` in any of its threads.
+Runs in:  worker, training thread.
 Takes in: the profile's `snapshot.every`, the command page, the measured cost of snapshots; torch's
           global hook before each optimizer step, the gradients at a boundary, the answers of
-          attached objects that hold gradients themselves; the seals and skips of this rank.
+          attached objects that hold gradients themselves.
 Gives:    whether a snapshot is due, and the interval that this rank requests; whether the boundary
-          is in the middle of a gradient accumulation; whether this rank's last seal is resolved, so
-          that a slot is free.
-Survives: nothing; a new process of the rank starts with the version that it was restored from.
+          is in the middle of a gradient accumulation.
 
 All ranks must take snapshots at the same steps, otherwise no version is committed. The ranks do not
 communicate about it. Therefore `auto` uses only values that are equal on all ranks: the agent
@@ -31,18 +29,6 @@ in this case, because a read waits for the device.
 A loop that steps first and runs backward at the end of its turn also has gradients at each
 boundary. They look like gradients that the next turn sets to zero, as in a GAN, until the next step
 uses them.
-
-Rule 1: a seal is resolved when its version, or a newer one, is committed, or when its step is
-        abandoned. An abandoned step is never committed, because some rank has no seal of it.
-Rule 2: if a leader decides, all ranks take the same step next: the first due step from TAKE_FROM
-        on. A rank may lack a step that others have taken, because it learned too late that its
-        slot is free, or because it has withdrawn that step. Such a rank takes no snapshot until
-        the leader has named a later step (ftrun/recovery/snapshot_coordination.py). Without this
-        rule, nodes that once took different steps could forever take the steps that the others
-        skip. No version would be committed again.
-Rule 3: the slot with the newest committed version is never overwritten. Ranks of another world size
-        start from a version that is not in their arenas and may not be committed. Their arenas may
-        still hold the committed version.
 """
 
 import math
@@ -55,8 +41,6 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.config.profile import SnapshotConfig
-from ftrun.ids import Version, version
-from ftrun.wire.shared_memory.arena import NUM_SLOTS
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 from ftrun.worker.state.tensors import is_sharded, version_of
 from ftrun.worker.state.unprotected import Hook
@@ -274,99 +258,3 @@ def _signature(grads: Iterable[torch.Tensor | None]) -> Signature:
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-# --- commits ------------------------------------------------------------------------------------
-
-
-class CommitWait:
-    """Commit state of the seals of one rank."""
-
-    def __init__(self, commands: SharedPage, generation: int, restored: Version | None) -> None:
-        self._commands = commands
-        self._generation = generation
-        self._restored = restored
-        self._sealed = restored
-        self._skipped = -1
-
-    @property
-    def newest_sealed(self) -> Version | None:
-        return self._sealed
-
-    def sealed(self, step: int) -> None:
-        self._sealed = version(self._generation, step)
-
-    def skipped(self, step: int) -> None:
-        """Record that this rank has no snapshot of a due step, or withdraws its own."""
-        self._skipped = max(self._skipped, step)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether this rank awaits no commit and may take the next snapshot."""
-        return not self._awaits_recommit and self._is_over() and not self._awaits_others
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether protection across nodes, or other nodes' commits, are in progress.
-
-        The training must not wait for this, because its duration depends on the network.
-        """
-        protecting = self._commands.get(CommandField.PROTECTING_STEP)
-        last = self._sealed if self._is_ours else None
-        is_protected = last is not None and protecting >= last.step
-        return self._awaits_recommit or self._awaits_others or is_protected
-
-    @property
-    def committed(self) -> Version | None:
-        """Newest version that is committed or was restored."""
-        commands = self._commands
-        found = version(
-            commands.get(CommandField.COMMITTED_GENERATION),
-            commands.get(CommandField.COMMITTED_STEP),
-        )
-        # A version from a checkpoint has generation -1. Step -1 means that there is no version.
-        known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
-        return max(known, default=None)
-
-    def slot_to_fill(self, find: Callable[[Version], int | None]) -> int:
-        """Slot of an arena that may be overwritten: rule 3.
-
-        Args:
-            find: returns the slot in which a version is sealed, or None.
-        """
-        commands = self._commands
-        before = version(
-            commands.get(CommandField.RETAINED_GENERATION), commands.get(CommandField.RETAINED_STEP)
-        )
-        for kept in (self.committed, before):
-            slot = find(kept) if kept is not None else None
-            if slot is not None:
-                return (slot + 1) % NUM_SLOTS
-        return 0
-
-    @property
-    def _is_ours(self) -> bool:
-        return self._sealed is not None and self._sealed.generation == self._generation
-
-    @property
-    def _awaits_recommit(self) -> bool:
-        """The restored version must be committed in this generation before any new version."""
-        if self._restored is None:
-            return False
-        return self._commands.get(CommandField.COMMITTED_IN) < self._generation
-
-    @property
-    def _awaits_others(self) -> bool:
-        """This rank has skipped a step that others may have taken: rule 2."""
-        return 0 <= self._commands.get(CommandField.TAKE_FROM) <= self._skipped
-
-    def _is_over(self) -> bool:
-        """The newest seal of this rank is resolved: rule 1."""
-        last = self._sealed
-        if last is None or self._is_committed():
-            return True
-        return self._is_ours and self._commands.get(CommandField.ABANDONED_STEP) >= last.step
-
-    def _is_committed(self) -> bool:
-        committed = self.committed
-        return self._sealed is not None and committed is not None and committed >= self._sealed

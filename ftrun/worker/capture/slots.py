@@ -37,8 +37,8 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
 )
 from ftrun.wire.shared_memory.pages import HeartbeatField
-from ftrun.worker.capture.boundaries import CommitWait
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
+from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree

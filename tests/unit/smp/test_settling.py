@@ -24,7 +24,7 @@ from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
-from ftrun.worker.capture.boundaries import CommitWait
+from ftrun.worker.commit_wait import CommitWait
 
 GENERATION = 3
 NUM_STEPS = 400
