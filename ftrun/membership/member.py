@@ -243,8 +243,7 @@ class Member:
     def _leader_receives(self, sender: str, now_s: float) -> list[Command]:
         """Adds a lost node again when it sends a message; the active generation continues."""
         assert self.leader is not None
-        self.leader.received(sender, now_s=now_s)
-        peer = self.leader.known.get(sender)
+        peer = self.leader.known.received(sender, now_s=now_s)
         if peer is None or not peer.lost or peer.card.incarnation != self._links.get(sender):
             return []
         return self.leader.back_again(peer, now_s=now_s)
@@ -252,9 +251,14 @@ class Member:
     def _as_leader(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
         """Handles messages to a leader; drops them if this agent no longer leads."""
         leader = self.leader
-        peer = leader.known.get(sender) if leader is not None else None
-        if leader is None or peer is None or peer.card.incarnation != self._links.get(sender):
+        incarnation = self._links.get(sender)
+        if leader is None or incarnation is None:
             return []
+        peer = leader.known.get(sender)
+        if peer is None or peer.card.incarnation != incarnation:
+            # It follows an earlier proposal of this node, which does not know it any more.
+            is_unknown = peer is None and isinstance(body, Heartbeat)
+            return leader.opened(sender, incarnation, now_s=now_s) if is_unknown else []
         match body:
             case messages.Promise():
                 return leader.promised(body, now_s=now_s)
@@ -336,7 +340,8 @@ class Member:
         self, sender: str, body: messages.LeaderInfo, now_s: float
     ) -> list[Command]:
         if body.card.node_id == self.me.node_id or self._follows(body.card.node_id):
-            return []
+            # A leader sends this to a node that it does not know.
+            return [Send(sender, self._discovery.join())] if self._follows(sender) else []
         receives, known = self._has_leader(now_s), self.follower.generation
         if self.leader is not None and body.is_settled and body.generation >= known + receives:
             return self._step_down(body.card, now_s)
@@ -344,7 +349,7 @@ class Member:
             return [] if body.is_settled else [self._leader_info(sender, now_s)]  # two leaders
         if self.leader is not None:
             # Another proposer: the ballots decide which one yields.
-            return self.leader.meet(body.card, now_s=now_s)
+            return self.leader.meet(body.card, now_s=now_s, knows=body.generation)
         if self.role is MemberRole.FOLLOWING and not body.is_settled:
             return [self._leader_info(sender, now_s)]
         if body.card.node_id in self._discovery.succession.refused and not body.is_settled:
@@ -398,13 +403,8 @@ class Member:
         self.leader, self._dial_due_s = leader, now_s  # the endpoint may begin another run
         leader.known.numbers, leader.known.has_met = self._leader_numbers, self._discovery.has_met
         self._discovery.hand_over(leader.monitor.incidents, now_s=now_s)
-        for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
-            linked = leader.has_link(card)
-            peer = leader.known.put(card, now_s=now_s, linked=linked, has_answered=True)
-            peer.refused = card.node_id in succession.refused
-            if card.node_id in succession.lost:
-                peer.lost, peer.was_unresponsive = "the leader is lost", not peer.refused
         lost = set(succession.lost)
+        leader.known.begin(cards, self._links, lost, succession.refused, now_s=now_s)
         self._discovery.leader(now_s=now_s)
         return leader.succeed(lost, reason, follower.plan_since_s(now_s=now_s), now_s=now_s)
 

@@ -17,6 +17,8 @@ Rule 1: the step only increases. Ranks that receive it too late skip it and repo
         then discard their snapshot, and all start again further ahead.
 Rule 2: the distance grows by half with each step that was named and skipped. A report may take
         longer than hundreds of short steps, and does not cover later steps.
+Rule 3: nothing new is committed while a member misses heartbeats. The commit frees the version
+        before it. If two nodes of one group are lost at once, only that version may have survived.
 """
 
 from collections import Counter
@@ -44,6 +46,8 @@ class MemberReports:
         """The newest step that any rank has sealed."""
         self.committed: VersionPair | None = None
         """The newest version that any node reports as committed."""
+        self.has_late_member = False
+        """A member misses heartbeats: rule 3."""
         self._protected: VersionPair | None = None
         """The newest committed version that was seen protected against the loss of any member."""
         self._generation = -1
@@ -125,7 +129,7 @@ class MemberReports:
     def ready_with(self, heartbeat: Heartbeat) -> VersionPair | None:
         """The version of this heartbeat, if every member is ready with it."""
         ready = _ready(heartbeat)
-        if ready is None or self._ready[ready] != len(self._members):
+        if ready is None or self.has_late_member or self._ready[ready] != len(self._members):
             return None
         return ready
 

@@ -51,6 +51,10 @@ SEEDS = [
     pytest.param(1138442, "liveness", id="an SMP commits before its new agent has a plan"),
     pytest.param(1213339, "liveness", id="a leader leaves while another voter is being lost"),
     pytest.param(1225085, "safety", id="a node that left holds an older version than the members"),
+    pytest.param(1504089, "liveness", id="a leader that led before does not know a spare"),
+    pytest.param(1505351, "safety", id="a node did not mark its part of a commit"),
+    pytest.param(1524188, "liveness", id="two proposers of two runs meet"),
+    pytest.param(1548031, "liveness", id="a commit while two nodes of one group are being lost"),
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late never joins"),

@@ -21,7 +21,7 @@ Rule 6: if the lease stays expired, only a ballot restores it: the nodes do not 
         agents were restarted and cannot report what their predecessors promised.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -203,6 +203,30 @@ class FailureDetector:
             del self._left_s[next(iter(self._left_s))]
         return number
 
+    def begin(
+        self,
+        cards: Collection[NodeCard],
+        links: Mapping[str, int],
+        lost: Collection[str],
+        refused: Collection[str],
+        *,
+        now_s: float,
+    ) -> None:
+        """Adds the agents that a new leader knows of; some of them are lost with their leader."""
+        for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
+            linked = links.get(card.node_id) == card.incarnation
+            peer = self.put(card, now_s=now_s, linked=linked, has_answered=True)
+            peer.refused = card.node_id in refused
+            if card.node_id in lost:
+                peer.lost, peer.was_unresponsive = "the leader is lost", not peer.refused
+
+    def received(self, node_id: str, *, now_s: float) -> PeerState | None:
+        """Records a message of any kind; returns its sender."""
+        peer = self.get(node_id)
+        if peer is not None and not peer.lost:
+            peer.received_s = now_s
+        return peer
+
     def heartbeat_received(self, peer: PeerState, heartbeat: Heartbeat, *, now_s: float) -> bool:
         """Records a heartbeat; returns whether it is newer than the last one."""
         left_s = self._left_s.get(heartbeat.received, _LONG_AGO_S)
@@ -246,6 +270,9 @@ class FailureDetector:
             and self.unresponsive_s(peer, now_s=now_s) >= late_s
             for peer in self
         )
+
+    def has_late_member(self, plan: GenerationPlan | None, *, now_s: float) -> bool:
+        return plan is not None and self.is_late({one.node_id for one in plan.members}, now_s=now_s)
 
     def is_to_be_dialled(self, peer: PeerState, *, now_s: float) -> bool:
         if peer.linked or now_s - peer.dialled_s < self.settings.redial_s:

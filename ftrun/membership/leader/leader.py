@@ -131,20 +131,23 @@ class Leader:
             text = f"node {card.node_id} has joined"
             found.append(JournalEntry(NodeJoined(text, card.node_id, card.host)))
             found += self._election.joined(peer, now_s=now_s)
-        if self._election.is_concurrent(knows):
-            found += self.propose(f"node {card.node_id} has the plan of a run", now_s=now_s)
-        return found
+        return found + self._compare_runs(card, knows, now_s)
 
-    def has_link(self, card: NodeCard) -> bool:
-        return self._links.get(card.node_id) == card.incarnation
-
-    def meet(self, card: NodeCard, *, now_s: float) -> list[Command]:
-        """Adds an agent that a message named: a voter, or another proposer."""
-        peer = self.known.get(card.node_id)
-        is_known = peer is not None and (not peer.lost or peer.card.identity == card.identity)
-        if is_known or card.node_id == self.me.node_id:
+    def meet(self, card: NodeCard, *, now_s: float, knows: int = -1) -> list[Command]:
+        """Adds an agent that a message named: a voter, or a proposer that knows a generation."""
+        if card.node_id == self.me.node_id:
             return []
-        return self.add(card, now_s=now_s, linked=self.has_link(card))
+        peer = self.known.get(card.node_id)
+        if peer is not None and (not peer.lost or peer.card.identity == card.identity):
+            return self._compare_runs(card, knows, now_s)
+        linked = self._links.get(card.node_id) == card.incarnation
+        return self.add(card, now_s=now_s, linked=linked, knows=knows)
+
+    def _compare_runs(self, card: NodeCard, knows: int, now_s: float) -> list[Command]:
+        """Asks all nodes again if this ballot would start a run, and an agent knows of one."""
+        if not self._election.is_concurrent(knows):
+            return []
+        return self.propose(f"node {card.node_id} has the plan of a run", now_s=now_s)
 
     def opened(self, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
         """Handles a new connection; sends the leader's card to a new or lost node."""
@@ -188,11 +191,6 @@ class Leader:
             return []
         peer.refused = True
         return [] if peer.lost else self._lose(peer, "the connection is refused", now_s)
-
-    def received(self, node_id: str, *, now_s: float) -> None:
-        peer = self.known.get(node_id)
-        if peer is not None and not peer.lost:
-            peer.received_s = now_s
 
     def was_paused(self, *, now_s: float) -> None:
         self.known.was_paused(now_s=now_s)
@@ -421,6 +419,8 @@ class Leader:
         for peer in self.known:
             if peer.card.node_id != self.me.node_id:
                 found += self._watch(peer, now_s)
+        is_late = self.known.has_late_member(self.plan, now_s=now_s)
+        self.monitor.reports.has_late_member = is_late
         found += self._drain(now_s)
         found += self.screening.poll(self.monitor.excluded(now_s=now_s))
         found += self._election.repeat(now_s=now_s) + self._check(now_s)
@@ -454,8 +454,7 @@ class Leader:
     def _continue(self, now_s: float) -> list[Command]:
         # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
         plan = self.plan if self.monitor.waits_for_cause else None
-        members = {one.node_id for one in plan.members} if plan is not None else set()
-        if self.is_lease_expired or (members and self.known.is_late(members, now_s=now_s)):
+        if self.is_lease_expired or self.known.has_late_member(plan, now_s=now_s):
             return []
         found = self._decide(self.monitor.tick(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:

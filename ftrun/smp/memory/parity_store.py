@@ -72,13 +72,17 @@ class ParityStore:
             raise LayoutUnknown(f"slot {slot} is not free for a parity region")
         self._slots[slot] = ParityRegion(fd)
 
-    def keep(self, version: Version | None, protected_in: int) -> None:
+    def keep(
+        self, version: Version | None, protected_in: int, committed: Version | None = None
+    ) -> None:
         """Select the protection that must not be overwritten.
 
         Args:
             version: that the run would be restored from.
             protected_in: the generation of its protection; -1: the newest committed one, or the
                 newest complete one if none is committed.
+            committed: newest version that the run has committed. This node's part of it may not be
+                marked as committed, because the agent may end between the commits of two nodes.
         """
         found: list[tuple[bool, bool, int, int]] = []
         for at, region in enumerate(self._slots):
@@ -91,15 +95,19 @@ class ParityStore:
             is_committed = region.state is ParityRegionState.COMMITTED
             found.append((is_named, is_committed, record.protected_in, at))
         self._kept = max(found)[3] if found else None
-        self._committed = None if found and max(found)[1] else self._newest_committed()
+        self._committed = None if found and max(found)[1] else self._newest_committed(committed)
 
-    def _newest_committed(self) -> int | None:
-        found = [
-            (region.record.version, region.record.protected_in, at)
-            for at, region in enumerate(self._slots)
-            if region is not None and region.record and region.state is ParityRegionState.COMMITTED
-        ]
-        return max(found)[2] if found else None
+    def _newest_committed(self, committed: Version | None) -> int | None:
+        found: list[tuple[Version, bool, int, int]] = []
+        for at, region in enumerate(self._slots):
+            record = region.record if region is not None else None
+            if region is None or record is None:
+                continue
+            is_marked = region.state is ParityRegionState.COMMITTED
+            is_whole = region.state is ParityRegionState.COMPLETE and record.version == committed
+            if is_marked or is_whole:
+                found.append((record.version, is_marked, record.protected_in, at))
+        return max(found)[3] if found else None
 
     def find(self, version: Version, protected_in: int) -> ParityRegion | None:
         for region in self._slots:

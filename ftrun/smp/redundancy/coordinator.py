@@ -207,7 +207,10 @@ class RedundancyCoordinator:
                 page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
             )
             protected_in = group.generation
-        self.parity_store.keep(kept, protected_in)
+        retained = version(
+            page.get(CommandField.RETAINED_GENERATION), page.get(CommandField.RETAINED_STEP)
+        )
+        self.parity_store.keep(kept, protected_in, retained)
         self._rpc.begin(served, rebuild, own)
         self._read_previous(body, served, own)
         self._begin_links(body, own, group)

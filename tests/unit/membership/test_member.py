@@ -582,6 +582,18 @@ def test_an_agent_that_leads_again_continues_its_heartbeat_numbers() -> None:
     assert notes(made, "a", "NodeLost") == []
 
 
+def test_a_follower_that_its_leader_does_not_know_joins_it_again() -> None:
+    """Its leader proposed itself, stepped down and leads again, and knows only the voters."""
+    made = started("abcd")
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+    leader = made["a"].member.leader
+    assert leader is not None
+    del leader.known.by_id["d"]
+    made.passes(1.5)
+    assert leader.known.get("d") is not None
+    assert notes(made, "d", "leader_lost") == []
+
+
 def test_what_only_a_leader_is_reported_is_dropped_by_any_other_node() -> None:
     made = started()
     for body in (
@@ -595,7 +607,8 @@ def test_what_only_a_leader_is_reported_is_dropped_by_any_other_node() -> None:
         made.happens("c", ConnectionOpened("b", 1))
         assert made.answers("c", MessageReceived("b", body)) == []
     assert made["c"].reported(EndRun) == []
-    assert made.answers("a", MessageReceived("z", Heartbeat(generation=0, number=99))) == []
+    stray = MessageReceived("z", Heartbeat(generation=0, number=99))
+    assert made.answers("a", stray) == [], "it has no connection"
     assert made.running() == {"a": 0, "b": 0, "c": 0}
 
 

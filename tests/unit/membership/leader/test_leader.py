@@ -174,7 +174,8 @@ def test_another_process_of_a_member_that_joins_takes_its_place() -> None:
     assert notes(made, "a", "node_lost") == ["node c is lost: its agent was restarted"]
 
 
-def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_joining_node_knows() -> None:
+@pytest.mark.parametrize("by", ["join", "proposer", "known proposer"])
+def test_a_run_that_is_about_to_begin_gives_way_to_one_that_another_node_knows(by: str) -> None:
     made = Agents("a", settings(cluster_size=ClusterSize(1, 2, 0), last_call_timeout_s=1.0))
     made.reads["a"] = None  # it is reading a checkpoint
     made.passes(6.0)
@@ -183,7 +184,13 @@ def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_joining_node_knows
     assert leader.ballot is not None
     assert leader.ballot.plan is not None
     made.happens("a", ConnectionOpened("z", 1))
-    made.happens("a", MessageReceived("z", Join(card("z"), "1:2+0", knows=5)))
+    if by == "known proposer":
+        made.happens("a", MessageReceived("z", LeaderInfo(card("z"), -1, False)))
+        assert leader.ballot.generation == 0
+    joins = Join(card("z"), "1:2+0", knows=5)
+    made.happens(
+        "a", MessageReceived("z", joins if by == "join" else LeaderInfo(card("z"), 5, False))
+    )
     assert leader.ballot.generation == 6
     assert notes(made, "a", "ballot_started")[-1] == "node z has the plan of a run"
 
@@ -394,6 +401,21 @@ def test_a_commit_is_sent_to_all_and_continued_from() -> None:
     made.passes(3.0)
     assert made.plan("a").restore == (0, 8)
     assert made.running() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_nothing_is_committed_while_a_member_misses_heartbeats() -> None:
+    """The commit would free the version before it, which may be the only one that survives."""
+    made = started("abcd")
+    works(made, 8, "cd", ready=(0, 8))
+    made.passes(1.0)
+    made.cut("d")
+    made.passes(1.5)
+    works(made, 8, "ab", ready=(0, 8))
+    made.passes(0.5)
+    assert not made["a"].reported(CommitSnapshot)
+    made.heal()
+    made.passes(1.5)
+    assert all(len(made[one].reported(CommitSnapshot)) == 1 for one in "abcd")
 
 
 def test_where_the_commit_cannot_be_had_the_run_waits_for_nodes_that_may_hold_it() -> None:

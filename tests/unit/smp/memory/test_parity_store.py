@@ -96,6 +96,17 @@ def test_a_restored_version_without_a_part_here_does_not_cost_the_committed_one(
     assert (20, 0) in held(parity_store)
 
 
+@pytest.mark.parametrize("committed", [20, 21])
+def test_a_part_of_the_committed_version_is_kept_also_if_it_is_not_marked_here(
+    parity_store: ParityStore, committed: int
+) -> None:
+    """The agent ended after other nodes had committed step 20, and before this one."""
+    fill(parity_store, 20, ParityRegionState.COMPLETE)
+    parity_store.keep(version(0, 22), -1, version(0, committed))
+    fill(parity_store, 22, ParityRegionState.COMPLETE, protected_in=1)
+    assert ((20, 0) in held(parity_store)) == (committed == 20)
+
+
 def test_without_memory_for_a_third_the_committed_one_is_overwritten(
     parity_store: ParityStore,
 ) -> None:
