@@ -46,7 +46,7 @@ class MemberReports:
         """The newest step that any rank has sealed."""
         self.committed: VersionPair | None = None
         """The newest version that any node reports as committed."""
-        self.has_late_member = False
+        self.has_unresponsive_member = False
         """A member misses heartbeats: rule 3."""
         self._protected: VersionPair | None = None
         """The newest committed version that was seen protected against the loss of any member."""
@@ -129,7 +129,11 @@ class MemberReports:
     def ready_with(self, heartbeat: Heartbeat) -> VersionPair | None:
         """The version of this heartbeat, if every member is ready with it."""
         ready = _ready(heartbeat)
-        if ready is None or self.has_late_member or self._ready[ready] != len(self._members):
+        if (
+            ready is None
+            or self.has_unresponsive_member
+            or self._ready[ready] != len(self._members)
+        ):
             return None
         return ready
 

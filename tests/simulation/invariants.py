@@ -52,6 +52,7 @@ class Record:
     version: Version
     protected_in: int
     groups: list[tuple[frozenset[str], int]]
+    committed_s: float
     lost: set[str] = field(default_factory=set)
 
     @property
@@ -414,7 +415,7 @@ class Invariants:
             (nodes, parity if len(nodes) > parity and not self._is_bare(nodes, version) else 0)
             for nodes, parity in groups
         ]
-        record = Record(version, plan.generation, groups)
+        record = Record(version, plan.generation, groups, self.world.now_s)
         since_s = max(self._adopted_s[plan.generation], self._sealed_s.get(version, 0.0))
         record.lost |= {one for one, at_s in self._lost_s.items() if at_s >= since_s}
         record.lost |= {
@@ -508,6 +509,19 @@ class Invariants:
         """The run can resume from another version than the lost commit."""
         is_unknown = "may have been committed" in plan.restore_reason
         return self.simulation.scenario.has_checkpoints or plan.restore is not None or is_unknown
+
+    def is_lost_at_commit(self) -> bool:
+        """Too many nodes were lost so shortly before the newest commit that no heartbeat was late.
+
+        The commit frees the version before it, which may have survived their loss.
+        """
+        newest = self._newest_committed(self.newest)
+        if newest is None or newest.is_safe:
+            return False
+        scenario = self.simulation.scenario
+        interval_s = scenario.settings.times.heartbeat_interval_s
+        since_s = newest.committed_s - 3 * interval_s - scenario.tick_s
+        return min(self._lost_s.get(one, -1.0) for one in newest.lost) >= since_s
 
     def _memories(self) -> dict[str, Memory]:
         return {node.node_id: node.memory for node in self.simulation.nodes if node.is_on}

@@ -198,7 +198,9 @@ class Simulation:
                 break
         if self.world.is_over or self._all_ended():
             self._check_end()
-        if must and not self.invariants.is_second_run and not self._was_stopped():
+        seen = self.invariants
+        must = must and not (seen.is_second_run or seen.is_lost_at_commit())
+        if must and not self._was_stopped():
             waited_s = self.world.now_s - end_s
             raise Violation(f"no run after {waited_s:.0f} s without faults: {self._state()}")
         return self._word()

@@ -54,6 +54,7 @@ SEEDS = [
     pytest.param(1504089, "liveness", id="a leader that led before does not know a spare"),
     pytest.param(1505351, "safety", id="a node did not mark its part of a commit"),
     pytest.param(1524188, "liveness", id="two proposers of two runs meet"),
+    pytest.param(1559306, "safety", id="a ballot of a second run meets the leader of the first"),
     pytest.param(1548031, "liveness", id="a commit while two nodes of one group are being lost"),
 ]
 WITH_MISHAPS = [

@@ -224,7 +224,7 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
 
 def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
     patch.setattr(restore_choice._Group, "is_committed", False)
-    patch.setattr(ParityStore, "_newest_committed", lambda self: None)
+    patch.setattr(ParityStore, "_newest_committed", lambda self, committed: None)
 
 
 # --- the SMP ----------------------------------------------------------------------------------

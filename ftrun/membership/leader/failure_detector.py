@@ -274,6 +274,18 @@ class FailureDetector:
     def has_late_member(self, plan: GenerationPlan | None, *, now_s: float) -> bool:
         return plan is not None and self.is_late({one.node_id for one in plan.members}, now_s=now_s)
 
+    def has_unresponsive_member(self, plan: GenerationPlan | None, *, now_s: float) -> bool:
+        """Whether a member that is not lost has sent nothing for two heartbeat periods.
+
+        A member that only acknowledges late counts as late, and not as unresponsive.
+        """
+        known = [self.by_id.get(one.node_id) for one in plan.members] if plan is not None else []
+        return any(
+            not peer.lost and not self.is_responding(peer.card.node_id, now_s=now_s)
+            for peer in known
+            if peer is not None
+        )
+
     def is_to_be_dialled(self, peer: PeerState, *, now_s: float) -> bool:
         if peer.linked or now_s - peer.dialled_s < self.settings.redial_s:
             return False

@@ -419,8 +419,8 @@ class Leader:
         for peer in self.known:
             if peer.card.node_id != self.me.node_id:
                 found += self._watch(peer, now_s)
-        is_late = self.known.has_late_member(self.plan, now_s=now_s)
-        self.monitor.reports.has_late_member = is_late
+        is_unresponsive = self.known.has_unresponsive_member(self.plan, now_s=now_s)
+        self.monitor.reports.has_unresponsive_member = is_unresponsive
         found += self._drain(now_s)
         found += self.screening.poll(self.monitor.excluded(now_s=now_s))
         found += self._election.repeat(now_s=now_s) + self._check(now_s)
