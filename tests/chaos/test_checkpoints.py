@@ -298,6 +298,7 @@ def reported(text: str, word: str) -> set[str]:
     return set(re.findall(rf"{word} (step=.*)", text))
 
 
+@pytest.mark.full  # test_resized_world.py restores other layouts, too
 def test_another_number_of_ranks_and_another_way_to_share_continues_from_disk(
     start: Start, script: Callable[..., str]
 ) -> None:

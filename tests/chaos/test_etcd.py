@@ -133,6 +133,7 @@ def voter_revisions(run: NodesRun) -> list[str]:
     return [str(line["text"]) for line in run.journals("voters_changed")]
 
 
+@pytest.mark.full  # tests/simulation/test_witness.py and tests/contract/test_etcd_register.py, too
 def test_two_nodes_survive_a_dead_etcd_and_then_an_unresponsive_node(make: Make) -> None:
     cluster, run = one_or_two(make, *PATIENT)
     started = run.generation  # 1 if the other node came late

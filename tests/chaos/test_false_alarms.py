@@ -54,6 +54,7 @@ def test_what_takes_long_is_left_alone(start: Start, what: str) -> None:
     check_undisturbed(begin(start, what))
 
 
+@pytest.mark.full  # test_member.py pauses agents, too
 def test_a_machine_that_was_paused(start: Start) -> None:
     """A laptop that was suspended: all processes stop, and all continue."""
     run = begin(start, "stands-still")

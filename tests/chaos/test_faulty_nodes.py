@@ -49,6 +49,7 @@ def run(tmp_path: Path) -> Iterator[NodesRun]:
         yield made
 
 
+@pytest.mark.full  # tests/simulation/test_faulty_nodes.py has the same on simulated nodes
 def test_the_spare_runs_the_ranks_of_a_node_on_which_they_fail(
     run: NodesRun, tmp_path: Path
 ) -> None:

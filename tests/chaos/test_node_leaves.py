@@ -83,6 +83,7 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
     assert "no other node of this run is left" in run.text(2)
 
 
+@pytest.mark.full  # simulated runs cut nodes off at the end, too
 def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_result(
     tmp_path: Path,
 ) -> None:

@@ -242,6 +242,7 @@ def test_a_stopped_agent_of_the_only_member_trains_alone(
     assert not difference(expected, [outcome_of(tmp_path / "rank0.jsonl")])
 
 
+@pytest.mark.full  # simulated runs grow, too
 def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(
     nodes: Start, tmp_path: Path
 ) -> None:
@@ -283,6 +284,7 @@ def test_an_smp_that_dies_while_the_next_agent_of_its_node_starts_is_followed_by
     assert run.first_steps(run.generation)[0]["step"] > 1, "it did not resume from memory"
 
 
+@pytest.mark.full  # test_member.py has the same without processes
 def test_two_nodes_that_refuse_each_other_pause_and_none_takes_over(nodes: Start) -> None:
     """A firewall between them resets connections; each other's kernel seems to report a death."""
     run = nodes(2, "--nnodes", "1:2")
@@ -305,6 +307,7 @@ def resets(run: NodesRun, change: str) -> None:
         assert run.cluster.run(node, route).wait() == 0
 
 
+@pytest.mark.full  # test_member.py has the same without processes
 def test_survivor_of_two_pauses_and_gives_up_with_76(nodes: Start) -> None:
     run = nodes(2, "--pause-timeout", 3)
     run.start_all()

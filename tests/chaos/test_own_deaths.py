@@ -86,6 +86,7 @@ def test_the_agent_dies_before_a_new_smp_has_the_memory(
         run.end()
 
 
+@pytest.mark.full  # [smp+agent] starts a successor from memory, too
 def test_same_run_id_resumes_when_only_the_smp_is_left(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:

@@ -138,6 +138,7 @@ def lose_one_way(run: NodesRun, node: int, other: int) -> None:
     assert run.cluster.run(node, words).wait() == 0
 
 
+@pytest.mark.full  # tests/simulation/test_other_rail.py cuts rails, too
 def test_a_run_continues_where_the_rail_of_its_agents_is_cut(start: Start) -> None:
     run = cut_off(start, 1, lambda run: run.fault("cut", 1, rail=0))
     check_continues(run)

@@ -55,6 +55,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full  # the tests of each fault compare bytes, too
 def test_two_faults_in_one_run_are_judged_and_change_no_byte(tmp_path: Path) -> None:
     late = {"within_s": 60}  # the latency limit is for an idle machine
     faults = [{"kind": "rank-kill", "rank": 1, "expect": late}, {"kind": "smp-kill"}]

@@ -292,6 +292,7 @@ def last_sums(run: Run, after_step: int) -> dict[str, str]:
     return by_step[max(whole)] if whole else {}
 
 
+@pytest.mark.full  # test_hangs.py and test_numerical_anomalies.py inject them, too
 def test_a_collective_is_skipped_and_numbers_go_bad(start: Start, script: Script) -> None:
     run = start(*QUICK, script(TRAIN), FOREVER)
     check_continues(run, 0, 0)

@@ -152,6 +152,7 @@ def logs(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.full  # tests/unit/cli has each view
 def test_all_that_look_at_a_run_see_its_failure(
     start: Start, script: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def status(run: NodesRun, node: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full  # simulated nodes fail their check, too
 def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
     run = nodes(2, 1, "--set", "preflight.timeout_s=60")
     run.start_all({1: NO_NODE_IS_SO_FAST})
