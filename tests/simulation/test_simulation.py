@@ -76,7 +76,7 @@ def has_unfit_nodes(simulation: Simulation) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_node_runs_ranks_that_fails_its_check() -> None:
-    for seed in range(CHUNK):
+    for seed in range(CHUNK // 2):
         for mode in MODES:
             outcome = run_seed(seed, mode, prepare=has_unfit_nodes)
             story = "\n".join(outcome.log[-LAST_LINES:])
@@ -115,7 +115,7 @@ def has_rails(simulation: Simulation) -> None:
 def test_a_survey_in_which_nodes_die_or_answer_late_still_leads_to_generations() -> None:
     """Liveness worlds end in a generation that makes steps; any node may die at any moment."""
     asked = 0
-    for seed in range(CHUNK):
+    for seed in range(CHUNK // 2):
         for mode in MODES:
             seen: list[Simulation] = []
 
@@ -128,7 +128,7 @@ def test_a_survey_in_which_nodes_die_or_answer_late_still_leads_to_generations()
             asked += seen[0].probes.asked
             story = "\n".join(outcome.log[-LAST_LINES:])
             assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
-    assert asked > CHUNK / 2
+    assert asked > CHUNK / 4
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifest_schema import problems
 
@@ -258,6 +258,7 @@ def test_prometheus_finds_the_figures() -> None:
 _words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 
 
+@settings(max_examples=30)
 @given(st.lists(_words | st.sampled_from(["$(HOME)", "$$", "$", "1e-4", "yes", "08"]), max_size=8))
 def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> None:
     (jobset,) = documents(["train.py", *words])
