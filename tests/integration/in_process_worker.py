@@ -53,6 +53,8 @@ class Run:
         self.socket = folder / "smp.sock"
         self._start_smp()
         self.sessions: list[Session] = []
+        self._fds: list[int] = []
+        """Of the pages, which a rank's process holds until it ends."""
         try:
             self._meet()
         except BaseException:
@@ -90,8 +92,8 @@ class Run:
 
     def _meet(self) -> None:
         self._connect()
-        self.command_fd = create_command_page()
-        self.commands, self.page = SharedPage(self.command_fd), SharedPage(create_page("beat"))
+        self.command_fd = self._held(create_command_page())
+        self.commands, self.page = SharedPage(self.command_fd), self._heartbeat_page()
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
         self.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S)
@@ -108,7 +110,7 @@ class Run:
         generation = len(self.sessions)
         if generation:
             done = self.committed_version()
-            self.page = SharedPage(create_page("beat"))
+            self.page = self._heartbeat_page()
             self.ask(smp_messages.VoidAfter(done.generation, done.step))
             self.begin(generation, done)
         request = launch_request(
@@ -137,7 +139,7 @@ class Run:
 
     def begin(self, generation: int, restored: Version | None = None) -> None:
         if self.group:
-            self.command_fd = create_command_page()
+            self.command_fd = self._held(create_command_page())
             self.commands = SharedPage(self.command_fd)
         body = smp_messages.BeginGeneration(
             generation,
@@ -185,6 +187,13 @@ class Run:
             clock.sleep(0.001)
         return newest
 
+    def _heartbeat_page(self) -> SharedPage:
+        return SharedPage(self._held(create_page("beat")))
+
+    def _held(self, fd: int) -> int:
+        self._fds.append(fd)
+        return fd
+
     def arena_fd(self) -> int:
         return self.ask(smp_messages.HandOverMemory()).fds[-1]
 
@@ -205,6 +214,8 @@ class Run:
             self.agent.close()
         finally:
             self._end_smp()
+            for fd in self._fds:
+                os.close(fd)
 
     def _end_smp(self) -> None:
         self.smp.kill()

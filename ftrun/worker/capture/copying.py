@@ -307,4 +307,5 @@ class CopyThread:
             except Exception:  # noqa: BLE001 - the thread must stay for the next job
                 _log.exception("a bug in ftrun: a job of the copy thread failed")
             finally:
+                del job  # it holds an arena, whose memory may be freed before the next job
                 self._idle.set()
