@@ -281,8 +281,10 @@ class LeaderDiscovery:
     # --- time ---------------------------------------------------------------------------------
 
     def was_paused(self, gap_s: float) -> None:
-        """Shifts the search deadline by a pause of this process."""
+        """Shifts the deadlines by a pause of this process."""
         self._since_s += gap_s
+        if self.gatherer is not None:
+            self.gatherer.was_paused(gap_s)
 
     def tick(self, *, now_s: float) -> list[Command]:
         deadline_s = self._settings.times.failure_timeout_s

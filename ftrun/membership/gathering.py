@@ -56,6 +56,11 @@ class InitialQuorum:
         self.cards.pop(node_id, None)
         self._knowing.discard(node_id)
 
+    def was_paused(self, gap_s: float) -> None:
+        """A leader could not look for this process during a pause of it: rule 1."""
+        self._started_s += gap_s
+        self._last_came_s += gap_s
+
     def is_complete(self, *, now_s: float) -> bool:
         """Whether the first generation may begin.
 

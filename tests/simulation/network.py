@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 USER_TIMEOUT_S = 3.0
 DIAL_S = 1.0
 HANDSHAKE_S = 3.0
+_POLL_S = 0.1
 _RESEND_S = 0.3
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -111,7 +112,9 @@ class Network:
             return
         self.world.after(there, self._arrive, agent, host, port, node_id)
 
-    def _arrive(self, agent: "Agent", host: str, port: int, node_id: str) -> None:
+    def _arrive(
+        self, agent: "Agent", host: str, port: int, node_id: str, waited_s: float = 0.0
+    ) -> None:
         mine, there = agent.node.node_id, self.nodes[host]
         if not (self.passes(mine, host) and self.passes(host, mine)):
             self.world.after(DIAL_S, self._dial_failed, agent, host, port, node_id, False)
@@ -121,8 +124,12 @@ class Network:
         is_there = other is not None and other.is_alive and other.card.port == port
         if other is None or not is_there or (mine, host) in self.refusing:
             self.world.after(back_s, self._dial_failed, agent, host, port, node_id, True)
+        elif other.is_frozen and waited_s < HANDSHAKE_S:
+            # Its kernel has the connection. It completes the handshake once it continues.
+            after_s = waited_s + _POLL_S
+            self.world.after(_POLL_S, self._arrive, agent, host, port, node_id, after_s)
         elif other.is_frozen:
-            self.world.after(HANDSHAKE_S, self._dial_failed, agent, host, port, node_id, False)
+            self._dial_failed(agent, host, port, node_id, False)
         elif host == mine:
             self.world.after(back_s, self._forget_dial, agent, host, port)
         else:

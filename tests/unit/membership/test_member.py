@@ -95,6 +95,19 @@ def test_a_run_on_one_node_needs_no_other_node() -> None:
     assert made["a"].reported(SuspendRanks) == []
 
 
+def test_a_pause_of_an_agent_without_a_run_is_no_wait_for_a_leader() -> None:
+    """A leader that looks for it could not reach it during the pause."""
+    made = Agents("a", settings(cluster_size=ClusterSize(1, 1, 0), blank_wait_s=2.0))
+    made.passes(1.0)
+    made["a"].is_frozen = True
+    made.passes(10.0)
+    made.thaw("a")
+    made.passes(0.5)
+    assert made.running() == {}
+    made.passes(1.0)
+    assert made.running() == {"a": 0}
+
+
 def test_a_node_that_was_started_with_other_numbers_is_turned_away() -> None:
     made = Agents("ab", SETTINGS)
     made.start("c", cluster_size=ClusterSize(2, 4, 0))
