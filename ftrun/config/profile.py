@@ -58,6 +58,10 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
         bool,
         Meta(description="ranks of a node with equal parameters and optimizer state store it once"),
     ] = True
+    stage: Annotated[
+        Literal["off", "device"],
+        Meta(description="device: clone GPU state on the GPU at the boundary, if there is room"),
+    ] = "off"
 
 
 class StartConfig(_Section, frozen=True, kw_only=True):

@@ -351,7 +351,7 @@ class Capture:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
         check = LazyCopyCheck(copy.samples)
-        copy.copy_boundary()
+        copy.copy_boundary(is_staged=self._context.settings.stage == "device")
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
         crash_point("worker.capture.boundary_copied")

@@ -91,16 +91,20 @@ class SlotCopy:
     def samples(self) -> LazySamples:
         return LazySamples(self.lazy)
 
-    def copy_boundary(self) -> None:
-        """Copy the boundary sources; on devices, queue the copies and the state to copy later."""
+    def copy_boundary(self, *, is_staged: bool = False) -> None:
+        """Copy the boundary sources; on devices, queue the copies and the state to copy later.
+
+        `is_staged`: clone the state to copy later on its device, if there is room.
+        """
         targets, sources = self.boundary_targets, self.boundary_sources
         if not all(source.is_cpu for source in sources):
             far = [i for i, source in enumerate(sources) if not source.is_cpu]
             near = [i for i, source in enumerate(sources) if source.is_cpu]
-            self.on_devices.begin([sources[i] for i in far], [targets[i] for i in far])
+            pairs = [sources[i] for i in far], [targets[i] for i in far]
+            self.on_devices.begin(*pairs, is_staged=is_staged)
             targets, sources = [targets[i] for i in near], [sources[i] for i in near]
         elif self.on_devices:
-            self.on_devices.begin((), ())
+            self.on_devices.begin((), (), is_staged=is_staged)
         if targets:
             torch._foreach_copy_(targets, sources)
 

@@ -128,6 +128,26 @@ class Device:
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
+    def clone(self, chunk: DeviceChunk) -> DeviceChunk:
+        """The bytes of a chunk in other memory of this device; the copies wait for it."""
+        with self.side:
+            joined = chunk.joined()
+            is_view = len(chunk.tensors) == 1 and chunk.tensors[0].is_contiguous()
+            return DeviceChunk([joined.clone() if is_view else joined], chunk.parts)
+
+    def has_room(self, num_bytes: int, *, reusable_bytes: int) -> bool:
+        """Whether these bytes fit, and a tenth of the device stays free.
+
+        Args:
+            num_bytes: to allocate.
+            reusable_bytes: earlier allocations that the allocator of torch may still hold.
+        """
+        memory = getattr(torch.get_device_module(self.device), "mem_get_info", None)
+        if memory is None:
+            return False
+        free_bytes, total_bytes = memory(self.device)
+        return bool(free_bytes + reusable_bytes - num_bytes >= total_bytes / 10)
+
     # --- to the host ------------------------------------------------------------------------
 
     def keep(self, chunk: DeviceChunk, take: Take) -> None:

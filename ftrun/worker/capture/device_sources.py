@@ -7,8 +7,12 @@ Gives:    the bytes in the slot and the digests of the pieces of large sources.
 Small sources are joined on the device, because a copy per tensor costs more than its bytes. A large
 source is cut at multiples of the piece size, so that each digest is computed while its piece is in
 the CPU cache. The chunks of several devices alternate.
+
+Staged sources are cloned on their device at the boundary. The training then waits for the clones
+and not for the copies to the host. If a device has no room for clones, it is not staged.
 """
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -98,7 +102,30 @@ class _OfDevice:
         self.packs = list(_packs([one for one in sources if not one.pieces]))
         self.chunks = [chunk for one in sources if one.pieces for chunk in _chunks(one)]
         self.copied: torch.Event | None = None
-        """Recorded after the last copy of the present snapshot is queued."""
+        """Recorded after the last read of the sources for the present snapshot is queued."""
+        self.is_staged = False
+        self._clones: list[DeviceChunk] = []
+        self._reusable_bytes = 0
+
+    def stage(self) -> bool:
+        """Clone the sources if there is room; return whether there is."""
+        chunks = (*self.packs, *self.chunks)
+        num_bytes = sum(chunk.num_bytes for chunk in chunks)
+        if self.device.has_room(num_bytes, reusable_bytes=self._reusable_bytes):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._clones = [self.device.clone(chunk) for chunk in chunks]
+                self._reusable_bytes, self.is_staged = num_bytes, True
+                self.copied = self.device.record()
+        return self.is_staged
+
+    def unstage(self) -> None:
+        self.is_staged, self._clones = False, []
+
+    def to_read(self) -> tuple[list[DeviceChunk], list[DeviceChunk]]:
+        """The packs and chunks to copy to the host."""
+        if not self.is_staged:
+            return self.packs, self.chunks
+        return self._clones[: len(self.packs)], self._clones[len(self.packs) :]
 
 
 class DeviceCopies:
@@ -132,11 +159,22 @@ class DeviceCopies:
     def devices(self) -> list[Device]:
         return [one.device for one in self._of_device]
 
-    def begin(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def begin(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        *,
+        is_staged: bool = False,
+    ) -> None:
         """Queue the boundary copies; the copies of `copy` see the state of this moment.
 
         The streams of the training wait on the device. This thread waits only if the sources do
         not fit the boundary buffer.
+
+        Args:
+            sources: of the boundary copies.
+            targets: their tensors in the slot.
+            is_staged: clone the lazy sources on their devices, if there is room.
         """
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for pair in zip(sources, targets, strict=True):
@@ -155,6 +193,11 @@ class DeviceCopies:
                     target.copy_(source)
             else:
                 self._keep(device_of_pairs, pairs)
+        for one in self._of_device:
+            one.unstage()
+        # A device without room has its reads queued by `copy`.
+        if is_staged and all(one.stage() for one in self._of_device):
+            self.issued.set()
 
     def _keep(self, device: Device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         sources = [
@@ -195,21 +238,30 @@ class DeviceCopies:
         if not self._num_waiting:
             digest_packs()
         try:
-            for one, chunk in _in_turn([(one, one.packs) for one in self._of_device]):
-                one.device.fetch(chunk, functools.partial(self._store_pack, chunk))
-            for one, chunk in _in_turn([(one, one.chunks) for one in self._of_device]):
-                one.device.fetch(chunk, functools.partial(_store, chunk, table))
-            for other in self.others:
-                other.device.fetch(other.chunk, other.take)
-            for one in self._of_device:
-                one.copied = one.device.record()
-            self.issued.set()
+            self._queue(table)
             for device in devices:
                 device.drain()
         except BaseException:
             for device in devices:
                 device.abandon()
             raise
+        finally:
+            for one in self._of_device:
+                one.unstage()
+
+    def _queue(self, table: memoryview) -> None:
+        """Queue all reads of the lazy sources, or of their clones."""
+        to_read = [(one, *one.to_read()) for one in self._of_device]
+        for one, chunk in _in_turn([(one, packs) for one, packs, _ in to_read]):
+            one.device.fetch(chunk, functools.partial(self._store_pack, chunk))
+        for one, chunk in _in_turn([(one, chunks) for one, _, chunks in to_read]):
+            one.device.fetch(chunk, functools.partial(_store, chunk, table))
+        for other in self.others:
+            other.device.fetch(other.chunk, other.take)
+        for one in self._of_device:
+            if not one.is_staged:
+                one.copied = one.device.record()
+        self.issued.set()
 
     def _store_pack(self, chunk: DeviceChunk, content: Bytes) -> None:
         _store(chunk, None, content)

@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield one
 
 
-def settings(**given: int) -> SnapshotConfig:
+def settings(**given: Any) -> SnapshotConfig:
     return SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, **given)
 
 
@@ -119,6 +119,24 @@ def test_a_forward_in_the_stream_of_the_step_waits_for_the_boundary_copies(
     gate.open()
     finished(session)
     assert saved(run) == {"model.weight": 1.0, "model.seen": 1.0}
+
+
+def test_a_step_does_not_wait_for_the_copy_of_staged_state(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.settings = settings(verify_first=0, stage="device")
+    model, optimizer, session, stream = attached(run)
+    gate = Gate(monkeypatch)
+    with stream:
+        train_step(model, optimizer)
+    session.step_done()
+    with stream:
+        train_step(model, optimizer)  # without staging it would wait for the gate
+        stream.synchronize()
+    gate.open()
+    finished(session)
+    assert saved(run) == {"model.weight": 1.0, "model.seen": 1.0}
+    assert float(model.weight.detach().to("cpu")[0, 0]) == 2.0
 
 
 def test_a_step_without_a_hook_in_a_stream_of_its_own_is_awaited(run: Run) -> None:

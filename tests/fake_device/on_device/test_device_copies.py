@@ -45,8 +45,15 @@ def some_tensors() -> dict[str, torch.Tensor]:
 class Snapshots:
     """A training thread that updates tensors, and a copy thread that copies them."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], schedule: str, left_out: str) -> None:
-        self.schedule, self.left_out = schedule, left_out
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        schedule: str,
+        left_out: str,
+        *,
+        is_staged: bool = False,
+    ) -> None:
+        self.schedule, self.left_out, self.is_staged = schedule, left_out, is_staged
         self.tensors = tensors
         self.buffer = made((3000,))
         for number, one in enumerate(tensors.values()):
@@ -62,7 +69,7 @@ class Snapshots:
         self.thread: threading.Thread | None = None
 
     def boundary(self) -> None:
-        self.copy.copy_boundary()
+        self.copy.copy_boundary(is_staged=self.is_staged)
         self.has_updated.clear()
         self.thread = threading.Thread(target=self._copy)
         self.thread.start()
@@ -108,6 +115,8 @@ def run(
     schedule: str,
     left_out: str = "",
     tensors: Callable[[], dict[str, torch.Tensor]] = some_tensors,
+    *,
+    is_staged: bool = False,
 ) -> set[str]:
     """Train; return the names of the tensors that some snapshot has wrong."""
     for module in (device_copies, device_sources):
@@ -116,7 +125,7 @@ def run(
     if schedule == "trainer first":
         monkeypatch.setattr(device_copies, "NUM_BUFFERS", 1000)
     found: set[str] = set()
-    snapshots = Snapshots(tensors(), schedule, left_out)
+    snapshots = Snapshots(tensors(), schedule, left_out, is_staged=is_staged)
     if schedule == "trainer first":
         drain = Device.drain
 
@@ -195,13 +204,53 @@ def stream(request: pytest.FixtureRequest) -> torch.Stream:
     return torch.accelerator.current_stream(DEVICE)
 
 
+@pytest.mark.parametrize("is_staged", [False, True], ids=["", "staged"])
 @pytest.mark.parametrize("schedule", ["free", "copier first", "trainer first"])
 @pytest.mark.parametrize("mode", ["lazy", "threads", "eager"])
 def test_each_copy_is_of_its_boundary(
-    mode: str, schedule: str, stream: torch.Stream, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    schedule: str,
+    is_staged: bool,
+    stream: torch.Stream,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with stream:
-        assert run(monkeypatch, schedule) == set()
+        assert run(monkeypatch, schedule, is_staged=is_staged) == set()
+
+
+def test_an_update_waits_for_the_clones_and_not_for_the_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+    snapshots = Snapshots(some_tensors(), "free", "", is_staged=True)
+    in_use = fake.bytes_in_use()
+    for step in range(2):
+        snapshots.copy.copy_boundary(is_staged=True)
+        snapshots.update()  # no copy has begun
+        snapshots.copy.copy_lazy(snapshots.table)
+        snapshots.thread = threading.Thread()
+        snapshots.thread.start()
+        assert snapshots.wrong(step) <= {"buffer"}
+        assert fake.bytes_in_use() == in_use, "the clones are freed"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_without_room_on_the_device_nothing_is_staged(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has 5.2 MB. A tenth must stay free, and others may take memory after the check."""
+    monkeypatch.setattr(device_copies, "_devices", {})
+    if not is_known:
+        monkeypatch.setattr(Device, "has_room", lambda *_, **__: True)
+    snapshots = Snapshots(some_tensors(), "copier first", "", is_staged=True)
+    _, limit = torch.get_device_module(DEVICE).mem_get_info(DEVICE)
+    fake.set_memory_limit(fake.bytes_in_use() + (6 << 20 if is_known else 5_100_000))
+    try:
+        snapshots.boundary()
+        assert snapshots.wrong(0) == set()
+        assert not any(one.stage() for one in snapshots.copy.on_devices._of_device)
+    finally:
+        fake.set_memory_limit(limit)
 
 
 LEFT_OUT = [
@@ -220,6 +269,17 @@ LEFT_OUT = [
 def test_each_wait_is_needed(left_out: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.Stream(DEVICE):
         assert run(monkeypatch, schedule, left_out)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "schedule"),
+    [("begun", "copier first"), ("stream", "trainer first"), ("record", "trainer first")],
+)
+def test_each_wait_for_clones_is_needed(
+    left_out: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.Stream(DEVICE):
+        assert run(monkeypatch, schedule, left_out, is_staged=True)
 
 
 @pytest.mark.parametrize("mode", ["threads"])
