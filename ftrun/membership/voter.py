@@ -324,15 +324,23 @@ class Voter:
         if body.generation != self.generation:
             return found
         self.committed = body.committed or self.committed
-        if self.is_in_ballot:
-            return found
-        if self.me.node_id in body.leave and not self.is_member:
+        if self._is_let_go(body):
             reason = "this node has drained; the run continues without it"
             return [*found, EndRun(_LEFT_CODE, reason, run_continues=True)]
+        if self.is_in_ballot:
+            return found
         if self.is_member:
             found += self._new_orders(body)
         self._done = body
         return found
+
+    def _is_let_go(self, body: LeaderHeartbeat) -> bool:
+        """Whether this node drains and may end.
+
+        It may have proposed itself while it was cut off, and follows the leader again.
+        """
+        needs_no_vote = not self.is_in_ballot or self.vote.proposer == self.me.identity
+        return self.me.node_id in body.leave and not self.is_member and needs_no_vote
 
     def _check_again(self, body: LeaderHeartbeat) -> list[Command]:
         wanted, known = body.checks.get(self.me.node_id, 0), self.fitness

@@ -185,7 +185,7 @@ class NodeDraining:
         its ranks read parts of other shards, and the draining node may hold the only copy of these
         until a version of the new world is committed.
         """
-        if self._peers.is_late({card.node_id for card in plan.voters}, now_s=now_s):
+        if self._peers.has_unresponsive((one.node_id for one in plan.voters), now_s=now_s):
             return False  # Rule 6
         reports, committed = self._monitor.reports, self._monitor.orders.committed
         has_stepped = reports.steps_here > 0

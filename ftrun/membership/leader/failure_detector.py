@@ -21,7 +21,7 @@ Rule 6: if the lease stays expired, only a ballot restores it: the nodes do not 
         agents were restarted and cannot report what their predecessors promised.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -274,12 +274,12 @@ class FailureDetector:
     def has_late_member(self, plan: GenerationPlan | None, *, now_s: float) -> bool:
         return plan is not None and self.is_late({one.node_id for one in plan.members}, now_s=now_s)
 
-    def has_unresponsive_member(self, plan: GenerationPlan | None, *, now_s: float) -> bool:
-        """Whether a member that is not lost has sent nothing for two heartbeat periods.
+    def has_unresponsive(self, node_ids: Iterable[str], *, now_s: float) -> bool:
+        """Whether one of these nodes that is not lost has sent nothing for two heartbeat periods.
 
-        A member that only acknowledges late counts as late, and not as unresponsive.
+        A node on a slow link may acknowledge late forever. It counts as late, not as unresponsive.
         """
-        known = [self.by_id.get(one.node_id) for one in plan.members] if plan is not None else []
+        known = [self.by_id.get(one) for one in node_ids]
         return any(
             not peer.lost and not self.is_responding(peer.card.node_id, now_s=now_s)
             for peer in known

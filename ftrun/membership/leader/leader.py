@@ -419,7 +419,8 @@ class Leader:
         for peer in self.known:
             if peer.card.node_id != self.me.node_id:
                 found += self._watch(peer, now_s)
-        is_unresponsive = self.known.has_unresponsive_member(self.plan, now_s=now_s)
+        members = [one.node_id for one in self.plan.members] if self.plan is not None else []
+        is_unresponsive = self.known.has_unresponsive(members, now_s=now_s)
         self.monitor.reports.has_unresponsive_member = is_unresponsive
         found += self._drain(now_s)
         found += self.screening.poll(self.monitor.excluded(now_s=now_s))
