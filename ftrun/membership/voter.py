@@ -324,7 +324,7 @@ class Voter:
         if body.generation != self.generation:
             return found
         self.committed = body.committed or self.committed
-        if self._is_let_go(body):
+        if self._is_let_go(sender, body):
             reason = "this node has drained; the run continues without it"
             return [*found, EndRun(_LEFT_CODE, reason, run_continues=True)]
         if self.is_in_ballot:
@@ -334,12 +334,14 @@ class Voter:
         self._done = body
         return found
 
-    def _is_let_go(self, body: LeaderHeartbeat) -> bool:
+    def _is_let_go(self, sender: str, body: LeaderHeartbeat) -> bool:
         """Whether this node drains and may end.
 
-        It may have proposed itself while it was cut off, and follows the leader again.
+        It may have proposed itself while it was cut off, and follows another leader again. A leader
+        does not end during its own ballot.
         """
-        needs_no_vote = not self.is_in_ballot or self.vote.proposer == self.me.identity
+        is_dropped = self.vote.proposer == self.me.identity and sender != self.me.node_id
+        needs_no_vote = not self.is_in_ballot or is_dropped
         return self.me.node_id in body.leave and not self.is_member and needs_no_vote
 
     def _check_again(self, body: LeaderHeartbeat) -> list[Command]:
