@@ -80,6 +80,10 @@ class _Group:
         owner = next((m.node_id for m in self.name.members if rank in m.ranks), None)
         return any(owner in part.mirrors for part in self.parts.values())
 
+    def has_mirrors_of_lost(self, slots: Slots) -> bool:
+        """Whether it has the small state of all its ranks that have no slot."""
+        return all(slots.get(rank) or self.has_mirror_of(rank) for rank in self.ranks)
+
     @property
     def ranks(self) -> list[int]:
         return [rank for member in self.name.members for rank in member.ranks]
@@ -179,10 +183,14 @@ class _Held:
             held.setdefault(min(self.slots[rank]), []).append(rank)
         return [RestoreSource([node_id], [some], 0, -1) for node_id, some in held.items()]
 
-    def _sort_key(self, group: _Group) -> tuple[int, bool, int]:
-        """Lowest for the protection that tolerates most; of equals the newest committed one."""
+    def _sort_key(self, group: _Group) -> tuple[bool, int, bool, int]:
+        """Lowest for the protection that tolerates most; of equals the newest committed one.
+
+        One that lacks a mirror of a lost rank rebuilds nothing, and comes last.
+        """
         margin = group.name.parity - len(group.missing(self.slots))
-        return (-margin, not group.is_committed, -group.name.protected_in)
+        lacks_mirror = not group.has_mirrors_of_lost(self.slots)
+        return (lacks_mirror, -margin, not group.is_committed, -group.name.protected_in)
 
     def _what_is_missing(self, lost: Sequence[int], groups: Sequence[_Group]) -> str:
         names = ", ".join(str(one) for one in lost)

@@ -56,6 +56,7 @@ SEEDS = [
     pytest.param(1524188, "liveness", id="two proposers of two runs meet"),
     pytest.param(1559306, "safety", id="a ballot of a second run meets the leader of the first"),
     pytest.param(1728810, "liveness", id="a draining node has proposed itself while cut off"),
+    pytest.param(1785009, "liveness", id="the newest protection of a lost rank is damaged"),
     pytest.param(1548031, "liveness", id="a commit while two nodes of one group are being lost"),
 ]
 WITH_MISHAPS = [

@@ -360,6 +360,19 @@ def test_of_equal_protections_the_newest_that_was_committed_is_relied_on() -> No
     assert choose(both(lost, newest), None).sources == (source("abcd", generation=2),)
 
 
+def test_a_protection_without_the_mirror_of_a_lost_rank_comes_after_an_older_one_with_it() -> None:
+    """`d` took the place of `a`, and its mirror of `b` is damaged; `a` is here as a spare."""
+    holdings = both(
+        held((0, 8), "a", "ab", protected_in=0),
+        held((0, 8), "d", "db", protected_in=1, is_committed=True, mirrors=[]),
+    )
+    assert choose(holdings, None).sources == (source("ab", generation=0),)
+    # Without a loss the newest committed one is relied on.
+    here = both(holdings, bare((0, 8), "b", "ab"))
+    whole = both(here, held((0, 8), "b", "db", protected_in=1, is_committed=True))
+    assert choose(whole, None).sources == (source("db", generation=1),)
+
+
 # --- known commits ----------------------------------------------------------------------------
 
 
