@@ -5,6 +5,8 @@ import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +80,33 @@ def memory_mib() -> int:
         return 0
 
 
-def respawn(check: Check) -> Figures:
-    """One rank over NCCL: time from a kill to the next step, then flight recorder and status."""
+def respawn(check: Check, *, bound: bool = False) -> Figures:
+    """One rank over NCCL: time from a kill to the next step, then flight recorder and status.
+
+    Args:
+        check: its folder and limits.
+        bound: with standbys that have initialised the device.
+    """
     deadline, reader = check.deadline, NotesReader(check.folder / "rank0.jsonl")
-    num_kills = 10 if check.is_gpu else 2
+    num_kills = (5 if bound else 10) if check.is_gpu else 2
     before, status, failed = memory_mib(), dict[str, Any](), ""
     shown: Figures = {"kill_to_step_s": [], "used_mib": []}
-    with launched("respawn", check.ftrun("respawn"), check.folder) as one:
+    command = check.ftrun("respawn", settings=["start.device=context"] if bound else [])
+
+    def is_ready(num_killed: int) -> bool:
+        return not bound or len(journal(check, "standby_bound")) > num_killed
+
+    with launched("respawn", command, check.folder) as one:
         try:
-            kill_ranks(num_kills, reader, shown, one, deadline, before)
+            kill_ranks(num_kills, reader, shown, one, deadline, before, is_ready=is_ready)
             status = ftrun_status(check.run_id())
             (check.folder / "facts").touch()
             wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
         except BenchError as error:
             failed = str(error)
-    phases = recovered(check)
+    phases = [line["phases_s"] for line in journal(check, "recovered")]
+    if bound:
+        shown["dropped"] = [line["reason"] for line in journal(check, "standby_dropped")]
     names = list(dict.fromkeys(name for one in phases for name in one))
     shown["phases_s"] = {
         name: round(statistics.median(one.get(name, 0.0) for one in phases), 3) for name in names
@@ -104,7 +118,11 @@ def respawn(check: Check) -> Figures:
     shown |= check.found("facts") | ({"failed": failed} if failed else {})
     times_s = shown["kill_to_step_s"]
     ok = len(times_s) == num_kills and max(times_s) <= RESPAWN_S and not failed
-    ok &= not shown["unprotected"] and all(step for step, _ in shown["status"])
+    ok &= (
+        not shown.get("dropped")
+        and not shown["unprotected"]
+        and all(step for step, _ in shown["status"])
+    )
     return {"ok": ok, "shown": shown, "phases": phases}
 
 
@@ -115,8 +133,20 @@ def kill_ranks(
     launcher: Launcher,
     deadline: Deadline,
     before_mib: int,
+    *,
+    is_ready: Callable[[int], bool],
 ) -> None:
-    """Kill the rank several times, each time after steps of its newest generation."""
+    """Kill the rank several times, each time after steps of its newest generation.
+
+    Args:
+        num_kills: how often.
+        reader: of the notes of the rank.
+        shown: gets the times, and the memory in use before each kill.
+        launcher: of the run.
+        deadline: of the check.
+        before_mib: memory in use before the run.
+        is_ready: whether the rank may be killed after this number of kills.
+    """
     killed, killed_ns = -1, 0
 
     def steps() -> Lines:
@@ -128,16 +158,15 @@ def kill_ranks(
         if count:
             shown["kill_to_step_s"].append(round((steps()[0]["ns"] - killed_ns) / 1e9, 2))
         pause(1.0, [launcher], deadline)
+        wait_for("a standby", partial(is_ready, count), [launcher], deadline)
         shown["used_mib"].append(memory_mib() - before_mib)
         if count < num_kills:
             killed, killed_ns = steps()[0]["generation"], time.monotonic_ns()
             os.kill(reader.of("begun", killed)[-1]["pid"], signal.SIGKILL)
 
 
-def recovered(check: Check) -> Lines:
-    """The phases of each restart so far."""
-    lines = read_journal(check.folder, check.run_id())
-    return [line["phases_s"] for line in lines if line["kind"] == "recovered"]
+def journal(check: Check, kind: str) -> Lines:
+    return [line for line in read_journal(check.folder, check.run_id()) if line["kind"] == kind]
 
 
 def memory(check: Check) -> Figures:
@@ -154,9 +183,9 @@ def memory(check: Check) -> Figures:
         used = memory_mib() - before
         os.kill(rank["pid"], signal.SIGKILL)
         wait_for("the next generation", lambda: begun(1), [one], check.deadline)
-        wait_for("its record", lambda: bool(recovered(check)), [one], check.deadline)
+        wait_for("its record", lambda: bool(journal(check, "recovered")), [one], check.deadline)
         output = one.output.read_text()
-    phases = recovered(check)[0]
+    phases = journal(check, "recovered")[0]["phases_s"]
     left_mib, end_s = memory_mib() - before, time.monotonic() + MEMORY_S
     while left_mib > LEFT_MIB and time.monotonic() < end_s:
         time.sleep(0.05)

@@ -38,8 +38,17 @@ class Check:
         words = [WORKER, what, "--folder", folder, "--device", self.args.device]
         return [sys.executable, *words, *more]
 
-    def ftrun(self, what: str, *more: object, part: str = "", ranks: int = 1) -> list[object]:
+    def ftrun(
+        self,
+        what: str,
+        *more: object,
+        part: str = "",
+        ranks: int = 1,
+        settings: Sequence[str] = (),
+    ) -> list[object]:
         flags = ["--nproc-per-node", ranks, "--run-id", self.run_id(part), "--snapshot-every", 1]
+        for setting in settings:
+            flags += ["--set", setting]
         if self.args.device == "fake":  # torch knows it before a fork, as it knows a GPU
             flags += ["--preload", "fake_device.preloaded"]
         return [*ftrun_command(*flags), *self.plain(what, *more, part=part)[1:]]

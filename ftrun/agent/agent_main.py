@@ -18,7 +18,7 @@ import msgspec
 
 from ftrun.agent.launch.agent_start import Started, script_folder, set_thread_count
 from ftrun.agent.launch.process import ChildProcess
-from ftrun.agent.launch.warm_start import ZygoteClient
+from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.agent.snapshots.retained_memory import (
     PersistedAgentState,
     StubClient,
@@ -49,7 +49,7 @@ def main(started: Started) -> int:
     retain_memory = False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
-        zygote = _zygote(spec, started)
+        zygote = _zygote(spec, started, journal)
         stub = StubClient()
         known = _take_over(smp, journal, spec)
         from ftrun.agent.observe.node_check import NodeCheck
@@ -86,7 +86,7 @@ def main(started: Started) -> int:
             smp.shutdown()
 
 
-def _zygote(spec: RunSpec, started: Started) -> ZygoteClient | None:
+def _zygote(spec: RunSpec, started: Started, journal: Journal) -> ZygoteClient | None:
     if started.error is not None:
         raise started.error
     os.chdir(spec.cwd)
@@ -94,7 +94,9 @@ def _zygote(spec: RunSpec, started: Started) -> ZygoteClient | None:
     if spec.profile.start.mode != "warm":
         return None
     zygote = ZygoteClient(
-        preload=spec.profile.start.preload, folder=script_folder(spec.script, spec.cwd)
+        preload=spec.profile.start.preload,
+        folder=script_folder(spec.script, spec.cwd),
+        journal=journal,
     )
     if started.zygote is None:
         zygote.start()

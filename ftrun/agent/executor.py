@@ -203,6 +203,9 @@ class CommandExecutor:
         if self.workers.alive():
             self.journal.write(commands.KillWorkers(command.reason))
         self._kill()
+        zygote, fault = self.workers.starter.zygote, self.report.troubles.fault
+        if zygote is not None and fault:
+            zygote.unbind(fault)  # the fault may have damaged their contexts too
         self.publishing.publish_status()
         self.generations.is_over = True
         holdings, store_port, smp_port = self.maintenance.holdings()
@@ -246,7 +249,9 @@ class CommandExecutor:
         if not self.workers.used_device:
             return 0.0
         self.workers.used_device = False
-        return self.device_memory.wait(since_s=self._stopped_s)
+        zygote = self.workers.starter.zygote
+        holds_device = zygote is not None and zygote.holds_device
+        return self.device_memory.wait(since_s=self._stopped_s, standbys_use_it=holds_device)
 
     def _end(self, command: commands.EndRun) -> None:
         self.has_left = command.run_continues

@@ -31,8 +31,9 @@ from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
 from ftrun.agent.launch.recorder_settings import DUMPS
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
-from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
+from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.agent.loop import RunLoop, RunSignals
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml

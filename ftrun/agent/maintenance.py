@@ -14,8 +14,8 @@ from ftrun import clock, events
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
 from ftrun.agent.launch.rendezvous import StorePool
-from ftrun.agent.launch.warm_start import ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError
@@ -91,6 +91,7 @@ class Maintenance:
         self._generations.repeats.poll()
         self._report_no_progress(now_s, monitor.no_progress_report_after_s)
         self._refill(now_s)
+        self._bind_standbys()
         self._checkpoint(now_s)
         if self._bring_up_smp():
             self._generations.configure_new_smp()
@@ -210,6 +211,14 @@ class Maintenance:
             self._zygote.refill()
             children: list[ChildProcess] = [handle.child for handle in self._workers.handles]
             reap_strangers([*children, *self._zygote.children, *self._smp.children])
+
+    def _bind_standbys(self) -> None:
+        """Once all ranks have made a step, because standbys would slow their start."""
+        if self._zygote is None or self._spec.profile.start.device == "off":
+            return
+        pages = [slot.page for slot in self._workers.slots]
+        if pages and all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
+            self._zygote.bind()
 
     def _checkpoint(self, now_s: float) -> None:
         settings = self._spec.profile.checkpoint

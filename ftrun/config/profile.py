@@ -75,6 +75,10 @@ class StartConfig(_Section, frozen=True, kw_only=True):
         list[str],
         Meta(description="modules that the warm process imports after torch; none may use a GPU"),
     ] = field(default_factory=list)
+    device: Annotated[
+        Literal["off", "context"],
+        Meta(description="context: standbys initialise the GPUs for the next start of the ranks"),
+    ] = "off"
     device_wait_s: Annotated[
         float,
         Meta(ge=0, description="how long a restart waits until the GPU memory of ranks is free"),

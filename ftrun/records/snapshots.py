@@ -37,6 +37,22 @@ class FreshStartUsed(Record, frozen=True, tag="fresh_start_used"):
     """None: all of them."""
 
 
+class StandbyBound(Record, frozen=True, tag="standby_bound"):
+    """A standby has initialised the device of a local rank."""
+
+    local_rank: int
+    device: str
+    free_bytes: int
+    """Memory of the device that is free then; -1: unknown."""
+
+
+class StandbyDropped(Record, frozen=True, tag="standby_dropped"):
+    """A standby whose device was initialised, or was being initialised, is not used."""
+
+    local_rank: int
+    reason: str
+
+
 class CheckpointWrittenRecord(Record, frozen=True, tag="checkpoint_written"):
     """A checkpoint, or this node's part of it, is on storage."""
 

@@ -34,7 +34,7 @@ def checked(tmp_path: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "checks",
     [
-        pytest.param(["standby", "memory", "respawn"], marks=pytest.mark.full),
+        pytest.param(["standby", "memory", "respawn", "respawn-bound"], marks=pytest.mark.full),
         ["ring", "rates", "nvml"],
         pytest.param(["conformance", "cost-2"], marks=pytest.mark.full),
         pytest.param(["cost-8"], marks=pytest.mark.full),

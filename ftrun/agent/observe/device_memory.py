@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 TOLERANCE_BYTES = 1 << 30
 """Other processes on the GPU may grow by this much."""
+STANDBY_BYTES = 1 << 30
+"""A standby that has initialised a GPU uses at most this much of it."""
 
 _ANSWER_S = 2.0
 _POLL_S = 0.05
@@ -37,10 +39,12 @@ _MAX_NAMED = 8
 UsedBytes = Callable[[], Mapping[str, int]]
 
 
-def still_used(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+def still_used(
+    before: Mapping[str, int], now: Mapping[str, int], *, allowed_bytes: int = TOLERANCE_BYTES
+) -> dict[str, int]:
     """Bytes by device beyond the value before the first generation; empty: all came back."""
     more = {name: now.get(name, 0) - num_bytes for name, num_bytes in before.items()}
-    return {name: num_bytes for name, num_bytes in more.items() if num_bytes > TOLERANCE_BYTES}
+    return {name: num_bytes for name, num_bytes in more.items() if num_bytes > allowed_bytes}
 
 
 class DeviceMemory:
@@ -59,19 +63,21 @@ class DeviceMemory:
         if self._before is None:
             self._not_answered("")
 
-    def wait(self, *, since_s: float) -> float:
+    def wait(self, *, since_s: float, standbys_use_it: bool = False) -> float:
         """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds.
 
-        A driver that does not answer gets `_ANSWER_S` in any case.
+        Each GPU may be used by one standby, if standbys use GPUs. A driver that does not answer
+        gets `_ANSWER_S` in any case.
         """
         began_s = clock.now_s()
+        allowed_bytes = TOLERANCE_BYTES + (STANDBY_BYTES if standbys_use_it else 0)
         while self._before:
             left_s = since_s + self._limit_s - clock.now_s()
             used = self._read.answer(max(left_s, _ANSWER_S))
             if used is None:
                 self._not_answered("The ranks start now. ")
                 break
-            if not (left := still_used(self._before, used)):
+            if not (left := still_used(self._before, used, allowed_bytes=allowed_bytes)):
                 break
             if left_s <= 0:
                 self._give_up(left)

@@ -3,6 +3,8 @@
 Runs in:  agent, standby, worker and SMP. Pure.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from ftrun.config.profile import SnapshotConfig
@@ -10,8 +12,45 @@ from ftrun.ids import Generation, Rank, Version
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.messages.message import Message
 
+_READ_BY_DEVICE = (
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "PYTORCH_", "TORCH_", "LD_LIBRARY_PATH"),
+    *("HIP_", "HSA_", "ROCR_", "ROCBLAS_", "AMD_", "ZE_", "SYCL_", "ONEAPI_"),
+)
+_SET_FOR_EACH_GENERATION = ("TORCH_NCCL_", "TORCH_FR_")
 
-class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+
+def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that drivers and libraries read when a process initialises its device."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(_READ_BY_DEVICE) and not name.startswith(_SET_FOR_EACH_GENERATION)
+    }
+
+
+class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
+    """Agent -> standby: initialise the device of a local rank now. Reply: DeviceBound.
+
+    Sent at most once, before the launch request.
+    """
+
+    local_rank: int
+    variables: dict[str, str]
+    """Those that `read_by_device` selects, of the running rank."""
+
+
+class DeviceBound(msgspec.Struct, frozen=True):
+    """Standby -> agent: reply to BindDevice."""
+
+    device: str = ""
+    """As torch names it; empty: none was initialised."""
+    free_bytes: int = -1
+    """Memory of the device that is free now; -1: unknown."""
+    problem: str = ""
+    """Why none was initialised, or must not be used. The standby ends."""
+
+
+class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="LaunchRequest"):
     """Agent -> worker: everything that one rank needs to start.
 
     A new process reads it from the variable `LAUNCH`. A standby receives it as a message, with the
@@ -52,6 +91,11 @@ def encode_launch(request: LaunchRequest) -> bytes:
 def decode_launch(data: bytes | str) -> LaunchRequest:
     """Raises msgspec.MsgspecError if the data is not a request."""
     return msgspec.json.decode(data, type=LaunchRequest)
+
+
+def decode_standby_order(data: bytes) -> BindDevice | LaunchRequest:
+    """Raises msgspec.MsgspecError if the data is no order for a standby."""
+    return msgspec.json.decode(data, type=BindDevice | LaunchRequest)
 
 
 class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):

@@ -148,6 +148,12 @@ class Device:
         free_bytes, total_bytes = memory(self.device)
         return bool(free_bytes + reusable_bytes - num_bytes >= total_bytes / 10)
 
+    def prepare(self) -> None:
+        """Allocate the buffers now."""
+        while self._num_made < self._num_buffers:
+            self._buffers.append(self._made(BUFFER_BYTES))
+            self._num_made += 1
+
     # --- to the host ------------------------------------------------------------------------
 
     def keep(self, chunk: DeviceChunk, take: Take) -> None:

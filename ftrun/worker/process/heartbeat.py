@@ -16,11 +16,12 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ftrun import clock
+from ftrun.wire.messages.worker import read_by_device
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.process import introspection as visibility
@@ -40,11 +41,12 @@ _FAKE_STEP = "_init_optim_state"
 _steps_by_optimizer: dict[int, int] = {}
 
 
-def install(*, started_with: dict[str, str]) -> None:
+def install(*, started_with: dict[str, str], is_bound: bool = False) -> None:
     """Install all hooks of this worker; do nothing if no agent started the process.
 
     Args:
         started_with: the environment with which torch was imported.
+        is_bound: the device was initialised before the script, with the same environment.
     """
     # A fresh start imports this module before the script imports torch, so nothing here may do so.
     from ftrun.worker.process import lease
@@ -60,7 +62,7 @@ def install(*, started_with: dict[str, str]) -> None:
 
     from ftrun.worker.process import graph_captures
 
-    after_step = _after_step(context, started_with)
+    after_step = _after_step(context, started_with, is_bound=is_bound)
     optimizer.register_optimizer_step_post_hook(after_step)
     lease.install(context)
     visibility.register_dumper(context)
@@ -99,7 +101,9 @@ def script_failed(context: WorkerContext, now_ns: int) -> None:
         context.page.set(HeartbeatField.FAILED_NS, now_ns)
 
 
-def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callable[..., None]:
+def _after_step(
+    context: WorkerContext, started_with: dict[str, str], *, is_bound: bool
+) -> Callable[..., None]:
     from ftrun.worker.restore import early_restore
 
     page = context.page
@@ -109,7 +113,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
         if done == 0:
             if _is_fake_step():
                 return
-            _report_missed(context, started_with)
+            _report_missed(context, started_with, is_bound=is_bound)
             early_restore.release()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
         check_finite(optimizer, page, page.get(HeartbeatField.STEP) + 1)
@@ -132,16 +136,22 @@ def _is_fake_step() -> bool:
     return False
 
 
-def missed_variables(started_with: dict[str, str], now: dict[str, str]) -> list[str]:
-    return [name for name in READ_AT_IMPORT if now.get(name) != started_with.get(name)]
+def _changed(names: Iterable[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [name for name in names if now.get(name) != before.get(name)]
 
 
-def _report_missed(context: WorkerContext, started_with: dict[str, str]) -> None:
-    missed = missed_variables(started_with, dict(os.environ))
+def _report_missed(context: WorkerContext, started_with: dict[str, str], *, is_bound: bool) -> None:
+    now = dict(os.environ)
+    missed, why = _changed(READ_AT_IMPORT, started_with, now), "torch was loaded"
+    advice = "start with --start fresh"
+    if not missed and is_bound:
+        names = sorted({**read_by_device(started_with), **read_by_device(now)})
+        missed, why = _changed(names, started_with, now), "a standby initialised the device"
+        advice = "with start.device=off"
     if missed and context.rank == 0:
         text = (
-            f"{', '.join(missed)} set by the script has no effect: torch was loaded before it. "
-            "Set it outside, or start with --start fresh"
+            f"{', '.join(missed)} set by the script has no effect: {why} before it. "
+            f"Set it outside, or {advice}"
         )
         context.page.note = text
         sys.stderr.write(f"ftrun: {text}\n")

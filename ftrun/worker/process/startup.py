@@ -2,7 +2,8 @@
 
 Runs in:  standby, then worker (the same process); fresh start: `python -u -m
           ftrun.worker.process.startup script|module|command ...`.
-Takes in: one `LaunchRequest` from the agent, with descriptors; the user's program.
+Takes in: one `LaunchRequest` from the agent, with descriptors; the user's program. A standby can
+          get a `BindDevice` first.
 Gives:    the user's script, run as `python -u script.py` would run it. If it fails: the traceback
           on stderr without ftrun's own frames, and torch's error file in the format of `@record`,
           for scripts that do not use it. The file holds the time of the failure, which identifies
@@ -46,7 +47,12 @@ from ftrun.linux import (
     name_process,
     offer_to_oom_killer,
 )
-from ftrun.wire.messages.worker import LaunchRequest, decode_launch, encode_launch
+from ftrun.wire.messages.worker import (
+    LaunchRequest,
+    decode_launch,
+    decode_standby_order,
+    encode_launch,
+)
 from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import worker_context
@@ -60,25 +66,35 @@ _SIGNALS = (
 
 
 def run(orders: socket.socket) -> None:
-    request, fds = _wait(orders)
-    become_worker(request, fds)
+    request, fds, is_bound = _wait(orders)
+    become_worker(request, fds, is_bound=is_bound)
     run_script(request.argv, is_module=request.is_module)
 
 
-def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int]]:
+def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], bool]:
+    """The request, its descriptors, and whether this process has initialised a device."""
     os.setsid()
     offer_to_oom_killer()
     let_parent_trace()
     name_process("ftrun-standby")
     _warm_up()
-    data, fds = b"", list[int]()
-    with contextlib.suppress(OSError):
-        orders.send(json.dumps({"pid": os.getpid()}).encode())
-        data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
-    if not data:
-        os._exit(0)  # the agent has closed the socket; no user code has run
-    orders.close()
-    return decode_launch(data), fds
+    answer = json.dumps({"pid": os.getpid()}).encode()
+    is_bound = False
+    while True:
+        data, fds = b"", list[int]()
+        with contextlib.suppress(OSError):
+            orders.send(answer)
+            data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
+        if not data:
+            os._exit(0)  # the agent has closed the socket; no user code has run
+        order = decode_standby_order(data)
+        if isinstance(order, LaunchRequest):
+            orders.close()
+            return order, fds, is_bound
+        from ftrun.worker.process import bound_device
+
+        is_bound = True
+        answer = msgspec.json.encode(bound_device.bind(order))
 
 
 def _warm_up() -> None:
@@ -104,7 +120,7 @@ def _warm_up() -> None:
     gc.collect(0)
 
 
-def become_worker(request: LaunchRequest, fds: list[int]) -> None:
+def become_worker(request: LaunchRequest, fds: list[int], *, is_bound: bool) -> None:
     descriptors = dict(zip(request.descriptors, fds, strict=True))
     for name, number in (("stdout", 1), ("stderr", 2)):
         fd = descriptors.pop(name)
@@ -123,7 +139,7 @@ def become_worker(request: LaunchRequest, fds: list[int]) -> None:
     _open_streams()
     _reseed()
     name_process(f"ftrun-rank{request.rank}")
-    heartbeat.install(started_with=started_with)
+    heartbeat.install(started_with=started_with, is_bound=is_bound)
 
 
 def _open_streams() -> None:

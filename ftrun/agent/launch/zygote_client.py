@@ -1,0 +1,304 @@
+"""The zygote of this node, and its standbys: forked processes that become ranks.
+
+Runs in:  agent, main thread (PDEATHSIG fires when the forking thread ends).
+Takes in: the number of ranks; launch requests; the variables of running ranks.
+Gives:    processes of ranks. A standby becomes a rank in the time of a message, because it is
+          forked already. With `start.device: context`, it has also initialised the device of a
+          local rank: it is bound.
+Survives: the zygote: existing standbys can still be launched.
+
+Rule 1: a bound standby serves only its local rank, and only with the variables for which the device
+        was initialised.
+Rule 2: a launch never waits for a device. A standby that is still being bound is dropped.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.launch.process import ChildProcess, python_command, spawn
+from ftrun.journal import Journal
+from ftrun.records.snapshots import StandbyBound, StandbyDropped
+from ftrun.wire.messages.worker import (
+    BindDevice,
+    DeviceBound,
+    LaunchRequest,
+    encode_launch,
+    read_by_device,
+)
+
+_log = logging.getLogger(__name__)
+
+READY_WAIT_S = 120.0
+"""Importing torch took 1.1 s here on a quiet machine, and minutes from a slow network disk."""
+
+_MAX_ANSWER_BYTES = 4096
+_decode_bound = msgspec.json.Decoder(DeviceBound).decode
+
+
+@dataclass(slots=True)
+class Standby:
+    """A forked process that waits for a launch request on a socket of its own."""
+
+    orders: socket.socket
+    child: ChildProcess | None = None
+    """Known once the standby has sent its hello, which it does when it is a child of this
+    process."""
+    binding: BindDevice | None = None
+    is_bound: bool = False
+
+
+class ZygoteUnavailable(Exception):
+    """No worker can be forked now; a fresh process must serve."""
+
+
+class ZygoteClient:
+    """One zygote and its standbys."""
+
+    def __init__(self, *, preload: Sequence[str], folder: str, journal: Journal) -> None:
+        """`folder`: searched first for the modules of `preload`, as by the script."""
+        self._wanted = 1
+        self._preload = tuple(preload)
+        self._folder = folder
+        self._journal = journal
+        self._standbys: deque[Standby] = deque()
+        self._control: socket.socket | None = None
+        self._ordered = 0
+        self.child: ChildProcess | None = None
+        self.unfit = ""
+        """Why the last fork was refused; empty if it was not."""
+        self._logged_refusal = ""
+        self._launched: dict[int, dict[str, str]] = {}
+        """What `read_by_device` selects of the variables of the last rank, by local rank."""
+        self._binds_no_more = False
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        found = [standby.child for standby in self._standbys]
+        return [child for child in [self.child, *found] if child is not None]
+
+    @property
+    def holds_device(self) -> bool:
+        """Whether a standby uses device memory."""
+        return any(standby.binding is not None for standby in self._standbys)
+
+    def start(self) -> None:
+        """Start a zygote as a program, which imports torch again."""
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = (str(its.fileno()), str(os.getpid()), self._folder, *self._preload)
+        argv = python_command("ftrun.worker.process.zygote", *words)
+        self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
+        its.close()
+
+    def adopt(self, control: socket.socket, child: ChildProcess) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control, self.child = control, child
+        self.unfit = ""
+        self._ordered = 0
+
+    def want(self, standbys: int) -> None:
+        self._wanted = standbys
+        self.refill()
+
+    def refill(self) -> None:
+        self._order(self._wanted - len(self._standbys) - self._ordered)
+
+    def launch(self, request: LaunchRequest) -> ChildProcess:
+        """Turn a standby into a worker.
+
+        Args:
+            request: its variables include torch's LOCAL_RANK.
+
+        Raises:
+            ZygoteUnavailable: there is no standby, and none came.
+        """
+        data, fds = encode_launch(request), list(request.descriptors.values())
+        local_rank = int(request.variables["LOCAL_RANK"])
+        self._launched[local_rank] = read_by_device(request.variables)
+        while True:
+            standby = self._take_bound(local_rank) or self._take()
+            if standby.child is None:
+                standby.child = self._hello(standby)
+            if standby.child is None or standby.child.reap():
+                standby.orders.close()
+                continue
+            try:
+                socket.send_fds(standby.orders, [data], fds)
+            except OSError:
+                standby.orders.close()
+                continue
+            standby.orders.close()
+            return standby.child
+
+    def close(self) -> None:
+        """End zygote and standbys; both end when their sockets close."""
+        for standby in self._standbys:
+            standby.orders.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        for child in self.children:
+            if not child.wait(1.0):
+                child.signal(9)
+                child.wait(5.0)
+        self._standbys.clear()
+
+    def collect(self) -> None:
+        while self._receive(0.0):
+            pass
+        for standby in list(self._standbys):
+            if standby.child is None or (standby.binding is not None and not standby.is_bound):
+                self._hear(standby)
+
+    # --- devices ----------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Have one standby for each rank that was launched initialise its device."""
+        if self._binds_no_more:
+            return
+        taken = {one.binding.local_rank for one in self._standbys if one.binding is not None}
+        free = deque(one for one in self._standbys if one.child is not None and not one.binding)
+        for local_rank in sorted(self._launched.keys() - taken):
+            if not free:
+                return
+            standby = free.popleft()
+            standby.binding = BindDevice(local_rank, self._launched[local_rank])
+            with contextlib.suppress(OSError):  # it has ended; `collect` sees that
+                standby.orders.send(msgspec.json.encode(standby.binding))
+
+    def unbind(self, reason: str) -> None:
+        """End the bound standbys, and bind no more."""
+        self._binds_no_more = True
+        for standby in list(self._standbys):
+            if standby.binding is not None:
+                self._drop(standby, reason)
+
+    def _hear(self, standby: Standby) -> None:
+        """Receive the hello, or the answer about the device, if it is there."""
+        try:
+            standby.orders.setblocking(False)
+            data = standby.orders.recv(_MAX_ANSWER_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if standby.child is None:
+            standby.child = _child_of(data)
+        elif standby.binding is not None:
+            answer = _decode_bound(data) if data else DeviceBound(problem="the standby has ended")
+            if answer.problem:
+                _log.warning("start.device: %s. Ranks initialise the device", answer.problem)
+                self.unbind(answer.problem)
+                return
+            standby.is_bound = True
+            self._journal.write(
+                StandbyBound(standby.binding.local_rank, answer.device, answer.free_bytes)
+            )
+
+    def _drop(self, standby: Standby, reason: str) -> None:
+        assert standby.binding is not None
+        self._standbys.remove(standby)
+        standby.orders.close()
+        if standby.child is not None:
+            standby.child.signal(9)  # it may hang in a driver
+            standby.child.reap()
+        self._journal.write(StandbyDropped(standby.binding.local_rank, reason))
+
+    def _take_bound(self, local_rank: int) -> Standby | None:
+        """The standby that is bound for this rank, if it fits."""
+        now = self._launched[local_rank]
+        for standby in list(self._standbys):
+            binding = standby.binding
+            if binding is None or binding.local_rank != local_rank:
+                continue
+            names = [
+                name
+                for name in sorted({**binding.variables, **now})
+                if binding.variables.get(name) != now.get(name)
+            ]
+            if standby.is_bound and not names:
+                self._standbys.remove(standby)
+                return standby
+            has_changed = f"{', '.join(names)} changed"
+            self._drop(standby, has_changed if names else "its device was not ready")  # Rule 2
+        return None
+
+    # --- forks ------------------------------------------------------------------------------
+
+    def _order(self, count: int) -> None:
+        if count > 0 and self._control is not None:
+            self._ordered += count
+            self.unfit = ""
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"count": count}).encode())
+
+    def _take(self) -> Standby:
+        give_up_s = clock.now_s() + READY_WAIT_S
+        if self._first_free() is None:
+            self._order(max(1, self._wanted - len(self._standbys)) - self._ordered)
+        while (free := self._first_free()) is None:
+            if self.unfit or self.child is None or self.child.reap():
+                raise ZygoteUnavailable(self.unfit or "the zygote has ended")
+            if clock.now_s() > give_up_s:
+                raise ZygoteUnavailable(f"the zygote was not ready within {READY_WAIT_S:.0f} s")
+            self._receive(0.2)
+        self._standbys.remove(free)
+        return free
+
+    def _first_free(self) -> Standby | None:
+        return next((one for one in self._standbys if one.binding is None), None)
+
+    def _receive(self, deadline_s: float) -> bool:
+        if self._control is None:
+            return False
+        self._control.settimeout(deadline_s)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 4)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except OSError:
+            return False
+        if not data:
+            self._control.close()
+            self._control = None
+            return False
+        message = json.loads(data)
+        if "standby" in message:
+            self._ordered -= 1
+            orders = socket.socket(fileno=fds[0])
+            orders.set_inheritable(False)
+            self._standbys.append(Standby(orders))
+        if "unfit" in message:
+            self._refused(message["unfit"])
+        for name, error in message.get("failed", {}).items():
+            _log.warning("--preload %s failed: %s. The ranks import it themselves", name, error)
+        return True
+
+    def _refused(self, reason: str) -> None:
+        self._ordered = 0  # the next refill asks again, because a thread may have ended
+        self.unfit = reason
+        if reason != self._logged_refusal:
+            self._logged_refusal = reason
+            _log.warning("%s. Ranks start as new processes, which takes longer", reason)
+
+    def _hello(self, standby: Standby) -> ChildProcess | None:
+        standby.orders.settimeout(10.0)
+        try:
+            return _child_of(standby.orders.recv(_MAX_ANSWER_BYTES))
+        except (TimeoutError, OSError):
+            return None
+
+
+def _child_of(hello: bytes) -> ChildProcess | None:
+    if not hello:
+        return None
+    return ChildProcess(json.loads(hello)["pid"], "standby", leads_group=True)

@@ -1,0 +1,100 @@
+"""Launches one rank from a zygote whose standby was bound: FOLDER SCENARIO."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.launch.process import reap_strangers
+from ftrun.agent.launch.zygote_client import ZygoteClient
+from ftrun.ids import Generation, Rank
+from ftrun.journal import Journal
+from ftrun.linux import become_subreaper
+from ftrun.wire.messages.worker import LaunchRequest
+from ftrun.wire.shared_memory.pages import create_command_page, create_page, create_stack_file
+
+RANK = """
+import os, torch
+bound = torch.get_device_module().is_initialized()
+print(f"launched bound={bound} visible={os.environ['CUDA_VISIBLE_DEVICES']}", flush=True)
+"""
+SMALL = """
+from fake_device import fake
+fake.set_memory_limit(1 << 20)
+"""
+WAIT_S = 120.0
+
+
+def request_of(folder: Path, visible: str) -> LaunchRequest:
+    descriptors = {
+        "heartbeat": create_page("heartbeat"),
+        "command": create_command_page(),
+        "stack": create_stack_file("0"),
+        "stdout": os.dup(1),
+        "stderr": os.dup(2),
+    }
+    names = ("LOCAL_RANK", "RANK")
+    variables = {**os.environ, **dict.fromkeys(names, "0"), "CUDA_VISIBLE_DEVICES": visible}
+    made = LaunchRequest(Generation(0), Rank(0), 1, agent_pid=os.getpid(), smp_socket="nowhere")
+    return msgspec.structs.replace(
+        made,
+        descriptors=descriptors,
+        argv=[str(folder / "rank.py")],
+        variables=variables,
+        cwd=str(folder),
+    )
+
+
+def wait_until(client: ZygoteClient, is_so: Callable[[], bool]) -> None:
+    give_up_s = clock.now_s() + WAIT_S
+    while not is_so():
+        if clock.now_s() > give_up_s:
+            raise SystemExit("not within the limit")
+        client.collect()
+        clock.sleep(0.02)
+
+
+def run(client: ZygoteClient, request: LaunchRequest) -> None:
+    child = client.launch(request)
+    if not child.wait(WAIT_S):
+        raise SystemExit("the rank is still there")
+
+
+def main() -> None:
+    folder, scenario = Path(sys.argv[1]), sys.argv[2]
+    (folder / "rank.py").write_text(RANK)
+    become_subreaper()
+    (folder / "small.py").write_text(SMALL)
+    preload = ["fake_device.preloaded", *(["small"] if scenario == "no room" else [])]
+    client = ZygoteClient(preload=preload, folder=str(folder), journal=Journal(folder))
+    client.start()
+    client.want(1)
+    journal = folder / "journal.jsonl"
+    request = request_of(folder, "0,1")
+    run(client, request)
+    client.refill()
+    wait_until(client, lambda: len(client.children) == 2)
+    (standby,) = client.children[1:]
+    if scenario == "at once":
+        standby.signal(signal.SIGSTOP)
+    client.bind()
+    if scenario == "ended":
+        standby.signal(signal.SIGKILL)
+    if scenario != "at once":
+        wait_until(client, lambda: "standby_" in journal.read_text())
+    if scenario == "unbound":
+        client.unbind("GPU 0 is lost")
+    run(client, request_of(folder, "1" if scenario == "other variable" else "0,1"))
+    client.bind()
+    client.close()
+    reap_strangers([])
+    if not standby.reap():
+        print("the standby is still there")
+
+
+if __name__ == "__main__":
+    main()
