@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from fake_device.device_build import CompilerMissing, library, search_path
 
-from tests.chaos.conftest import Checked
+from tests.chaos.conftest import Checked, Run, Start, start
 from tests.chaos.test_crash_points import kill_at_each, points_passed
 from tests.integration import test_resized_world as resized
+from tests.integration import test_shared_replicas as shared
 from tests.integration.test_session import assert_same_as_undisturbed
+
+__all__ = ["start"]
 
 ON_DEVICE = str(Path(__file__).parent / "scripts" / "on_device.py")
 WARM = ("--preload", "fake_device.preloaded", ON_DEVICE, "own")
@@ -92,6 +95,27 @@ def test_every_bit_comes_back_in_another_world(
     with contextlib.ExitStack() as ends:
         node = resized.Node(tmp_path, "ddp", ends, first=(ON_DEVICE, "forked"))
         resized.test_every_bit_comes_back_in_any_other_layout(node, kinds)
+
+
+@pytest.mark.parametrize("die", ["die=25:1", pytest.param("die=25:all", marks=full)])
+def test_ranks_that_share_their_replicas_resume_bitwise(
+    tmp_path: Path, start: Start, die: str
+) -> None:
+    *flags, name, steps, _ = shared.words(2)
+    script = [name, steps, "0.2"]
+    (tmp_path / "undisturbed").mkdir()
+    alone = Run(
+        tmp_path / "undisturbed", "--set", "snapshot.share_replicas=false", *flags, *WARM, *script
+    )
+    try:
+        assert alone.wait() == 0, alone.text
+    finally:
+        alone.end()
+    run = start(*flags, *WARM, *script, die)
+    run.wait_until("sharing", lambda: shared.memory_over_state(run) < 3.0)
+    assert len(run.journal("generation_started")) == 1
+    assert shared.finished(run, 2) == shared.ends_of(tmp_path / "undisturbed", 2)
+    assert len(run.journal("generation_started")) == 2
 
 
 def test_a_kill_at_a_point_of_a_snapshot_changes_no_bit(

@@ -72,7 +72,7 @@ class DeviceChunk:
 
     @property
     def num_bytes(self) -> int:
-        return self.parts[-1].end
+        return sum(one.nbytes for one in self.tensors)
 
     def joined(self) -> torch.Tensor:
         """[num_bytes] uint8 on the device; a view if the only tensor is contiguous."""

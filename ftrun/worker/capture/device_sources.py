@@ -33,6 +33,7 @@ from ftrun.worker.capture.device_copies import (
     Take,
     device_at,
 )
+from ftrun.worker.capture.lazy_check import items_at
 from ftrun.worker.state.tensors import byte_view
 
 _SUM_BYTES = 32
@@ -59,14 +60,25 @@ class SumChunk(DeviceChunk):
     """Sums over tensors of one device, four numbers of 8 bytes for each, in place of their bytes.
 
     Equal tensors have equal sums on every device, because the sums are of integers.
+
+    Args:
+        sampled: views of more tensors by `bits_of`, those of one item size together. The sums of
+            each group are over some items of every tensor.
+        where: see `items_at`.
     """
+
+    sampled: Sequence[Sequence[torch.Tensor]] = ()
+    where: float = 0.0
 
     @property
     def num_bytes(self) -> int:
-        return _SUM_BYTES * len(self.tensors)
+        return _SUM_BYTES * (len(self.tensors) + len(self.sampled))
 
     def joined(self) -> torch.Tensor:
-        return byte_view(torch.cat([_sums(one) for one in self.tensors]))
+        samples = (
+            torch.cat([items_at(bits, self.where) for bits in group]) for group in self.sampled
+        )
+        return byte_view(torch.cat([_sums(one) for one in (*self.tensors, *samples)]))
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,15 +95,6 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:
     return (values * torch.arange(1, values.numel() + 1, device=values.device)).sum()
-
-
-@dataclass(frozen=True, slots=True)
-class OtherRead:
-    """Bytes of a device that are read with a snapshot and do not belong to its slot."""
-
-    device: Device
-    chunk: DeviceChunk
-    take: Take
 
 
 class _OfDevice:
@@ -149,8 +152,8 @@ class DeviceCopies:
         self._num_waiting = 0
         """Chunks that are not in the slot yet, and whose pieces hold several tensors."""
         self._digest_packs: Callable[[], None] = lambda: None
-        self.others: Sequence[OtherRead] = ()
-        """Of devices with lazy sources; read once, with the present snapshot."""
+        self._sums: tuple[_OfDevice, DeviceChunk, Take] | None = None
+        """Read with the present snapshot."""
 
     def __bool__(self) -> bool:
         return bool(self._of_device or self._kept)
@@ -158,6 +161,32 @@ class DeviceCopies:
     @property
     def devices(self) -> list[Device]:
         return [one.device for one in self._of_device]
+
+    def read_sums(self, key: torch.device, chunk: SumChunk, take: Take) -> bool:
+        """Also read the sums of lazy sources, or of parts of them, as of the present boundary.
+
+        Called after `begin`, and before `copy` is.
+
+        Args:
+            key: the device of the chunk.
+            chunk: of some lazy sources.
+            take: receives the sums in `copy`.
+
+        Returns:
+            Whether they will be read.
+        """
+        one = next((one for one in self._of_device if one.device.device == key), None)
+        if one is None:
+            return False
+        self._sums = (one, chunk, take)
+        if one.is_staged:  # an optimizer may step before `copy`
+            try:
+                self._sums = (one, one.device.clone(chunk), take)
+            except torch.OutOfMemoryError:
+                self._sums = None
+                return False
+            one.copied = one.device.record()
+        return True
 
     def begin(
         self,
@@ -181,7 +210,7 @@ class DeviceCopies:
             by_device.setdefault(pair[0].device, []).append(pair)
         self._device_index = torch.accelerator.current_device_index()
         self.issued.clear()
-        self._kept = []
+        self._kept, self._sums = [], None
         self._num_waiting = 0
         for device in self.devices:
             device.abandon()
@@ -246,6 +275,7 @@ class DeviceCopies:
                 device.abandon()
             raise
         finally:
+            self._sums = None
             for one in self._of_device:
                 one.unstage()
 
@@ -256,8 +286,9 @@ class DeviceCopies:
             one.device.fetch(chunk, functools.partial(self._store_pack, chunk))
         for one, chunk in _in_turn([(one, chunks) for one, _, chunks in to_read]):
             one.device.fetch(chunk, functools.partial(_store, chunk, table))
-        for other in self.others:
-            other.device.fetch(other.chunk, other.take)
+        if self._sums is not None:
+            of_sums, chunk, take = self._sums
+            of_sums.device.fetch(chunk, take)
         for one in self._of_device:
             if not one.is_staged:
                 one.copied = one.device.record()

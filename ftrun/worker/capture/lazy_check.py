@@ -85,7 +85,7 @@ class _ItemSampler(_Sampler):
     """
 
     def read(self, views: Sequence[torch.Tensor], where: float) -> HostCopy:
-        return HostCopy(torch.cat([_taken(bits, where) for bits in views]).view(torch.uint8))
+        return HostCopy(torch.cat([items_at(bits, where) for bits in views]).view(torch.uint8))
 
 
 class LazySamples:
@@ -99,7 +99,7 @@ class LazySamples:
             if not _has_lines(one.source):
                 kind = (one.source.device, one.source.itemsize)
                 alike.setdefault(kind, []).append(one)
-        self.samplers: list[_Sampler] = [_ItemSampler(group, _bits) for group in alike.values()]
+        self.samplers: list[_Sampler] = [_ItemSampler(group, bits_of) for group in alike.values()]
         if in_lines:
             self.samplers.append(_LineSampler(in_lines, rows_of))
 
@@ -187,13 +187,14 @@ def _in_memory(samples: Any) -> np.ndarray:
     return samples.awaited().numpy() if isinstance(samples, HostCopy) else samples
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View as integers of the same size; of 8 bytes if the items have 16."""
     if tensor.itemsize == _WIDEST_BYTES:
         tensor = torch.view_as_real(tensor)
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _taken(bits: torch.Tensor, where: float) -> torch.Tensor:
+def items_at(bits: torch.Tensor, where: float) -> torch.Tensor:
     """Read evenly spaced items: one line's worth per row, or per tensor smaller than a row."""
     per_row = LINE_BYTES // bits.itemsize
     step = max(1, min(ROW_BYTES // bits.itemsize, bits.numel()) // per_row)

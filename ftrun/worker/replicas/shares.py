@@ -16,7 +16,7 @@ Rule 2: the bytes of a check are read while no optimizer may step, like a lazy c
 Rule 3: a rank that stores whole tensors states a digest too, if others may share theirs with it.
         They rely on its rows, although it is not in a group by its own knowledge.
 Rule 4: tensors of devices are hashed by sums that the device computes in the stream of the copies.
-        All shared tensors would be on one device. This is not in use yet (`_are_together`).
+        All shared tensors are on one device of the rank, or all are in main memory.
 Rule 5: if there is no answer, no memory for shares next to the whole tensors, or an error in this
         module, the rank stores whole tensors. Without its check the SMP discards a version of
         shares, and ends the sharing if that happens twice in a row.
@@ -46,8 +46,8 @@ from ftrun.snapshot.replica_shares import (
 from ftrun.wire.shared_memory.pages import CommandField
 from ftrun.worker.capture.copying import names_at_boundary
 from ftrun.worker.capture.device_copies import device_at
-from ftrun.worker.capture.device_sources import DeviceCopies, OtherRead, SumChunk, slices
-from ftrun.worker.capture.lazy_check import LINE_BYTES, line_of, rows_of
+from ftrun.worker.capture.device_sources import DeviceCopies, SumChunk, slices
+from ftrun.worker.capture.lazy_check import LINE_BYTES, bits_of, line_of, rows_of
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, TensorSource
@@ -132,7 +132,6 @@ class ReplicaShares:
         Its result is None if no ranks of this node share their replicas. All ranks that take a
         snapshot know the same last commit, so they hash the same part.
         """
-        on_devices.others = ()
         if self._cut is None:
             return lambda: None
         count = self._commands.get(CommandField.COMMIT_COUNT)
@@ -188,8 +187,10 @@ class ReplicaShares:
 
 
 def _are_together(persistent: PersistentSources) -> bool:
-    """Whether all is in main memory. Replicas on devices are not shared before that is tested."""
-    return all(source.tensor.is_cpu for source in persistent.sources)
+    """Whether all that can be shared is in main memory, or on one device that has streams."""
+    shared = (source for source in persistent.sources if is_shareable(source.entry))
+    devices = {source.tensor.device for source in shared}
+    return len(devices) == 1 and all(one.type == "cpu" or device_at(one) for one in devices)
 
 
 class _Cut:
@@ -236,7 +237,7 @@ def shares_of_rank(
 
 
 class CheckedReplicas:
-    """The bytes of all shared tensors, in blocks; in main memory also one line of each 64 KiB."""
+    """The bytes of all shared tensors, in blocks, and samples of each 64 KiB."""
 
     def __init__(self, shared: Sequence[TensorSource], key: int) -> None:
         self._key = key.to_bytes(8, "little")
@@ -245,6 +246,11 @@ class CheckedReplicas:
         most_bytes = BLOCK_BYTES if self._device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._blocks = [block for tensor in tensors for block in slices(tensor, most_bytes)]
         self._rows = [rows_of(_dense(one)) for one in tensors if _has_lines(one)]
+        sampled: dict[int, list[torch.Tensor]] = {}
+        for one in tensors:
+            if not one.is_cpu:
+                sampled.setdefault(one.itemsize, []).append(bits_of(_dense(one)))
+        self._sampled = list(sampled.values())
 
     def begin(self, count: int, on_devices: DeviceCopies) -> Callable[[], int] | None:
         """Return the function that returns the digest of one part; None if it cannot be read.
@@ -256,19 +262,16 @@ class CheckedReplicas:
             on_devices: the copies of the same snapshot.
         """
         blocks = self._blocks[count % NUM_PHASES :: NUM_PHASES]
+        where = count * _GOLDEN % 1.0
         if self._device.type == "cpu":
-            where = count * _GOLDEN % 1.0
             lines = (line_of(rows, where).tobytes() for rows in self._rows)
             parts = (byte_view(b.contiguous()).numpy().data for b in blocks)
             return partial(self._digest, chain(lines, parts))
-        device = device_at(self._device)
-        if device is None or device not in on_devices.devices:
-            return None
-        if not blocks:
-            return partial(self._digest, ())
         arrived: list[bytes] = []
         take = lambda content: arrived.append(content.tobytes())  # noqa: E731
-        on_devices.others = (OtherRead(device, SumChunk(blocks, ()), take),)
+        chunk = SumChunk(blocks, (), self._sampled, where)
+        if not on_devices.read_sums(self._device, chunk, take):
+            return None
         return partial(self._digest, arrived)
 
     def _digest(self, parts: Iterable[bytes | memoryview]) -> int:

@@ -5,6 +5,7 @@ or of another tensor has another number. The tests without a wait must find wron
 that the other tests would notice.
 """
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -17,7 +18,8 @@ from ftrun.snapshot.layout import CopyTiming, make_layout
 from ftrun.worker.capture import device_copies, device_sources
 from ftrun.worker.capture.copying import SlotCopy, SlotViews, digest_of
 from ftrun.worker.capture.device_copies import Device
-from ftrun.worker.capture.device_sources import DeviceCopies
+from ftrun.worker.capture.device_sources import DeviceCopies, SumChunk
+from ftrun.worker.capture.lazy_check import bits_of
 from ftrun.worker.state.state_tree import source_of
 
 DEVICE = torch.device("privateuseone", 0)  # its name "fake" is unknown while tests are collected
@@ -52,8 +54,10 @@ class Snapshots:
         left_out: str,
         *,
         is_staged: bool = False,
+        has_sums: bool = True,
     ) -> None:
         self.schedule, self.left_out, self.is_staged = schedule, left_out, is_staged
+        self.has_sums = has_sums
         self.tensors = tensors
         self.buffer = made((3000,))
         for number, one in enumerate(tensors.values()):
@@ -67,14 +71,25 @@ class Snapshots:
         self.table = memoryview(np.zeros(len(self.layout.pieces), np.uint64)).cast("B").cast("Q")
         self.has_updated = threading.Event()
         self.thread: threading.Thread | None = None
+        self.sums = b""
 
     def boundary(self) -> None:
-        self.copy.copy_boundary(is_staged=self.is_staged)
+        self.mark()
         self.has_updated.clear()
         self.thread = threading.Thread(target=self._copy)
         self.thread.start()
         if self.schedule == "copier first":
             self.thread.join()
+
+    def mark(self) -> None:
+        self.copy.copy_boundary(is_staged=self.is_staged)
+        tensors = [one for one in self.tensors.values() if one.device == DEVICE]
+        if tensors and self.has_sums:
+            chunk = sums_over(tensors)
+            assert self.copy.on_devices.read_sums(DEVICE, chunk, self._take_sums)
+
+    def _take_sums(self, content: np.ndarray) -> None:
+        self.sums = content.tobytes()
 
     def _copy(self) -> None:
         if self.left_out in ("update", "issued"):
@@ -104,6 +119,13 @@ class Snapshots:
         }
         if not bool((self.views.target("buffer") == 100.0 * step).all()):
             found.add("buffer")
+        right = [
+            torch.full_like(self.views.target(name), step + 1000.0 * number)
+            for number, (name, one) in enumerate(self.tensors.items())
+            if one.device == DEVICE
+        ]
+        if self.sums != (sums_of(right) if right and self.has_sums else b""):
+            found.add("sums")
         for index, piece in enumerate(self.layout.pieces):
             content = self.views.bytes[piece.offset : piece.offset + piece.num_bytes]
             assert not piece.num_bytes or self.table[index] == digest_of(content)
@@ -225,7 +247,7 @@ def test_an_update_waits_for_the_clones_and_not_for_the_copies(
     snapshots = Snapshots(some_tensors(), "free", "", is_staged=True)
     in_use = fake.bytes_in_use()
     for step in range(2):
-        snapshots.copy.copy_boundary(is_staged=True)
+        snapshots.mark()
         snapshots.update()  # no copy has begun
         snapshots.copy.copy_lazy(snapshots.table)
         snapshots.thread = threading.Thread()
@@ -242,7 +264,8 @@ def test_without_room_on_the_device_nothing_is_staged(
     monkeypatch.setattr(device_copies, "_devices", {})
     if not is_known:
         monkeypatch.setattr(Device, "has_room", lambda *_, **__: True)
-    snapshots = Snapshots(some_tensors(), "copier first", "", is_staged=True)
+    gc.collect()  # earlier tests may have left tensors, which would be freed in the middle
+    snapshots = Snapshots(some_tensors(), "copier first", "", is_staged=True, has_sums=False)
     _, limit = torch.get_device_module(DEVICE).mem_get_info(DEVICE)
     fake.set_memory_limit(fake.bytes_in_use() + (6 << 20 if is_known else 5_100_000))
     try:
@@ -251,6 +274,44 @@ def test_without_room_on_the_device_nothing_is_staged(
         assert not any(one.stage() for one in snapshots.copy.on_devices._of_device)
     finally:
         fake.set_memory_limit(limit)
+
+
+def test_sums_follow_the_bytes_and_not_the_device() -> None:
+    """Equal on two devices; one bit or two swapped words of any tensor change them."""
+    tensors = list(some_tensors().values())
+    for number, one in enumerate(tensors):
+        one.add_(torch.arange(one.numel(), device=DEVICE).view(one.shape) + number)
+    before = sums_of(tensors)
+    assert before == sums_of([one.to("fake:1") for one in tensors])
+    assert before == sums_of([one.cpu() for one in tensors])
+    for at, one in enumerate(tensors):
+        flipped = one.clone()
+        flipped.view(torch.int32)[-1:].bitwise_xor_(1 << 5)
+        assert sums_of([*tensors[:at], flipped, *tensors[at + 1 :]]) != before
+        if one.numel() > 1:
+            swapped = one.flip(0) if one.shape[0] > 1 else one.flip(1)
+            assert sums_of([*tensors[:at], swapped, *tensors[at + 1 :]]) != before
+
+
+def test_samples_have_items_of_every_tensor() -> None:
+    tensors = list(some_tensors().values())
+    before = sums_of(tensors, 0)
+    for at, one in enumerate(tensors):
+        assert sums_of([*tensors[:at], one + 1.0, *tensors[at + 1 :]], 0) != before
+
+
+def sums_over(tensors: list[torch.Tensor], num_whole: int | None = None) -> SumChunk:
+    """Sums over some tensors, and samples of all.
+
+    Of tensors in other orders, the items are sampled in the order of the memory: this device waits
+    for `torch.take`.
+    """
+    dense = [one.permute(sorted(range(one.dim()), key=one.stride, reverse=True)) for one in tensors]
+    return SumChunk(tensors[:num_whole], (), [[bits_of(one) for one in dense]], 0.4)
+
+
+def sums_of(tensors: list[torch.Tensor], num_whole: int | None = None) -> bytes:
+    return sums_over(tensors, num_whole).joined().cpu().numpy().tobytes()
 
 
 LEFT_OUT = [
@@ -288,6 +349,7 @@ def test_the_training_thread_waits_for_no_device(
 ) -> None:
     """Nothing of the boundary and nothing before the update needs what the device does."""
     monkeypatch.setattr(device_copies, "_devices", {})
+    monkeypatch.setattr(device_copies, "NUM_BUFFERS", 5)  # of four chunks, and of the sums
     snapshots = Snapshots(some_tensors(), "free", "")
     torch.accelerator.synchronize(DEVICE)
     is_open = threading.Event()

@@ -20,7 +20,7 @@ import ftrun
 WIDTH = 300  # a weight has 360 kB, so it is shared
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group(os.environ.get("TRAINING_BACKEND", "gloo"))
 rank = dist.get_rank()
 steps, pace_s = int(sys.argv[1]), float(sys.argv[2])
 switches = dict(one.split("=") for one in sys.argv[3:])
@@ -51,8 +51,8 @@ for step in session.steps(steps):
             plain[0].weight[5, 5] += 1e-3
     if session.generation == 0 and step == int(die_step) and die_rank in ("all", str(rank)):
         os.kill(os.getpid(), signal.SIGKILL)
-found = hashlib.sha256(torch.rand(3).numpy().tobytes())
+found = hashlib.sha256(torch.rand(3).cpu().numpy().tobytes())
 moments = [tensor for one in plain.parameters() for tensor in optimizer.state[one].values()]
 for tensor in [*plain.state_dict().values(), *moments]:
-    found.update(tensor.numpy().tobytes())
+    found.update(tensor.cpu().numpy().tobytes())
 Path(f"end.{rank}").write_text(f"{found.hexdigest()}\n")
