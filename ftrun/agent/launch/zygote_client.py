@@ -220,6 +220,10 @@ class ZygoteClient:
             binding = standby.binding
             if binding is None or binding.local_rank != local_rank:
                 continue
+            if not standby.is_bound:
+                self._hear(standby)  # the answer may have arrived just now
+                if standby not in self._standbys:
+                    return None
             names = [
                 name
                 for name in sorted({**binding.variables, **now})
