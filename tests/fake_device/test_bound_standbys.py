@@ -55,6 +55,7 @@ def test_ranks_of_bound_standbys_find_a_new_process_and_resume_bitwise(
     assert run.wait() == 0, run.text
     undisturbed.check(run)
     assert not run.journal("standby_dropped")
+    assert "has no effect" not in run.text
     bound = run.journal("standby_bound")
     assert sorted(str(one["device"]) for one in bound) == ["fake:0", "fake:0", "fake:1", "fake:1"]
     found = [line.groups() for line in _FACTS.finditer(run.text)]

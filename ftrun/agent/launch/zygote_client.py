@@ -10,6 +10,8 @@ Survives: the zygote: existing standbys can still be launched.
 Rule 1: a bound standby serves only its local rank, and only with the variables for which the device
         was initialised.
 Rule 2: a launch never waits for a device. A standby that is still being bound is dropped.
+Rule 3: nothing is bound any more after a problem, or after a rank of a bound standby made no step:
+        the script may need a device that is not initialised.
 """
 
 import contextlib
@@ -79,10 +81,13 @@ class ZygoteClient:
         self._launched: dict[int, dict[str, str]] = {}
         """What `read_by_device` selects of the variables of the last rank, by local rank."""
         self._binds_no_more = False
+        self._dropped: list[ChildProcess] = []
+        self._without_step: set[int] = set()
+        """Local ranks that started from bound standbys, and of which `bind` knows no step."""
 
     @property
     def children(self) -> list[ChildProcess]:
-        found = [standby.child for standby in self._standbys]
+        found = [*(standby.child for standby in self._standbys), *self._dropped]
         return [child for child in [self.child, *found] if child is not None]
 
     @property
@@ -124,8 +129,12 @@ class ZygoteClient:
         data, fds = encode_launch(request), list(request.descriptors.values())
         local_rank = int(request.variables["LOCAL_RANK"])
         self._launched[local_rank] = read_by_device(request.variables)
+        if local_rank in self._without_step:
+            self.unbind("a rank of a bound standby has made no step")
         while True:
             standby = self._take_bound(local_rank) or self._take()
+            if standby.is_bound:
+                self._without_step.add(local_rank)
             if standby.child is None:
                 standby.child = self._hello(standby)
             if standby.child is None or standby.child.reap():
@@ -155,14 +164,17 @@ class ZygoteClient:
     def collect(self) -> None:
         while self._receive(0.0):
             pass
+        self._dropped = [child for child in self._dropped if not child.reap()]
         for standby in list(self._standbys):
-            if standby.child is None or (standby.binding is not None and not standby.is_bound):
+            is_expected = standby.child is None or (standby.binding and not standby.is_bound)
+            if is_expected and standby in self._standbys:  # the one before may have unbound all
                 self._hear(standby)
 
     # --- devices ----------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Have one standby for each rank that was launched initialise its device."""
+        """Have one standby for each rank initialise its device, after all ranks made a step."""
+        self._without_step.clear()
         if self._binds_no_more:
             return
         taken = {one.binding.local_rank for one in self._standbys if one.binding is not None}
@@ -194,7 +206,12 @@ class ZygoteClient:
         if standby.child is None:
             standby.child = _child_of(data)
         elif standby.binding is not None:
-            answer = _decode_bound(data) if data else DeviceBound(problem="the standby has ended")
+            try:
+                answer = (
+                    _decode_bound(data) if data else DeviceBound(problem="the standby has ended")
+                )
+            except msgspec.MsgspecError:
+                answer = DeviceBound(problem="the standby sends an answer that cannot be read")
             if answer.problem:
                 _log.warning("start.device: %s. Ranks initialise the device", answer.problem)
                 self.unbind(answer.problem)
@@ -209,8 +226,8 @@ class ZygoteClient:
         self._standbys.remove(standby)
         standby.orders.close()
         if standby.child is not None:
-            standby.child.signal(9)  # it may hang in a driver
-            standby.child.reap()
+            standby.child.signal(9)  # it may hang in a driver, so nothing waits for its end
+            self._dropped.append(standby.child)
         self._journal.write(StandbyDropped(standby.binding.local_rank, reason))
 
     def _take_bound(self, local_rank: int) -> Standby | None:

@@ -16,7 +16,10 @@ _READ_BY_DEVICE = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "PYTORCH_", "TORCH_", "LD_LIBRARY_PATH"),
     *("HIP_", "HSA_", "ROCR_", "ROCBLAS_", "AMD_", "ZE_", "SYCL_", "ONEAPI_"),
 )
-_SET_FOR_EACH_GENERATION = ("TORCH_NCCL_", "TORCH_FR_")
+_READ_LATER = (
+    *("TORCH_NCCL_", "TORCH_FR_", "TORCH_HOME", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set in the zygote
+)
 
 
 def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
@@ -24,7 +27,7 @@ def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in variables.items()
-        if name.startswith(_READ_BY_DEVICE) and not name.startswith(_SET_FOR_EACH_GENERATION)
+        if name.startswith(_READ_BY_DEVICE) and not name.startswith(_READ_LATER)
     }
 
 

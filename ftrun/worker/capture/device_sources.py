@@ -15,6 +15,7 @@ and not for the copies to the host. If a device has no room for clones, it is no
 import contextlib
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from ftrun.worker.capture.device_copies import (
 )
 from ftrun.worker.capture.lazy_check import items_at
 from ftrun.worker.state.tensors import byte_view
+
+_log = logging.getLogger(__name__)
 
 _SUM_BYTES = 32
 _COLUMNS = 1024
@@ -182,7 +185,8 @@ class DeviceCopies:
         if one.is_staged:  # an optimizer may step before `copy`
             try:
                 self._sums = (one, one.device.clone(chunk), take)
-            except torch.OutOfMemoryError:
+            except Exception:  # noqa: BLE001 - as in `_queue`
+                _log.warning("sums of %s cannot be read", key, exc_info=True)
                 self._sums = None
                 return False
             one.copied = one.device.record()
@@ -288,7 +292,10 @@ class DeviceCopies:
             one.device.fetch(chunk, functools.partial(_store, chunk, table))
         if self._sums is not None:
             of_sums, chunk, take = self._sums
-            of_sums.device.fetch(chunk, take)
+            try:
+                of_sums.device.fetch(chunk, take)
+            except Exception:  # noqa: BLE001 - without memory for sums, the bytes are still right
+                _log.warning("sums of %s cannot be read", of_sums.device.device, exc_info=True)
         for one in self._of_device:
             if not one.is_staged:
                 one.copied = one.device.record()

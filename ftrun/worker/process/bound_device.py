@@ -23,6 +23,7 @@ MIN_FREE_BYTES = 2 << 30
 
 _SIZE = 128
 _SMALL_BYTES = 1 << 20
+_MAX_TEXT = 300
 
 
 def bind(order: BindDevice) -> DeviceBound:
@@ -37,7 +38,8 @@ def bind(order: BindDevice) -> DeviceBound:
         with torch.accelerator.device_index(device.index):
             return _initialise(device)
     except Exception as error:  # noqa: BLE001 - a driver may raise anything
-        return DeviceBound(problem=f"a standby failed: {type(error).__name__}: {error}")
+        text = str(error)[:_MAX_TEXT]  # with a stack of C++, it may have many pages
+        return DeviceBound(problem=f"a standby failed: {type(error).__name__}: {text}")
 
 
 def _initialise(device: torch.device) -> DeviceBound:

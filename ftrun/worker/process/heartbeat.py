@@ -41,12 +41,12 @@ _FAKE_STEP = "_init_optim_state"
 _steps_by_optimizer: dict[int, int] = {}
 
 
-def install(*, started_with: dict[str, str], is_bound: bool = False) -> None:
+def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None = None) -> None:
     """Install all hooks of this worker; do nothing if no agent started the process.
 
     Args:
         started_with: the environment with which torch was imported.
-        is_bound: the device was initialised before the script, with the same environment.
+        bound_with: the variables with which a standby initialised the device; None: it did not.
     """
     # A fresh start imports this module before the script imports torch, so nothing here may do so.
     from ftrun.worker.process import lease
@@ -62,7 +62,7 @@ def install(*, started_with: dict[str, str], is_bound: bool = False) -> None:
 
     from ftrun.worker.process import graph_captures
 
-    after_step = _after_step(context, started_with, is_bound=is_bound)
+    after_step = _after_step(context, started_with, bound_with)
     optimizer.register_optimizer_step_post_hook(after_step)
     lease.install(context)
     visibility.register_dumper(context)
@@ -102,7 +102,9 @@ def script_failed(context: WorkerContext, now_ns: int) -> None:
 
 
 def _after_step(
-    context: WorkerContext, started_with: dict[str, str], *, is_bound: bool
+    context: WorkerContext,
+    started_with: dict[str, str],
+    bound_with: dict[str, str] | None = None,
 ) -> Callable[..., None]:
     from ftrun.worker.restore import early_restore
 
@@ -113,7 +115,7 @@ def _after_step(
         if done == 0:
             if _is_fake_step():
                 return
-            _report_missed(context, started_with, is_bound=is_bound)
+            _report_missed(context, started_with, bound_with)
             early_restore.release()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
         check_finite(optimizer, page, page.get(HeartbeatField.STEP) + 1)
@@ -140,21 +142,27 @@ def _changed(names: Iterable[str], before: Mapping[str, str], now: Mapping[str, 
     return [name for name in names if now.get(name) != before.get(name)]
 
 
-def _report_missed(context: WorkerContext, started_with: dict[str, str], *, is_bound: bool) -> None:
+def _report_missed(
+    context: WorkerContext, started_with: dict[str, str], bound_with: dict[str, str] | None
+) -> None:
     now = dict(os.environ)
-    missed, why = _changed(READ_AT_IMPORT, started_with, now), "torch was loaded"
-    advice = "start with --start fresh"
-    if not missed and is_bound:
-        names = sorted({**read_by_device(started_with), **read_by_device(now)})
-        missed, why = _changed(names, started_with, now), "a standby initialised the device"
-        advice = "with start.device=off"
-    if missed and context.rank == 0:
-        text = (
-            f"{', '.join(missed)} set by the script has no effect: {why} before it. "
-            f"Set it outside, or {advice}"
+    found: list[str] = []
+    if missed := _changed(READ_AT_IMPORT, started_with, now):
+        found.append(
+            f"{', '.join(missed)} set by the script has no effect: torch was loaded before it. "
+            "Set it outside, or start with --start fresh"
         )
-        context.page.note = text
-        sys.stderr.write(f"ftrun: {text}\n")
+    if bound_with is not None:
+        of_device = read_by_device(now)
+        names = sorted({**bound_with, **of_device})
+        if missed := _changed(names, bound_with, of_device):
+            found.append(
+                f"{', '.join(missed)} set by the script has no effect: a standby initialised the "
+                "device before it. Set it outside, or start with start.device=off"
+            )
+    if found and context.rank == 0:
+        context.page.note = found[0]
+        sys.stderr.writelines(f"ftrun: {text}\n" for text in found)
 
 
 def _time_init_group(context: WorkerContext) -> None:

@@ -66,20 +66,20 @@ _SIGNALS = (
 
 
 def run(orders: socket.socket) -> None:
-    request, fds, is_bound = _wait(orders)
-    become_worker(request, fds, is_bound=is_bound)
+    request, fds, bound_with = _wait(orders)
+    become_worker(request, fds, bound_with)
     run_script(request.argv, is_module=request.is_module)
 
 
-def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], bool]:
-    """The request, its descriptors, and whether this process has initialised a device."""
+def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], dict[str, str] | None]:
+    """The request, its descriptors, and the variables with which a device was initialised."""
     os.setsid()
     offer_to_oom_killer()
     let_parent_trace()
     name_process("ftrun-standby")
     _warm_up()
     answer = json.dumps({"pid": os.getpid()}).encode()
-    is_bound = False
+    bound_with: dict[str, str] | None = None
     while True:
         data, fds = b"", list[int]()
         with contextlib.suppress(OSError):
@@ -90,10 +90,10 @@ def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], bool]:
         order = decode_standby_order(data)
         if isinstance(order, LaunchRequest):
             orders.close()
-            return order, fds, is_bound
+            return order, fds, bound_with
         from ftrun.worker.process import bound_device
 
-        is_bound = True
+        bound_with = order.variables
         answer = msgspec.json.encode(bound_device.bind(order))
 
 
@@ -120,7 +120,9 @@ def _warm_up() -> None:
     gc.collect(0)
 
 
-def become_worker(request: LaunchRequest, fds: list[int], *, is_bound: bool) -> None:
+def become_worker(
+    request: LaunchRequest, fds: list[int], bound_with: dict[str, str] | None
+) -> None:
     descriptors = dict(zip(request.descriptors, fds, strict=True))
     for name, number in (("stdout", 1), ("stderr", 2)):
         fd = descriptors.pop(name)
@@ -139,7 +141,7 @@ def become_worker(request: LaunchRequest, fds: list[int], *, is_bound: bool) -> 
     _open_streams()
     _reseed()
     name_process(f"ftrun-rank{request.rank}")
-    heartbeat.install(started_with=started_with, is_bound=is_bound)
+    heartbeat.install(started_with=started_with, bound_with=bound_with)
 
 
 def _open_streams() -> None:

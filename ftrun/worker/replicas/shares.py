@@ -272,7 +272,12 @@ class CheckedReplicas:
         chunk = SumChunk(blocks, (), self._sampled, where)
         if not on_devices.read_sums(self._device, chunk, take):
             return None
-        return partial(self._digest, arrived)
+        return partial(self._digest_of_sums, arrived)
+
+    def _digest_of_sums(self, arrived: Sequence[bytes]) -> int:
+        if not arrived:
+            raise RuntimeError("the sums of the device have not arrived")
+        return self._digest(arrived)
 
     def _digest(self, parts: Iterable[bytes | memoryview]) -> int:
         found = xxhash.xxh3_64(self._key)

@@ -20,8 +20,8 @@ STANDBY = """
 import json, os, socket, sys
 from ftrun.worker.context import worker_context
 from ftrun.worker.process import startup
-request, fds, is_bound = startup._wait(socket.socket(fileno=int(sys.argv[1])))
-startup.become_worker(request, fds, is_bound=is_bound)
+request, fds, bound_with = startup._wait(socket.socket(fileno=int(sys.argv[1])))
+startup.become_worker(request, fds, bound_with)
 found = worker_context()
 files = {name: os.readlink(f"/proc/self/fd/{fd}") for name, fd in found.launch.descriptors.items()}
 print(json.dumps([os.environ["FTRUN_LAUNCH"], os.environ["OF_SCRIPT"], os.getcwd(), files]))
