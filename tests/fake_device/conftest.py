@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,18 @@ FOLDER = Path(__file__).parent / "on_device"
 REPORTS = "FAKE_DEVICE_REPORTS"
 LIMIT_S = 900
 _STASH = pytest.StashKey[dict[Path, dict[str, list[Any]]]]()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[None]:
+    """The device, for the processes that the tests of a module start."""
+    try:
+        library()
+    except CompilerMissing as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", search_path())
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

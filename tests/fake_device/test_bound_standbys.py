@@ -6,11 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_device.device_build import CompilerMissing, library, search_path
 
 from tests.chaos.conftest import Checked, Run, Start, let_end, start, train
 
@@ -23,19 +21,10 @@ FIRST = (
 )  # fmt: skip
 _FACTS = re.compile(r"rank=(\d) generation=(\d+) pid=(\d+) bound=(\w+) facts=(.*)")
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> Iterator[None]:
-    """For the processes of the tests."""
-    try:
-        library()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", search_path())
-        yield
+pytestmark = [
+    *(pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500)),
+    pytest.mark.usefixtures("compiled"),
+]
 
 
 def wait_until_bound(run: Run, count: int) -> None:
@@ -92,6 +81,7 @@ def test_the_second_failure_in_a_row_does_not_wait_for_a_device(
         ("no room", ["0.0 GB of fake:0 are free, and 2.1 GB must stay free"], False),
         ("ended", ["the standby has ended"], False),
         ("unbound", ["GPU 0 is lost"], False),
+        ("no step", [], True),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -107,3 +97,5 @@ def test_a_standby_serves_only_as_it_was_bound(
     lines = map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
     assert [line["reason"] for line in lines if line["kind"] == "standby_dropped"] == dropped
     assert "still there" not in done.stdout
+    if scenario == "no step":
+        assert done.stdout.endswith("bound again: False\n"), done.stdout

@@ -5,11 +5,9 @@ what ftrun does not wait for has not happened when a process is killed.
 """
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_device.device_build import CompilerMissing, library, search_path
 
 from tests.chaos.conftest import Checked, Run, Start, start
 from tests.chaos.test_crash_points import kill_at_each, points_passed
@@ -24,23 +22,14 @@ WARM = ("--preload", "fake_device.preloaded", ON_DEVICE, "own")
 """Before the script of a run whose standbys know the device and have not used it."""
 
 full = pytest.mark.full
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> Iterator[None]:
-    """For the processes of the tests."""
-    try:
-        library()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", search_path())
-        yield
+pytestmark = [
+    *(pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500)),
+    pytest.mark.usefixtures("compiled"),
+]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+def undisturbed(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Checked:
     return Checked(tmp_path_factory.mktemp("undisturbed"), *WARM)
 
 

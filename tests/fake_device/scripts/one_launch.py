@@ -64,6 +64,16 @@ def run(client: ZygoteClient, request: LaunchRequest) -> None:
         raise SystemExit("the rank is still there")
 
 
+def launch_again(client: ZygoteClient, request: LaunchRequest) -> None:
+    client.refill()
+    wait_until(client, lambda: len(client.children) == 2)
+    run(client, request)
+    client.refill()
+    wait_until(client, lambda: len(client.children) == 2)
+    client.bind()
+    print(f"bound again: {client.holds_device}", flush=True)
+
+
 def main() -> None:
     folder, scenario = Path(sys.argv[1]), sys.argv[2]
     (folder / "rank.py").write_text(RANK)
@@ -88,8 +98,10 @@ def main() -> None:
         wait_until(client, lambda: "standby_" in journal.read_text())
     if scenario == "unbound":
         client.unbind("GPU 0 is lost")
-    run(client, request_of(folder, "1" if scenario == "other variable" else "0,1"))
-    client.bind()
+    last = request_of(folder, "1" if scenario == "other variable" else "0,1")
+    run(client, last)
+    if scenario == "no step":  # `bind` was not called since that launch
+        launch_again(client, request)
     client.close()
     reap_strangers([])
     if not standby.reap():
