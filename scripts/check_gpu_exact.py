@@ -8,9 +8,11 @@ from check_gpu_runs import Check, Figures, Lines
 
 VARIANTS = (
     *("adamw", "adamw-plain", "adamw-fused", "sgd", "amp", "dropout", "channels-last"),
-    *("accumulate", "group"),
+    *("accumulate", "group", "fsdp", "dict", "in-backward"),
 )
 COMPILED = "compile"
+WITH_GRAPHS = "reduce-overhead"
+"""Compiled for graphs of CUDA."""
 ON_A_DEVICE = ("own-stream", "step-stream", "capturable")
 GRAPHS = ("graph", "graph-update")
 AT_ONCE = max(1, (os.cpu_count() or 1) // 2)
@@ -49,6 +51,7 @@ def exact(check: Check) -> Figures:
 def variants(device: str) -> list[str]:
     """Those that torch has for the device; what takes longest comes first."""
     names = [] if device == "fake" else [COMPILED]
+    names += [WITH_GRAPHS] if device == "cuda" else []
     names += VARIANTS
     if device != "cpu":
         names += ON_A_DEVICE

@@ -11,6 +11,9 @@ BOUNDARY_S = 0.005
 RING_GB_PER_S = 8.0
 """Required of the copies with digests."""
 
+SUMS_S_PER_GB = 0.004
+"""Required: the sums that compare ranks with equal tensors."""
+
 SLOWER = {"matmul_4096_kib": 0.03, "small_4096_kib": 0.05}
 """Required: by which part work is slower at most during the copies."""
 
@@ -53,12 +56,17 @@ def ring(gb: float, check: Check) -> Figures:
         shown = {"gb": found["bytes"] / 1e9, **{key: found[key] for key in ("gb_per_s", "first_s")}}
         shown = {key: round(value, 3) for key, value in shown.items()}
         shown |= {"is_pinned": found["is_pinned"], "wrong": found["wrong"]}
+    if "repeatable" in found:
+        numbers = {key: found[key] for key in ("one_thread_gb_per_s", "sums_s_per_gb")}
+        shown |= {key: round(value, 4) for key, value in numbers.items()}
+    are_right = [found.get("repeatable"), found.get("flipped_bit_found")] == [True, True]
     slower = {key: one["slower"] for key, one in found.items() if isinstance(one, dict)}
     for key, value in slower.items():
         shown[f"{key}_slower_percent"] = round(100 * value, 1)
-    ok = not error and found.get("wrong") == [] and slower.keys() >= SLOWER.keys()
+    ok = not error and found.get("wrong") == [] and are_right and slower.keys() >= SLOWER.keys()
     if check.is_gpu:
         ok &= found.get("gb_per_s", 0.0) >= RING_GB_PER_S
+        ok &= found.get("sums_s_per_gb", math.inf) <= SUMS_S_PER_GB
         ok &= all(slower.get(key, math.inf) <= most for key, most in SLOWER.items())
     return {"ok": ok, "shown": {**shown, **failure(error)}, **found}
 

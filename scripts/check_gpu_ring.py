@@ -1,6 +1,7 @@
 """Copies of a snapshot from a device, by the code of the worker, and their cost to other work.
 
-The copy thread of a worker is the only one that drains the buffers, so there is one figure for it.
+The rate is that of a rank here, which has a second thread if there are four cores, and that of one
+thread. The sums are those by which ranks with equal tensors are compared.
 """
 
 import mmap
@@ -8,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from bench_notes import Notes
 from check_gpu_device import wait
 
 from ftrun.worker.capture import device_copies
-from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
+from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource, SumChunk
 
 Start = Callable[[], Future[None]]
 
@@ -63,6 +65,23 @@ class Ring:
         device = device_copies.device_at(self._device)
         return device is not None and all(one.memory.is_pinned() for one in device._buffers)
 
+    def sums(self) -> dict[str, float | bool]:
+        """Seconds for a GB, whether two are equal, and whether they show one flipped bit."""
+        chunk = SumChunk(self._tensors, ())
+
+        def read() -> torch.Tensor:
+            return chunk.joined().cpu()
+
+        first = read()
+        times_s = [seconds_of(read) for _ in range(ROUNDS)]
+        is_repeatable = torch.equal(read(), first)
+        words = self._tensors[NUM_TENSORS // 2].view(torch.int32)
+        words[len(words) // 3] ^= 1 << 12
+        is_found = not torch.equal(read(), first)
+        words[len(words) // 3] ^= 1 << 12
+        gb_s = statistics.median(times_s) / (self.num_bytes / 1e9)
+        return {"sums_s_per_gb": gb_s, "repeatable": is_repeatable, "flipped_bit_found": is_found}
+
     def _made(self, piece_bytes: int) -> tuple[DeviceCopies, int]:
         sources, count = [], 0
         for number, (tensor, target) in enumerate(zip(self._tensors, self._targets, strict=True)):
@@ -80,6 +99,18 @@ def beside(start: Start, block: Callable[[], None]) -> list[float]:
         found.append(seconds_of(block))
     copied.result()
     return found[:-1] or found  # the copy ended during the last one
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """No second thread copies inside the block."""
+    before, device_copies.CORES_FOR_TWO_THREADS = device_copies.CORES_FOR_TWO_THREADS, 1 << 20
+    device_copies._second_thread.cache_clear()
+    try:
+        yield
+    finally:
+        device_copies.CORES_FOR_TWO_THREADS = before
+        device_copies._second_thread.cache_clear()
 
 
 def seconds_of(block: Callable[[], object]) -> float:
@@ -104,6 +135,10 @@ def measure(device: str, gb: float, notes: Notes) -> None:
     rate = ring.num_bytes / 1e9 / statistics.median(times_s)
     facts = {"first_s": first_s, "is_pinned": ring.is_pinned(), "wrong": ring.differing()}
     notes.write("ring", found={"bytes": ring.num_bytes, "gb_per_s": rate, **facts})
+    with one_thread():
+        times_s = [seconds_of(lambda: start().result()) for _ in range(ROUNDS)]
+    rate = ring.num_bytes / 1e9 / statistics.median(times_s)
+    notes.write("ring", found={"one_thread_gb_per_s": rate, **ring.sums()})
     for name, block in (("matmul", matmuls(device)), ("small", small_kernels(device))):
         for piece_kib in PIECES_KIB if name == "small" else PIECES_KIB[:1]:
             start = ring.copies(piece_kib)

@@ -8,36 +8,33 @@ import argparse
 import json
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 from bench_notes import Notes
 from check_gpu_device import (
     BACKENDS,
     assumptions,
     captured,
-    delay,
     free_bytes,
     holds,
     load,
     new_graph,
     nvml_facts,
     pinning,
-    random_state,
     rates,
     wait,
 )
 from check_gpu_ring import measure as ring
-from torch import Tensor, nn
+from check_gpu_training import KILL_AT, Training, page, page_facts
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,145 +46,8 @@ from ftrun.worker.context import worker_context
 
 T = TypeVar("T")
 
-STEPS, KILL_AT, EAGER = 12, 7, 3
 LIST_S = 6.0
 """A list of timed steps ends after this time, so that a slow device has all lists."""
-
-OPTIONS: dict[str, dict[str, bool]] = {
-    "adamw-plain": {"foreach": False},
-    "adamw-fused": {"fused": True},
-    **{name: {"capturable": True} for name in ("capturable", "graph", "graph-update")},
-}
-"""Options of AdamW, by variant."""
-
-
-class Training:
-    """One variant of a small training; every random number it draws is part of its state."""
-
-    def __init__(self, variant: str, device: str) -> None:
-        random.seed(1)
-        torch.manual_seed(1)
-        self.variant, self.device = variant, device
-        width = 2048 if device == "cuda" else 64
-        self.shape, model = [32, width], self.linear(width)
-        if variant == "channels-last":
-            convolutions = nn.Conv2d(3, 256, 3), nn.BatchNorm2d(256), nn.Conv2d(256, 64, 3)
-            self.shape, model = [8, 3, 32, 32], nn.Sequential(*convolutions)
-        model = model.to(device)
-        if variant == "channels-last":
-            model = model.to(memory_format=torch.channels_last)
-        if variant in ("group", "gloo"):
-            backend = BACKENDS.get(device, "gloo")
-            if variant == "gloo" and device != "fake":  # NCCL has one rank for each GPU
-                backend = "gloo"
-            alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1}
-            dist.init_process_group(backend, store=dist.HashStore() if alone else None, **alone)
-            model = DistributedDataParallel(model)
-        self.model: Any = model
-        if variant == "sgd":
-            self.optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        else:
-            options = OPTIONS.get(variant, {})
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-        self.scaler = torch.amp.GradScaler(device, enabled=variant == "amp")
-        compiled: Any = torch.compile if variant == "compile" else lambda function: function
-        self.forward, self.update = compiled(model), compiled(self.optimizer.step)
-        self.done, self.graph = 0, new_graph(device)
-
-    def linear(self, width: int) -> nn.Module:
-        dropout = nn.Dropout(0.1 if self.variant == "dropout" else 0.0)
-        layers = nn.Linear(width, width), nn.GELU(), dropout, nn.Linear(width, width // 4)
-        return nn.Sequential(*layers)
-
-    def backward(self) -> None:
-        x = torch.randn(self.shape, device=self.device)
-        if self.variant == "channels-last":
-            x = x.to(memory_format=torch.channels_last)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.variant == "amp"):
-            loss = self.forward(x).square().mean()
-        self.scaler.scale(loss).backward()
-        delay(self.device)
-
-    def turn(self, step: int) -> None:
-        is_graph = self.variant.startswith("graph") and self.done >= EAGER
-        is_whole = self.variant == "graph"
-        if is_graph and self.done == EAGER:
-            with captured(self.graph, self.device):
-                if is_whole:
-                    self.backward()
-                self.optimizer.step()
-        if not (is_graph and is_whole):
-            self.backward()
-        self.done += 1
-        if is_graph:
-            self.graph.replay()
-        elif self.variant == "accumulate" and step % 2 == 0:
-            return
-        elif self.variant == "amp":
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.update()
-        if not (is_graph and is_whole):
-            self.optimizer.zero_grad(set_to_none=self.variant != "graph-update")
-
-    def run(self, notes: Notes, kill_at: int, *, each: bool) -> None:
-        """Train under `ftrun.attach`; `each`: record the state at every boundary."""
-        streams: dict[str, Any] = {"own-stream": nullcontext(), "step-stream": nullcontext()}
-        if self.variant in streams:
-            streams[self.variant] = torch.Stream(self.device)
-        wait(self.device)
-        with streams["own-stream"]:
-            session = ftrun.attach(self.model, self.optimizer, scaler=self.scaler)
-            is_first = session.generation == 0
-            if not is_first:
-                notes.write("begun", step=session.restored and session.step, state=self.state())
-            for step in session.steps(STEPS):
-                if each:
-                    notes.write("at", variant=self.variant, step=step, state=self.state())
-                with streams["step-stream"]:
-                    self.turn(step)
-                if is_first and step == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            notes.write("end", variant=self.variant, state=self.state(), **page_facts())
-            session.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def state(self) -> dict[str, str]:
-        """A digest of each tensor, and the text of everything else."""
-        wait(self.device)
-        numbers: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if self.device != "cpu":
-            numbers["device"] = random_state(self.device)
-        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        whole = {name: part.state_dict() for name, part in parts.items()}
-        return dict(flat({**whole, "random": numbers}, ""))
-
-
-def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from flat(item, f"{name}.{key}")
-    elif isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        yield name, xxhash.xxh3_64_hexdigest(data.numpy())
-    else:
-        yield name, xxhash.xxh3_64_hexdigest(repr(value).encode())
-
-
-def page() -> SharedPage | None:
-    context = worker_context()
-    return None if context is None else context.page
-
-
-def page_facts() -> dict[str, Any]:
-    shared = page()
-    if shared is None:
-        return {}
-    counts = (HeartbeatField.SEALED_COUNT, HeartbeatField.DISCARDED_COUNT)
-    return {"note": shared.note, **{one.name: shared.get(one) for one in counts}}
-
 
 # --- costs ------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from ftrun.worker.capture.device_copies import (
     Part,
     Take,
     device_at,
+    in_two_threads,
 )
 from ftrun.worker.capture.lazy_check import items_at
 from ftrun.worker.state.tensors import byte_view
@@ -338,10 +339,16 @@ def _in_turn(
 
 
 def _store(chunk: DeviceChunk, table: memoryview | None, content: Bytes) -> None:
-    for part in chunk.parts:
-        np.copyto(part.target, content[part.begin : part.end])
-        if table is not None and part.piece is not None:
-            table[part.index] = xxhash.xxh3_64_intdigest(part.piece)
+    def store(parts: Sequence[Part]) -> None:
+        for part in parts:
+            np.copyto(part.target, content[part.begin : part.end])
+            if table is not None and part.piece is not None:
+                table[part.index] = xxhash.xxh3_64_intdigest(part.piece)
+
+    if table is None:  # its parts are small, so threads would wait for the interpreter lock
+        store(chunk.parts)
+    else:
+        in_two_threads(store, chunk.parts)
 
 
 def _compare(chunk: DeviceChunk, found: set[str], content: Bytes) -> None:

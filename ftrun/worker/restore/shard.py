@@ -27,7 +27,7 @@ from ftrun.snapshot.replica_shares import members_of
 from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import digest_of, entry_view
-from ftrun.worker.capture.device_copies import Bytes, Device, device_at
+from ftrun.worker.capture.device_copies import Bytes, Device, device_at, in_two_threads
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore import early_restore
 from ftrun.worker.state.tensors import DTYPES, LocalPart, byte_view, can_be_cut, home_of
@@ -153,13 +153,17 @@ class LocalShardReader:
 
         def fill(begin: int, end: int, buffer: Bytes) -> None:
             begin, end = begin + entry.offset, end + entry.offset
-            for index in pieces:
-                piece = self._pieces[index]
-                if begin <= piece.offset < end:
+
+            def read(some: Sequence[int]) -> None:
+                for index in some:
                     self._check_piece(index)
+                    piece = self._pieces[index]
                     at = piece.offset - begin
                     content = self._bytes[piece.offset : piece.offset + piece.num_bytes]
                     np.copyto(buffer[at : at + piece.num_bytes], content)
+
+            inside = [index for index in pieces if begin <= self._pieces[index].offset < end]
+            in_two_threads(read, inside)
 
         self._used.add(entry.name)
         device.follow()

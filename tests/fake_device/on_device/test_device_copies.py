@@ -240,6 +240,15 @@ def test_each_copy_is_of_its_boundary(
         assert run(monkeypatch, schedule, is_staged=is_staged) == set()
 
 
+@pytest.mark.parametrize("schedule", ["free", "trainer first"])
+@pytest.mark.parametrize("mode", ["lazy", "threads"])
+def test_two_threads_copy_the_same_bytes(
+    mode: str, schedule: str, second_thread: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, schedule) == set()
+    assert second_thread
+
+
 def test_an_update_waits_for_the_clones_and_not_for_the_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -402,6 +411,28 @@ def test_an_error_in_a_copy_leaves_the_buffers_usable(monkeypatch: pytest.Monkey
     snapshots.table = table
     snapshots.boundary()
     assert snapshots.wrong(0) == set()
+
+
+def test_an_error_in_the_second_thread_leaves_the_buffers_usable(
+    second_thread: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+    snapshots = Snapshots({"large": made((4000, 701))}, "copier first", "")
+    digest, is_first = device_sources.xxhash.xxh3_64_intdigest, [True]
+
+    def in_first_thread_only(content: np.ndarray) -> int:
+        if threading.current_thread().name.startswith("ftrun-copy-2") and is_first.pop():
+            raise MemoryError("injected")
+        return digest(content)
+
+    snapshots.copy.copy_boundary()
+    with monkeypatch.context() as patch:
+        patch.setattr(device_sources.xxhash, "xxh3_64_intdigest", in_first_thread_only)
+        with pytest.raises(MemoryError, match="injected"):
+            snapshots.copy.copy_lazy(snapshots.table)
+    snapshots.boundary()
+    assert snapshots.wrong(0) == set()
+    assert second_thread
 
 
 def test_a_boundary_without_its_copy_leaves_nothing_behind(

@@ -1,5 +1,6 @@
 """A session on the device: what it restores is bitwise the state of the boundary, on its device."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,8 @@ from fake_device import fake
 from torch import nn
 
 from ftrun.config.profile import SnapshotConfig
+from ftrun.errors import SnapshotCorrupt
+from ftrun.worker.restore import shard
 from ftrun.worker.state.determinism import put_back, take_all
 from tests.integration.in_process_worker import TIMEOUT_S, Run
 
@@ -80,6 +83,39 @@ def test_a_restore_is_bitwise(run: Run, mode: str, where: str) -> None:
         weight = again["model"][0].weight
         assert state[weight]["exp_avg"].device == DEVICE
         assert state[weight]["exp_avg"].stride() == weight.stride()
+
+
+def large() -> nn.Module:
+    """Its weight has three pieces of 4 MiB."""
+    return nn.Linear(1500, 2000, device=DEVICE)
+
+
+def test_two_threads_restore_the_same_bytes(run: Run, second_thread: list[int]) -> None:
+    model = large()
+    run.attach(model=model).step_done()
+    run.sessions[-1]._protection.finish()  # type: ignore[union-attr]
+    second_thread.clear()
+    again = large()
+    assert run.attach(model=again).restored
+    assert 2 in second_thread
+    assert torch.equal(again.weight.cpu(), model.weight.cpu())
+
+
+def test_a_damaged_piece_is_found_by_the_second_thread(
+    run: Run, second_thread: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.attach(model=large()).step_done()
+    run.sessions[-1]._protection.finish()  # type: ignore[union-attr]
+    digest = shard.digest_of
+
+    def damaged(content: Any) -> int:
+        is_second = threading.current_thread().name.startswith("ftrun-copy-2")
+        return 1 if is_second else digest(content)
+
+    monkeypatch.setattr(shard, "digest_of", damaged)
+    with pytest.raises(SnapshotCorrupt):
+        run.attach(model=large())
+    assert second_thread
 
 
 def test_the_loss_is_reported_without_a_wait(run: Run) -> None:
