@@ -218,7 +218,7 @@ class Maintenance:
             return
         pages = [slot.page for slot in self._workers.slots]
         if pages and all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
-            self._zygote.bind()
+            self._zygote.bind(len(pages))
 
     def _checkpoint(self, now_s: float) -> None:
         settings = self._spec.profile.checkpoint

@@ -80,6 +80,7 @@ def test_the_second_failure_in_a_row_does_not_wait_for_a_device(
         ("at once", ["its device was not ready"], False),
         ("no room", ["0.0 GB of fake:0 are free, and 2.1 GB must stay free"], False),
         ("ended", ["the standby has ended"], False),
+        ("unreadable", ["the standby sends an answer that cannot be read"], False),
         ("unbound", ["GPU 0 is lost"], False),
         ("no step", [], True),
     ],
@@ -99,3 +100,10 @@ def test_a_standby_serves_only_as_it_was_bound(
     assert "still there" not in done.stdout
     if scenario == "no step":
         assert done.stdout.endswith("bound again: False\n"), done.stdout
+
+
+def test_no_standby_is_bound_for_a_rank_that_the_node_has_no_more(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "one_launch.py"
+    words = [sys.executable, str(script), str(tmp_path), "fewer ranks"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=600)
+    assert done.stdout.endswith("bound: [0]\n"), done.stdout + done.stderr

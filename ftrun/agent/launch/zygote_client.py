@@ -172,9 +172,11 @@ class ZygoteClient:
 
     # --- devices ----------------------------------------------------------------------------
 
-    def bind(self) -> None:
+    def bind(self, num_ranks: int) -> None:
         """Have one standby for each rank initialise its device, after all ranks made a step."""
         self._without_step.clear()
+        for local_rank in [one for one in self._launched if one >= num_ranks]:
+            del self._launched[local_rank]  # the node has fewer ranks now
         if self._binds_no_more:
             return
         taken = {one.binding.local_rank for one in self._standbys if one.binding is not None}

@@ -302,6 +302,33 @@ def test_sums_follow_the_bytes_and_not_the_device() -> None:
             assert sums_of([*tensors[:at], swapped, *tensors[at + 1 :]]) != before
 
 
+def no_memory(_tensor: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("injected")
+
+
+def test_an_error_in_the_sums_costs_only_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+    monkeypatch.setattr(device_sources, "_sums", no_memory)
+    snapshots = Snapshots(some_tensors(), "copier first", "")
+    snapshots.boundary()
+    monkeypatch.undo()
+    assert snapshots.wrong(0) == {"sums"}
+
+
+def test_an_error_in_the_clones_of_sums_costs_only_the_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+    snapshots = Snapshots(some_tensors(), "copier first", "", is_staged=True, has_sums=False)
+    snapshots.mark()
+    chunk = sums_over(list(snapshots.tensors.values()))
+    monkeypatch.setattr(device_sources, "_sums", no_memory)
+    assert not snapshots.copy.on_devices.read_sums(DEVICE, chunk, snapshots._take_sums)
+    snapshots.thread = threading.Thread(target=snapshots._copy)
+    snapshots.thread.start()
+    assert snapshots.wrong(0) == set()
+
+
 def test_samples_have_items_of_every_tensor() -> None:
     tensors = list(some_tensors().values())
     before = sums_of(tensors, 0)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ fake.set_memory_limit(1 << 20)
 WAIT_S = 120.0
 
 
-def request_of(folder: Path, visible: str) -> LaunchRequest:
+def request_of(folder: Path, visible: str, rank: int = 0) -> LaunchRequest:
     descriptors = {
         "heartbeat": create_page("heartbeat"),
         "command": create_command_page(),
@@ -38,7 +39,7 @@ def request_of(folder: Path, visible: str) -> LaunchRequest:
         "stderr": os.dup(2),
     }
     names = ("LOCAL_RANK", "RANK")
-    variables = {**os.environ, **dict.fromkeys(names, "0"), "CUDA_VISIBLE_DEVICES": visible}
+    variables = {**os.environ, **dict.fromkeys(names, str(rank)), "CUDA_VISIBLE_DEVICES": visible}
     made = LaunchRequest(Generation(0), Rank(0), 1, agent_pid=os.getpid(), smp_socket="nowhere")
     return msgspec.structs.replace(
         made,
@@ -47,6 +48,12 @@ def request_of(folder: Path, visible: str) -> LaunchRequest:
         variables=variables,
         cwd=str(folder),
     )
+
+
+def answering(data: bytes) -> socket.socket:
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its.send(data)
+    return mine
 
 
 def wait_until(client: ZygoteClient, is_so: Callable[[], bool]) -> None:
@@ -70,8 +77,19 @@ def launch_again(client: ZygoteClient, request: LaunchRequest) -> None:
     run(client, request)
     client.refill()
     wait_until(client, lambda: len(client.children) == 2)
-    client.bind()
+    client.bind(1)
     print(f"bound again: {client.holds_device}", flush=True)
+
+
+def bind_fewer(client: ZygoteClient, request: LaunchRequest, journal: Path) -> None:
+    """Two ranks have run here, and one does now."""
+    run(client, request)
+    client.want(2)
+    wait_until(client, lambda: len(client.children) == 3)
+    client.bind(1)
+    wait_until(client, lambda: "standby_bound" in journal.read_text())
+    client.bind(1)
+    print("bound:", [one.binding.local_rank for one in client._standbys if one.binding], flush=True)
 
 
 def main() -> None:
@@ -86,12 +104,18 @@ def main() -> None:
     journal = folder / "journal.jsonl"
     request = request_of(folder, "0,1")
     run(client, request)
+    if scenario == "fewer ranks":
+        bind_fewer(client, request_of(folder, "0,1", rank=1), journal)
+        client.close()
+        return
     client.refill()
     wait_until(client, lambda: len(client.children) == 2)
     (standby,) = client.children[1:]
     if scenario == "at once":
         standby.signal(signal.SIGSTOP)
-    client.bind()
+    client.bind(1)
+    if scenario == "unreadable":
+        client._standbys[0].orders = answering(b"not an answer")
     if scenario == "ended":
         standby.signal(signal.SIGKILL)
     if scenario != "at once":
