@@ -113,7 +113,9 @@ class NodeReporter:
             problem=smp.restore_failed,
             problem_is_link=smp.restore_lost_links,
             unreachable=smp.unreachable,
-            unprotected=self.maintenance.smp_given_up or smp.unprotected_reason,
+            unprotected=self.maintenance.smp_given_up
+            or workers.unprotected_reason()
+            or smp.unprotected_reason,
             ranks=workers.reports(now_s),
             p99_s=self.observer.p99_s,
             views=self.observer.views,

@@ -313,6 +313,18 @@ class WorkerGroup:
     def error_file(self, rank: int) -> str:
         return self._error_files.get(rank - self.first_rank, "")
 
+    def unprotected_reason(self) -> str:
+        """Why no snapshots are taken of a rank here; empty if they are."""
+        pages = [slot.page for slot in self.slots]
+        notes = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
+        if notes:
+            return notes[0]
+        # ftrun.dcp takes snapshots without `attach`.
+        is_attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
+        is_protected = is_attached or self.committed() is not None
+        has_heartbeat = any(page.get(HeartbeatField.HEARTBEAT_NS) for page in pages)
+        return "" if is_protected or not has_heartbeat else "the script does not call ftrun.attach"
+
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
         step = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)

@@ -172,10 +172,15 @@ def _protected_as(
     """The values of this node's ranks cover only a part of the run, and a spare has no ranks."""
     if snapshots is None:
         return None
+    reason = cluster.unprotected_reason or snapshots.unprotected_reason
+    if snapshots.step is None and cluster.committed_version is not None:
+        generation, step = cluster.committed_version
+        snapshots = msgspec.structs.replace(snapshots, generation=generation, step=step)
     return msgspec.structs.replace(
         snapshots,
         protected=cluster.is_protected,
-        note=cluster.unprotected_reason or snapshots.note,
+        unprotected_reason=reason,
+        note=reason or snapshots.note,
     )
 
 
@@ -299,18 +304,11 @@ def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
     pages = [slot.page for slot in run.workers.slots]
     commands = run.workers.commands
     committed = run.workers.committed()
-    lost = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
-    notes = [*lost, *(page.note for page in pages if page.note)]
-    attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
-    reason = run.maintenance.smp_given_up or (lost[0] if lost else "")
-    # ftrun.dcp takes snapshots without `attach`.
-    is_bare = not attached and committed is None
-    if is_bare and not reason and any(page.get(HeartbeatField.HEARTBEAT_NS) for page in pages):
-        reason = "the script does not call ftrun.attach"
+    reason = run.maintenance.smp_given_up or run.workers.unprotected_reason()
     return SnapshotStatus(
         protected=committed is not None and not reason,
         unprotected_reason=reason,
-        note=notes[0] if notes else "",
+        note=reason or next((page.note for page in pages if page.note), ""),
         step=committed[1] if committed else None,
         generation=committed[0] if committed else None,
         age_s=_age_s(run, committed, now_s) if committed else None,

@@ -177,9 +177,9 @@ def _style(view: StatusView) -> str:
 
 def _summary(view: StatusView) -> str:
     has = view.snapshots
-    if has is None or has.protected or not has.note or "UNPROTECTED" in view.summary:
+    if has is None or not has.unprotected_reason or "UNPROTECTED" in view.summary:
         return view.summary
-    return f"{view.summary} - UNPROTECTED: {has.note}"
+    return f"{view.summary} - UNPROTECTED: {has.unprotected_reason}"
 
 
 def _headline(view: StatusView) -> str:

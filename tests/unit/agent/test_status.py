@@ -72,14 +72,22 @@ def test_a_node_measures_its_own_restarts_and_the_leader_their_downtime() -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "note"),
-    [({"tolerated_losses": 0}, "own"), ({"unprotected_reason": "no memory"}, "no memory")],
+    ("changes", "reason"),
+    [({"tolerated_losses": 0}, ""), ({"unprotected_reason": "no memory"}, "no memory")],
 )
 def test_a_run_that_tolerates_no_loss_is_not_protected(
-    changes: dict[str, object], note: str
+    changes: dict[str, object], reason: str
 ) -> None:
     found = with_cluster(OWN, cluster(**changes), has_secret=True)
-    assert found.snapshots == SnapshotStatus(protected=False, note=note)
+    assert found.snapshots == SnapshotStatus(
+        protected=False, unprotected_reason=reason, note=reason or "own"
+    )
+
+
+def test_a_spare_shows_the_version_of_the_run() -> None:
+    spare = msgspec.structs.replace(OWN, snapshots=SnapshotStatus())
+    found = with_cluster(spare, cluster(committed_version=(2, 40)), has_secret=True)
+    assert found.snapshots == SnapshotStatus(protected=True, generation=2, step=40)
 
 
 def test_a_run_without_a_secret_is_reported() -> None:

@@ -48,6 +48,7 @@ DOCUMENT: dict[str, Any] = {
     ],
     "snapshots": {
         "protected": False,
+        "unprotected_reason": "two slots need 9 MB",
         "note": "two slots need 9 MB",
         "step": 11,
         "generation": 1,
@@ -86,6 +87,13 @@ def test_summary_comes_first_and_reports_that_nothing_protects(
         "processes   agent 5, smp 7",
     ):
         assert said in text
+
+
+def test_a_remark_of_a_rank_is_no_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is not protected yet, and a tensor that is copied at the boundary from now on."""
+    snapshots = {"protected": False, "note": "a.weight changes by itself"}
+    show_status({**DOCUMENT, "snapshots": snapshots})
+    assert "UNPROTECTED" not in capsys.readouterr().out
 
 
 def test_little_is_shown_of_a_run_of_which_little_is_known(
