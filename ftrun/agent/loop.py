@@ -25,7 +25,7 @@ from ftrun import clock, events
 from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.executor import CommandExecutor, RunEnded
 from ftrun.agent.faults.controller import FaultController
-from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.elastic import UNUSED_SIGNAL, FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.report import NodeReporter
@@ -88,6 +88,8 @@ class RunSignals:
             signal.signal(number, lambda found, _frame: self._signals.append(found))
         # It only wakes the loop; /proc shows whether a worker is stopped.
         signal.signal(signal.SIGCHLD, lambda _found, _frame: None)
+        # A terminal sends it when its size changes, and torch's handler would end the ranks.
+        signal.signal(UNUSED_SIGNAL, signal.SIG_DFL)
 
     def awake(self) -> None:
         with suppress(BlockingIOError):

@@ -8,6 +8,7 @@ import difflib
 import fcntl
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -72,6 +73,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
             "ftrun.attach runs here under plain python, without snapshots"
         )
     spec = build_spec(line, variables=variables)
+    check_text(spec)
     owner = check_checkpoint_directory(spec)
     check_resume(spec)
     if finished := has_finished(spec, owner):
@@ -163,6 +165,17 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
         profile=resolved.profile,
         nodes=nodes,
     )
+
+
+def check_text(spec: RunSpec) -> None:
+    """Refuses arguments and folders that cannot be passed to other processes as text."""
+    for text in (spec.cwd, *spec.torchrun_argv):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            name = os.fsencode(text).decode(errors="backslashreplace")
+            what = "the folder" if text == spec.cwd else "the argument"
+            raise UsageError(f"{what} {name} is not UTF-8: rename the file or folder") from error
 
 
 def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
@@ -371,8 +384,7 @@ def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
     if has("module"):
         top = script.partition(".")[0]
         where = [str(Path.cwd()), *sys.path]
-        known = top in sys.builtin_module_names
-        if not known and importlib.machinery.PathFinder.find_spec(top, where) is None:
+        if not _is_importable(top, where):
             raise UsageError(f"there is no module named {script}; cwd {Path.cwd()}")
         return script
     path = Path(script).absolute()
@@ -382,6 +394,16 @@ def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
         hint = f". Did you mean {Path(script).with_name(near[0])}?" if near else ""
         raise UsageError(f"{script} does not exist; cwd {Path.cwd()}{hint}")
     return str(path)
+
+
+def _is_importable(name: str, where: list[str]) -> bool:
+    """Whether there is a module; editable installs have finders of their own."""
+    if importlib.machinery.PathFinder.find_spec(name, where) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _run_id(

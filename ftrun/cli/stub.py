@@ -50,7 +50,7 @@ from ftrun.wire.run_environment import RunFolder
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that kill an agent without handlers; they are held until the agent listens."""
-FORWARDED = (*ENDING, *NEEDS_HANDLER, signal.SIGCONT, signal.SIGWINCH)
+FORWARDED = (*ENDING, *NEEDS_HANDLER, signal.SIGCONT)
 
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0

@@ -346,12 +346,15 @@ sys.modules["triton._C.libtriton"] = types.ModuleType("libtriton")
 def test_variable_set_before_import_torch_is_reported(start: Start, script: Script) -> None:
     name = script(
         "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch\n"
+        "os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'\n"
+        "os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/nowhere'\n"
         "weight = torch.zeros(1, requires_grad=True)\n"
         "optimizer = torch.optim.SGD([weight])\nweight.sum().backward()\noptimizer.step()\n"
     )
     run = start(name)
     assert run.wait() == 0
-    assert "OMP_NUM_THREADS set by the script has no effect" in run.text
+    names = "OMP_NUM_THREADS, TORCHINDUCTOR_MAX_AUTOTUNE"  # the other one is read when it is used
+    assert f"{names} set by the script has no effect" in run.text
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ Rule 2: no module of the agent is imported before the fork, only torch, because 
 """
 
 import gc
+import glob
 import json
 import os
 import runpy
@@ -87,17 +88,28 @@ def set_thread_count(argv: list[str]) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         return
     value = os.environ.get("PET_NPROC_PER_NODE", "1")
-    for index, word in enumerate(argv):
-        name, _, behind = word.replace("_", "-").partition("=")
-        if name == "--nproc-per-node":
-            value = behind or argv[index + 1]
-    if value != "1":
+    for word in argv[: argv.index("--")] if "--" in argv else argv:
+        if word.startswith("--nproc-per-node="):
+            value = word.partition("=")[2]
+    if _num_ranks(value) != 1:
         os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def _num_ranks(word: str) -> int:
+    """The number of ranks, as torchrun finds it; 0 if only torch can count the devices."""
+    if word.isdigit():
+        return int(word)
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus and visible is not None:
+        gpus = min(gpus, len([one for one in visible.split(",") if one.strip()]))
+    is_of_cpus = word == "cpu" or (word == "auto" and not glob.glob("/dev/dri/render*"))
+    return gpus or (os.cpu_count() or 1 if is_of_cpus else 0)
 
 
 def script_folder(script: str, cwd: str) -> str:
     """The first folder of the script's import path: its own, or `cwd` for a module."""
-    return os.path.dirname(script) if os.path.isabs(script) else cwd
+    return os.path.dirname(os.path.realpath(script)) if os.path.isabs(script) else cwd
 
 
 def unknown_torch(text: str) -> str:

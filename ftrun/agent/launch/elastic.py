@@ -35,9 +35,9 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import GenerationPlan
 
-# Torch registers handlers that raise in the middle of any code. ftrun queues signals instead, so
-# torch gets one to handle that is never sent to a process without a terminal.
-_UNUSED_SIGNAL = "SIGWINCH"
+UNUSED_SIGNAL = signal.SIGWINCH
+"""The one that torch gets to handle: its handler raises in the middle of any code, and ftrun queues
+signals instead. `RunSignals.catch` removes the handler, because the default is to ignore it."""
 
 
 class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
@@ -116,7 +116,7 @@ def parse(spec: RunSpec) -> Namespace:
     args.node_rank = 0  # taken from the plan; torch would warn that it is ignored
     args.run_path = False  # the warm start replaces --run-path
     if hasattr(args, "signals_to_handle"):
-        args.signals_to_handle = _UNUSED_SIGNAL
+        args.signals_to_handle = UNUSED_SIGNAL.name
     return args
 
 

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import msgspec
 
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.agent.launch.zygote_client import ZygoteClient, ZygoteUnavailable
+from ftrun.errors import UsageError
 from ftrun.journal import Journal
 from ftrun.records.snapshots import FreshStartUsed
 from ftrun.wire.messages.worker import LaunchRequest, encode_launch
@@ -98,6 +99,27 @@ class WorkerHandle:
         self.streams.clear()
 
 
+def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> list[str]:
+    """The command behind `numactl`, as torch's own SubprocessHandler starts it.
+
+    Before torch 2.9 the command of torch has it already, and torch gives no options.
+
+    Raises:
+        UsageError: this torch or this node cannot bind the rank.
+    """
+    if numa_options is None:
+        return command
+    try:
+        from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as wrapped
+
+        return list(
+            wrapped(tuple(command), gpu_index=local_rank, numa_options=cast("Any", numa_options))
+        )
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--numa-binding cannot bind local rank {local_rank}: {text}") from error
+
+
 @dataclass
 class WorkerStarter:
     """Starts the workers of one generation; replaces torch's `get_subprocess_handler`."""
@@ -147,7 +169,10 @@ class WorkerStarter:
             except ZygoteUnavailable as error:
                 fresh_reason = str(error)
         self.journal.write(FreshStartUsed(fresh_reason or "", slot.rank))
-        return self._fresh(entrypoint, argv, variables, streams, slot, python=python), "fresh"
+        started = self._fresh(
+            entrypoint, argv, variables, streams, slot, python=python, numa_options=numa_options
+        )
+        return started, "fresh"
 
     def _fresh_reason(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
         if self.zygote is None:
@@ -192,13 +217,15 @@ class WorkerStarter:
         slot: LaunchSlot,
         *,
         python: bool,
+        numa_options: object = None,
     ) -> ChildProcess:
         if python:
             kind = ["module", *argv[2:]] if argv[1] == "-m" else ["script", *argv[1:]]
         else:
             kind = ["command", entrypoint, *argv]
+        command = python_command("ftrun.worker.process.startup", *kind)
         return spawn(
-            python_command("ftrun.worker.process.startup", *kind),
+            bound_to_cpus(command, int(variables["LOCAL_RANK"]), numa_options),
             name=f"rank {slot.rank}",
             variables={**variables, LAUNCH: encode_launch(slot.request).decode()},
             pass_fds=list(slot.request.descriptors.values()),

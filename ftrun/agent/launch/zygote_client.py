@@ -30,6 +30,7 @@ from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.journal import Journal
 from ftrun.records.snapshots import StandbyBound, StandbyDropped
 from ftrun.wire.messages.worker import (
+    REQUEST_IN_MEMORY,
     BindDevice,
     DeviceBound,
     LaunchRequest,
@@ -126,7 +127,10 @@ class ZygoteClient:
         Raises:
             ZygoteUnavailable: there is no standby, and none came.
         """
-        data, fds = encode_launch(request), list(request.descriptors.values())
+        try:
+            data = encode_launch(request)
+        except UnicodeEncodeError as error:
+            raise ZygoteUnavailable("a variable or an argument is not UTF-8") from error
         local_rank = int(request.variables["LOCAL_RANK"])
         self._launched[local_rank] = read_by_device(request.variables)
         if local_rank in self._without_step:
@@ -141,8 +145,9 @@ class ZygoteClient:
                 standby.orders.close()
                 continue
             try:
-                socket.send_fds(standby.orders, [data], fds)
-            except OSError:
+                send_request(standby.orders, data, list(request.descriptors.values()))
+            except ConnectionError:  # it has ended
+                self._dropped.append(standby.child)
                 standby.orders.close()
                 continue
             standby.orders.close()
@@ -319,6 +324,17 @@ class ZygoteClient:
             return _child_of(standby.orders.recv(_MAX_ANSWER_BYTES))
         except (TimeoutError, OSError):
             return None
+
+
+def send_request(orders: socket.socket, request: bytes, fds: Sequence[int]) -> None:
+    """Send a launch request in memory: variables and arguments may be larger than any message."""
+    memory = os.memfd_create("ftrun-launch")
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(request)
+        socket.send_fds(orders, [REQUEST_IN_MEMORY], [memory, *fds])
+    finally:
+        os.close(memory)
 
 
 def _child_of(hello: bytes) -> ChildProcess | None:

@@ -31,6 +31,10 @@ def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+REQUEST_IN_MEMORY = b"LaunchRequest"
+"""Agent -> standby: the first descriptor is a memfd with the launch request."""
+
+
 class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
     """Agent -> standby: initialise the device of a local rank now. Reply: DeviceBound.
 
@@ -53,11 +57,11 @@ class DeviceBound(msgspec.Struct, frozen=True):
     """Why none was initialised, or must not be used. The standby ends."""
 
 
-class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="LaunchRequest"):
+class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Agent -> worker: everything that one rank needs to start.
 
-    A new process reads it from the variable `LAUNCH`. A standby receives it as a message, with the
-    descriptors attached in the order of `descriptors`.
+    A new process reads it from the variable `LAUNCH`. A standby receives it in a memfd, followed by
+    the descriptors in the order of `descriptors`.
     """
 
     generation: Generation
@@ -96,9 +100,9 @@ def decode_launch(data: bytes | str) -> LaunchRequest:
     return msgspec.json.decode(data, type=LaunchRequest)
 
 
-def decode_standby_order(data: bytes) -> BindDevice | LaunchRequest:
-    """Raises msgspec.MsgspecError if the data is no order for a standby."""
-    return msgspec.json.decode(data, type=BindDevice | LaunchRequest)
+def decode_binding(data: bytes) -> BindDevice:
+    """Raises msgspec.MsgspecError if the data is no order to initialise a device."""
+    return msgspec.json.decode(data, type=BindDevice)
 
 
 class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ftrun import clock
@@ -35,6 +36,10 @@ READ_AT_IMPORT = (
     "PYTHONHASHSEED", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DEBUG",
 )  # fmt: skip
 """Variables that torch and its libraries read only during their import."""
+
+_OF_COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_")
+_COMPILER_CONFIGS = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
+"""They read variables of these names during their import; others are read when they are used."""
 
 _FAKE_STEP = "_init_optim_state"
 
@@ -142,12 +147,25 @@ def _changed(names: Iterable[str], before: Mapping[str, str], now: Mapping[str, 
     return [name for name in names if now.get(name) != before.get(name)]
 
 
+def _read_by_compiler(
+    before: Mapping[str, str], now: Mapping[str, str], context: WorkerContext
+) -> list[str]:
+    """Variables of torch.compile that a standby has read, because it has its modules."""
+    names = sorted(one for one in {**before, **now} if one.startswith(_OF_COMPILER))
+    if context.launch.start != "warm" or not _changed(names, before, now):
+        return []
+    files = [getattr(sys.modules.get(one), "__file__", None) for one in _COMPILER_CONFIGS]
+    text = "".join(Path(file).read_text("utf-8") for file in files if file)
+    return [one for one in names if f'"{one}"' in text]
+
+
 def _report_missed(
     context: WorkerContext, started_with: dict[str, str], bound_with: dict[str, str] | None
 ) -> None:
     now = dict(os.environ)
     found: list[str] = []
-    if missed := _changed(READ_AT_IMPORT, started_with, now):
+    names = [*READ_AT_IMPORT, *_read_by_compiler(started_with, now, context)]
+    if missed := _changed(names, started_with, now):
         found.append(
             f"{', '.join(missed)} set by the script has no effect: torch was loaded before it. "
             "Set it outside, or start with --start fresh"

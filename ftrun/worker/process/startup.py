@@ -25,7 +25,10 @@ import importlib.abc
 import importlib.util
 import json
 import logging
+import marshal
 import os
+import pkgutil
+import runpy
 import signal
 import socket
 import sys
@@ -48,9 +51,10 @@ from ftrun.linux import (
     offer_to_oom_killer,
 )
 from ftrun.wire.messages.worker import (
+    REQUEST_IN_MEMORY,
     LaunchRequest,
+    decode_binding,
     decode_launch,
-    decode_standby_order,
     encode_launch,
 )
 from ftrun.wire.run_environment import LAUNCH
@@ -60,6 +64,8 @@ from ftrun.worker.process import heartbeat
 from ftrun.worker.process import introspection as visibility
 
 MAX_ORDER_BYTES = 1 << 20
+_PYC_HEAD = 16
+"""Bytes before the code in a .pyc file."""
 _SIGNALS = (
     signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD,
 )  # fmt: skip
@@ -87,14 +93,16 @@ def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], dict[str, st
             data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
         if not data:
             os._exit(0)  # the agent has closed the socket; no user code has run
-        order = decode_standby_order(data)
-        if isinstance(order, LaunchRequest):
+        if data == REQUEST_IN_MEMORY:
             orders.close()
-            return order, fds, bound_with
+            with open(fds.pop(0), "rb") as memory:
+                memory.seek(0)
+                return decode_launch(memory.read()), fds, bound_with
         from ftrun.worker.process import bound_device
 
-        bound_with = order.variables
-        answer = msgspec.json.encode(bound_device.bind(order))
+        binding = decode_binding(data)
+        bound_with = binding.variables
+        answer = msgspec.json.encode(bound_device.bind(binding))
 
 
 def _warm_up() -> None:
@@ -145,11 +153,13 @@ def become_worker(
 
 
 def _open_streams() -> None:
-    encoding = sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
+    before = sys.__stdout__
+    encoding = before.encoding if before is not None else "utf-8"
+    strict = before.errors if before is not None and before.errors else "strict"
     found: dict[str, TextIO | None] = {"stdin": None}
     with contextlib.suppress(OSError):  # closed, as under some schedulers
-        found["stdin"] = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
-    for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        found["stdin"] = open(0, encoding=encoding, errors=strict, closefd=False)  # noqa: SIM115
+    for fd, name, errors in ((1, "stdout", strict), (2, "stderr", "backslashreplace")):
         stream = open(fd, "w", 1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
         stream.reconfigure(write_through=True)
         found[name] = stream
@@ -201,20 +211,24 @@ def _search_first(folder: str) -> None:
 def _run_file(argv: list[str]) -> None:
     path = os.path.abspath(argv[0])
     sys.argv = list(argv)
-    _search_first(os.path.dirname(path))
+    if pkgutil.get_importer(path) is not None:  # a folder or a zip file with __main__.py
+        _search_first(path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    _search_first(os.path.dirname(os.path.realpath(path)))
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = main
     with open(path, "rb") as source:
-        code = compile(source.read(), path, "exec")
+        content = source.read()
+    is_compiled = content.startswith(importlib.util.MAGIC_NUMBER)
+    code = marshal.loads(content[_PYC_HEAD:]) if is_compiled else compile(content, path, "exec")
     exec(code, main.__dict__)
 
 
 def _run_module(argv: list[str]) -> None:
-    import runpy
-
     sys.argv = list(argv)
     _search_first(os.getcwd())
     # The private function keeps the module in sys.modules after it returns, as `python -m` does.
@@ -328,6 +342,8 @@ def main() -> None:
     die_with_parent(request.agent_pid)
     let_parent_trace()
     if kind == "command":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # this interpreter ignores them
         os.execvp(argv[0], argv)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

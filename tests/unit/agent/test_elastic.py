@@ -9,6 +9,8 @@ import torch
 from torch.distributed import run as torchrun
 
 from ftrun.agent.launch import elastic
+from ftrun.agent.launch.agent_start import set_thread_count
+from ftrun.agent.launch.warm_start import bound_to_cpus
 from ftrun.config.profile import Profile
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
@@ -77,3 +79,42 @@ def test_a_default_port_of_torch_is_not_a_given_one(
     assert elastic.parse(spec(tmp_path, "--master-port=6000")).master_port == 6000
     monkeypatch.setenv("PET_MASTER_PORT", "6001")
     assert elastic.parse(spec(tmp_path)).master_port == 6001
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "count"),
+    [
+        (["--nproc-per-node=2", "--", "train.py"], {}, "1"),
+        (["--nproc-per-node=1", "--", "train.py"], {}, None),
+        (["--", "train.py", "--nproc_per_node", "4"], {}, None),
+        (["--nproc-per-node=8", "--", "train.py", "--nproc-per-node=1"], {}, "1"),
+        (["--", "train.py", "--nproc-per-node"], {"PET_NPROC_PER_NODE": "2"}, "1"),
+        (["--nproc-per-node=2", "--", "train.py"], {"OMP_NUM_THREADS": "3"}, "3"),
+        (["--nproc-per-node=cpu", "--", "train.py"], {}, None if os.cpu_count() == 1 else "1"),
+    ],
+)
+def test_one_thread_for_each_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], variables: dict[str, str], count: str | None
+) -> None:
+    for name in ("OMP_NUM_THREADS", "PET_NPROC_PER_NODE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    set_thread_count(argv)
+    assert os.environ.get("OMP_NUM_THREADS") == count
+
+
+def test_ranks_are_bound_as_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binding = pytest.importorskip("torch.numa.binding", reason="needs torch 2.9")
+    numactl = tmp_path / "numactl"
+    numactl.write_text("#!/bin/sh\n")
+    numactl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    cores = "_get_validated_logical_cpus_to_bind_to"  # it asks the driver of the GPU
+    monkeypatch.setattr(binding, cores, lambda **_: {0})
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode.NODE)
+    found = bound_to_cpus(["python", "train.py"], 0, options)
+    assert found[0] == "numactl"
+    assert found[-2:] == ["python", "train.py"]
+    assert bound_to_cpus(["python", "train.py"], 0, None) == ["python", "train.py"]

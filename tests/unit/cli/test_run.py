@@ -1,5 +1,7 @@
 """From arguments to a spec: which source overrides which, and errors before anything starts."""
 
+import importlib.abc
+import importlib.machinery
 import os
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from ftrun.cli.run import (
     build_spec,
     check_checkpoint_directory,
     check_resume,
+    check_text,
     take_folder,
     temporary_folder_warning,
     with_log_folder,
@@ -123,6 +126,29 @@ def test_module_and_command_are_found(place: Path) -> None:
     assert spec("package.training", {"PET_MODULE": "1"}).script == "package.training"
     assert spec("-m sys").script == "sys"
     assert os.path.isabs(spec("--no-python sh -c true").script)
+
+
+def test_a_module_of_an_editable_install_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is not on the path: a finder of its own knows it."""
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(
+            self, name: str, path: object, target: object = None
+        ) -> importlib.machinery.ModuleSpec | None:
+            if name != "installed_for_editing":
+                return None
+            return importlib.machinery.ModuleSpec(name, None)
+
+    words = "-m installed_for_editing.train"
+    assert "there is no module named installed_for_editing" in refused(words)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert spec(words).script == "installed_for_editing.train"
+
+
+def test_an_argument_that_is_not_text_is_refused(place: Path) -> None:
+    made = spec(os.fsdecode(b"train.py data/Andr\xe9"))
+    with pytest.raises(UsageError, match=r"the argument data/Andr\\xe9 is not UTF-8"):
+        check_text(made)
 
 
 def test_flag_of_a_newer_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

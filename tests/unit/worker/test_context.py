@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ftrun.agent.launch.zygote_client import send_request
 from ftrun.ids import version
 from ftrun.wire.messages.worker import decode_launch, encode_launch
 from ftrun.wire.run_environment import LAUNCH
@@ -83,7 +84,7 @@ def test_a_standby_becomes_the_worker_of_its_message(
         variables={**os.environ, **outer, "FTRUN_RUN_ID": "r", "OF_SCRIPT": "1"},
         cwd=str(tmp_path),
     )
-    socket.send_fds(mine, [encode_launch(request)], list(request.descriptors.values()))
+    send_request(mine, encode_launch(request), list(request.descriptors.values()))
     os.close(write)
     with open(read) as output:
         launch, of_script, cwd, files = json.loads(output.read())

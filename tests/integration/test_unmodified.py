@@ -1,0 +1,129 @@
+"""An unmodified script finds under ftrun what it finds under python or torchrun."""
+
+import os
+import py_compile
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Start
+
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+
+Script = Callable[..., str]
+
+SHOW = """
+import sys
+import helper
+main = sys.modules["__main__"]
+print(__name__, sys.argv, sys.path[0], helper.NAME, getattr(main, "__file__", None))
+"""
+AS_A_RANK = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from ftrun.worker.process.startup import run_script
+del sys.path[0]
+run_script(sys.argv[1:], is_module=False)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def symlink(project: Path, folder: Path) -> str:
+    (folder / "link.py").symlink_to(project / "train.py")
+    return "link.py"
+
+
+def in_folder(project: Path, folder: Path) -> str:
+    (project / "train.py").rename(project / "__main__.py")
+    return str(project)
+
+
+def zipped(project: Path, folder: Path) -> str:
+    with zipfile.ZipFile(folder / "app.pyz", "w") as file:
+        file.write(project / "train.py", "__main__.py")
+        file.write(project / "helper.py", "helper.py")
+    return "app.pyz"
+
+
+def compiled(project: Path, folder: Path) -> str:
+    py_compile.compile(str(project / "train.py"), cfile=str(project / "train.pyc"))
+    return str(project / "train.pyc")
+
+
+@pytest.mark.parametrize("form", [symlink, in_folder, zipped, compiled])
+def test_a_script_of_each_form_runs_as_under_python(
+    tmp_path: Path, form: Callable[[Path, Path], str]
+) -> None:
+    project, folder = tmp_path / "project", tmp_path / "work"
+    project.mkdir()
+    folder.mkdir()
+    (project / "train.py").write_text(SHOW)
+    (project / "helper.py").write_text("NAME = 'helper'\n")
+    name = form(project, folder)
+    outputs = [
+        subprocess.run(
+            [sys.executable, *words, name, "an argument"],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )
+        for words in ([], ["-c", AS_A_RANK, str(ROOT)])
+    ]  # fmt: skip
+    assert outputs[1].stdout == outputs[0].stdout, outputs[1].stderr
+    assert "helper" in outputs[0].stdout
+
+
+def test_more_arguments_than_a_message_holds_reach_a_warm_rank(
+    start: Start, script: Script
+) -> None:
+    name = script("import sys\nprint('characters', sum(map(len, sys.argv[1:])))\n")
+    run = start(name, *["x" * 1000] * 400, env={"LARGE": "y" * 100_000})
+    assert run.wait() == 0, run.text
+    assert "characters 400000" in run.text
+    assert not run.journal("fresh_start_used")
+
+
+def test_bytes_that_are_not_utf_8_reach_the_rank(start: Start, script: Script) -> None:
+    name = script("import os\nprint(os.environb[b'FOREIGN'], os.environ['FOREIGN'])\n")
+    foreign = os.fsdecode(b"Andr\xe9")
+    run = start(name, env={"FOREIGN": foreign, "PYTHONIOENCODING": "utf-8:surrogateescape"})
+    assert run.wait() == 0, run.text
+    assert r"b'Andr\xe9'" in run.text
+
+
+def test_streams_have_the_error_handler_of_the_environment(start: Start, script: Script) -> None:
+    name = script("import sys\nprint('handlers', sys.stdin.errors, sys.stdout.errors)\n")
+    run = start(name, env={"PYTHONIOENCODING": "utf-8:surrogateescape"})
+    assert run.wait() == 0, run.text
+    assert "handlers surrogateescape surrogateescape" in run.text
+    assert not run.journal("fresh_start_used")
+
+
+def test_a_terminal_of_another_size_ends_no_rank(start: Start, script: Script) -> None:
+    name = script("import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\n")
+    run = start(name)
+    run.wait_until("started", lambda: run.journal("generation_started"))
+    for pid in (run.process.pid, run.pid_of("agent")):
+        os.kill(pid, signal.SIGWINCH)
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.text
+    assert len(run.journal("generation_started")) == 1, run.text
+    assert "bug" not in run.text
+
+
+def test_a_command_ignores_no_signal(start: Start) -> None:
+    """A shell cannot reset signals that were ignored when it began: `yes | head` would not end."""
+    run = start("--no-python", "grep", "SigIgn", "/proc/self/status")
+    assert run.wait() == 0, run.text
+    (ignored,) = (line.split()[1] for line in run.text.splitlines() if line.startswith("SigIgn"))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        assert not int(ignored, 16) >> (number - 1) & 1
+
+
+def test_without_a_gpu_ranks_are_not_bound_to_its_cores(start: Start, script: Script) -> None:
+    run = start("--numa-binding", "node", script("print('ran')\n"))
+    assert run.wait() == 2, run.text
+    assert "--numa-binding cannot bind local rank 0" in run.text
