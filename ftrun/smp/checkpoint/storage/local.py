@@ -50,6 +50,8 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 LOCK_NAME = ".lock"
 LOCK_TIMEOUT_S = 30.0
+OTHER_WRITER_S = 5.0
+"""Longest wait for a run that writes alone, or for `ftrun checkpoints prune`."""
 
 _LOCK_RETRY_S = 0.02
 _READ_BYTES = 1 << 22
@@ -72,6 +74,8 @@ class LocalStorage:
         self._directory = directory
         self._stop = stop
         self._is_exclusive = False
+        self._gone: list[Path] | None = None
+        """What was renamed under a lock, and is removed after it."""
 
     def path_of(self, name: str) -> str:
         return str(self._directory / name)
@@ -142,7 +146,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        with _locked(self._directory):
+        with self._removing_later(_locked(self._directory, self._stop)):
             self._is_exclusive = True
             try:
                 yield
@@ -152,7 +156,19 @@ class LocalStorage:
     def lock(self) -> AbstractContextManager[None]:
         if self._is_exclusive:
             return contextlib.nullcontext()
-        return _locked_shortly(self._directory, self._stop)
+        return self._removing_later(_locked_shortly(self._directory, self._stop))
+
+    @contextlib.contextmanager
+    def _removing_later(self, lock: AbstractContextManager[None]) -> Iterator[None]:
+        """Hold the lock. Removals only rename under it, because large files take minutes."""
+        self._gone = []
+        try:
+            with lock:
+                yield
+        finally:
+            gone, self._gone = self._gone, None
+            for path in gone:
+                _remove(path)
 
     def pending_name(self, key: CheckpointPart, *, is_alone: bool) -> str:
         if is_alone:
@@ -197,7 +213,13 @@ class LocalStorage:
     def point_latest(self, name: str) -> None:
         temporary = self._directory / _temporary_name(LATEST_NAME)
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(name)
+        try:
+            temporary.symlink_to(name)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            _log.debug("%s has no links: %s", self._directory, error)
+            return  # the index says which checkpoint is the newest one
         crash_point("smp.checkpoint.link_made")
         temporary.replace(self._directory / LATEST_NAME)
         self.sync()
@@ -211,7 +233,10 @@ class LocalStorage:
                 path.rename(gone)
             crash_point("smp.checkpoint.pruning")
             path = gone
-        _remove(path)
+        if self._gone is not None:
+            self._gone.append(path)
+        else:
+            _remove(path)
 
     def discard(self, folder: str) -> None:
         _remove(self._directory / folder)
@@ -235,11 +260,11 @@ class LocalStorage:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path, stop: threading.Event) -> Iterator[None]:
     """Create the directory, and lock it against another run."""
     fd = _open(directory)
     try:
-        _lock_now(fd, directory, fcntl.LOCK_EX)
+        _lock_folder(fd, directory, fcntl.LOCK_EX, stop)
         yield
     finally:
         os.close(fd)
@@ -251,7 +276,7 @@ def _locked_shortly(directory: Path, stop: threading.Event) -> Iterator[None]:
     fd = _open(directory)
     lock = -1
     try:
-        _lock_now(fd, directory, fcntl.LOCK_SH)  # against a node that writes alone
+        _lock_folder(fd, directory, fcntl.LOCK_SH, stop)  # against a node that writes alone
         lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _wait_for(lock, directory, stop)
         yield
@@ -272,33 +297,36 @@ def order_lock(directory: Path, stop: threading.Event) -> Iterator[None]:
         os.close(lock)
 
 
-def _lock_now(folder_fd: int, directory: Path, how: int) -> None:
-    try:
-        fcntl.flock(folder_fd, how | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+def _lock_folder(folder_fd: int, directory: Path, how: int, stop: threading.Event) -> None:
+    if not _flock(folder_fd, how, OTHER_WRITER_S, stop):
         raise CheckpointError(
-            f"another run writes its checkpoints to {directory}; use another --checkpoint-dir"
-        ) from error
-    except OSError as error:
-        _log.debug("%s cannot be locked: %s", directory, error)
+            f"another run writes its checkpoints to {directory}, or they are being removed. Two "
+            "runs need two directories (--checkpoint-dir)"
+        )
 
 
 def _wait_for(lock: int, directory: Path, stop: threading.Event) -> None:
-    give_up_s = clock.now_s() + LOCK_TIMEOUT_S
+    if not _flock(lock, fcntl.LOCK_EX, LOCK_TIMEOUT_S, stop):
+        raise CheckpointError(
+            f"{directory / LOCK_NAME} is held by another node for more than "
+            f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
+        )
+
+
+def _flock(fd: int, how: int, limit_s: float, stop: threading.Event) -> bool:
+    """Lock a descriptor; False if another process holds it too long. No locks: as if locked."""
+    give_up_s = clock.now_s() + limit_s
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
             if clock.now_s() > give_up_s or stop.wait(_LOCK_RETRY_S):
-                raise CheckpointError(
-                    f"{directory / LOCK_NAME} is held by another node for more than "
-                    f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
-                ) from error
+                return False
         except OSError as error:
-            _log.debug("%s cannot be locked: %s", directory, error)
-            return
+            _log.debug("a checkpoint directory cannot be locked: %s", error)
+            return True
         else:
-            return
+            return True
 
 
 def _open(directory: Path) -> int:

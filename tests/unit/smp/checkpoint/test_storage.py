@@ -1,5 +1,6 @@
 """Both storages follow the same rules: names, order, abandoned checkpoints, and retention."""
 
+import errno
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from ftrun.errors import CheckpointError
 from ftrun.ids import version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointIndex, CheckpointPart, ShardFile, seal
 from ftrun.smp.checkpoint.reader import open_storage
+from ftrun.smp.checkpoint.storage import local
 from ftrun.smp.checkpoint.storage.direct_file import no_pace
 from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, block_bytes
 from ftrun.smp.checkpoint.storage.local import LOCK_NAME
@@ -307,7 +309,10 @@ def test_a_removed_checkpoint_is_never_offered_while_it_is_incomplete(
 # --- locks ------------------------------------------------------------------------------------
 
 
-def test_a_node_that_writes_alone_excludes_all_others(root: Path) -> None:
+def test_a_node_that_writes_alone_excludes_all_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "OTHER_WRITER_S", 0.1)
     with open_storage(str(root), NEVER) as first, open_storage(str(root), NEVER) as second:
         with first.exclusive(), first.lock():
             assert not (root / LOCK_NAME).exists()
@@ -316,6 +321,58 @@ def test_a_node_that_writes_alone_excludes_all_others(root: Path) -> None:
                     pass
         with second.lock():
             assert (root / LOCK_NAME).exists()
+
+
+def test_files_are_removed_after_the_lock_is_released(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal of large files takes minutes, and a training writes its checkpoint meanwhile."""
+    remove, seen = local._remove, list[Path]()
+
+    def noted(path: Path) -> None:
+        with open_storage(str(root), NEVER) as other, other.exclusive():
+            seen.append(path)
+        remove(path)
+
+    monkeypatch.setattr(local, "_remove", noted)
+    with open_storage(str(root), NEVER) as storage:
+        name = finish(storage, 4, 1)
+        with storage.lock():
+            storage.remove(name)
+            assert not list(root.glob("step-*"))
+    assert len(seen) == 1
+    assert not seen[0].exists()
+
+
+def test_a_writer_waits_for_a_removal(root: Path) -> None:
+    with open_storage(str(root), NEVER) as first, open_storage(str(root), NEVER) as second:
+        locked, ended = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with first.lock():
+                locked.set()
+                ended.wait(0.3)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        locked.wait()
+        with second.exclusive():
+            pass
+        thread.join()
+
+
+def test_a_file_system_without_links_has_no_latest(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, target: str) -> None:
+        raise PermissionError(errno.EPERM, "not supported", str(path))
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    with open_storage(str(root), NEVER) as storage:
+        name = finish(storage, 4, 1)
+        storage.point_latest(name)
+        assert storage.latest_name() == ""
+        assert [one.name for one in storage.checkpoints()] == [name]
 
 
 def test_a_lock_that_is_held_is_awaited_until_the_run_stops(root: Path) -> None:
