@@ -7,7 +7,7 @@ Rule 1: no line is decoded before its texts have been through `clean`.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -23,6 +23,9 @@ _MAX_WALL_S = 32_503_680_000.0  # the year 3000
 _JUMP_S = 7 * 86_400.0
 """A wall clock is set by less than this."""
 _NEEDS_CLEANING = re.compile(rb'[^\x20-\x7e]|\\[bfru]|"[^"]{2000,}')
+
+_OF_RANKS = (GenerationStartedRecord, ProgressRecord)
+"""A node that runs ranks writes these."""
 
 Line = JournalLine[Record]
 
@@ -144,10 +147,42 @@ def first_step_at(line: Line) -> float | None:
     return started + sum(record.phases_s.values()) if record.phases_s else None
 
 
+def without_single_ends(lines: Iterable[Line]) -> list[Line]:
+    """The lines without the ends of nodes whose run continues.
+
+    A node that drains says so. After the end of a rejected node, another node still runs ranks.
+    """
+    kept: list[Line] = []
+    following: dict[str, Record] = {}
+    for line in reversed(list(_without_drained(lines))):
+        node, record = line.node, line.record
+        is_end = isinstance(record, EndRun | RunEndedRecord)
+        others = (one for other, one in following.items() if other != node)
+        if is_end and any(isinstance(one, _OF_RANKS) for one in others):
+            continue
+        if is_end or isinstance(record, (RunStarted, *_OF_RANKS)):
+            following[node] = record
+        kept.append(line)
+    return kept[::-1]
+
+
+def _without_drained(lines: Iterable[Line]) -> Iterator[Line]:
+    drained: set[str] = set()
+    for line in lines:
+        record = line.record
+        if isinstance(record, RunStarted):
+            drained.discard(line.node)
+        elif isinstance(record, EndRun) and record.run_continues and record.exit_code:
+            drained.add(line.node)
+        if line.node not in drained or not isinstance(record, EndRun | RunEndedRecord):
+            yield line
+
+
 def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:
     """The launches of the newest run, and the number of launches before them.
 
-    A run id may be used again. A launch that resumed a state belongs to the run before it.
+    A run id may be used again. A launch that resumed a state, or found the run finished, belongs to
+    the run before it.
     """
     launches: list[list[Line]] = [[]]
     has_ended = False
@@ -160,11 +195,13 @@ def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:
         has_ended = has_ended or isinstance(record, RunEndedRecord | EndRun)
         launches[-1].append(line)
     first = len(launches) - 1
-    while first > 0 and _has_resumed(launches[first]):
+    while first > 0 and _continues(launches[first]):
         first -= 1
     return launches[first:], first
 
 
-def _has_resumed(launch: Sequence[Line]) -> bool:
+def _continues(launch: Sequence[Line]) -> bool:
     starts = of_kinds(launch, GenerationStartedRecord)
-    return bool(starts) and starts[0].record.restored is not None
+    if not starts:
+        return any(line.record.run_continues for line in of_kinds(launch, EndRun))
+    return starts[0].record.restored is not None

@@ -19,7 +19,7 @@ from ftrun.tools.report.costs import losses_of, mtbf_of, snapshots_of
 from ftrun.tools.report.facts import IncidentFacts, NodeFacts, RunFacts
 from ftrun.tools.report.incident.grouping import cases_of
 from ftrun.tools.report.incident.incident import incident_of
-from ftrun.tools.report.journal import Line, newest_run, parse
+from ftrun.tools.report.journal import Line, newest_run, parse, without_single_ends
 
 _MAX_POINTS = 400
 _OWN_DEATHS: dict[type[Record], str] = {
@@ -42,7 +42,7 @@ def run_facts(raw: Iterable[bytes], *, name: str = "", is_alive: bool = False) -
             f"the journal of {name or 'this run'} has no line that can be read "
             f"({count(unreadable, 'line')} of something else)"
         )
-    launches, left_out = newest_run(lines)
+    launches, left_out = newest_run(without_single_ends(lines) or lines)
     facts = _facts(launches, name=name, is_alive=is_alive)
     return _with_verdict(replace(facts, unreadable=unreadable, left_out=left_out))
 
