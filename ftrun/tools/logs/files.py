@@ -1,11 +1,12 @@
 """Finds the log files of a run: one file per rank, stream and generation.
 
 torch creates the files `ROOT/RUNID_x/attempt_GENERATION/LOCAL_RANK/stdout.log` if --redirects or
---tee is given. Each launch of a run has its own RUNID_x. The journal assigns ranks to local ranks.
+--tee is given. Each agent has its own RUNID_x. The journal assigns ranks to local ranks.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ftrun.errors import UsageError
 from ftrun.records.decode import JournalLine, of_kinds
 from ftrun.records.recovery import GenerationStartedRecord
 from ftrun.records.run import RunStarted
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.journal import Line, launches_of, without_single_ends
 
 STREAMS = ("stdout.log", "stderr.log")
 
@@ -47,13 +48,13 @@ class LogFile:
 def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
     """All files visible on this machine, ordered by generation and rank."""
     found: list[LogFile] = []
+    ends = [one[-1].t_s for one in launches_of(without_single_ends(lines))[:-1]]
     for node, root in _roots(folder, lines):
         is_shared = root not in (folder / node / "workers", folder / "workers")
-        for number, launch in enumerate(_launches(root, lines, is_shared=is_shared)):
-            for attempt in launch.glob("attempt_*"):
-                generation = attempt.name.removeprefix("attempt_")
-                if generation.isdigit():
-                    found += _of_attempt(attempt, node, number, int(generation), lines)
+        folders = _launches(root, lines, is_shared=is_shared)
+        for number, attempts in _numbered(folders, ends):
+            for generation, attempt in attempts.items():
+                found += _of_attempt(attempt, node, number, generation, lines)
     return sorted(found, key=lambda one: (one.era, one.rank, one.path.name))
 
 
@@ -103,6 +104,25 @@ def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Pat
     names = {one.rdzv_id or one.run_id for one in reported}
     ours = [one for one in folders if any(_is_launch(one.name, name) for name in names)]
     return sorted(ours if is_shared else folders, key=_created_s)
+
+
+def _numbered(
+    folders: Iterable[Path], ends: Sequence[float]
+) -> Iterator[tuple[int, dict[int, Path]]]:
+    """Yields the launch of each folder, and its generations.
+
+    A restarted agent has another folder in the same launch, with later generations. A launch that
+    was killed has no end.
+    """
+    number, last = 0, -1
+    for folder in folders:
+        names = {one.name.removeprefix("attempt_"): one for one in folder.glob("attempt_*")}
+        attempts = {int(name): one for name, one in names.items() if name.isdigit()}
+        if not attempts:
+            continue
+        is_again = min(attempts) <= last
+        number, last = max(number + is_again, bisect_left(ends, _created_s(folder))), max(attempts)
+        yield number, attempts
 
 
 def _is_launch(folder: str, name: str) -> bool:

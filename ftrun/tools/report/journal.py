@@ -184,6 +184,15 @@ def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:
     A run id may be used again. A launch that resumed a state, or found the run finished, belongs to
     the run before it.
     """
+    launches = launches_of(lines)
+    first = len(launches) - 1
+    while first > 0 and _continues(launches[first]):
+        first -= 1
+    return launches[first:], first
+
+
+def launches_of(lines: Sequence[Line]) -> list[list[Line]]:
+    """All launches. One whose end was not written is not separated from the next one."""
     launches: list[list[Line]] = [[]]
     has_ended = False
     for line in lines:
@@ -194,10 +203,7 @@ def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:
             has_ended = False
         has_ended = has_ended or isinstance(record, RunEndedRecord | EndRun)
         launches[-1].append(line)
-    first = len(launches) - 1
-    while first > 0 and _continues(launches[first]):
-        first -= 1
-    return launches[first:], first
+    return launches
 
 
 def _continues(launch: Sequence[Line]) -> bool:

@@ -1,19 +1,23 @@
 """Log lines are complete, whatever a rank writes and however its file grows."""
 
+import os
 from pathlib import Path
 
 import pytest
+from made_journals import START_S, MadeJournal
 
 from ftrun.errors import UsageError
 from ftrun.events import Record
 from ftrun.records.decode import JournalLine
 from ftrun.records.recovery import GenerationStartedRecord
-from ftrun.records.run import RunStarted
+from ftrun.records.run import RunEndedRecord, RunStarted
 from ftrun.tools.logs.files import log_files, parse_ranks
 from ftrun.tools.logs.follow import (
     MAX_LINE_BYTES,
     LineSplitter,
+    LogFilter,
     LogReader,
+    LogTailer,
     lines_of,
     shown,
     tail_offset,
@@ -140,3 +144,79 @@ def test_other_runs_in_the_same_folder_are_not_ours(tmp_path: Path) -> None:
     assert "r_b_ab1_defg" in str(found.path)
     lines = [line(1.0, RunStarted("gone", "", "", str(tmp_path / "logs")))]
     assert not log_files(tmp_path, lines)
+
+
+def generations(folder: Path, *numbers: int, t_s: float) -> None:
+    """The files of one launch of a node with one rank, which begins at this time."""
+    for number in numbers:
+        make(folder, f"attempt_{number}/0/stdout.log")
+        os.utime(folder / f"attempt_{number}", (t_s + number, t_s + number))
+
+
+def two_nodes(*ended: Line) -> list[Line]:
+    """Lines of a launch at 100 s; where it ends, another one begins at 200 s."""
+    begun = [
+        line(t_s, RunStarted("r", "", "", ""), node)
+        for t_s in (100.0, 200.0)[: 1 + bool(ended)]
+        for node in ("n0", "n1")
+    ]
+    return sorted([*begun, *ended], key=lambda one: one.t_s)
+
+
+def test_a_node_whose_agent_was_restarted_is_in_the_generation_of_the_others(
+    tmp_path: Path,
+) -> None:
+    generations(tmp_path / "n0/workers/r_x", 0, 1, 2, t_s=101.0)
+    generations(tmp_path / "n0/workers/r_y", 3, t_s=110.0)
+    generations(tmp_path / "n1/workers/r_z", 0, 1, 2, 3, t_s=101.0)
+    found = log_files(tmp_path, two_nodes())
+    assert [(one.era, one.node) for one in found] == [
+        ((0, number), node) for number in range(4) for node in ("n0", "n1")
+    ]
+
+
+def test_a_restarted_agent_does_not_close_the_files_of_the_other_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = MadeJournal(ranks=2, nodes=2)
+    made.begin()
+    for number in range(1, 4):
+        made.generation = number
+        made.start(10.0 * number, "restarted", None)
+    for one in made.entries:
+        if one["kind"] == "generation_started":
+            one["ranks"] = made.ranks_of(one["node"])
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(made.raw()))
+    generations(tmp_path / "node0/workers/r_x", 0, 1, 2, t_s=START_S)
+    generations(tmp_path / "node1/workers/r_z", 0, 1, 2, 3, t_s=START_S)
+    tailer = LogTailer(tmp_path, LogFilter())
+    generations(tmp_path / "node0/workers/r_y", 3, t_s=START_S + 40.0)
+    tailer.list_files()
+    with (tmp_path / "node1/workers/r_z/attempt_3/0/stdout.log").open("a") as file:
+        file.write("later\n")
+    tailer.print_grown()
+    found = capsys.readouterr().out.splitlines()
+    assert sorted(found) == ["node0:0 | x", "node1:1 | later", "node1:1 | x"]
+
+
+def test_a_node_that_is_new_in_a_later_launch_is_in_the_launch_of_the_others(
+    tmp_path: Path,
+) -> None:
+    generations(tmp_path / "n0/workers/r_x", 0, 1, t_s=101.0)
+    generations(tmp_path / "n0/workers/r_y", 0, t_s=201.0)
+    generations(tmp_path / "n1/workers/r_z", 0, t_s=201.0)
+    ended = [line(150.0, RunEndedRecord(143), node) for node in ("n0", "n1")]
+    found = log_files(tmp_path, two_nodes(*ended))
+    assert [(one.era, one.node) for one in found] == [
+        ((0, 0), "n0"),
+        ((0, 1), "n0"),
+        ((1, 0), "n0"),
+        ((1, 0), "n1"),
+    ]
+
+
+def test_a_launch_without_an_end_is_not_mixed_with_the_next_one(tmp_path: Path) -> None:
+    generations(tmp_path / "workers/r_x", 0, 1, t_s=101.0)
+    generations(tmp_path / "workers/r_y", 0, t_s=201.0)
+    lines = [line(t_s, RunStarted("r", "", "", "")) for t_s in (100.0, 200.0)]
+    assert [one.era for one in log_files(tmp_path, lines)] == [(0, 0), (0, 1), (1, 0)]
