@@ -225,7 +225,7 @@ def _node(
     return msgspec.structs.replace(
         found,
         state=state if not peer.lost else "unknown",
-        step=heartbeat.step,
+        step=heartbeat.step or None,
         ready=heartbeat.ready,
         unprotected_reason=heartbeat.unprotected,
         ranks=_ranks(heartbeat, lateness_s),
@@ -249,7 +249,7 @@ def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankS
             rank=rank.rank,
             pid=rank.pid,
             state=rank.state,
-            step=rank.step,
+            step=rank.step if rank.age_s >= 0 else None,
             heartbeat_age_s=rank.age_s if rank.age_s >= 0 else None,
             phase=rank.phase,
             loss=finite(rank.loss),

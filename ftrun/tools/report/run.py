@@ -136,13 +136,13 @@ def _points(lines: Sequence[Line]) -> list[tuple[float, int]]:
     for line in lines:
         step: int | None = None
         match line.record:
-            case WorkersExited(progress=progress):
+            case WorkersExited(progress=progress) if progress.steps_here:
                 step = progress.step
             case GenerationStartedRecord(restored=None, generation=0):
                 step = 0
             case GenerationStartedRecord() | Recovered():
                 step = line.record.restored.step if line.record.restored is not None else None
-            case ProgressRecord():
+            case ProgressRecord() if line.record.steps_here:
                 step = line.record.step
             case LifecycleChanged(old="check"):
                 step = found[-1][1] if found else 0

@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from ftrun.agent.publish.cluster_status import cluster_status
 from ftrun.config.cluster import ClusterSize
 from ftrun.events import ExitKind
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.recovery.suspicions import HangFinding
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages.status import ClusterStatus
 from tests.unit.membership.agents import Agents
 from tests.unit.membership.leader.test_leader import exited, hold, started, works
@@ -112,6 +114,17 @@ def test_without_a_step_of_this_generation_the_run_is_starting() -> None:
     made.passes(1.0)
     assert verdict(made).startswith("starting from step 8 on 3 nodes, no step yet, generation 1")
     assert verdict(made).endswith("; lost: b")
+
+
+def test_the_step_is_not_known_until_a_rank_has_made_one() -> None:
+    made = protected("abc", 1)
+    first = RankReport(rank=0, pid=10, state="running", step=0, age_s=-1.0)
+    works(made, 0, "a", ranks=(first,))
+    node = next(one for one in status(made).nodes if one.node_id == "a")
+    assert (node.step, node.ranks[0].step, node.ranks[0].heartbeat_age_s) == (None, None, None)
+    works(made, 9, "a", ranks=(msgspec.structs.replace(first, step=9, age_s=0.1),))
+    node = next(one for one in status(made).nodes if one.node_id == "a")
+    assert (node.step, node.ranks[0].step, node.ranks[0].heartbeat_age_s) == (9, 9, 0.1)
 
 
 def test_nodes_of_a_paused_run_do_not_run() -> None:

@@ -311,6 +311,20 @@ def test_a_failure_during_recovery_is_the_same_incident() -> None:
     assert it.recovered_s == pytest.approx(2.45, abs=0.02)
 
 
+def test_a_restart_before_its_first_step_does_not_draw_a_fall_to_step_0() -> None:
+    made = MadeJournal()
+    made.begin()
+    made.pulse(60.0, 150)
+    made.crash(61.0, 150, 1)
+    for node in made.nodes:
+        made.put(70.0, "progress", node=node, step=0, steps_here=0)
+        made.put(75.0, "workers_exited", node=node, exits=[],
+                 progress={"step": 0, "steps_here": 0, "attached": True})  # fmt: skip
+    made.pulse(80.0, 160)
+    facts = run_facts(made.raw())
+    assert min(step for t_s, step in facts.progress if t_s > facts.began_t_s + 30) == 149
+
+
 def test_a_run_that_gave_up() -> None:
     made = MadeJournal()
     made.begin()
