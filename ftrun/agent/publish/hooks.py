@@ -12,6 +12,8 @@ Rule 2: each hook is bounded in time, in the number of waiting incidents, and in
         kept.
 """
 
+import base64
+import http.client
 import json
 import logging
 import os
@@ -19,6 +21,7 @@ import signal
 import subprocess
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -238,15 +241,28 @@ class Webhook:
 
     def _post(self, body: bytes) -> str:
         headers = {"Content-Type": "application/json", "User-Agent": "ftrun"}
-        request = urllib.request.Request(self._url, body, headers, method="POST")
         try:
+            url, credentials = _without_credentials(self._url)
+            request = urllib.request.Request(url, body, {**headers, **credentials}, method="POST")
             with self._opener.open(request, timeout=self._limit_s):
                 return ""
         except urllib.error.HTTPError as error:
             error.close()
             return f"it answered {error.code} {error.reason}"
+        except (http.client.InvalidURL, ValueError):  # the text may contain a password
+            return "hooks.webhook is not a valid address"
         except Exception as error:  # noqa: BLE001 - many kinds, down to those of http.client
             return f"{type(error).__name__}: {error}"
+
+
+def _without_credentials(url: str) -> tuple[str, dict[str, str]]:
+    """Returns the URL without its name and password, and the header that contains them."""
+    parts = urllib.parse.urlsplit(url)
+    credentials, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, {}
+    encoded = base64.b64encode(urllib.parse.unquote_to_bytes(credentials)).decode()
+    return parts._replace(netloc=host).geturl(), {"Authorization": f"Basic {encoded}"}
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,11 @@ class Receiver(http.server.BaseHTTPRequestHandler):
     """Answers as the path says; stores the requests."""
 
     bodies: list[tuple[str, Any]] = []  # noqa: RUF012 - replaced by the fixture
+    authorizations: list[str | None] = []  # noqa: RUF012 - replaced by the fixture
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.authorizations.append(self.headers["Authorization"])
         self.bodies.append((self.headers["Content-Type"], json.loads(body)))
         if self.path == "/hang":
             self.server.hanging.wait(60)  # type: ignore[attr-defined]
@@ -173,6 +176,7 @@ class Receiver(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     Receiver.bodies = []
+    Receiver.authorizations = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
         server.hanging = threading.Event()  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
@@ -191,6 +195,33 @@ def test_webhook(receiver: tuple[str, list[tuple[str, Any]]]) -> None:
     assert body["number"] == 3
     assert body["text"] == NASTY
     assert Webhook(f"{url}/500")(reported()).startswith("it answered 500")
+
+
+def test_name_and_password_of_the_address_are_sent_as_a_header(
+    receiver: tuple[str, list[tuple[str, Any]]],
+) -> None:
+    url, bodies = receiver
+    with_password = url.replace("://", "://me%40home:s3%2Fcr@t@")
+    assert Webhook(f"{with_password}/204")(reported()) == ""
+    assert len(bodies) == 1
+    assert Receiver.authorizations[-1] == "Basic " + b64encode(b"me@home:s3/cr@t").decode()
+    assert Webhook(f"{url}/204")(reported()) == ""
+    assert Receiver.authorizations[-1] is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:s3cret@host:port/x",
+        "https://me:s3cret/x@host/x",
+        "https://me:s3cret@[host/x",
+        "https://me:s3cret@host\uff0f/x",
+        "https://host/s3cret with spaces",
+    ],
+)
+def test_an_address_that_is_not_valid_is_not_shown(url: str) -> None:
+    msgspec.convert({"webhook": url}, HooksConfig)
+    assert Webhook(url)(reported()) == "hooks.webhook is not a valid address"
 
 
 @pytest.mark.parametrize("code", [301, 302, 307])
