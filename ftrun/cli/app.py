@@ -11,6 +11,7 @@ msgspec nor rich.
 
 import difflib
 import importlib
+import io
 import os
 import shutil
 import sys
@@ -150,6 +151,8 @@ app.command("run", cls=_RunCommand)(with_flags(_run))
 
 def main() -> NoReturn:
     """Console script entry point; turns an error into a message and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         typer.main.get_command(app).main(prog_name="ftrun")
     except FtrunError as error:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_journals import MadeJournal
 
 from ftrun.cli.run import take_folder
 from ftrun.ids import RunId
@@ -196,3 +197,22 @@ def test_completion_script_can_be_shown(tmp_path: Path) -> None:
         ["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60
     )
     assert "_FTRUN_COMPLETE=complete_bash" in done.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_output_is_shown_on_a_terminal_that_has_not_all_characters(
+    encoding: str, tmp_path: Path
+) -> None:
+    made = MadeJournal(run_id="r", ranks=1, nodes=1)
+    made.begin()
+    folder = tmp_path / "ftrun-logs" / "r"
+    place = folder / "node0" / "workers" / "r_x" / "attempt_0" / "0"
+    place.mkdir(parents=True)
+    (folder / "journal.jsonl").write_bytes(b"".join(made.raw()))
+    (place / "stdout.log").write_bytes("50 % \u2588\u2588 \n".encode() + b"\xff\n")
+    done = ftrun("logs", "r", cwd=tmp_path, variables={"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        r"node0:0 | 50 % \u2588\u2588 ",
+        r"node0:0 | \ufffd",
+    ]
