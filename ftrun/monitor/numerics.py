@@ -94,7 +94,7 @@ class NumericsDetector:
         return one.bad_step or self._bad_loss[one.rank]
 
     def _spike(self, ranks: Sequence[RankNumerics]) -> Verdict | None:
-        reported = [one for one in ranks if one.loss is not None]
+        reported = [one for one in ranks if finite(one.loss) is not None]
         if not reported:
             return None
         step, loss = max(one.step for one in reported), max(one.loss or 0.0 for one in reported)

@@ -3,6 +3,8 @@
 import math
 import random
 
+import pytest
+
 from ftrun.monitor.numerics import NumericsDetector, RankNumerics, finite
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
@@ -92,6 +94,19 @@ def test_a_loss_that_jumps_and_stays_there() -> None:
     assert "to 40 by step 41" in found.text
     assert poll(made, 42, [41.0], {}) is None, "reported once"
     assert poll(made, 43, [2.05], {}) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_single_bad_loss_does_not_disturb_the_search_for_jumps(bad: float) -> None:
+    made = NumericsDetector()
+    noise = random.Random(2)
+    for step in range(1, 60):
+        loss = bad if step == 8 else 2.0 + 0.1 * noise.random()
+        assert poll(made, step, [loss, loss], {}) is None
+    assert poll(made, 60, [30.0, 30.0], {}) is None
+    found = poll(made, 61, [40.0, 40.0], {})
+    assert found is not None
+    assert "the last 58 losses before it: 2.0" in found.evidence[0]
 
 
 def test_a_noisy_loss_is_no_spike() -> None:
