@@ -30,7 +30,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     """`starting`, `running`, `stopped`, `finished` or `ended`."""
     step: int | None = None
     heartbeat_age_s: float | None = None
-    """Seconds since its last step or report."""
+    """Seconds since its last step."""
     phase: str = ""
     loss: float | None = None
     """As reported by the script."""
