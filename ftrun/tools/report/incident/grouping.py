@@ -55,7 +55,7 @@ _BEFORE_S = 120.0
 """Seconds; a fault that was ordered, or an adopted memory, belongs to an incident that follows
 within this time."""
 _FOLLOWS = (RestorePointChosen, GenerationChosen, RunPaused, SmpRestoreSource, SmpSourceRejected)
-GROWTH = "grows from"
+PLANNED = ("draining ", "grows from ")
 UNNUMBERED = 1001
 
 
@@ -138,7 +138,7 @@ class _Sorting:
         if isinstance(record, EndRun) and not self._is_under_way() and not record.exit_code:
             return
         if not self._is_under_way() and not self._is_late(line):
-            self.restart = IncidentLines(is_planned=words_of(record).startswith(GROWTH))
+            self.restart = IncidentLines(is_planned=words_of(record).startswith(PLANNED))
             self._begin(self.restart, line)
         assert self.restart is not None
         self.restart.lines.append(line)
