@@ -46,7 +46,8 @@ def test_a_drained_node_neither_ends_the_run_nor_has_an_incident() -> None:
     drain(made, 200.0)
     facts = run_facts(made.raw(), is_alive=True)
     assert (facts.state, facts.exit_code) == ("running", None)
-    assert [one.kind for one in facts.incidents] == ["crash", "hang in computation", "planned restart"]
+    kinds = [one.kind for one in facts.incidents]
+    assert kinds == ["crash", "hang in computation", "planned restart"]
     assert "exit code" not in facts.incidents[-1].outcome
 
 
@@ -64,7 +65,8 @@ def test_the_history_is_kept_if_a_drained_node_comes_back() -> None:
     join(made, 210.0, "node3")
     facts = run_facts(made.raw(), is_alive=True)
     assert (facts.state, facts.launches, facts.left_out) == ("running", 1, 0)
-    assert [one.kind for one in facts.incidents] == ["crash", "hang in computation", "planned restart"]
+    kinds = [one.kind for one in facts.incidents]
+    assert kinds == ["crash", "hang in computation", "planned restart"]
     made.end(300.0)
     assert run_facts(made.raw()).state == "finished"
 
