@@ -420,3 +420,50 @@ def test_the_node_that_leads_shows_and_reports_for_all(
     for node in ("n0", "n1"):
         last = [line for line in run.journal(node) if line["kind"] == "progress"][-1]
         assert [row[0] for row in last["ranks"]] == [0 if node == first else 1]
+
+
+CANNOT_BE_SAVED = """
+import os, time
+import torch
+import ftrun
+
+class Odd:
+    is_broken = False
+
+    def state_dict(self):
+        return {"value": print if self.is_broken else 1}
+
+    def load_state_dict(self, state):
+        pass
+
+model, odd = torch.nn.Linear(4, 4), Odd()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = ftrun.attach(model, optimizer, odd=odd)
+for step in session.steps(1 << 30):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    odd.is_broken = os.environ["RANK"] == "1" and os.path.exists("break")
+    time.sleep(0.02)
+    if os.path.exists("stop"):
+        break
+"""
+
+
+@pytest.mark.launch
+def test_a_rank_without_snapshots_is_shown_by_each_node(
+    script: Callable[..., str], tmp_path: Path
+) -> None:
+    run = TwoNodes(tmp_path, script(CANNOT_BE_SAVED), "echo")
+    try:
+        until("protected", lambda: scrape(run.ports[0]).get("ftrun_protected") == 1)
+        (tmp_path / "break").touch()
+        until("noticed", lambda: scrape(run.ports[0]).get("ftrun_protected") == 0)
+        for node in ("n0", "n1"):
+            document = run.status(node)
+            assert "UNPROTECTED" in document["summary"], document["summary"]
+            assert "odd" in document["snapshots"]["unprotected_reason"]
+            assert not document["snapshots"]["protected"]
+        (tmp_path / "stop").touch()
+        assert [node.wait(WAIT_S) for node in run.nodes] == [0, 0]
+    finally:
+        run.end()
