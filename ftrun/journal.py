@@ -36,6 +36,8 @@ class Journal:
         self._copies: deque[str] | None = None
         self._watchers: list[Watcher] = []
         self.dropped = 0
+        self._is_torn = False
+        """The last line has no end."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -60,10 +62,14 @@ class Journal:
 
     def append(self, line: str) -> None:
         """Appends a line that is encoded already."""
+        data = (b"\n" if self._is_torn else b"") + line.encode() + b"\n"
         try:
-            os.write(self._fd, line.encode() + b"\n")
+            written = os.write(self._fd, data)
         except OSError:
             self.dropped += 1
+            return
+        self._is_torn = written < len(data)  # the last write before a disk is full
+        self.dropped += self._is_torn
 
     def watch(self, watcher: Watcher) -> None:
         """Calls the watcher with every further line of `write`, after the line is written."""

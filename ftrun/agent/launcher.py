@@ -288,7 +288,9 @@ def _stores(args: Namespace, node: LocalNode) -> StorePool:
     if not node.is_alone:
         return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
     host = _checked(args.master_addr) if _is_given(args) else node.card.host
-    return StorePool(host, args.master_port or 0)
+    stores = StorePool(host, args.master_port or 0)
+    stores.check()
+    return stores
 
 
 def _assemble(  # noqa: PLR0913 - the parts of a run

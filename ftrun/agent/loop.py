@@ -60,7 +60,8 @@ class RunSignals:
         self._journal = journal
         self._workers = workers
         self._asked: SimpleQueue[str] = SimpleQueue()
-        self._signals: list[int] = []
+        self._signals: list[tuple[int, float]] = []
+        """With the times of their arrival, because the main thread may be busy for minutes."""
         self._last, self._last_s = 0, 0.0
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -85,7 +86,7 @@ class RunSignals:
         """Install the handlers; again after torch has installed its own."""
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         for number in _WISHES:
-            signal.signal(number, lambda found, _frame: self._signals.append(found))
+            signal.signal(number, self._note)
         # It only wakes the loop; /proc shows whether a worker is stopped.
         signal.signal(signal.SIGCHLD, lambda _found, _frame: None)
         # A terminal sends it when its size changes, and torch's handler would end the ranks.
@@ -98,7 +99,7 @@ class RunSignals:
     @property
     def is_end_requested(self) -> bool:
         """Whether a pending signal is not for the ranks."""
-        return not all(self._is_for_ranks(number) for number in self._signals)
+        return not all(self._is_for_ranks(number) for number, _ in self._signals)
 
     def forget(self) -> None:
         self._signals.clear()
@@ -106,15 +107,17 @@ class RunSignals:
     def handle(self) -> None:
         """Handle the pending signals, and keep what the heartbeats must report."""
         while self._signals:
-            self._on_signal(self._signals.pop(0))
+            self._on_signal(*self._signals.pop(0))
         with suppress(Empty):
             while True:
                 self._stop_asked(signal.SIGTERM, self._asked.get_nowait())
 
-    def _on_signal(self, number: int) -> None:
-        now_s = clock.now_s()
-        is_repeated = number == self._last and now_s - self._last_s < SAME_SIGNAL_S
-        self._last, self._last_s = number, now_s
+    def _note(self, number: int, _frame: object) -> None:
+        self._signals.append((number, clock.now_s()))
+
+    def _on_signal(self, number: int, at_s: float) -> None:
+        is_repeated = number == self._last and at_s - self._last_s < SAME_SIGNAL_S
+        self._last, self._last_s = number, at_s
         if is_repeated:
             return
         name = signal_name(number)

@@ -243,12 +243,22 @@ class Stub:
             self._held.clear()
 
     def _take(self, number: signal.Signals) -> None:
-        if number in ENDING and self._asked is None:
+        if number in ENDING and self._asked is None and not self._is_for_ranks(number):
             self._asked = number
         if number in NEEDS_HANDLER or (number in ENDING and self._may_hold_memory):
             self._held.append(number)  # sent in the same turn if an agent listens
         elif self._agent is not None:
             os.kill(self._agent, number)
+
+    def _is_for_ranks(self, number: signal.Signals) -> bool:
+        """Whether the agent forwards it to the ranks."""
+        import json  # only here, because the stub is small
+
+        try:
+            names = json.loads(self._folder.spec.read_bytes())["profile"]["stop"]["forward_signals"]
+        except (OSError, ValueError, KeyError):
+            return False
+        return number.name in names or number.name.removeprefix("SIG") in names
 
     def _decide(self) -> int | None:
         """Handles the end of the agent: returns the exit code, or None if another agent starts."""

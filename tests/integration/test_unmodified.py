@@ -127,3 +127,51 @@ def test_without_a_gpu_ranks_are_not_bound_to_its_cores(start: Start, script: Sc
     run = start("--numa-binding", "node", script("print('ran')\n"))
     assert run.wait() == 2, run.text
     assert "--numa-binding cannot bind local rank 0" in run.text
+
+
+def test_a_forwarded_signal_does_not_end_the_run_when_the_agent_is_killed(
+    start: Start, script: Script
+) -> None:
+    name = script(
+        "import pathlib, signal, time\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "pathlib.Path('up').touch()\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\n"
+    )
+    run = start("--no-snapshots", "--forward-signals", "HUP", name)
+    run.wait_until("up", (run.folder / "up").exists)
+    run.process.send_signal(signal.SIGHUP)
+    run.wait_until("forwarded", lambda: run.journal("signal_forwarded"))
+    os.kill(run.pid_of("agent"), signal.SIGKILL)
+    run.wait_until("restarted", lambda: len(run.journal("generation_started")) == 2)
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.text
+
+
+FILLS_THE_DISK = """
+import os, signal
+generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("generation", generation, flush=True)
+if generation == "0":
+    try:
+        for number in range(1000):
+            open(f"ftrun-logs/{number}", "w").close()
+    except OSError:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_full_disk_for_logs_does_not_end_the_run(tmp_path: Path) -> None:
+    """No folder can be made for the log files of the second generation."""
+    (tmp_path / "train.py").write_text(FILLS_THE_DISK)
+    (tmp_path / "ftrun-logs").mkdir()
+    mount = 'mount -t tmpfs -o nr_inodes=60 none ftrun-logs && exec "$@"'
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    if subprocess.run([*words, "true"], cwd=tmp_path, check=False).returncode:
+        pytest.skip("needs namespaces")
+    done = subprocess.run(
+        [*words, sys.executable, "-m", "ftrun", "--redirects", "3", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no log files from generation 1 on" in done.stderr + done.stdout
+    assert "bug" not in done.stderr

@@ -8,6 +8,8 @@ Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker start
 Source:   the names used here exist from torch 2.6 to 2.15; see docs/internals.md.
 """
 
+import errno
+import logging
 import os
 import signal
 from argparse import Namespace
@@ -34,6 +36,8 @@ from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import GenerationPlan
+
+_log = logging.getLogger(__name__)
 
 UNUSED_SIGNAL = signal.SIGWINCH
 """The one that torch gets to handle: its handler raises in the middle of any code, and ftrun queues
@@ -82,7 +86,14 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         # Torch names log folders and sets TORCHELASTIC_RESTART_COUNT by this difference.
         self._remaining_restarts = self._worker_group.spec.max_restarts - generation
         self._store = self._worker_group.store = None  # closes it, so that a given port is free
-        self._initialize_workers(self._worker_group)
+        try:
+            self._initialize_workers(self._worker_group)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            _log.warning("no log files from generation %d on: %s", generation, error)
+            self._logs_specs = multiprocessing_api.DefaultLogsSpecs(log_dir=os.devnull)
+            self._initialize_workers(self._worker_group)
 
     def close_generation(self) -> None:
         """Make torch close what it opened for dead workers: log tails and files."""

@@ -28,9 +28,16 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from ftrun import clock
+from ftrun.errors import UsageError
+
 BACKEND = "ftrun"
 LOOPBACK = "127.0.0.1"
 
+TAKEN_S = 5.0
+"""A port that was free when the run began may be taken by another process for this time."""
+
+_RETRY_S = 0.1
 _MAX_PORTS = 20
 _BACKLOG = 512
 _log = logging.getLogger(__name__)
@@ -112,13 +119,37 @@ class StorePool:
         """
         if self._port:
             self._current = None
-            self._current = make_store(address or self.address, self._port)
+            self._current = self._at_given_port(address or self.address)
         else:
             self.prepare()
             self._current, self._next = self._on_rail(address) or self._next, None
             self._let_go()
         assert self._current is not None
         return self._current
+
+    def check(self) -> None:
+        """Raises UsageError if no store can listen at the given port."""
+        if self._port:
+            try:
+                _listener(self.address, self._port).close()
+            except OSError as error:
+                raise UsageError(
+                    f"--master-port {self._port} cannot be used at {self.address}: "
+                    f"{error.strerror or error}. Give a free one, or leave it out"
+                ) from error
+
+    def _at_given_port(self, address: str) -> TCPStore:
+        """The store at the given port. A later generation uses any other if it stays taken."""
+        give_up_s = clock.now_s() + TAKEN_S
+        while True:
+            try:
+                return make_store(address, self._port)
+            except OSError as error:
+                if clock.now_s() > give_up_s:
+                    _log.warning("--master-port %d is taken now, so another is used", self._port)
+                    return make_store(address)
+                _log.debug("port %d of %s: %s", self._port, address, error)
+                clock.sleep(_RETRY_S)
 
     def _promise(self) -> tuple[TCPStore, dict[str, socket.socket]]:
         for _ in range(_MAX_PORTS):

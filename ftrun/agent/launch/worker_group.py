@@ -201,8 +201,9 @@ class WorkerGroup:
     def signal(self, number: int) -> None:
         for handle in self.alive():
             handle.child.signal_group(number)
-            # A stopped process cannot handle the signal until it continues.
-            handle.child.signal_group(SIGCONT)
+            if not self.is_suspended:
+                # A stopped process cannot handle the signal until it continues.
+                handle.child.signal_group(SIGCONT)
 
     def ask_last_snapshot(self, after_step: int) -> None:
         """Have every rank stop after this step; -1: at the first boundary that none has passed."""

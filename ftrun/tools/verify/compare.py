@@ -114,6 +114,25 @@ def steps_of(trace: Trace) -> int:
     return min((max(life.last_step for life in lives) for lives in trace.values()), default=0)
 
 
+def is_complete(reference: Trace, trace: Trace) -> bool:
+    """Whether a run ends at the same step as the reference."""
+    if has_session(trace):
+        return steps_of(trace) == steps_of(reference)
+    # Without a session a restart counts steps from 0 again, or continues by its own checkpoint.
+    for rank, lives in trace.items():
+        turns, last = reference_turns(reference.get(rank, ())), lives[-1]
+        if last.last_step + _shift(turns, last) != max(turns, default=0):
+            return False
+    return True
+
+
+def own_failures(trace: Trace) -> int:
+    """Returns the number of restarts that no kill has caused."""
+    lives = [life for _, life in compared_lives(trace)]
+    killed = {life.generation for life in lives if life.killed is not None}
+    return max(0, len({life.generation for life in lives}) - 1 - len(killed))
+
+
 def reference_turns(lives: Sequence[Life]) -> dict[int, list[VerifyRecord]]:
     """Returns the events of each step, of the last generation that made it."""
     found: dict[int, list[VerifyRecord]] = {}

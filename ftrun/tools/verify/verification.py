@@ -116,11 +116,7 @@ class Verification:
                 f"no rank could be killed: the script made {compare.steps_of(trace)} steps, and "
                 f"the first kill was due after step {self._kills[0].step}. Lower --steps or --at"
             )
-        # Without a session a restart counts steps from 0 again.
-        is_complete = (
-            compare.steps_of(trace) == compare.steps_of(reference)
-            or not compare.has_session(trace)
-        )  # fmt: skip
+        is_complete = compare.is_complete(reference, trace)
         if late is None and is_complete and second.exit_code == ExitCode.DONE:
             return self._equal(trace, find(reference, trace, noise, None))
         third = self._run("undisturbed again, to exclude a script that is not deterministic")
@@ -141,6 +137,11 @@ class Verification:
         ]
         if findings:
             lines += ["Also found, without an effect on this result:", *_numbered(findings)]
+        if failures := compare.own_failures(trace):
+            lines.append(
+                f"{count(failures, 'more restart')}: the script failed by itself after a kill. Its "
+                "output has the error"
+            )
         if len(restarts) < len(self._kills):
             lines.append(f"{len(restarts)} of {len(self._kills)} kills were carried out.")
         return self._outcome(EQUAL, ExitCode.DONE, lines, findings, restarts=restarts)

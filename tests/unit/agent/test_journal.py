@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,23 @@ def test_any_text_is_one_line(tmp_path: Path, text: str) -> None:
         "n\u00e9",
         ErrorRecord(text.replace("\ud800", "?"), "OSError"),
     )
+
+
+def test_a_full_disk_costs_no_line_after_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        while journal.dropped < 3:
+            journal.write(ErrorRecord("x" * 50, ""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.write(ErrorRecord("there is room again", ""))
+    *_, torn, last = (tmp_path / "journal.jsonl").read_bytes().splitlines()
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(torn)
+    assert "there is room again" in last.decode()
+    assert decode(last) is not None
 
 
 def test_a_text_of_another_class_is_a_text(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ import socket
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ftrun.agent.launch import rendezvous
 from ftrun.agent.launch.rendezvous import (
     NodePlacement,
     PlanRendezvousHandler,
     StorePool,
     make_store,
 )
+from ftrun.errors import UsageError
 
 OWN, OTHER = "127.0.0.1", "127.78.0.2"
 
@@ -65,3 +67,19 @@ def test_a_port_that_cannot_be_had_costs_no_agent() -> None:
     # Ranks of this node get the address of an existing store, and wait there for missing ranks.
     assert info.bootstrap_store_info.master_addr == OWN
     assert info.bootstrap_store_info.master_port == port
+
+
+def test_a_given_port_that_is_taken_is_refused_and_later_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "TAKEN_S", 0.2)
+    with socket.create_server((OWN, 0)) as taken:
+        port = taken.getsockname()[1]
+        pool = StorePool(OWN, port)
+        with pytest.raises(UsageError, match=f"--master-port {port} cannot be used at {OWN}"):
+            pool.check()
+        store = pool.take()
+        assert store.port != port
+        assert reached(OWN, store.port)
+    del store
+    assert pool.take().port == port

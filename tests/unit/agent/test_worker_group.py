@@ -78,6 +78,38 @@ helper.kill()
 print("clean")
 """
 
+SUSPENDED = """
+group = group_of("trap 'echo got > got' USR2; while true; do sleep 0.05; done")
+time.sleep(0.2)
+group.suspend(True)
+until(lambda: process_tree.state_of(group.pids()[0]) == "T")
+group.signal(signal.SIGUSR2)
+time.sleep(0.2)
+assert process_tree.state_of(group.pids()[0]) == "T"
+assert not Path("got").exists()
+group.suspend(False)
+until(lambda: Path("got").exists())
+group.kill()
+print("clean")
+"""
+
+TWO_INTERRUPTS = """
+from ftrun import clock
+from ftrun.agent.loop import RunSignals
+group = group_of("sleep 600")
+spec = RunSpec(run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".")
+signals = RunSignals(spec, journal=Journal(Path(".")), workers=group)
+signals.catch()
+for pause_s in (0.0, 0.01, 0.6):  # the second one is a copy, which the stub forwards
+    time.sleep(pause_s)
+    os.kill(os.getpid(), signal.SIGINT)
+time.sleep(0.6)  # the main thread is busy
+signals.handle()
+assert signals.stops == 2, signals.stops
+group.kill()
+print("clean")
+"""
+
 GROUP_DIES_FIRST = """
 group = group_of("sleep 600 & echo $! > left; exit 3")
 left = number_in("left")
@@ -207,8 +239,8 @@ print("clean")
 
 @pytest.mark.parametrize(
     "code",
-    [TREES, GROUP_DIES_FIRST + REPORTED, OF_AN_EARLIER_AGENT],
-    ids=["trees", "own-end", "earlier-agent"],
+    [TREES, GROUP_DIES_FIRST + REPORTED, OF_AN_EARLIER_AGENT, SUSPENDED, TWO_INTERRUPTS],
+    ids=["trees", "own-end", "earlier-agent", "suspended", "interrupts"],
 )
 def test_what_ranks_have_started_stops_and_ends_with_them(code: str, tmp_path: object) -> None:
     done = output_of(code, tmp_path)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftrun.tools.verify import compare
@@ -75,6 +76,40 @@ def kinds(trace: Trace) -> list[str]:
     difference = compare.first_difference(REFERENCE, trace, generations=_REST)
     noise = compare.noise(REFERENCE, trace, generations=_FIRST)
     return [finding.kind for finding in find(REFERENCE, trace, noise, difference)]
+
+
+def bare(generation: int, first: int, last: int, *, by: int = 0) -> Life:
+    """A generation of a script without a session, which counts `by` steps less."""
+    records = [record for step in range(first, last + 1) for record in turn(step)]
+    return life_of(
+        generation, [msgspec.structs.replace(one, step=one.step - by) for one in records]
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "is_complete"),
+    [
+        (bare(1, 1, 9), True),
+        (bare(1, 5, 9, by=4), True),  # by a checkpoint of its own
+        (bare(1, 1, 7), False),
+        (bare(1, 5, 7, by=4), False),
+        (bare(1, 1, 0), False),  # it finds itself finished
+    ],
+)
+def test_a_script_without_a_session_has_to_reach_the_last_step(
+    last: Life, is_complete: bool
+) -> None:
+    reference: Trace = {0: [bare(0, 1, 9)]}
+    trace = {0: [killed(bare(0, 1, 5)), last]}
+    assert compare.is_complete(reference, trace) is is_complete
+    assert compare.first_difference(reference, trace, generations=_REST) is None
+
+
+def test_a_restart_without_a_kill_is_a_failure_of_the_script() -> None:
+    assert compare.own_failures(REFERENCE) == 0
+    assert compare.own_failures(disturbed(life(1, 4, 9))) == 0
+    trace = {0: [killed(life(0, 1, 5)), life(1, 4, 6), life(2, 5, 9)]}
+    assert compare.own_failures(trace) == 1
 
 
 def test_equal_runs_have_no_difference_and_no_finding() -> None:
