@@ -106,6 +106,20 @@ def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(catalog: Path) -> 
         os.close(fd)
 
 
+def test_prune_keeps_the_newest_whole_one_if_the_latest_lacks_a_file(catalog: Path) -> None:
+    (catalog / NEWEST / "rank-00001.safetensors").unlink()
+    reported = ftrun("prune", str(catalog), "--keep", "1")
+    assert "removed  step-00000001-g0" in reported
+    assert f"not whole  {NEWEST}: rank-00001.safetensors" in reported
+    assert f"kept  {OLDER}: the newest whole one" in reported
+    assert "1 removed, 2 left" in reported
+    found = load(catalog)
+    assert found is not None
+    assert found.version.step == 2
+    for fd in found.fds:
+        os.close(fd)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "reported"),
     [

@@ -171,7 +171,9 @@ def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogR
         found, latest = storage.checkpoints(), storage.latest_name()
         whole = [one.name for one in found if one.index is not None]
         newest = latest if latest in whole or not whole else whole[0]
-        doomed = to_prune(found, retention, newest=newest)
+        # A resume needs one without missing files, whatever else is kept.
+        loadable = next((one.name for one in found if not _missing_files(storage, one)), newest)
+        doomed = [one for one in to_prune(found, retention, newest=newest) if one != loadable]
         if is_real:
             for name in doomed:
                 storage.remove(name)
@@ -209,7 +211,8 @@ def _missing_files(storage: Storage, one: StoredCheckpoint) -> list[str]:
         return [one.problem]
     sizes = storage.sizes(one.name)
     cut = [shard for shard in one.index.shards if not is_whole(shard, sizes)]
-    return [f"{shard.file} or {shard.digests} is missing or incomplete" for shard in cut]
+    problems = [f"{shard.file} or {shard.digests} is missing or incomplete" for shard in cut]
+    return problems + [f"its index has no rank {rank}" for rank in _missing_ranks(one.index)]
 
 
 def _missing_ranks(index: CheckpointIndex) -> list[int]:

@@ -95,7 +95,7 @@ def _prune(
     is_dry: Annotated[bool, option("--dry-run", "only show what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints; the latest is never removed."""
+    """Remove old checkpoints; the latest and the newest whole one are never removed."""
     if keep < 1:
         raise UsageError(f"--keep is at least 1, not {keep}; remove the directory to keep none")
     words = [f"--keep={keep}", *(["--dry-run"] if is_dry else [])]
@@ -105,11 +105,23 @@ def _prune(
     found = ask_catalog("prune", directory, *words)
     if as_json:
         _finish_as_json(found)
+    _show_pruned(found, is_dry=is_dry)
+
+
+def _show_pruned(found: CatalogReport, *, is_dry: bool) -> None:
     would = "would be " if is_dry else ""
     for name in found.removed:
         render.write_plain(f"{would}removed  {name}")
-    left = len(found.checkpoints) - (len(found.removed) if is_dry else 0)
-    render.write_plain(f"{len(found.removed)} {would}removed, {left} left in {found.directory}")
+    left = [one for one in found.checkpoints if one.name not in found.removed]
+    damaged = [one for one in left if one.problems]
+    for one in damaged:
+        render.write_plain(f"not whole  {one.name}: {'; '.join(one.problems)}")
+    whole = next((one.name for one in left if not one.problems), "")
+    if damaged and whole:
+        render.write_plain(f"kept  {whole}: the newest whole one")
+    render.write_plain(
+        f"{len(found.removed)} {would}removed, {len(left)} left in {found.directory}"
+    )
 
 
 def _row(one: CheckpointInfo) -> tuple[str, ...]:
