@@ -41,7 +41,7 @@ class ExportSource:
     """One checkpoint.
 
     Raises:
-        CheckpointError: its plain values are damaged.
+        CheckpointError: its plain values are damaged, or no session of `ftrun.attach` saved it.
         LayoutUnknown: an older ftrun wrote it, without the regions of tensor parts.
     """
 
@@ -52,6 +52,12 @@ class ExportSource:
         self._index = SourceIndex(self._headers, prefer=FIRST)
         self._reader = WholeTensorReader(images, self.note)
         self._parts = {rank: self._plain_of(rank) for rank in sorted(self._headers)}
+        if not all("optimizer_state" in parts for parts in self._parts.values()):
+            raise CheckpointError(
+                "it was saved by ftrun.dcp, not by a session of ftrun.attach, and cannot be "
+                "exported: resume a run from it, where dcp.load with ftrun.dcp.Reader() loads it "
+                "into any layout and dcp.save to a folder writes torch's own files"
+            )
 
     def note(self, note: str) -> None:
         """Adds a note for the operator, once."""

@@ -10,13 +10,17 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ftrun.errors import CheckpointError
+from ftrun.ids import Rank
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
 from ftrun.tools.export.source import ExportSource, WholeTensorReader
 from ftrun.wire.messages.checkpoint import ShardFileLocation
+from ftrun.worker.reshard.dcp_items import ItemsToSave
 from ftrun.worker.reshard.source import DiskImages
 
 EMPTY = (
@@ -28,7 +32,10 @@ PARTS["modules"] = plain.encode({"names": ["m"], "tied": {}})
 
 
 def write_shard(
-    folder: Path, rank: int, held: dict[str, tuple[Box, np.ndarray]]
+    folder: Path,
+    rank: int,
+    held: dict[str, tuple[Box, np.ndarray]],
+    plain_parts: dict[str, bytes] = PARTS,
 ) -> ShardFileLocation:
     """Both files of a rank, with boxes of these whole arrays."""
     parts = {name: TensorPart(array.shape, box.offsets) for name, (box, array) in held.items()}
@@ -36,7 +43,7 @@ def write_shard(
         LayoutEntry(name, "I64", box.shape, CopyTiming.LAZY, part=parts[name])
         for name, (box, _) in held.items()
     ]
-    packed = plain.encode(PARTS)
+    packed = plain.encode(plain_parts)
     layout = make_layout(entries, plain_bytes=len(packed))
     data = bytearray(layout.data_bytes)
     for entry in layout.entries:
@@ -140,4 +147,13 @@ def test_equal_small_tensors_next_to_different_ones_are_equal(tmp_path: Path) ->
     ]
     images = DiskImages(places)
     assert ExportSource(images).whole("m.w").shape == (4,)
+    images.close()
+
+
+def test_a_snapshot_of_dcp_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    parts = ItemsToSave(SavePlan([]), DefaultSavePlanner(), Rank(0)).packed(b"")
+    held = {"m.w": (whole((6,)), np.arange(6))}
+    images = DiskImages([write_shard(tmp_path, 0, held, plain.decode(parts))])
+    with pytest.raises(CheckpointError, match=r"ftrun\.dcp.*dcp\.load"):
+        ExportSource(images)
     images.close()
