@@ -24,7 +24,7 @@ Rule 4: a random stream that is equal on all old ranks stays equal, because scri
         rank without a counterpart gets a stream derived from its number and an old rank's stream.
 Rule 5: parameter groups and optimizer state name the parameters of the new rank, by its own names,
         in the order of the old ranks.
-Rule 6: extra state of modules is on the ranks that have the modules.
+Rule 6: extra state, own keys and flags of modules are on the ranks that have the modules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +35,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from ftrun.sharding.module_values import ModuleValues
 from ftrun.sharding.rule_parser import carried
 from ftrun.sharding.rules import Mesh
 from ftrun.sharding.world_layout import WorldLayout
@@ -255,20 +256,29 @@ class RankValues:
         decoded = {name: [plain.decode(one[name]) for one in parts] for name in _NAMING}
         self._groups = list(map(groups_renamed, decoded["groups"], whole))
         self._states = list(map(states_renamed, decoded["optimizer_state"], whole))
-        self._modules = list(map(modules_renamed, decoded["extra_state"], whole))
+        self._extra_state = list(map(modules_renamed, decoded["extra_state"], whole))
+        own_keys = [plain.decode(one["own_keys"]) if "own_keys" in one else {} for one in parts]
+        self._own_keys = list(map(modules_renamed, own_keys, whole))
         every = (map(one, held) for one, held in zip(whole, decoded["frozen"], strict=True))
         self._frozen = list(dict.fromkeys(chain.from_iterable(every)))
         self._named = _named(self._groups)
+        self._modules = ModuleValues(
+            parts, source, target, groups=self._groups, frozen=self._frozen
+        )
 
     def of(self, rank: int) -> bytes:
         old = self._source.counterpart(self._target.mesh, rank)
         made = dict(self._parts[old])
-        shares = self._shares(rank)
+        shares, stages = self._shares(rank), self._stages(old)
         names = self._target.entries[rank]
         own = self._target.names[rank].own
         made["groups"] = plain.encode(groups_renamed(self._groups_of(old, rank), own))
         made["optimizer_state"] = plain.encode(states_renamed(self._states_of(rank), own))
-        made["extra_state"] = plain.encode(modules_renamed(self._modules_of(old, rank), own))
+        for name, saved in (("extra_state", self._extra_state), ("own_keys", self._own_keys)):
+            of_modules = self._of_modules(saved, stages, rank)
+            if of_modules or name in made:
+                made[name] = plain.encode(modules_renamed(of_modules, own))
+        made |= self._modules.of(rank, stages)
         made["frozen"] = plain.encode([own(name) for name in self._frozen if name in names])
         made["rng"] = plain.encode(shares.random_states())
         made["generators"] = plain.encode(shares.generators())
@@ -297,16 +307,19 @@ class RankValues:
             for name, groups in self._groups[old].items()
         }
 
-    def _modules_of(self, old: int, rank: int) -> Plain:
-        """Extra state of the counterpart first, then of old ranks at other stages only."""
+    def _stages(self, old: int) -> list[int]:
+        """An old rank, and then the old ranks that differ from it by their stage only."""
         mesh, where = self._source, self._source.coordinates(old)
         same = where.keys() - {placement.axis for placement in self._placements}
         beside = [
             r for r in range(mesh.size) if all(mesh.coordinates(r)[a] == where[a] for a in same)
         ]
+        return list(dict.fromkeys([old, *beside]))
+
+    def _of_modules(self, saved: Sequence[Plain], stages: Sequence[int], rank: int) -> Plain:
         found: Plain = {}
-        for other in (old, *beside):
-            for path, values in self._modules[other].items():
+        for old in stages:
+            for path, values in saved[old].items():
                 if self._target.has_module(rank, path):
                     found.setdefault(path, values)
         return found

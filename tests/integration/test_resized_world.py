@@ -293,11 +293,11 @@ def test_shards_that_are_replicated_too_come_back_in_another_layout(node: Node) 
             assert_same(node.saved("restored", 0)[what], expected[what], f"{kind}: {what}")
 
 
-def assert_all_restored(node: Node, ends: list[Any]) -> None:
+def assert_all_restored(node: Node, ends: list[Any], *more: str) -> None:
     """Every rank has its part of the joint state of all ranks at the restore point."""
     whole = {
         what: {name: value for end in ends for name, value in end[what].items()}
-        for what in ("parameters", "optimizer")
+        for what in ("parameters", "optimizer", *more)
     }
     for rank in range(node.world_size):
         found = node.saved("restored", rank)
@@ -357,7 +357,7 @@ def test_stages_of_a_pipeline_come_back_split_otherwise(
         ends = [node.saved("end", rank) for rank in range(node.world_size)]
         assert node.run(len(split), steps, kind="pp", split=split) == [0] * len(split), node.log()
         if ends:
-            assert_all_restored(node, ends)
+            assert_all_restored(node, ends, "training")
         steps += 1
 
 

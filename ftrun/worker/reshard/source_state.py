@@ -9,9 +9,11 @@ Rule 1: step, epoch and parameter groups must be equal on all old ranks. Only th
         values differ, there is no single state to resume from, and nothing is restored.
 Rule 2: other objects (scheduler, scaler, dicts) are normally equal. If they differ, they are taken
         from one old rank, and the log reports it.
+Rule 3: state and flags of modules and of their tensors are taken from the same old rank, and from
+        other ranks if that one does not have the module.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,6 +23,7 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer
 from ftrun.ids import Rank, Version
+from ftrun.sharding.module_values import gradients_merged, merged, modules_with, parameters_of
 from ftrun.sharding.rank_values import DataShares, ranks
 from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
 from ftrun.sharding.rule_parser import read_carried
@@ -46,8 +49,8 @@ _SHARED_OUT = {
     "rng": DataShares.random_states,
     "generators": DataShares.generators,
 }
-_OWN = frozenset({"gradients", "learned_others"})
-"""Parts that name tensors: a rank takes those of its counterpart."""
+_BY_MODULE = ("extra_state", "own_keys")
+"""Parts with state of modules, by their paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +102,22 @@ class SourceState:
         """A part of the plain values for this rank; its tensors are copies."""
         if name in _SHARED_OUT:
             return _SHARED_OUT[name](self._shares)
-        if name == "frozen":
-            return sorted({one for names in self._different(name) for one in names})
-        if name == "modules":
-            return self._modules()
-        if name == "training":
-            # The script sets the mode of a whole model, because another layout may need another
-            # mode.
-            roots = self._modules()["names"]
-            flags = self._decode(self._own, name)
-            return {path: flag for path, flag in flags.items() if path not in roots}
-        is_own = name in self._differing or name in _OWN
-        return self._decode(self._own if is_own else Rank(0), name)
+        if name in _BY_MODULE:
+            return self._by_module(name)
+        if name in self._merges:
+            return self._merges[name]()
+        return self._decode(self._own if name in self._differing else Rank(0), name)
 
     def optional_part(self, name: str) -> Any:
-        """Like `part`; None if an older version of ftrun did not save it."""
-        return self.part(name) if name in self._parts[self._own] else None
+        """Like `part`; None if no rank saved it, or an older version of ftrun did not."""
+        return self.part(name) if any(name in one for one in self._parts.values()) else None
 
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """Parameter groups; with pipeline stages, the groups of all ranks reduced to `present`."""
         first, *others = every = self._different("groups")
-        if not self.has_stages and all(_named(one) == _named(first) for one in others):
+        if not self.has_stages and all(
+            parameters_of(one) == parameters_of(first) for one in others
+        ):
             return dict(first)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in first}
         for name, groups in first.items():
@@ -131,7 +129,9 @@ class SourceState:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        return frozenset(name for groups in self._different("groups") for name in _named(groups))
+        return frozenset(
+            name for groups in self._different("groups") for name in parameters_of(groups)
+        )
 
     def optimizer_state(self, rank: Rank) -> Any:
         return plain.decode(self._parts[rank]["optimizer_state"])
@@ -218,6 +218,50 @@ class SourceState:
 
         return DataShares(self._before, self._new_rank.mesh, self._new_rank.rank, part)
 
+    @cached_property
+    def _merges(self) -> dict[str, Callable[[], Any]]:
+        """Makes parts from those of all ranks, because pipeline stages have other modules."""
+        return {
+            "frozen": self._frozen,
+            "modules": self._modules,
+            "training": self._training,
+            "learned_others": self._learned_others,
+            "gradients": self._gradients,
+        }
+
+    def _frozen(self) -> list[str]:
+        return sorted({one for names in self._different("frozen") for one in names})
+
+    def _training(self) -> dict[str, bool]:
+        flags = (
+            (self._decode(rank, "training"), modules_with(self.shards.headers[rank].entries))
+            for rank in self._with_other("training", "groups")
+        )
+        # The script sets the mode of a whole model, because another layout may need another mode.
+        roots = self._modules()["names"]
+        return {path: flag for path, flag in merged(flags).items() if path not in roots}
+
+    def _learned_others(self) -> list[str]:
+        ranks = self._with_other("learned_others", "groups")
+        names = (dict.fromkeys(self._decode(rank, "learned_others")) for rank in ranks)
+        held = (self.shards.headers[rank].entries for rank in ranks)
+        return list(merged(zip(names, held, strict=True)))
+
+    def _gradients(self) -> dict[str, Any]:
+        saved = [
+            (self._decode(rank, "gradients"), parameters_of(self._decode(rank, "groups")))
+            for rank in self._with_other("gradients", "groups")
+        ]
+        return gradients_merged(saved, set(self._frozen()))
+
+    def _by_module(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for rank in self._with_other(name):
+            # Tensors are copied only if the rank has further modules.
+            if plain.decode(self._parts[rank][name]).keys() - found.keys():
+                found = {**self._decode(rank, name), **found}
+        return found
+
     def _modules(self) -> dict[str, Any]:
         """The part `modules`, with the buffers and strides of all ranks (stages have others)."""
         own, *_ = every = [self._decode(self._own, "modules"), *self._different("modules")]
@@ -229,6 +273,14 @@ class SourceState:
 
     def _decode(self, rank: Rank, name: str) -> Any:
         return plain.decode(self._parts[rank][name], deref=lambda ref: self.copy(rank, ref))
+
+    def _with_other(self, *names: str) -> list[Rank]:
+        """This rank's old rank, and one rank for each other content of these parts."""
+        found: dict[tuple[bytes, ...], Rank] = {}
+        for rank in self.ranks:
+            if all(name in self._parts[rank] for name in names):
+                found.setdefault(tuple(self._parts[rank][name] for name in names), rank)
+        return list(found.values())
 
     def _different(self, name: str) -> list[Any]:
         """The different values of a part on all old ranks, each once; that of rank 0 first."""
@@ -267,7 +319,11 @@ class SourceState:
         for rank, parts in self._parts.items():
             if parts.get(name) != self._parts[Rank(0)].get(name) or has_tensors:
                 other, _ = self._compared(rank, name)
-                if (found := difference(tree, other, words)) is not None:
+                mine = tree
+                if name in _BY_MODULE:  # stages have other modules
+                    mine = {path: tree[path] for path in tree if path in other}
+                    other = {path: other[path] for path in mine}
+                if (found := difference(mine, other, words)) is not None:
                     return rank, found
         return None
 
@@ -288,10 +344,6 @@ class SourceState:
                 one: [{**group, "params": None} for group in groups] for one, groups in tree.items()
             }
         return tree, bool(refs)
-
-
-def _named(groups: Mapping[str, list[dict[str, Any]]]) -> set[str]:
-    return {name for some in groups.values() for group in some for name in group["params"]}
 
 
 def _check_ranks(images: CheckedShards, previous_size: int) -> None:

@@ -39,6 +39,23 @@ class Numbers(Dataset):
         return (torch.arange(8, dtype=torch.float32) * (index + 1) / 96).sin(), index
 
 
+class Counted(nn.Linear):
+    """A layer with state that only `get_extra_state` returns."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"calls": self.calls, "scales": torch.full((3,), 0.5 * self.calls)}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        assert state["scales"].tolist() == [0.5 * state["calls"]] * 3
+        self.calls = state["calls"]
+
+
 class Net(nn.Module):
     """Odd sizes that no world size divides; one tensor is cut into pieces, most are packed."""
 
@@ -47,7 +64,7 @@ class Net(nn.Module):
         self.first = nn.Linear(8, 37)
         self.norm = nn.BatchNorm1d(37)
         self.wide = nn.Linear(37, 2501)
-        self.last = nn.Linear(2501, 3)
+        self.last = Counted(2501, 3)
         self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(0))
@@ -174,6 +191,8 @@ def remember(things: dict[str, object], at: int) -> None:
         model.mask[0] += 1
     if model.norm is not None:
         model.norm.eval()
+    if model.wide is not None:
+        model.wide.train(mode=not model.training)
     for state in things["optimizer"].state.values():
         state["more"] = [state["exp_avg"] + 1, {"at": at, "wide": state["exp_avg_sq"].double()}]
 
@@ -208,7 +227,10 @@ def state_of(things: dict[str, object], session: object) -> dict[str, object]:
         ],
         "scheduler": things["scheduler"].state_dict(),
         "average": full(things["average"]),
-        "training": [part.training for part in model.modules()],
+        "training": {
+            n.removeprefix("module").removeprefix("."): part.training
+            for n, part in model.named_modules()
+        },
         "random": [torch.get_rng_state(), things["dice"].get_state()],
     }
 

@@ -46,6 +46,17 @@ def parts_of(rank: int, names: list[str]) -> dict[str, bytes]:
         "optimizer_state": {"opt": {"state": {**state, "calls": {"n": stage}}}},
         "frozen": [names[0]],
         "extra_state": {name: bytes([rank]) for name in ("root", names[-1])},
+        "own_keys": {names[-1]: {"key": rank}} if stage else {},
+        "training": {"root": True, names[-1]: False} if stage else {"root": True},
+        "learned_others": [f"s.{names[-1]}"] if stage else ["s.a"],
+        "gradients": {"usual": not stage, "except": [names[-1]]},
+        "modules": {
+            "names": ["root"],
+            "tied": {f"{names[-1]}.tied": names[-1]},
+            "buffers": [names[-1]],
+            "no_buffers": [f"{names[-1]}.none"],
+            "strides": {names[-1]: (1, stage)},
+        },
         "rng": {"torch": bytes([data])},
         "generators": {"dice": bytes([data]), "shared": b"same"},
         "loaders": {"loader": feed(4)},
@@ -111,6 +122,57 @@ def test_what_modules_keep_goes_where_they_live() -> None:
         {"root": b"\0", "l.0": b"\0"},
         {"root": b"\4", "l.1": b"\4"},
     ]
+
+
+def test_flags_of_modules_and_tensors_go_where_they_live() -> None:
+    _, (found,) = made(pp=1, dp=1, tp=1)
+    assert found["own_keys"] == {"l.1": {"key": 4}}
+    assert found["training"] == {"root": True, "l.1": False}
+    assert found["learned_others"] == ["s.a", "s.l.1"]
+    # Of the second stage, where that is the exception, l.1 has a gradient.
+    assert found["gradients"] == {"usual": True, "except": ["l.0"]}
+    assert found["modules"] == {
+        "names": ["root"],
+        "tied": {"l.0.tied": "l.0", "l.1.tied": "l.1"},
+        "buffers": ["l.0", "l.1"],
+        "no_buffers": ["l.0.none", "l.1.none"],
+        "strides": {"l.0": (1, 0), "l.1": (1, 1)},
+    }
+    _, found_of_both = made(dp=1, tp=1)
+    assert [parts["training"] for parts in found_of_both] == [
+        {"root": True}, {"root": True, "l.1": False}
+    ]  # fmt: skip
+    assert [parts["modules"]["buffers"] for parts in found_of_both] == [["l.0"], ["l.1"]]
+
+
+def test_layers_that_are_numbered_anew_keep_their_flags() -> None:
+    rules = """
+mesh: {{pp: {pp}}}
+unique:
+  - {{name: "m.{{n}}.*", axis: pp, of: 2, numbered: anew}}
+"""
+    held = [[StoredEntry("m.0.w", "F32", (2,))]] * 2
+    parts = [
+        {
+            **parts_of(4 * stage, ["m.0.w"]),
+            "extra_state": plain.encode({}),
+            "optimizer_state": plain.encode({"opt": {"state": {}}}),
+            "own_keys": plain.encode({"m.0": {"key": stage}}),
+            "training": plain.encode({"m": True, "m.0": False} if stage else {"m": True}),
+            "learned_others": plain.encode([]),
+            "gradients": plain.encode({"usual": True, "except": ["m.0.w"] if stage else []}),
+            "modules": plain.encode({"names": ["m"], "buffers": ["m.0.w"], "no_buffers": []}),
+            "frozen": plain.encode([]),
+        }
+        for stage in range(2)
+    ]
+    source = read_world(read_rules(rules.format(pp=2), source="x"), held)
+    target = lay_out(read_rules(rules.format(pp=1), source="y"), source)
+    encoded = plain.decode(RankValues(parts, source, target).of(0))
+    assert plain.decode(encoded["own_keys"]) == {"m.0": {"key": 0}, "m.1": {"key": 1}}
+    assert plain.decode(encoded["training"]) == {"m": True, "m.1": False}
+    assert plain.decode(encoded["gradients"]) == {"usual": True, "except": ["m.1.w"]}
+    assert plain.decode(encoded["modules"])["buffers"] == ["m.0.w", "m.1.w"]
 
 
 def test_data_and_random_numbers_go_by_the_axis_of_batches() -> None:
