@@ -355,10 +355,14 @@ def test_stages_of_a_pipeline_come_back_split_otherwise(
     steps = 2
     for split in splits:
         ends = [node.saved("end", rank) for rank in range(node.world_size)]
-        assert node.run(len(split), steps, kind="pp", split=split) == [0] * len(split), node.log()
+        size = len(split)
+        assert node.run(size, steps, kind="pp", split=split, tied=True) == [0] * size, node.log()
         if ends:
             assert_all_restored(node, ends, "training")
         steps += 1
+    assert any(node.run(1, steps, kind="pp", split=[2], tied=True))
+    assert "model.last.weight was saved as F32[3, 2501] and is nothing now" in error_of(node, 0)
+    assert node.run(1, steps, kind="pp", split=[3], tied=True) == [0], node.log()
 
 
 @pytest.mark.slow

@@ -144,9 +144,11 @@ class _Wanted:
         pairs = zip(persistent.sources, persistent.originals, strict=True)
         wanted = [(source.name, original) for source, original in pairs if source.name in names]
         changed = [found for one in wanted if (found := self._changed(*one)) is not None]
-        # If ranks are pipeline stages, other ranks have the tensors that are not on this one.
-        common = [] if self.world.has_stages else self.world.index.common_names
-        left = [name for name in common if name in self.world.parameters - names]
+        # A tied tensor may have been saved under each of its names, by different stages.
+        tied = plain.decode(persistent.modules)["tied"].keys()
+        self.world.count_as_used(tied)
+        lost = self.world.parameters - names - tied
+        left = [name for name in self.world.needed if name in lost]
         check_fits([*changed, *((n, str(self.world.whole(n)), _NOTHING) for n in left)])
         for name, tensor in wanted:
             self.add(name, tensor)

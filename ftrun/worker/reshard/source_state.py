@@ -13,7 +13,7 @@ Rule 3: state and flags of modules and of their tensors are taken from the same 
         other ranks if that one does not have the module.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -30,7 +30,7 @@ from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import Mesh, ranks_alone
 from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.plain_values import TensorRef
+from ftrun.snapshot.plain_values import TensorRef, refs_in
 from ftrun.worker.reshard.source import CheckedShards
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.restore import early_restore
@@ -186,18 +186,33 @@ class SourceState:
         return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:
-        """Check that every tensor that all old ranks saved was used.
+        """Check that every needed tensor was used.
 
         Raises:
             ShapeChanged: names the tensors that were not used.
         """
-        for name in self._parts[self._own].keys() - {"optimizer_state"}:
-            self._decode(self._own, name)  # tensors that plain values refer to count as used
+        self._used.update(self._referred(self._own, but="optimizer_state"))
+        check_used({name: str(self.index.tensor(name)) for name in self.needed}, self._used)
+
+    def count_as_used(self, names: Iterable[str]) -> None:
+        self._used.update(names)
+
+    @cached_property
+    def needed(self) -> list[str]:
+        """The saved tensors that this rank has to use, in the order of the old shards.
+
+        With pipeline stages, another rank may use them. Ranks without declared stages may be stages
+        too, but a single rank has the whole model.
+        """
         if self.has_stages:
-            return  # another pipeline stage may have them
-        check_used(
-            {name: str(self.index.tensor(name)) for name in self.index.common_names}, self._used
-        )
+            return []
+        common = self.index.common_names
+        if self._new_rank.mesh.size > 1:
+            return common
+        # An old rank may have further tensors in its objects and in its optimizer.
+        further = {name for rank in self._parts for name in self._referred(rank)}
+        further.difference_update(common)
+        return [name for name in self.index.names if name not in further]
 
     def close(self) -> None:
         self._parts.clear()
@@ -281,6 +296,11 @@ class SourceState:
             if all(name in self._parts[rank] for name in names):
                 found.setdefault(tuple(self._parts[rank][name] for name in names), rank)
         return list(found.values())
+
+    def _referred(self, rank: Rank, but: str = "") -> set[str]:
+        """Names of the tensors that plain values refer to, in all parts except one."""
+        parts = (part for name, part in self._parts[rank].items() if name != but)
+        return {ref.name for part in parts for ref in refs_in(plain.decode(part))}
 
     def _different(self, name: str) -> list[Any]:
         """The different values of a part on all old ranks, each once; that of rank 0 first."""

@@ -123,6 +123,8 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
         data_rank, data_size = 0, 1
         ends = np.cumsum([0, *order["split"]]).tolist()
         model.eval().keep(ends[rank], ends[rank + 1])
+        if order.get("tied") and model.first is not None:  # with a copy for each stage
+            model.gain = nn.Parameter(torch.ones(1)) if model.scale is None else model.scale
     learned = {n.removeprefix("module."): p for n, p in model.named_parameters() if p.requires_grad}
     quick = ("scale", "first.weight")
     optimizer = torch.optim.AdamW(
