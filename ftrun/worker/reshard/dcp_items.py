@@ -21,7 +21,7 @@ Source: torch.distributed.checkpoint.metadata (read in 2.13).
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,11 +59,11 @@ from ftrun.sharding.source_index import (
     copies_into,
 )
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.boxes import Box, Shape, TensorPart, whole
+from ftrun.snapshot.boxes import Box, Shape, TensorPart, strides_of, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming
 from ftrun.worker.capture.explicit_save import ExplicitSaver
 from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
-from ftrun.worker.reshard.tensor_reader import copy_boxes
+from ftrun.worker.reshard.tensor_reader import copy_boxes, ranges_of
 from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, local_tensor
 
@@ -165,22 +165,16 @@ class SavedItems:
         images = self._images({rank for rank, _ in places})
         try:
             objects: dict[Rank, dict[str, bytes]] = {}
-            tensors: list[tuple[ReadItem, torch.Tensor]] = []
-            copies: list[tuple[BoxCopy, torch.Tensor]] = []
+            tensors: list[tuple[ReadItem, Holder]] = []
             for item, (rank, name) in zip(load_plan.items, places, strict=True):
                 if item.type is LoadItemType.BYTE_IO:
                     if rank not in objects:
                         objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
                     planner.load_bytes(item, io.BytesIO(objects[rank][name]))
                     continue
-                holder = Holder(rank, images.headers[rank].entries[name])
-                target = planner.resolve_tensor(item)
-                tensors.append((item, target))
-                found = self._copies(item, holder, target.stride())
-                copies += [(copy, target.detach()) for copy in found]
-            copy_boxes(copies, images)
-            for item, target in tensors:
-                planner.commit_tensor(item, target)
+                self._check_is_tensor(item.storage_index.fqn)
+                tensors.append((item, Holder(rank, images.headers[rank].entries[name])))
+            load_tensors(tensors, planner, images)
         finally:
             images.close()
 
@@ -217,16 +211,39 @@ class SavedItems:
             source.close()
             raise
 
-    def _copies(self, item: ReadItem, holder: Holder, strides: Shape) -> list[BoxCopy]:
-        index = item.storage_index
-        if not isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            raise ShapeChanged(key=index.fqn, saved="an object", present="a tensor")
-        if 0 in item.lengths:
-            return []
-        # DCP counts the items of a chunk from its own first one.
-        starts, shape = tuple(item.storage_offsets), tuple(item.lengths)
-        wanted = StoredRegion(index.fqn, Box(starts, shape), 0, strides)
-        return copies_into(wanted, [chunk_of(whole(holder.entry.shape), [holder])])
+    def _check_is_tensor(self, name: str) -> None:
+        if not isinstance(self.metadata.state_dict_metadata[name], TensorStorageMetadata):
+            raise ShapeChanged(key=name, saved="an object", present="a tensor")
+
+
+def load_tensors(
+    items: Sequence[tuple[ReadItem, Holder]], planner: LoadPlanner, images: CheckedShards
+) -> None:
+    """Fill in tensors, in the order of the shards.
+
+    A planner may stage tensors, also in one buffer. Each is therefore committed before the next one
+    is resolved, as in torch's own reader.
+
+    Raises:
+        SnapshotCorrupt, SnapshotError, PeerError: as `SavedItems.load`.
+    """
+    ordered = sorted(items, key=lambda one: (one[1].rank, one[1].entry.offset))
+    copies = [_copies(*one, strides_of(tuple(one[0].lengths))) for one in ordered]
+    images.expect([read for some in copies for read in ranges_of(some)])
+    for item, holder in ordered:
+        target = planner.resolve_tensor(item).detach()
+        found = _copies(item, holder, target.stride())
+        copy_boxes([(copy, target) for copy in found], images, is_announced=True)
+        planner.commit_tensor(item, target)
+
+
+def _copies(item: ReadItem, holder: Holder, strides: Shape) -> list[BoxCopy]:
+    if 0 in item.lengths:
+        return []
+    # DCP counts the items of a chunk from its own first one.
+    starts, shape = tuple(item.storage_offsets), tuple(item.lengths)
+    wanted = StoredRegion(item.storage_index.fqn, Box(starts, shape), 0, strides)
+    return copies_into(wanted, [chunk_of(whole(holder.entry.shape), [holder])])
 
 
 def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ import torch
 
 from ftrun.errors import SnapshotCorrupt
 from ftrun.sharding.partition import StoredRegion
-from ftrun.sharding.source_index import MOST_BYTES, BoxCopy, WholeTensor
+from ftrun.sharding.source_index import MOST_BYTES, BoxCopy, ByteRange, WholeTensor
 from ftrun.worker.reshard.source import CheckedShards
 from ftrun.worker.state.tensors import DTYPES, box_of, local_tensor
 
@@ -46,20 +46,33 @@ def fill(
     return copy_boxes(copies, shards)
 
 
-def copy_boxes(copies: Iterable[tuple[BoxCopy, torch.Tensor]], shards: CheckedShards) -> int:
+def ranges_of(copies: Iterable[BoxCopy]) -> list[ByteRange]:
+    """The reads of `copy_boxes`, in its order; the targets do not matter."""
+    parts = (part for copy in copies for part in copy.cut_to(MOST_BYTES))
+    return sorted((part.bytes_in(part.holders[0]) for part in parts), key=_in_order)
+
+
+def copy_boxes(
+    copies: Iterable[tuple[BoxCopy, torch.Tensor]],
+    shards: CheckedShards,
+    *,
+    is_announced: bool = False,
+) -> int:
     """Copy boxes; return the number of shard bytes read.
 
     Args:
         copies: each with its target. Items of a target count from its first one, in its memory.
         shards: that hold the boxes.
+        is_announced: the caller has announced these reads, and further ones.
 
     Raises:
         SnapshotCorrupt: as `fill`.
     """
     parts = [(part, target) for copy, target in copies for part in copy.cut_to(MOST_BYTES)]
     reads = [(part.bytes_in(part.holders[0]), part, target) for part, target in parts]
-    reads.sort(key=lambda read: (read[0].rank, read[0].offset))
-    shards.expect([first for first, _, _ in reads])
+    reads.sort(key=lambda read: _in_order(read[0]))
+    if not is_announced:
+        shards.expect([first for first, _, _ in reads])
     num_bytes = 0
     for _, part, target in reads:
         raw = _bytes(part, shards)
@@ -68,6 +81,10 @@ def copy_boxes(copies: Iterable[tuple[BoxCopy, torch.Tensor]], shards: CheckedSh
         target.as_strided(part.shape, part.to_strides, first).copy_(source)
         num_bytes += len(raw)
     return num_bytes
+
+
+def _in_order(one: ByteRange) -> tuple[int, int]:
+    return one.rank, one.offset
 
 
 def _bytes(copy: BoxCopy, shards: CheckedShards) -> memoryview:

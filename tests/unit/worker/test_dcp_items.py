@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -13,11 +14,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ftrun.errors import LayoutUnknown, ValueNotStorable
 from ftrun.ids import Rank
+from ftrun.sharding.source_index import Holder
 from ftrun.snapshot import plain_values as plain
-from ftrun.worker.reshard.dcp_items import pack, place_of, room_for, unpack
+from ftrun.worker.reshard.dcp_items import load_tensors, pack, place_of, room_for, unpack
+from ftrun.worker.reshard.source import CheckedShards
+from tests.unit.worker.test_source import COLUMNS, ROWS, Give, give, tensors_of
+
+__all__ = ["give"]
 
 names = st.text(min_size=1, max_size=12)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -99,3 +106,45 @@ def test_other_values_are_refused(packed: dict[str, object]) -> None:
 def test_an_item_without_a_place_is_named() -> None:
     with pytest.raises(LayoutUnknown, match=r"weight at \[4, 0\]"):
         place_of({}, MetadataIndex("weight", (4, 0)))
+
+
+class Staging(DefaultLoadPlanner):
+    """Hands out one buffer for all tensors, as the contract of planners allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = torch.zeros(ROWS * COLUMNS)
+        self.resolved: list[ReadItem] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.resolved.append(read_item)
+        target = super().resolve_tensor(read_item)
+        return self.buffer[: target.numel()].view(target.shape)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        assert read_item is self.resolved[-1]
+        super().resolve_tensor(read_item).copy_(tensor)
+
+
+def test_a_planner_may_stage_all_tensors_in_one_buffer(give: Give) -> None:
+    images = CheckedShards(give(), "test")
+    found = {"wide": torch.zeros(ROWS, COLUMNS), "bias": torch.zeros(4)}
+    planner = Staging()
+    planner.set_up_planner(found, Metadata({}), is_coordinator=False)
+
+    def item(name: str, rank: int, first: int, shape: tuple[int, ...]) -> tuple[ReadItem, Holder]:
+        index, zeros = MetadataIndex(name, [0] * len(shape)), torch.Size([0] * len(shape))
+        offsets = torch.Size([first, *zeros[1:]])
+        lengths = torch.Size(shape)
+        read = ReadItem(LoadItemType.TENSOR, index, offsets, index, zeros, lengths)
+        return read, Holder(Rank(rank), images.headers[Rank(rank)].entries[name])
+
+    items = [
+        item("bias", 1, 2, (2,)),
+        item("wide", 0, 0, (ROWS, COLUMNS)),
+        item("bias", 0, 0, (2,)),
+    ]
+    load_tensors(items, planner, images)
+    assert len(planner.resolved) == 3
+    assert torch.equal(found["wide"], tensors_of(0)["wide"])
+    assert found["bias"].tolist() == [1, 2, 2, 3]
