@@ -50,7 +50,7 @@ MOST_BYTES = 16 << 20
 """Limit of one read, because its bytes are held in memory until they are copied."""
 
 Bits = npt.NDArray[np.unsignedinteger]
-"""[items] of unsigned integers that hold the bits of numbers of any dtype."""
+"""[items] of unsigned integers, or opaque ones, that hold the bits of numbers of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +215,10 @@ def gathered(
 ) -> Bits:
     """[num_items] with the bits that copies bring, and 0 where they bring none.
 
-    `item_bytes` is 1, 2, 4 or 8; `read` returns the bytes of a copy, at most `MOST_BYTES`.
+    Items of more than 8 bytes have no unsigned integer and are opaque. `read` returns the bytes of
+    a copy, at most `MOST_BYTES`.
     """
-    kind = np.dtype(f"u{item_bytes}")
+    kind = np.dtype(f"u{item_bytes}" if item_bytes <= 8 else f"V{item_bytes}")
     made: Bits = np.zeros(num_items, kind)
     for copy in copies:
         for part in copy.cut_to(MOST_BYTES):

@@ -41,7 +41,9 @@ from ftrun.wire.shared_memory.arena import (
 from tests.integration.documented import rule_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
-DTYPES = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "BF16": np.uint16}
+DTYPES = {
+    "F32": np.float32, "F64": np.float64, "I64": np.int64, "BF16": np.uint16, "C128": np.complex128
+}  # fmt: skip
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 
 
@@ -425,6 +427,15 @@ def test_another_dtype(convert: Converter) -> None:
     assert held["model.wide"].dtype == np.uint16
     assert held["state.model.norm.mean"].dtype == np.float64
     assert held["state.model.wide.mean"].dtype == np.float32
+
+
+def test_items_of_sixteen_bytes_are_put_together(convert: Converter) -> None:
+    whole = np.arange(24.0).view(np.complex128).reshape(4, 3)
+    World(convert.folder / "old", [{"model.z": part} for part in np.split(whole, 2)])
+    rules = convert.rules("z.yaml", 'mesh: {tp: 2}\nshard: [{name: "model.z", axis: tp, dim: 0}]')
+    assert_ranks(
+        arrays_of(convert("new", "--rules", rules, "--mesh", "tp=1")), [{"model.z": whole}]
+    )
 
 
 @pytest.mark.full

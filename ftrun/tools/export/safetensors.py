@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.tools.export.selection import ExportOutline, natural
@@ -27,8 +28,11 @@ from ftrun.tools.export.tensor_writer import (
 )
 from ftrun.wire.messages.checkpoint import ExportJob
 
+_UNKNOWN = ("C128",)
+"""Dtypes of a snapshot that the public format does not have; a reader refuses the whole file."""
 INDEX_NAME = "model.safetensors.index.json"
 _ALIGN_BYTES = 8
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,11 @@ def write_safetensors(
         )
     tensors = {name: world.whole(saved) for name, saved in names.items()}
     dtypes = {name: dtype_out(tensor, order.dtype) for name, tensor in tensors.items()}
+    if unknown := [names[name] for name in names if dtypes[name] in _UNKNOWN]:
+        raise CheckpointError(
+            f"{listed(unknown, _SHOWN)} cannot be written: safetensors files have no complex128. "
+            "Leave it out with --only, or use --format dcp or state_dict"
+        )
     described = [TensorDescription(name, dtypes[name], one.shape) for name, one in tensors.items()]
     files = plan_files(described, limit_bytes=order.file_bytes, tied=tied)
     for other, name in tied.items():

@@ -18,8 +18,10 @@ from ftrun.ids import Rank
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
+from ftrun.tools.export.safetensors import write_safetensors
+from ftrun.tools.export.selection import NameFilter
 from ftrun.tools.export.source import ExportSource, WholeTensorReader
-from ftrun.wire.messages.checkpoint import ShardFileLocation
+from ftrun.wire.messages.checkpoint import CheckpointLocation, ExportJob, ShardFileLocation
 from ftrun.worker.reshard.dcp_items import ItemsToSave
 from ftrun.worker.reshard.source import DiskImages
 
@@ -27,6 +29,7 @@ EMPTY = (
     *("groups", "stateful", "dicts", "extra_state", "optimizer_state", "session"),
     *("generators", "loaders", "frozen"),
 )
+NAMES = {np.dtype(np.int64): "I64", np.dtype(np.complex128): "C128"}
 PARTS = {name: plain.encode({}) for name in EMPTY}
 PARTS["modules"] = plain.encode({"names": ["m"], "tied": {}})
 
@@ -40,8 +43,8 @@ def write_shard(
     """Both files of a rank, with boxes of these whole arrays."""
     parts = {name: TensorPart(array.shape, box.offsets) for name, (box, array) in held.items()}
     entries = [
-        LayoutEntry(name, "I64", box.shape, CopyTiming.LAZY, part=parts[name])
-        for name, (box, _) in held.items()
+        LayoutEntry(name, NAMES[array.dtype], box.shape, CopyTiming.LAZY, part=parts[name])
+        for name, (box, array) in held.items()
     ]
     packed = plain.encode(plain_parts)
     layout = make_layout(entries, plain_bytes=len(packed))
@@ -156,4 +159,20 @@ def test_a_snapshot_of_dcp_is_refused_with_what_to_do_instead(tmp_path: Path) ->
     images = DiskImages([write_shard(tmp_path, 0, held, plain.decode(parts))])
     with pytest.raises(CheckpointError, match=r"ftrun\.dcp.*dcp\.load"):
         ExportSource(images)
+    images.close()
+
+
+def test_items_of_sixteen_bytes_come_out_whole_but_not_as_safetensors(tmp_path: Path) -> None:
+    array = np.arange(24.0).view(np.complex128).reshape(4, 3)
+    boxes = [Box((0, 0), (4, 1)), Box((0, 1), (4, 2))]
+    places = [write_shard(tmp_path, at, {"m.z": (box, array)}) for at, box in enumerate(boxes)]
+    images = DiskImages(places)
+    world = ExportSource(images)
+    found = WholeTensorReader(images, world.note).everything(world.whole("m.z"))
+    assert found == array.tobytes()
+    outline = world.outline(NameFilter(), is_whole=False)
+    job = ExportJob(CheckpointLocation("", "run", 1, 2, places), "safetensors", "out")
+    with pytest.raises(CheckpointError, match=r"m\.z cannot be written.*complex128"):
+        write_safetensors(tmp_path / "out", outline, world, job)
+    assert not (tmp_path / "out").exists()
     images.close()
