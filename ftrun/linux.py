@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 OOM_SCORE = 500
 """OOM score of workers, so that the kernel kills a worker before any process of ftrun."""
+
+_OTHER_FILES = 64
+"""Open files of a process in addition to the ones that it asks for."""
 
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/infiniband/")
 """How the paths of accelerators and RDMA cards begin."""
@@ -146,6 +150,19 @@ def offer_to_oom_killer() -> None:
     """Raises the OOM score of this process, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
+
+
+def allow_files(count: int) -> None:
+    """Raises the soft limit of open files for `count` files and some others.
+
+    It becomes the hard limit at the most.
+    """
+    wanted = count + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _prctl(option: int, value: int | bytes) -> None:

@@ -6,10 +6,12 @@ Checkpoints are real files: the SMP's own writer writes arenas that are filled b
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.index import parse_index
+from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import Retention
@@ -514,6 +518,28 @@ def test_a_damaged_checkpoint_is_not_converted(
     code, words = convert.refused("--rules", name, "--ranks", "2")
     assert code == 77
     assert reported in words
+
+
+def test_an_error_of_a_read_names_the_file_of_the_source(convert: Converter) -> None:
+    world = World(convert.folder / "old", large(2, 2))
+    with closing(CheckpointReader(world.path)) as reader:
+        links = {os.path.realpath(one): int(one.name) for one in Path("/proc/self/fd").iterdir()}
+        folder = os.open("/", os.O_RDONLY)  # whose bytes cannot be read
+        os.dup2(folder, links[str(world.path.resolve() / "rank-00001.safetensors")])
+        os.close(folder)
+        with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not readable"):
+            reader.read(1, "model.wide", 0, 4)
+
+
+def test_more_ranks_than_files_that_a_process_may_open(convert: Converter) -> None:
+    world = World(convert.folder / "old", large(4, 2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, hard))
+    try:
+        with closing(CheckpointReader(world.path)) as reader:
+            assert len(reader.parts) == 8
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("name", ["model.norm", "model.wide"])

@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.linux import allow_files
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.local import LocalStorage
@@ -179,19 +180,21 @@ class CheckpointReader:
         missing = [rank for rank in range(self.index.world_size) if rank not in shards]
         if missing:
             raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
+        self._files = [shards[rank].file for rank in range(self.index.world_size)]
+        allow_files(len(self._files))
         with ExitStack() as ends:
             self.shards: list[SourceShard] = []
+            self.parts: list[dict[str, bytes]] = []
             try:
                 for rank in range(self.index.world_size):
-                    self.shards.append(SourceShard(source, shards[rank]))
-                    ends.callback(self.shards[-1].close)
-                self.parts = [plain_bytes(shard.head, shard.read) for shard in self.shards]
+                    shard = SourceShard(source, shards[rank])
+                    self.shards.append(shard)
+                    ends.callback(shard.close)
+                    self.parts.append(plain_bytes(shard.head, shard.read))
             except (SnapshotCorrupt, LayoutUnknown) as error:
                 raise CheckpointError(f"{folder} cannot be converted: {error}") from error
             except OSError as error:
-                raise CheckpointError(
-                    f"{error.filename or folder} is not readable: {error.strerror}"
-                ) from error
+                raise self._unreadable(len(self.parts), error) from error
             self._ends = ends.pop_all()
 
     @property
@@ -207,6 +210,13 @@ class CheckpointReader:
             return self.shards[rank].read(self.entry(rank, name).offset + first_byte, num_bytes)
         except SnapshotCorrupt as error:
             raise CheckpointError(f"{self.folder} cannot be converted: {error}") from error
+        except OSError as error:
+            raise self._unreadable(rank, error) from error
+
+    def _unreadable(self, rank: int, error: OSError) -> CheckpointError:
+        # An error of a read names no file.
+        path = error.filename or self.folder / self._files[rank]
+        return CheckpointError(f"{path} is not readable: {error.strerror}")
 
     def close(self) -> None:
         self._ends.close()

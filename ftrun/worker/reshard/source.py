@@ -17,16 +17,15 @@ Rule 3: a reader of a checkpoint on disk opens all files at once, because a run 
 
 import mmap
 import os
-import resource
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
+from ftrun.linux import allow_files
 from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.shard_header import ShardHeader, unpack_header
@@ -292,7 +291,6 @@ class CheckedShards:
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
-_SPARE_FDS = 64
 
 
 class DiskImages:
@@ -306,7 +304,7 @@ class DiskImages:
         self._places = {Rank(place.rank): place for place in places}
         self._fds: dict[Rank, int] = {}
         self._headers: dict[Rank, ShardHeader] = {}
-        _allow_files(len(places) + _SPARE_FDS)
+        allow_files(len(places))
         try:
             for rank, place in self._places.items():
                 self._fds[rank] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -378,12 +376,3 @@ def _read(fd: int, at: int, num_bytes: int, path: str) -> bytes:
         at += len(part)
         num_bytes -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _allow_files(count: int) -> None:
-    """Raise the soft limit of open files to `count`, or to the hard limit if that is lower."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
