@@ -9,6 +9,7 @@ Survives: zygote and SMP.
 
 import logging
 from collections.abc import Callable, Sequence
+from signal import SIGKILL
 
 from ftrun import clock, events
 from ftrun.agent.launch.generation import GenerationRunner
@@ -28,6 +29,7 @@ from ftrun.records.snapshots import (
     CheckpointWrittenRecord,
     SmpReady,
     SmpUnavailable,
+    SmpUnreachable,
 )
 from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
@@ -37,6 +39,10 @@ from ftrun.wire.messages.smp import Inventory
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
+
+RECONNECT_EVERY_S = 1.0
+UNREACHABLE_S = 5.0
+"""An SMP that lives and accepts no connection for this long is killed, and another one starts."""
 
 REFILL_AFTER_S = 0.5
 """Standbys are forked this many seconds after a restart, because they would compete with it for
@@ -78,6 +84,8 @@ class Maintenance:
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
         self._restarts = ComponentRestarts()
+        self._reconnect_due_s = 0.0
+        self._unreachable_since_s: float | None = None
 
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = now_s + REFILL_AFTER_S
@@ -306,16 +314,41 @@ class Maintenance:
             smp.collect()
         except PeerError:
             smp.lost()
-        # The exit status of an adopted SMP is unknown here, so its closed connection counts as the
-        # exit. The connection may be lost before the loop starts, while this agent imports torch.
-        is_lost = smp.child is None and smp.channel is None
-        if is_lost and not self.smp_given_up:
-            found.append(events.SmpExited("the SMP has closed its connection"))
         child = smp.child
         if child is not None and child.status is None and child.reap():
             smp.lost()
             found.append(events.SmpExited(f"the SMP {exit_text(child.ended_with)}"))
+        elif not self._reconnect(clock.now_s()) and child is None:
+            # The exit status of an adopted SMP is unknown here.
+            found.append(events.SmpExited("the SMP has closed its connection"))
         return found
+
+    def _reconnect(self, now_s: float) -> bool:
+        """Connect again to an SMP that lives and has closed its connection to this agent.
+
+        For example the agent was stopped and read nothing. The connection may also be lost before
+        the loop starts, while this agent imports torch. Return False if no SMP answers.
+        """
+        smp = self._smp
+        has_ended = self.smp_is_starting or bool(self.smp_given_up)
+        has_ended |= smp.child is not None and smp.child.status is not None
+        if smp.channel is not None or has_ended or now_s < self._reconnect_due_s:
+            return True
+        self._reconnect_due_s = now_s + RECONNECT_EVERY_S
+        if smp.reconnect():
+            try:
+                self._when_smp_is_up()
+                self._unreachable_since_s = None
+                self._journal.write(SmpReady(len(smp.memory.arenas)))
+                self._generations.configure_new_smp()
+                return True
+            except PeerError as error:
+                self._journal.write(SmpUnreachable(str(error)))
+                smp.lost()
+        self._unreachable_since_s = self._unreachable_since_s or now_s
+        if smp.child is not None and now_s - self._unreachable_since_s > UNREACHABLE_S:
+            smp.child.signal(SIGKILL)
+        return False
 
     def _zygote_child(self) -> ChildProcess | None:
         zygote = self._workers.starter.zygote

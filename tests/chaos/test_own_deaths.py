@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import Checked, let_end, wait_for_memory, wait_until_gone
-from tests.integration.conftest import Run, Start, is_gone
+from ftrun.ids import RunId
+from ftrun.wire.messages.envelope import Hello
+from ftrun.wire.run_environment import run_folder
+from ftrun.wire.transport.channel import connect
+from tests.chaos.conftest import STEPS, Checked, let_end, wait_for_memory, wait_until_gone
+from tests.integration.conftest import WAIT_S, Run, Start, is_gone
 
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
@@ -63,6 +67,46 @@ def test_snapshots_continue_with_a_new_smp(start: Start, train: tuple[str, ...])
     )
     assert run.pid_of("smp") != before
     let_end(run)
+
+
+def drop_agent(run: Run, path: Path | None = None) -> None:
+    """Make the SMP close its connection to the agent, which a newer agent replaces."""
+    path = path or run_folder(RunId(run.run_id)).smp_socket
+    hello = Hello("agent", os.getpid())
+    connect(path, run_id=run.run_id, peer="the SMP", hello=hello, deadline_s=WAIT_S).close()
+
+
+def test_an_agent_that_the_smp_has_dropped_connects_again(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start("--snapshot-every", "1", "--checkpoint-dir", "checkpoints", *train)
+    wait_for_memory(run, 5)
+    drop_agent(run)
+    run.wait_until("connected again", lambda: len(run.journal("smp_ready")) == 1)
+    os.kill(run.pid_of("agent"), signal.SIGKILL)  # the next one adopts this SMP, no child of it
+    run.wait_until("another agent", lambda: len(run.journal("generation_started")) > 1)
+    drop_agent(run)
+    let_end(run)
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
+    assert not run.journal("smp_exited"), "no second SMP is started"
+    assert run.journal("checkpoint_written")[-1]["step"] == STEPS
+
+
+@pytest.mark.full
+def test_an_smp_that_lives_and_cannot_be_reached_is_replaced(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start("--snapshot-every", "1", *train)
+    wait_for_memory(run, 5)
+    before = run.pid_of("smp")
+    path = run_folder(RunId(run.run_id)).smp_socket
+    drop_agent(run, path.rename(path.with_name("moved.sock")))
+    run.wait_until("another SMP", lambda: run.journal("smp_ready"))
+    assert is_gone(before)
+    let_end(run)
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
 
 
 @pytest.mark.full

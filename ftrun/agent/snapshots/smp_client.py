@@ -97,22 +97,31 @@ class AgentSmpClient:
             return None
         if not isinstance(handed.body, smp_messages.MemoryHandedOver):
             return None
-        arenas = handed.fds[: len(handed.body.ranks)]
-        for rank, fd in zip(handed.body.ranks, arenas, strict=True):
-            self.memory.keep(Rank(rank), fd)
-        parity_regions = handed.fds[len(arenas) :]
-        for slot, fd in zip(handed.body.parity_slots, parity_regions, strict=True):
-            self.memory.retain_parity_region(slot, fd)
+        self._hold(handed.body, handed.fds)
         self._run_state = handed.body.run_state
         self.was_adopted = bool(self.memory.arenas)
         return self._run_state
 
     def reconnect(self) -> bool:
+        """Connect to the same SMP again; its memory may have changed since."""
         try:
             self.channel = self._connect(START_WAIT_S)
+            handed = self._ask(smp_messages.HandOverMemory())
         except PeerError:
+            self.lost()
             return False
+        if isinstance(handed.body, smp_messages.MemoryHandedOver):
+            self._hold(handed.body, handed.fds)
         return True
+
+    def _hold(self, handed: smp_messages.MemoryHandedOver, fds: Sequence[int]) -> None:
+        """Hold exactly the memory of this SMP."""
+        self.memory.close()
+        num_arenas = len(handed.ranks)
+        for rank, fd in zip(handed.ranks, fds[:num_arenas], strict=True):
+            self.memory.keep(Rank(rank), fd)
+        for slot, fd in zip(handed.parity_slots, fds[num_arenas:], strict=True):
+            self.memory.retain_parity_region(slot, fd)
 
     def start(self) -> None:
         words = ["--run-id", self.folder.run_id, "--socket", str(self.folder.smp_socket)]
