@@ -146,6 +146,13 @@ def let_parent_trace() -> None:
         _prctl(_PR_SET_PTRACER, os.getppid())
 
 
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to the hard limit, if the kernel allows it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def offer_to_oom_killer() -> None:
     """Raises the OOM score of this process, if the kernel allows it."""
     with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ftrun.errors import ExitCode
 from ftrun.ids import RunId
-from ftrun.linux import hide_memory, ignore_user_signals, name_process
+from ftrun.linux import hide_memory, ignore_user_signals, name_process, raise_file_limit
 from ftrun.smp.server import SmpServer, is_served, let_go_of_streams
 
 _log = logging.getLogger(__name__)
@@ -58,12 +58,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _seclude() -> None:
-    """Start a session, set the process name, leave the terminal, and disable core dumps."""
+    """Start a session, set the process name, leave the terminal, and disable core dumps.
+
+    Links need about three descriptors and two threads for each node of the group and of the
+    previous one, which is more than the usual soft limit of 1,024 from about 330 nodes.
+    """
     with contextlib.suppress(PermissionError):  # a process group leader already leads its session
         os.setsid()
     let_go_of_streams(0, 1)
     name_process("ftrun-smp")
     hide_memory()
+    raise_file_limit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

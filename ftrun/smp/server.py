@@ -42,6 +42,9 @@ _OfWorker = (
     | worker_messages.FetchShardHeaders
     | worker_messages.FetchPieces
 )
+ACCEPT_AGAIN_S = 0.5
+"""Pause after a connection could not be accepted, for example without a free descriptor."""
+
 _OfCli = messages.StatusRequest | smp_messages.Shutdown
 _log = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ class SmpServer:
         self._handler = MessageHandler(run_id, self._jobs)
         self._socket = listen(path)
         self._inode = path.stat().st_ino
+        self._accept_again_s: float | None = None
+        """When connections are accepted again; None: they are accepted now."""
         self._watch(self._socket, self._accept)
         self._watch(self._jobs, self._jobs.finish)
 
@@ -88,6 +93,7 @@ class SmpServer:
                 for key, _ in self._selector.select(self._timeout_s()):
                     key.data()
                 self._sweep()
+                self._accept_again()
                 self._receive_signal()
                 self._check_orphan()
         finally:
@@ -105,9 +111,10 @@ class SmpServer:
         self._selector.register(what, selectors.EVENT_READ, action)
 
     def _timeout_s(self) -> float | None:
-        if self._orphaned_since_s is None:
-            return None
-        return max(0.0, self._orphaned_since_s + self._orphan_s - clock.now_s())
+        since_s = self._orphaned_since_s
+        orphan_ends_s = None if since_s is None else since_s + self._orphan_s
+        due_s = [at_s for at_s in (orphan_ends_s, self._accept_again_s) if at_s is not None]
+        return max(0.0, min(due_s) - clock.now_s()) if due_s else None
 
     def _check_orphan(self) -> None:
         since_s = self._orphaned_since_s
@@ -140,6 +147,9 @@ class SmpServer:
             channel = accept(self._socket, run_id=self._run_id)
         except OSError as error:
             _log.warning("cannot accept a connection: %s", error)
+            # The listener stays readable, so the loop would not wait any more.
+            self._selector.unregister(self._socket)
+            self._accept_again_s = clock.now_s() + ACCEPT_AGAIN_S
             return
         if channel is None:
             _log.warning("rejected a connection of another user")
@@ -147,6 +157,11 @@ class SmpServer:
         client = ClientConnection(channel)
         self._clients.add(client)
         self._watch(client.channel, lambda: self._receive(client))
+
+    def _accept_again(self) -> None:
+        if self._accept_again_s is not None and clock.now_s() >= self._accept_again_s:
+            self._accept_again_s = None
+            self._watch(self._socket, self._accept)
 
     def _receive(self, client: ClientConnection) -> None:
         try:

@@ -20,6 +20,7 @@ from ftrun.wire.transport.tcp import (
     tune,
 )
 from tests.contract.answering import closed_port, wait_until_full
+from tests.exhausted import no_descriptors
 
 TIMEOUT_S = 30.0
 
@@ -151,6 +152,13 @@ def test_a_connection_is_tuned(listener: socket.socket) -> None:
         allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text()
         name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).strip(b"\0")
         assert name == b"cubic" or "cubic" not in allowed
+
+
+def test_a_lack_of_descriptors_is_a_connection_that_cannot_be_made(
+    listener: socket.socket,
+) -> None:
+    with no_descriptors():
+        assert lost("127.0.0.1", port_of(listener)) == "closed"
 
 
 def test_addresses_of_this_node_are_known() -> None:

@@ -7,6 +7,7 @@ The test acts as the worker and the agent over real channels, with real arenas; 
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -772,6 +773,31 @@ def test_the_process_is_small_and_secluded(world: World) -> None:
     assert int(status["RssAnon"].split()[0]) < 35_000
     assert "libtorch" not in (proc / "maps").read_text()
     assert "Max core file size        0 " in (proc / "limits").read_text()
+
+
+def test_it_may_open_as_many_files_as_the_hard_limit_allows(world: World) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        world.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(world.smp.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_a_client_that_it_cannot_accept_waits_and_costs_no_time(world: World) -> None:
+    world.start()
+    pid = world.smp.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    lowest_free = next(fd for fd in range(len(taken) + 1) if fd not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    agent = world.connect("agent")
+    wait_until(lambda: "Too many open files" in world.log(), "it has no descriptor")
+    time.sleep(0.3)
+    assert world.log().count("Too many open files") < 3
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
 
 
 def test_a_seal_that_is_withdrawn_is_never_committed(world: World) -> None:

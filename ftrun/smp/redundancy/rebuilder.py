@@ -11,6 +11,7 @@ replaces the lost one therefore receives the lost bytes once and not k times.
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import Fragment, StripeId
@@ -94,14 +95,21 @@ class Rebuilder:
         while not self._is_stopped and (one := (yield Wait(self._asks))) is not None:
             requester, ask = one
             try:
-                raw = yield from self._rebuild(ask)
-            except (LayoutUnknown, SnapshotCorrupt) as error:
-                self._rpc.refuse(requester, ask, 0, error)
-            else:
-                crash_point("smp.fetch.rebuilt")
-                self._rpc.send(
-                    requester, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
-                )
+                yield from self._serve(requester, ask)
+            except OSError as error:  # for example no descriptor for a link to another node
+                with suppress(OSError):
+                    self._rpc.refuse(requester, ask, 0, error)
+
+    def _serve(self, requester: str, ask: t.RebuildBlock) -> Steps[None]:
+        try:
+            raw = yield from self._rebuild(ask)
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            self._rpc.refuse(requester, ask, 0, error)
+        else:
+            crash_point("smp.fetch.rebuilt")
+            self._rpc.send(
+                requester, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
+            )
 
     def rebuild(self, ask: t.RebuildBlock) -> memoryview:
         """Return the block of a lost node for a worker of this node; raises LayoutUnknown."""

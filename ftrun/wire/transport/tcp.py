@@ -96,8 +96,9 @@ def dial(
     failed: list[OSError] = []
     for number, (family, kind, protocol, _, address) in enumerate(found):
         left_s = (give_up_s - clock.now_s()) / (len(found) - number)
-        sock = socket.socket(family, kind, protocol)
+        sock: socket.socket | None = None
         try:
+            sock = socket.socket(family, kind, protocol)
             tune(sock, bulk=False)
             if source is not None:
                 _bind_source(sock, *source, host=address[0])
@@ -105,7 +106,8 @@ def dial(
             sock.connect(address)
             check_not_itself(sock)
         except OSError as error:
-            sock.close()
+            if sock is not None:
+                sock.close()
             failed.append(error)
             continue
         sock.settimeout(None)

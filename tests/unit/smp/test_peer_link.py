@@ -21,6 +21,7 @@ from ftrun.smp.peer_link import (
 from ftrun.wire.cluster.transfer import LinkHello
 from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
+from tests.exhausted import no_descriptors
 
 TIMEOUT_S = 10.0
 
@@ -135,6 +136,19 @@ def test_an_smp_of_another_node_is_reported_at_once() -> None:
         link = PeerLink(ends(port, FETCH), lost=lost.put, linked=lambda: None)
         link.start()
         assert "expected node b, incarnation 2" in lost.get(timeout=30)
+        link.close()
+
+
+def test_a_link_without_a_descriptor_is_dialled_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        port = server.getsockname()[1]
+        socket.getaddrinfo("127.0.0.1", port)  # the first call loads a module
+        link = PeerLink(ends(port, FETCH), lost=lambda _: None, linked=lambda: None)
+        with no_descriptors():
+            link.start()
+            link._thread.join(2 * FIRST_PAUSE_S)
+        server.accept()[0].close()
         link.close()
 
 
