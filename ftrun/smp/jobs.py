@@ -85,14 +85,20 @@ class JobLanes:
     def submit(self, lane: str, work: Work, *, failed: Finish) -> None:
         """Run `work` in the lane's thread, then the function it returns in the server's thread.
 
-        `work` must handle every error that it expects. After an unexpected error, `failed` runs in
-        the server's thread instead.
+        `work` must handle every error that it expects. After an unexpected error, or if no thread
+        can be started, `failed` runs in the server's thread instead.
         """
         if lane not in self._lanes:
-            self._lanes[lane] = queue.SimpleQueue()
-            threading.Thread(
-                target=self._run, args=(self._lanes[lane],), name=f"ftrun-{lane}", daemon=True
-            ).start()
+            jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+            try:
+                threading.Thread(
+                    target=self._run, args=(jobs,), name=f"ftrun-{lane}", daemon=True
+                ).start()
+            except RuntimeError as error:  # the limit of threads is reached
+                _log.warning("a job of the SMP is not run: %s", error)
+                self.post(failed)
+                return
+            self._lanes[lane] = jobs
         self._lanes[lane].put(_Job(work, failed))
 
     def post(self, finish: Finish) -> None:

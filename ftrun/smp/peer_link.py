@@ -16,6 +16,7 @@ Rule 6: a session admits links of its own generation. It admits protect links on
 """
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -218,7 +219,12 @@ class PeerLink:
         return self._rules.is_lost if made is None else made.unresponsive_s > UNRESPONSIVE_S
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises OSError if no thread can be started."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._end()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def send(self, frame: OutgoingFrame) -> None:
         """Queue a frame; on a closed link, release it."""

@@ -109,12 +109,17 @@ class PeerListener:
         """
         if self._at != (hosts, secret) or not self._listeners:
             self._stop_listening()
-            self._secret, self._at = secret, (hosts, secret)
+            self._secret = secret
             self._listeners = _opened(hosts)
-            for listener in self._listeners:
-                threading.Thread(
-                    target=self._accept, args=(listener,), name="ftrun-accept", daemon=True
-                ).start()
+            try:
+                for listener in self._listeners:
+                    threading.Thread(
+                        target=self._accept, args=(listener,), name="ftrun-accept", daemon=True
+                    ).start()
+            except RuntimeError:  # the limit of threads is reached
+                self._stop_listening()
+                raise
+            self._at = (hosts, secret)
         return int(self._listeners[0].getsockname()[1])
 
     def begin(self, session: PeerSession) -> None:
@@ -149,8 +154,8 @@ class PeerListener:
                     lost=lambda reason: self._report_lost(session, key, reason),
                     linked=lambda: self.events.linked(*key),
                 )
-                self._links[key] = link
                 link.start()
+                self._links[key] = link
             return self._links[key]
 
     def find(self, node_id: str, purpose: str) -> PeerLink | None:
@@ -211,9 +216,14 @@ class PeerListener:
             if door is None:
                 sock.close()
                 continue
-            threading.Thread(
-                target=self._meet, args=(sock, door), name="ftrun-from-?", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._meet, args=(sock, door), name="ftrun-from-?", daemon=True
+                ).start()
+            except RuntimeError as error:  # the limit of threads is reached
+                _log.debug("no thread: %s", error)
+                sock.close()
+                door.leave()
 
     def _meet(self, sock: socket.socket, door: Door) -> None:
         try:

@@ -27,6 +27,7 @@ from ftrun.wire.transport.handshake import (
 )
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
+from tests.exhausted import no_threads
 
 WAIT_S = 600.0
 
@@ -173,3 +174,13 @@ def test_an_unknown_peer_without_a_link_holds_no_slot(
         dial_handshake(sock, PeerIdentity("run", "smp", "b", 1), None, deadline_s=WAIT_S)
         sock.settimeout(WAIT_S)
         assert sock.recv(1) == b""
+
+
+def test_connections_without_a_thread_hold_no_slot(smp_port: int) -> None:
+    with no_threads():
+        for _ in range(SLOTS):
+            with dial(HOST, smp_port, WAIT_S) as sock:
+                sock.settimeout(30)
+                assert sock.recv(1) == b""
+    with dial(HOST, smp_port, WAIT_S) as sock:
+        dial_handshake(sock, PeerIdentity("run", "smp", "b", 1), SECRET, deadline_s=30)

@@ -82,7 +82,16 @@ class Rebuilder:
             is_new = self._num_threads < NUM_THREADS and not self._is_stopped
             self._num_threads += is_new
         if is_new:
-            self._rpc.runner.start("ftrun-rebuild", self._work())
+            try:
+                self._rpc.runner.start("ftrun-rebuild", self._work())
+            except RuntimeError as error:  # the limit of threads is reached
+                with self._lock:
+                    self._num_threads -= 1
+                    has_none = not self._num_threads
+                if has_none:
+                    with suppress(OSError):
+                        self._rpc.refuse(requester, ask, 0, error)
+                    return
         self._asks.put((requester, ask))
 
     def stop(self) -> None:

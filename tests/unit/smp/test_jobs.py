@@ -1,11 +1,13 @@
-"""Work at low priority returns its result and its errors."""
+"""Work at low priority returns its result and its errors; a lane without a thread fails once."""
 
 import os
+import select
 import threading
 
 import pytest
 
-from ftrun.smp.jobs import at_low_priority, lower_thread_priority
+from ftrun.smp.jobs import JobLanes, at_low_priority, lower_thread_priority
+from tests.exhausted import no_threads
 
 
 def niceness() -> int:
@@ -49,3 +51,14 @@ def test_a_thread_may_be_calm_for_good() -> None:
     thread.start()
     thread.join()
     assert found == [(at_low_priority(niceness), os.SCHED_BATCH)]
+
+
+def test_a_job_without_a_thread_fails_and_the_next_one_runs() -> None:
+    jobs, ended = JobLanes(), list[str]()
+    with no_threads():
+        jobs.submit("disk", lambda: lambda: ended.append("run"), failed=lambda: ended.append("no"))
+    jobs.finish()
+    jobs.submit("disk", lambda: lambda: ended.append("run"), failed=lambda: ended.append("no"))
+    assert select.select([jobs], [], [], 30.0)[0]
+    jobs.finish()
+    assert ended == ["no", "run"]

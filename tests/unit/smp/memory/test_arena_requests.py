@@ -19,6 +19,7 @@ from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
+from tests.exhausted import no_threads
 
 TIMEOUT_S = 60.0
 MB = 10**6
@@ -136,6 +137,17 @@ def test_a_request_that_is_repeated_joins_the_one_in_the_making(node: Node) -> N
     assert node.layouts() == [1]
     again = node.ask()
     assert again.reported == [(one, first)]
+
+
+def test_a_request_without_a_thread_is_refused_and_the_next_one_is_granted(node: Node) -> None:
+    with no_threads():
+        refused = node.ask()
+    node.finish(refused)
+    assert isinstance(refused.answer, messages.Refused)
+    node.may_go_on.set()
+    second = node.ask(layout_id=2)
+    node.finish(second)
+    assert isinstance(second.answer, worker_messages.ArenaGranted)
 
 
 def test_another_layout_waits_and_the_arena_that_is_not_wanted_is_freed(node: Node) -> None:

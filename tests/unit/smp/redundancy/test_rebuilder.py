@@ -1,9 +1,10 @@
-"""A node that gets no descriptor for a while rebuilds blocks again afterwards."""
+"""A node that gets no descriptor or no thread for a while rebuilds blocks again afterwards."""
 
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
-from tests.exhausted import no_descriptors
+from tests.exhausted import no_descriptors, no_threads
 
 WAIT_S = 60.0
 
@@ -55,11 +56,14 @@ def wait_for_idle(rebuilder: Rebuilder) -> None:
     time.sleep(0.1)
 
 
-def test_blocks_are_rebuilt_after_a_lack_of_descriptors(peers: PeerListener) -> None:
+@pytest.mark.parametrize("lack", [no_descriptors, no_threads])
+def test_blocks_are_rebuilt_after_a_lack(
+    peers: PeerListener, lack: Callable[[], AbstractContextManager[None]]
+) -> None:
     ask = t.RebuildBlock(1, 0, 1, 0, 0, position=0, stripe=0, alive=[])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         rebuilder = rebuilder_of(peers, listener.getsockname()[1])
-        with no_descriptors():
+        with lack():
             for _ in range(NUM_THREADS):
                 rebuilder.ask("b", ask)
             wait_for_idle(rebuilder)
