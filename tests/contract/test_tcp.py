@@ -23,6 +23,8 @@ from tests.contract.answering import closed_port, wait_until_full
 from tests.exhausted import no_descriptors
 
 TIMEOUT_S = 30.0
+UNKNOWN_FAMILY = socket.AF_UNSPEC
+"""No kernel makes a socket of it, as a kernel without IPv6 makes none of that family."""
 
 
 @pytest.fixture
@@ -170,6 +172,24 @@ def test_addresses_of_this_node_are_known() -> None:
     assert interface_for("127.0.0.1", 1) == "127.0.0.1"
     with pytest.raises(PeerLost):
         interface_for("no-such-host.invalid", 1)
+
+
+def test_an_address_of_a_family_that_the_kernel_lacks_is_skipped(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def both(host: str, port: int, **flags: Any) -> list[Any]:
+        found: list[Any] = real(host, port, **flags)
+        return [(UNKNOWN_FAMILY, *info[1:]) for info in found] + found
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert is_local_address("127.0.0.1")
+    assert not is_local_address("192.0.2.1")
+    assert interface_for("127.0.0.1", 1) == "127.0.0.1"
+    dial("127.0.0.1", port_of(listener), TIMEOUT_S).close()
+    with pytest.raises(UsageError, match="cannot listen"):
+        listen_tcp("127.0.0.1", 0)
 
 
 def test_loopback_is_bound_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,15 +57,17 @@ def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.s
             f"{host or 'an empty host'} means every network of this machine. Pass the address "
             "at which other nodes reach it with --bind"
         )
-    sock = socket.socket(family, kind, number)
+    sock: socket.socket | None = None
     try:
+        sock = socket.socket(family, kind, number)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         if error.errno == errno.EADDRINUSE:
             raise AddressTaken(host=host, port=port) from error
         raise UsageError(
@@ -205,7 +207,8 @@ def interface_for(host: str, port: int) -> str:
     except UsageError as error:
         raise PeerLost(peer=peer, how="unknown") from error
     for family, _, _, _, address in found:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        # A kernel without IPv6 refuses the socket of such an address.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     raise PeerLost(peer=peer, how="unreachable")
@@ -270,12 +273,10 @@ def _is_ours(info: _Info) -> bool:
     family, _, _, _, address = info
     if ipaddress.ip_address(_plain(address[0])).is_unspecified:
         return False
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
-    return True
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address[0], 0, *address[2:]))
+        return True
+    return False
 
 
 def _plain(text: str) -> str:
