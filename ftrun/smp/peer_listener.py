@@ -19,7 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
+from ftrun.errors import (
+    AddressTaken,
+    HandshakeRefused,
+    PeerError,
+    PeerLost,
+    ProtocolError,
+    UsageError,
+)
 from ftrun.smp.jobs import lower_thread_priority
 from ftrun.smp.peer_link import FETCH, PROTECT, LinkEndpoints, PeerLink, admits
 from ftrun.wire.cluster.generation import Rail
@@ -35,6 +42,7 @@ _MAX_HANDSHAKES = 128
 _PARK_S = 60.0
 _REST_S = 0.2
 _MAX_PORTS = 20
+_MAX_REPORTED = 100
 _log = logging.getLogger(__name__)
 
 
@@ -94,6 +102,7 @@ class PeerListener:
         self._incoming: dict[tuple[str, str], IncomingLink] = {}
         self._seen: set[tuple[str, str]] = set()
         self._doors = Doors(_MAX_HANDSHAKES)
+        self._reported: set[str] = set()
 
     @property
     def num_sent_bytes(self) -> int:
@@ -228,8 +237,11 @@ class PeerListener:
     def _meet(self, sock: socket.socket, door: Door) -> None:
         try:
             incoming = self._greet(sock, door)
-        except PeerError as error:
-            _log.warning("rejected a connection: %s", error)
+        except HandshakeRefused as error:
+            self._report_once(error)
+            incoming = None
+        except (PeerError, OSError) as error:
+            _log.debug("rejected a connection: %s", error)
             incoming = None
         if incoming is None:
             sock.close()
@@ -241,6 +253,12 @@ class PeerListener:
             self._receive(incoming)
         finally:
             incoming.socket.close()
+
+    def _report_once(self, error: HandshakeRefused) -> None:
+        """Log each reason once, because any host that reaches the port can be refused."""
+        if error.reason not in self._reported and len(self._reported) < _MAX_REPORTED:
+            self._reported.add(error.reason)
+            _log.warning("rejected a connection: %s", error)
 
     def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
         """Return the incoming link if it belongs to the running session.

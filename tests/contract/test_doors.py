@@ -12,7 +12,7 @@ import pytest
 
 from ftrun.agent.cluster import dialing as handshakes
 from ftrun.agent.cluster.dialing import AuthenticatedConnection, Handshakes
-from ftrun.errors import PeerTimeout
+from ftrun.errors import PeerError, PeerTimeout
 from ftrun.membership.events import ConnectFailed
 from ftrun.smp import peer_listener as peers
 from ftrun.smp.peer_listener import PeerListener, PeerSession
@@ -184,3 +184,18 @@ def test_connections_without_a_thread_hold_no_slot(smp_port: int) -> None:
                 assert sock.recv(1) == b""
     with dial(HOST, smp_port, WAIT_S) as sock:
         dial_handshake(sock, PeerIdentity("run", "smp", "b", 1), SECRET, deadline_s=30)
+
+
+def test_a_host_without_the_secret_writes_one_line(
+    smp_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        with dial(HOST, smp_port, WAIT_S) as sock, pytest.raises(PeerError):
+            dial_handshake(sock, PeerIdentity("run", "smp", "b", number), None, deadline_s=30)
+    for _ in range(3):
+        with dial(HOST, smp_port, WAIT_S) as sock:
+            sock.sendall(b"GET / HTTP/1.1")
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+    refused = [one for one in caplog.messages if "rejected" in one]
+    assert len(refused) == 1, refused
