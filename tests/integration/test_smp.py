@@ -611,6 +611,43 @@ def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None
     }
 
 
+def test_an_agent_drops_a_new_layout_that_the_next_generation_does_not_use(world: World) -> None:
+    world.start(adopt=True)
+    folder = world.folder / RUN_ID
+    folder.symlink_to(world.folder)
+    link = AgentSmpClient(RunFolder(folder), orphan_timeout_s=60.0)
+    assert link.find() is not None
+    link.complete([])
+    world.page_fd = create_command_page()
+
+    def begin(generation: int) -> list[Worker]:
+        body = smp_messages.BeginGeneration(generation, WORLD, list(range(WORLD)))
+        link.begin_generation(body, world.page_fd)
+        return [world.worker(rank, generation=generation) for rank in range(WORLD)]
+
+    def num_arenas() -> int:
+        link.collect()
+        return len(link.memory.held)
+
+    try:
+        workers = begin(0)
+        for worker in workers:
+            worker.request()
+        world.commit(workers, version(0, 1))
+        changed = world.worker(0)
+        changed.layout = layout_of(300_000)
+        changed.request()
+        wait_until(lambda: num_arenas() == WORLD + 1, "the agent holds the new layout")
+        again = begin(1)  # each worker inherits its arena, without a request
+        for worker, before in zip(again, workers, strict=True):
+            worker.fd, before.fd, worker.slot = before.fd, -1, before.slot
+        world.commit(again, version(1, 2))
+        wait_until(lambda: num_arenas() == WORLD, "the agent has dropped it")
+        assert link.whole_versions == [version(1, 2), version(0, 1)]
+    finally:
+        link.shutdown()
+
+
 @pytest.mark.parametrize(
     "corrupt",
     [

@@ -114,6 +114,15 @@ class RetainedMemory:
             while len(fds) > 1 and committed in _sealed(fds[-1]):
                 os.close(fds.pop(0))
 
+    def has_more_than(self, committed: Version) -> bool:
+        """Whether a rank has an arena without the commit in addition to another one.
+
+        The arena is being filled, or the SMP has freed it. The SMP frees an arena that was granted
+        in an earlier generation and does not hold the commit.
+        """
+        several = [fds for fds in self.arenas.values() if len(fds) > 1]
+        return any(committed not in _sealed(fd) for fds in several for fd in fds)
+
     def close(self) -> None:
         for fd in (*(fd for _, fd in self.held), *self.parity_regions.values()):
             os.close(fd)

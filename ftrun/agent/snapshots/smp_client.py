@@ -79,6 +79,8 @@ class AgentSmpClient:
     _local_ranks: frozenset[Rank] = frozenset()
     _run_state: bytes = b""
     writing: bool = False
+    _holds_more: bool = False
+    """The SMP may have freed an arena at the last commit, and sends no message about that."""
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -106,13 +108,16 @@ class AgentSmpClient:
         """Connect to the same SMP again; its memory may have changed since."""
         try:
             self.channel = self._connect(START_WAIT_S)
-            handed = self._ask(smp_messages.HandOverMemory())
+            self._hold_the_same()
         except PeerError:
             self.lost()
             return False
+        return True
+
+    def _hold_the_same(self) -> None:
+        handed = self._ask(smp_messages.HandOverMemory())
         if isinstance(handed.body, smp_messages.MemoryHandedOver):
             self._hold(handed.body, handed.fds)
-        return True
 
     def _hold(self, handed: smp_messages.MemoryHandedOver, fds: Sequence[int]) -> None:
         """Hold exactly the memory of this SMP."""
@@ -323,6 +328,10 @@ class AgentSmpClient:
         if self.channel is not None:
             for received in self.channel.receive_ready():
                 self._take(received)
+            if self._holds_more:
+                self._holds_more = False
+                with suppress(PeerTimeout):
+                    self._hold_the_same()
 
     def drain_notices(self) -> list[smp_messages.SmpNotice]:
         found = list(self.notices)
@@ -386,6 +395,7 @@ class AgentSmpClient:
                 if self.committed.generation == self._generation:
                     self.memory.drop_other_ranks(self._local_ranks)
                 self.memory.drop_previous_layouts(self.committed)
+                self._holds_more = self.memory.has_more_than(self.committed)
             case checkpoint_messages.CheckpointWritten(is_part=True):
                 self.writing, self.refused, self.last_part = False, body.note, body
             case checkpoint_messages.CheckpointWritten():
