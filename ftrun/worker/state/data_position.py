@@ -9,6 +9,9 @@ start of the pass are kept. A restore sets these states, recreates the loader's 
 the indices of the used batches from its sampler without loading them. That gives the same indices
 in the same order without reading a sample. An iterable data set has no indices to skip, so its
 batches are loaded and dropped.
+
+Between two passes only the next pass matters. It begins as in the undisturbed run, so its random
+draws are kept.
 """
 
 import copy
@@ -40,6 +43,8 @@ class DataPosition:
         self._handed_out = 0
         self._started_with: dict[str, Any] | None = None
         self._has_started = False
+        self._began_with_workers = False
+        """Persistent workers existed when this pass began, so it drew no seed for them."""
         self._clone: Any = None
         self._resume: dict[str, Any] | None = None
         self._to_leave_out = 0
@@ -60,7 +65,7 @@ class DataPosition:
             "pass": self._pass,
             "handed_out": self._handed_out,
             "started_with": self._started_with,
-            "had_workers": self._has_started and self._keeps_workers and self._pass > 0,
+            "had_workers": self._began_with_workers if self._handed_out else self._has_workers,
             "own": own,
         }
 
@@ -104,21 +109,21 @@ class DataPosition:
 
         Args:
             epoch: for the sampler; None: the number of passes.
-            after_start: called after the iterator exists and before it loads a batch.
+            after_start: called before the first batch is loaded; it may restore random states.
         """
         resume, self._resume = self._resume, None
         self._set_epoch(self._pass if epoch is None else epoch)
-        if resume is None:
-            self._handed_out = 0
-            self._started_with = None if self._is_stateful else self._random_states()
-            iterator = iter(self._clone if self._clone is not None else self.loader)
+        if resume is None or not resume["handed_out"]:
+            after_start()  # before the first random draw of the pass
+            iterator = self._new_pass(resume)
+            self._has_started = True
         else:
             # Inside `steps()` the loop has begun already, so its random states must not change.
             now = rng.take_all()
             iterator = self._again(resume)
             rng.put_back(now)
-        self._has_started = True
-        after_start()
+            self._has_started = True
+            after_start()
         for batch in iterator:
             self._handed_out += 1
             if self._to_leave_out > 0:
@@ -177,10 +182,46 @@ class DataPosition:
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
 
     @property
+    def _is_indexed(self) -> bool:
+        loader = self.loader
+        return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+    @property
     def _keeps_workers(self) -> bool:
         return bool(getattr(self.loader, "persistent_workers", False))
 
+    @property
+    def _has_workers(self) -> bool:
+        return self._has_started and self._keeps_workers
+
+    def _new_pass(self, restored: dict[str, Any] | None) -> Iterator[Any]:
+        had_workers = self._has_workers if restored is None else restored["had_workers"]
+        self._began_with_workers = had_workers
+        self._handed_out = 0
+        if self._is_stateful:
+            self._started_with = None
+            if restored is not None and restored["own"] is not None:
+                self._end_own_pass()
+            return self._iterator_over(self.loader)
+        began = self._started_with = self._random_states()
+        if restored is None or not had_workers:
+            return self._iterator_over(self.loader if self._clone is None else self._clone)
+        # The workers are started again, without the draw of their seed.
+        if self._is_indexed:
+            return self._skipping(0, began)
+        iterator = self._iterator_over(self.loader)
+        self._put_back(began)
+        return iterator
+
+    def _end_own_pass(self) -> None:
+        """Make a torchdata loader apply its restored state, which is that of the pass before."""
+        if hasattr(self.loader, "_iterator"):
+            now = self._random_states()
+            self._iterator_over(self.loader)
+            self._put_back(now)
+
     def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
+        self._began_with_workers = resume["had_workers"]
         if self._is_stateful or resume["started_with"] is None:
             iterator = self._iterator_over(self.loader)
             # Its own position was that of one rank in a world of another size.
@@ -189,9 +230,7 @@ class DataPosition:
             return iterator
         self._put_back(resume["started_with"])
         to_skip = resume["handed_out"]
-        if isinstance(self.loader, DataLoader) and not isinstance(
-            self.loader.dataset, IterableDataset
-        ):
+        if self._is_indexed:
             restart = resume["started_with"] if resume["had_workers"] else None
             return self._skipping(to_skip, restart)
         iterator = self._iterator_over(self.loader)

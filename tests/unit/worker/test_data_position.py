@@ -1,7 +1,8 @@
 """A loader resumed after k batches yields the batches that would have followed."""
 
+import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -238,3 +239,78 @@ def test_a_loader_that_is_iterated_by_hand_is_not_followed() -> None:
     iterator = iter(own.loader)
     next(iterator)
     assert (by_hand.is_followed, here.is_followed, own.is_followed) == (False, True, True)
+
+
+Turn = Callable[[DataPosition], object]
+
+
+def turns(make: Any, turn: Turn, *, killed: Collection[int] = (), total: int = 5) -> list[object]:
+    """What each turn of `steps()` sees and draws; a killed one begins with a new loader."""
+    seed()
+    feed = DataPosition("loader", make())
+    found: list[object] = []
+    for at in range(total):
+        if at in killed:
+            state, randomness = copy.deepcopy(feed.state()), rng.take_all()
+            seed()
+            feed = DataPosition("loader", make())
+            feed.load_state(state)
+            rng.put_back(randomness)
+        found.append((turn(feed), torch.rand(1).item(), random.random()))
+    return found
+
+
+def whole_pass(feed: DataPosition) -> object:
+    return [torch.as_tensor(batch).tolist() for batch in feed.batches(None, lambda: None)]
+
+
+def two_batches() -> Turn:
+    """Two batches of a pass that continues in the next turn, as `next(batches)` takes them."""
+    held: dict[DataPosition, Iterator[Any]] = {}
+
+    def turn(feed: DataPosition) -> object:
+        found = []
+        while len(found) < 2:
+            batches = held.setdefault(feed, feed.batches(None, lambda: None))
+            if (batch := next(batches, None)) is None:
+                held.pop(feed)
+            else:
+                found.append(torch.as_tensor(batch).tolist())
+        return found
+
+    return turn
+
+
+def shuffled(**options: Any) -> DataLoader[int]:
+    return DataLoader(Counted(), batch_size=3, shuffle=True, **options)
+
+
+@pytest.mark.parametrize("killed", [[0], [1], [2], [1, 2], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("make", [shuffled, lambda: DataLoader(Stream())])
+def test_a_pass_that_begins_after_a_restore_draws_as_in_the_undisturbed_run(
+    make: Any, killed: list[int]
+) -> None:
+    assert turns(make, whole_pass, killed=killed) == turns(make, whole_pass)
+    assert turns(make, two_batches(), killed=killed) == turns(make, two_batches())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [lambda: whole_pass, two_batches])
+def test_persistent_workers_that_start_again_draw_no_other_seeds(turn: Any) -> None:
+    def make() -> DataLoader[int]:
+        return shuffled(num_workers=1, persistent_workers=True)
+
+    for killed in ([1], [1, 2], [3]):
+        assert turns(make, turn(), killed=killed) == turns(make, turn())
+
+
+def test_random_states_are_restored_before_the_first_draw_of_a_new_pass() -> None:
+    seed()
+    feed = DataPosition("loader", shuffled())
+    state, randomness = feed.state(), rng.take_all()
+    expected = whole_pass(feed)
+    torch.manual_seed(99)
+    again = DataPosition("loader", shuffled())
+    again.load_state(state)
+    rest = again.batches(None, lambda: rng.put_back(randomness))
+    assert [batch.tolist() for batch in rest] == expected
