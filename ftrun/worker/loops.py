@@ -159,7 +159,8 @@ class Loops(ABC):
         """Iterate over the batches of one pass, from the restored batch on.
 
         Each turn of the loop ends in a boundary. Inside `steps()`, the boundary is that of
-        `steps()`, and this loop only tracks the position in the data.
+        `steps()`, and this loop only tracks the position in the data. If it is left there, for
+        example by `break`, the next call begins a new pass.
 
         Args:
             loader: the loader of the batches.
@@ -173,7 +174,7 @@ class Loops(ABC):
         if self._driver is not None:
             if until is not None:
                 raise UsageError("batches(until=...) inside steps(): steps(total) counts the steps")
-            yield from self._from(feed)
+            yield from self._from(feed, ends_if_left=True)
             return
         self._enter("batches()")
         frames: tuple[int, ...] = ()
@@ -208,7 +209,7 @@ class Loops(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Prepare the first turn; the iterator over the data exists."""
+        """Prepare the first turn; it may restore random states."""
 
     @abstractmethod
     def _boundary(self, *, allowed: bool) -> None:
@@ -237,9 +238,10 @@ class Loops(ABC):
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _from(self, feed: DataPosition) -> Iterator[Any]:
+    def _from(self, feed: DataPosition, *, ends_if_left: bool = False) -> Iterator[Any]:
+        epoch = self._epoch if self._in_epoch else None
         try:
-            for batch in feed.batches(self._epoch if self._in_epoch else None, self._begin):
+            for batch in feed.batches(epoch, self._begin, ends_if_left=ends_if_left):
                 self._in_hand = feed
                 yield batch
         finally:

@@ -430,6 +430,34 @@ def test_batches_left_by_break_end_their_pass_and_the_epochs_continue(run: Run) 
     assert loop(*begin(run)) == expected[4:]
 
 
+@pytest.mark.parametrize("taken", [2, 4])
+def test_batches_inside_steps_begin_a_new_pass_in_each_turn_after_restarts_too(
+    run: Run, taken: int
+) -> None:
+    loader = DataLoader(torch.arange(8), batch_size=2, shuffle=True)
+
+    def loop(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, last: int = 6
+    ) -> list[object]:
+        seen: list[object] = []
+        for step in session.steps(last):
+            for index, batch in enumerate(session.batches(loader)):
+                seen.append((step, batch.tolist()))
+                if index + 1 == taken:
+                    break
+            train(model, optimizer)
+            seen.append(torch.rand(1).item())
+        return seen
+
+    expected = undisturbed(loop)
+    torch.manual_seed(3)
+    found = loop(*begin(run), last=2)
+    for last in (3, 6):
+        torch.manual_seed(99)
+        found += loop(*begin(run), last=last)
+    assert found == expected
+
+
 @pytest.mark.parametrize("first", [2, 4, 5])
 def test_until_continues_in_the_same_pass_after_a_restart_as_without_one(
     run: Run, first: int

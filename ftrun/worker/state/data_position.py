@@ -42,6 +42,7 @@ class DataPosition:
         self._pass = 0
         self._handed_out = 0
         self._started_with: dict[str, Any] | None = None
+        self._iterations = 0
         self._has_started = False
         self._began_with_workers = False
         """Persistent workers existed when this pass began, so it drew no seed for them."""
@@ -104,13 +105,18 @@ class DataPosition:
             )
         return None
 
-    def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
+    def batches(
+        self, epoch: int | None, after_start: Callable[[], None], *, ends_if_left: bool = False
+    ) -> Iterator[Any]:
         """Yield the batches of one pass, or of the rest of a restored one.
 
         Args:
             epoch: for the sampler; None: the number of passes.
             after_start: called before the first batch is loaded; it may restore random states.
+            ends_if_left: if the iteration is left early, the pass is over.
         """
+        self._iterations += 1
+        iteration = self._iterations
         resume, self._resume = self._resume, None
         self._set_epoch(self._pass if epoch is None else epoch)
         if resume is None or not resume["handed_out"]:
@@ -124,12 +130,17 @@ class DataPosition:
             rng.put_back(now)
             self._has_started = True
             after_start()
-        for batch in iterator:
-            self._handed_out += 1
-            if self._to_leave_out > 0:
-                self._to_leave_out -= 1
-                continue
-            yield batch
+        try:
+            for batch in iterator:
+                self._handed_out += 1
+                if self._to_leave_out > 0:
+                    self._to_leave_out -= 1
+                    continue
+                yield batch
+        except GeneratorExit:
+            if ends_if_left and iteration == self._iterations:
+                self.end_pass()
+            raise
         self._pass += 1
         self._handed_out = 0
         self._started_with = None

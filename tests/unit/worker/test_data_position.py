@@ -314,3 +314,15 @@ def test_random_states_are_restored_before_the_first_draw_of_a_new_pass() -> Non
     again.load_state(state)
     rest = again.batches(None, lambda: rng.put_back(randomness))
     assert [batch.tolist() for batch in rest] == expected
+
+
+def test_an_older_iteration_that_is_closed_late_ends_no_pass() -> None:
+    feed = DataPosition("loader", DataLoader(range(4)))
+    older = feed.batches(None, lambda: None, ends_if_left=True)
+    next(older)
+    newer = feed.batches(None, lambda: None, ends_if_left=True)
+    next(newer)
+    older.close()
+    assert feed.state()["handed_out"] == 1
+    newer.close()
+    assert feed.state()["handed_out"] == 0
