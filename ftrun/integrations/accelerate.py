@@ -108,32 +108,44 @@ class AcceleratorCounters:
 class PreparedLoader(PrefetchingPosition):
     """A loader that `prepare` has returned; it loads one batch ahead of the training."""
 
-    def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
+    def batches(
+        self, epoch: int | None, after_start: Callable[[], None], *, ends_if_left: bool = False
+    ) -> Iterator[Any]:
+        self._iterations += 1
+        iteration = self._iterations
         again = self._resume
+        is_new = again is None or not again["handed_out"]
         # Inside `steps()` the loop has begun already, and its random streams must continue.
-        now = rng.take_all() if again is not None else None
+        now = None if is_new else rng.take_all()
+        if is_new:
+            self._resume = again = None
+            after_start()
 
         def resolved() -> None:
             if now is not None:
                 rng.put_back(now)
-            after_start()
+                after_start()
 
         self.begin_pass(resolved)
-        if again is not None and self.is_at_end:
-            self.resolve()
-            return
+        try:
+            if is_new or not self.is_at_end:
+                yield from self._rest(again, epoch)
+        except GeneratorExit:
+            if ends_if_left and iteration == self._iterations:
+                self.end_pass()
+            raise
+        self.resolve()
+        self.end_pass()
+
+    def leave_out(self, count: int) -> None:
+        self._to_leave_out = count
+
+    def _rest(self, again: dict[str, Any] | None, epoch: int | None) -> Iterator[Any]:
         if callable(set_epoch := getattr(self.loader, "set_epoch", None)):
             set_epoch(self._pass if epoch is None else epoch)
         iterator = iter(self.loader)
         for _ in range(0 if again is None or self.is_indexed else self.trained_on):
             next(iterator, None)
-        yield from self._rest(iterator)
-        self.resolve()
-
-    def leave_out(self, count: int) -> None:
-        self._to_leave_out = count
-
-    def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
             self.resolve()
             self.trained()

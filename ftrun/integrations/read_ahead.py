@@ -39,6 +39,8 @@ class PrefetchingPosition(DataPosition):
         super().__init__(name, loader)
         self._leaves_out = leaves_out
         self._base: Any = getattr(loader, "base_dataloader", loader)
+        self._is_open = False
+        """A pass has begun, and `end_pass` was not called since."""
         self._asked = 0
         self._before: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
@@ -70,7 +72,7 @@ class PrefetchingPosition(DataPosition):
         self._resolved = resolved
         self._resumed = again
         if again is None:
-            self._pass += self._has_started
+            self._pass += self._is_open
             self._handed_out = 0
             self._started_with = self._random_states()
         elif again["started_with"] is not None:
@@ -80,6 +82,7 @@ class PrefetchingPosition(DataPosition):
         self._has_started = self._has_pass = True
         self._asked = self._handed_out
         self._before = {}
+        self._is_open = True
 
     def undo_first_draws(self) -> None:
         """In the first pass, puts back the random states that the pass began with."""
@@ -92,6 +95,12 @@ class PrefetchingPosition(DataPosition):
         resolved, self._resolved = self._resolved, None
         if resolved is not None:
             resolved()
+
+    def end_pass(self) -> None:
+        """End the pass early, or after its last batch; the next one has the next number."""
+        self._pass += self._is_open or self._handed_out > 0
+        self._is_open = False
+        super().end_pass()
 
     def trained(self) -> None:
         self._handed_out += 1
