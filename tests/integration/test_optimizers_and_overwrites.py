@@ -258,6 +258,16 @@ def test_one_optimizer_behind_two_wrappers_is_captured_once(run: Run) -> None:
     assert sum("exp_avg_sq" in name for name in saved) == len(list(model.parameters()))
 
 
+def test_a_wrapper_without_defaults_is_attached(run: Run) -> None:
+    model = network()
+    wrapper = Lookahead(adam(model))
+    del wrapper.defaults
+    session = run.attach(model=model, optimizer=wrapper)
+    for at in session.steps(2):
+        turn(model, wrapper, at)
+    assert not run.page.get(HeartbeatField.UNPROTECTED), run.page.note
+
+
 def test_tensors_outside_of_an_optimizers_state_are_reported(run: Run) -> None:
     model = network()
     optimizer = adam(model)

@@ -387,7 +387,7 @@ def _state_copies(optimizer: torch.optim.Optimizer) -> int:
 
     The estimate uses the names of its options, so it also covers third-party variants.
     """
-    defaults = optimizer.defaults
+    defaults = getattr(optimizer, "defaults", {})  # some wrappers never set it
     if "betas" in defaults:  # Adam and variants
         return 3 if defaults.get("amsgrad") else 2
     if defaults.keys() & {"etas", "rho"}:  # Rprop, Adadelta

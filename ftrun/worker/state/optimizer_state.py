@@ -88,7 +88,8 @@ class GroupReader:
     ) -> None:
         assert self._at_attach is not None
         for (name, at, key), value in left_out.items():
-            default = optimizers[name].defaults.get(key)  # for groups that were added after attach
+            # The default is for groups that were added after attach.
+            default = getattr(optimizers[name], "defaults", {}).get(key)
             if value != self._at_attach.get((name, at, key), default):
                 raise ValueNotStorable(
                     key=f"{name}[{at}].{key}",
