@@ -258,6 +258,32 @@ def test_one_optimizer_behind_two_wrappers_is_captured_once(run: Run) -> None:
     assert sum("exp_avg_sq" in name for name in saved) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("make", [adam, sam, MAKERS["lookahead"]])
+def test_groups_that_the_script_holds_stay_those_of_the_optimizer_after_a_restore(
+    run: Run, make: Callable[[nn.Module], Any]
+) -> None:
+    for steps in (2, 4):
+        model = network()
+        optimizer = make(model)
+        groups, group = optimizer.param_groups, optimizer.param_groups[0]
+        parameters = group["params"]
+        session = run.attach(model=model, optimizer=optimizer)
+        for at in session.steps(steps):
+            group["lr"] = 0.5**at
+            turn(model, optimizer, at)
+        run.committed_version()
+    assert session.restored
+    assert optimizer.param_groups is groups
+    assert groups[0] is group
+    assert group["params"] is parameters
+    expected = network()
+    optimizer = make(expected)
+    for at in range(4):
+        optimizer.param_groups[0]["lr"] = 0.5**at
+        turn(expected, optimizer, at)
+    assert all(map(torch.equal, values(model), values(expected)))
+
+
 def test_a_wrapper_without_defaults_is_attached(run: Run) -> None:
     model = network()
     wrapper = Lookahead(adam(model))

@@ -214,7 +214,8 @@ def load_optimizer(
     # A key that is no parameter belongs to the optimizer as a whole, but torch treats an int key as
     # a parameter.
     later = {k: values for k, values in state.items() if k not in index and isinstance(k, int)}
-    before = [dict(group) for group in optimizer.param_groups]
+    present_groups = optimizer.param_groups
+    before = [dict(group) for group in present_groups]
     state_before = dict(optimizer.state) if skip else {}
     optimizer.load_state_dict(
         {
@@ -228,6 +229,7 @@ def load_optimizer(
         }
     )
     _put_back_groups(name, optimizer, before, groups, skip)
+    _keep_groups(optimizer, present_groups, before)
     for key, values in state.items():
         parameter = parameters.get(key)
         where = key if parameter is None else parameter
@@ -251,6 +253,15 @@ def _put_back_groups(
             if skip:
                 its = skip.completed(its, value, f"{name}[{at}].{key}")
             group[key] = into(value, its) if key in saved else value
+
+
+def _keep_groups(optimizer: torch.optim.Optimizer, present: Groups, before: Groups) -> None:
+    """Give the loaded values to the groups from before, to which a script holds references."""
+    loaded = [dict(group) for group in optimizer.param_groups]
+    for group, old, its in zip(present, before, loaded, strict=True):
+        group.clear()
+        group.update(its, params=old["params"])
+    optimizer.param_groups = present
 
 
 def _keep_skipped(

@@ -6,8 +6,8 @@ Gives:    inner optimizers as attached ones, named by the attribute that holds t
           `optimizer.base_optimizer`; after a load, groups and state shared as before; reasons for
           lost protection.
 
-Loading a state gives an optimizer new groups. A wrapper shares its groups with the inner optimizer,
-so that a scheduler of one sets the learning rate of both. This sharing is restored after each load.
+A wrapper shares its groups with the inner optimizer, so that a scheduler of one sets the learning
+rate of both. A `load_state_dict` of its own may end this sharing. It is restored after each load.
 
 An optimizer that is created and used within one turn of the loop, and keeps no state, loses
 nothing. An optimizer is therefore reported at a boundary only if it has state, or if it also
@@ -100,7 +100,7 @@ class InnerOptimizers:
             for at, to in pair.shared_groups:
                 pair.inner.param_groups[to] = pair.outer.param_groups[at]
             if pair.shares_list and pair.outer.param_groups is not pair.inner.param_groups:
-                pair.outer.param_groups = pair.inner.param_groups
+                pair.inner.param_groups = pair.outer.param_groups
             if pair.shares_state and pair.outer.state is not pair.inner.state:
                 pair.outer.state = pair.inner.state
 
