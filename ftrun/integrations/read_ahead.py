@@ -23,12 +23,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ftrun.worker.state import determinism as rng
-from ftrun.worker.state.data_position import DataPosition
+from ftrun.worker.state.data_position import DataPosition, generators_within
 
 _log = logging.getLogger(__name__)
-
-_SAMPLERS = ("batch_sampler", "sampler")
-_GENERATORS = ("generator", "synchronized_generator")
 
 
 class PrefetchingPosition(DataPosition):
@@ -181,21 +178,7 @@ class PrefetchingPosition(DataPosition):
             )
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """Every generator of the loader and of its samplers, by the path to it."""
-        found: dict[str, torch.Generator] = {}
-        waiting: list[tuple[str, Any]] = [("loader", self.loader), ("base", self._base)]
-        seen: set[int] = set()
-        while waiting:
-            path, thing = waiting.pop()
-            if thing is None or id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            for name in _GENERATORS:
-                generator = getattr(thing, name, None)
-                if isinstance(generator, torch.Generator):
-                    found[f"{path}.{name}"] = generator
-            waiting += [(f"{path}.{name}", getattr(thing, name, None)) for name in _SAMPLERS]
-        return found
+        return generators_within([("loader", self.loader), ("base", self._base)])
 
 
 class TrackedSampler:

@@ -101,8 +101,12 @@ def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
             "rng": streams([one["rng"] for one in began], resize),
             "generators": generators([one["generators"] for one in began], resize),
         }
+    now = {}
+    if all("generators" in state for state in states):
+        now = {"generators": generators([state["generators"] for state in states], resize)}
     return {
         **own,
+        **now,
         "handed_out": batches_used(states, resize),
         "started_with": started_with,
         # The loader's own position is valid only for the old number of ranks, so batches are

@@ -387,6 +387,8 @@ class Session(Loops):
             self._has_started = True
             if self._protection is not None:
                 self._protection.first_turn()
+            for feed in self._feeds.values():
+                feed.put_back_generators()
             if self._recording is not None:
                 self._recording.started(self._step)
 

@@ -22,6 +22,7 @@ from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import UsageError
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.session import Session
+from ftrun.worker.state.data_position import DataPosition
 from tests.integration.in_process_worker import TIMEOUT_S, Run
 
 EVERY_THIRD = SnapshotConfig(every=3, commit_timeout_s=TIMEOUT_S)
@@ -455,6 +456,28 @@ def test_batches_inside_steps_begin_a_new_pass_in_each_turn_after_restarts_too(
     for last in (3, 6):
         torch.manual_seed(99)
         found += loop(*begin(run), last=last)
+    assert found == expected
+
+
+def test_a_generator_of_a_loader_that_the_script_seeds_after_attach_continues(run: Run) -> None:
+    generator = torch.Generator()
+    loader = DataLoader(torch.arange(8), batch_size=2, shuffle=True, generator=generator)
+
+    def loop(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, last: int = 5
+    ) -> list[object]:
+        generator.manual_seed(4)
+        seen: list[object] = []
+        for _ in session.steps(last):
+            train(model, optimizer)
+            seen.append(torch.rand(1, generator=generator).item())
+            seen += [batch.tolist() for batch in session.batches(loader)]
+        return seen
+
+    expected = undisturbed(loop)
+    torch.manual_seed(3)
+    found = loop(*begin(run, feeds={"loader": DataPosition("loader", loader)}), last=2)
+    found += loop(*begin(run, feeds={"loader": DataPosition("loader", loader)}))
     assert found == expected
 
 

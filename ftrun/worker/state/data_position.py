@@ -28,6 +28,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state.module_state import given_by
 
+_SAMPLERS = ("batch_sampler", "sampler")
+_GENERATORS = ("generator", "synchronized_generator")
+_OLD_NAMES = {"loader.generator": "loader", "loader.sampler.generator": "sampler"}
+"""Names of generators in snapshots of version 0.2."""
 _TURNS_BY_HAND = 2
 
 _log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ class DataPosition:
         """Persistent workers existed when this pass began, so it drew no seed for them."""
         self._clone: Any = None
         self._resume: dict[str, Any] | None = None
+        self._generators_now: dict[str, Any] = {}
         self._to_leave_out = 0
         self._in_use: dict[weakref.ref[_BaseDataLoaderIter], int] = {}
         """Iterators that the script created itself, with the number of batches each had given."""
@@ -60,7 +65,8 @@ class DataPosition:
             StateDictFailed: the loader's own state_dict() raised.
         """
         if self._resume is not None and not self._has_own_position:
-            return self._resume  # no batch was taken since the restore
+            # No batch was taken since the restore.
+            return {**self._resume, "generators": self._generator_states()}
         own = given_by(self.loader.state_dict, self.name) if self._has_own_position else None
         return {
             "pass": self._pass,
@@ -68,6 +74,7 @@ class DataPosition:
             "started_with": self._started_with,
             "had_workers": self._began_with_workers if self._handed_out else self._has_workers,
             "own": own,
+            "generators": self._generator_states(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -75,8 +82,14 @@ class DataPosition:
         self._handed_out = state["handed_out"]
         self._started_with = state["started_with"]
         self._resume = state
+        self._generators_now = state.get("generators", {})  # version 0.2 has none
+        self.put_back_generators()
         if state["own"] is not None and self._is_stateful:
             self.loader.load_state_dict(state["own"])
+
+    def put_back_generators(self) -> None:
+        """Set the generators of the loader and its samplers to their restored states."""
+        self._set_generators(self._generators_now)
 
     def pause(self) -> None:
         """Make the next iteration continue this pass, as after a restore."""
@@ -125,9 +138,10 @@ class DataPosition:
             self._has_started = True
         else:
             # Inside `steps()` the loop has begun already, so its random states must not change.
-            now = rng.take_all()
+            # A generator may also have other users.
+            now = self._random_states()
             iterator = self._again(resume)
-            rng.put_back(now)
+            self._put_back(now)
             self._has_started = True
             after_start()
         try:
@@ -276,23 +290,40 @@ class DataPosition:
                 return
 
     def _generators(self) -> dict[str, torch.Generator]:
-        loader = self.loader
-        sampler = getattr(loader, "sampler", None)
-        found = {
-            "loader": getattr(loader, "generator", None),
-            "sampler": getattr(sampler, "generator", None),
-        }
-        return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+        return generators_within([("loader", self.loader)])
+
+    def _generator_states(self) -> dict[str, Any]:
+        return {name: rng.generator_bytes(g) for name, g in self._generators().items()}
+
+    def _set_generators(self, states: dict[str, Any]) -> None:
+        for name, generator in self._generators().items():
+            if (state := states.get(name, states.get(_OLD_NAMES.get(name, "")))) is not None:
+                rng.set_generator(generator, state)
 
     def _random_states(self) -> dict[str, Any]:
-        generators = {name: rng.generator_bytes(g) for name, g in self._generators().items()}
-        return {"rng": rng.take_all(), "generators": generators}
+        return {"rng": rng.take_all(), "generators": self._generator_states()}
 
     def _put_back(self, states: dict[str, Any]) -> None:
         rng.put_back(states["rng"])
-        for name, generator in self._generators().items():
-            if name in states["generators"]:
-                rng.set_generator(generator, states["generators"][name])
+        self._set_generators(states["generators"])
+
+
+def generators_within(parts: list[tuple[str, Any]]) -> dict[str, torch.Generator]:
+    """Every generator of these loaders and of their samplers, by the path to it."""
+    found: dict[str, torch.Generator] = {}
+    waiting = list(parts)
+    seen: set[int] = set()
+    while waiting:
+        path, thing = waiting.pop()
+        if thing is None or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        for name in _GENERATORS:
+            generator = getattr(thing, name, None)
+            if isinstance(generator, torch.Generator):
+                found[f"{path}.{name}"] = generator
+        waiting += [(f"{path}.{name}", getattr(thing, name, None)) for name in _SAMPLERS]
+    return found
 
 
 def _iterators_of(loader: Any) -> "dict[weakref.ref[_BaseDataLoaderIter], int]":

@@ -230,6 +230,16 @@ def test_no_sample_is_seen_twice_and_less_than_a_batch_of_each_rank_is_left_out(
         assert (state["pass"], state["own"], state["resized"]) == (2, None, True)
 
 
+def test_a_new_rank_has_other_generators_of_its_loader_than_the_old_ones() -> None:
+    states = [
+        {**feed_of(0), "generators": feed_of(0, seed=seed)["started_with"]["generators"]}  # type: ignore[index]
+        for seed in range(2)
+    ]
+    found = [loader(states, WorldResize(rank, 2, 3))["generators"]["loader"] for rank in range(3)]
+    assert found[:2] == [state["generators"]["loader"] for state in states]
+    assert isinstance(found[2], int)
+
+
 def test_what_happens_to_a_loader_is_reported() -> None:
     resize = WorldResize(0, 3, 4)
     assert loader_note("loader", [feed_of(0)] * 3, resize) is None

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftrun.sharding.rank_values import WorldResize, loader
@@ -285,8 +292,25 @@ def shuffled(**options: Any) -> DataLoader[int]:
     return DataLoader(Counted(), batch_size=3, shuffle=True, **options)
 
 
+def stateful() -> StatefulDataLoader[int]:
+    return StatefulDataLoader(Counted(), batch_size=3, shuffle=True)
+
+
+def own_generator() -> DataLoader[int]:
+    return shuffled(generator=torch.Generator().manual_seed(5))
+
+
+def inner_generator() -> DataLoader[int]:
+    sampler = RandomSampler(Counted(), generator=torch.Generator().manual_seed(5))
+    return DataLoader(Counted(), batch_sampler=BatchSampler(sampler, 3, drop_last=False))
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("killed", [[0], [1], [2], [1, 2], [0, 1, 2, 3, 4]])
-@pytest.mark.parametrize("make", [shuffled, lambda: DataLoader(Stream())])
+@pytest.mark.parametrize(
+    "make",
+    [shuffled, stateful, own_generator, inner_generator, lambda: DataLoader(Stream())],
+)
 def test_a_pass_that_begins_after_a_restore_draws_as_in_the_undisturbed_run(
     make: Any, killed: list[int]
 ) -> None:
@@ -302,6 +326,41 @@ def test_persistent_workers_that_start_again_draw_no_other_seeds(turn: Any) -> N
 
     for killed in ([1], [1, 2], [3]):
         assert turns(make, turn(), killed=killed) == turns(make, turn())
+
+
+@pytest.mark.parametrize("killed", [[0], [1], [2, 3], [0, 1, 2, 3, 4]])
+def test_a_generator_that_the_script_and_two_loaders_use_continues_where_it_was(
+    killed: list[int],
+) -> None:
+    def turn_of(inner: Turn) -> Turn:
+        def turn(feed: DataPosition) -> object:
+            generator = feed.loader.generator
+            before = torch.rand(1, generator=generator).item()
+            seen = inner(feed)
+            validation = DataLoader(range(9), shuffle=True, generator=generator)  # type: ignore[arg-type]
+            return before, seen, [batch.tolist() for batch in validation]
+
+        return turn
+
+    for inner, again in ((whole_pass, whole_pass), (two_batches(), two_batches())):
+        found = turns(own_generator, turn_of(inner), killed=killed)
+        assert found == turns(own_generator, turn_of(again))
+
+
+def test_a_snapshot_of_version_0_2_has_other_names_of_generators() -> None:
+    feed = DataPosition("loader", own_generator())
+    batches = feed.batches(None, lambda: None)
+    next(batches)
+    state = feed.state()
+    del state["generators"]
+    names = {"loader.generator": "loader", "loader.sampler.generator": "sampler"}
+    began = state["started_with"]["generators"]
+    state["started_with"]["generators"] = {names[name]: one for name, one in began.items()}
+    again = DataPosition("loader", own_generator())
+    again.loader.generator.manual_seed(6)
+    again.load_state(state)
+    rest = [batch.tolist() for batch in again.batches(None, lambda: None)]
+    assert rest == [batch.tolist() for batch in batches]
 
 
 def test_random_states_are_restored_before_the_first_draw_of_a_new_pass() -> None:
