@@ -8,7 +8,8 @@ A StatefulDataLoader stores its position itself. For a plain DataLoader the rand
 start of the pass are kept. A restore sets these states, recreates the loader's iterator, and draws
 the indices of the used batches from its sampler without loading them. That gives the same indices
 in the same order without reading a sample. An iterable data set has no indices to skip, so its
-batches are loaded and dropped.
+batches are loaded and dropped. So are those of a DataLoader with an `__iter__` of its own, which
+may draw its indices at any time.
 
 Between two passes only the next pass matters. It begins as in the undisturbed run, so its random
 draws are kept.
@@ -209,7 +210,9 @@ class DataPosition:
     @property
     def _is_indexed(self) -> bool:
         loader = self.loader
-        return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+            return False
+        return not isinstance(loader.dataset, IterableDataset)
 
     @property
     def _keeps_workers(self) -> bool:

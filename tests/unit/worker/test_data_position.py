@@ -305,11 +305,58 @@ def inner_generator() -> DataLoader[int]:
     return DataLoader(Counted(), batch_sampler=BatchSampler(sampler, 3, drop_last=False))
 
 
+class Converting(DataLoader[int]):
+    """A loader whose iterator is a generator, such as one that moves batches to a device."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch + 100
+
+
+class Repeated:
+    """A batch sampler without an end, as timm's MultiEpochsDataLoader has it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Kept(DataLoader[int]):
+    """A loader that keeps one iterator for all passes."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.batches_per_pass = super().__len__()
+        self.__dict__["batch_sampler"] = Repeated(self.batch_sampler)
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return self.batches_per_pass
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(self.batches_per_pass):
+            yield next(self.iterator)
+
+
+def converting() -> DataLoader[int]:
+    return Converting(Counted(), batch_size=3, shuffle=True)
+
+
+def kept() -> DataLoader[int]:
+    return Kept(Counted(), batch_size=3, shuffle=True)
+
+
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("killed", [[0], [1], [2], [1, 2], [0, 1, 2, 3, 4]])
 @pytest.mark.parametrize(
     "make",
-    [shuffled, stateful, own_generator, inner_generator, lambda: DataLoader(Stream())],
+    [
+        *(shuffled, stateful, own_generator, inner_generator, converting, kept),
+        lambda: DataLoader(Stream()),
+    ],
 )
 def test_a_pass_that_begins_after_a_restore_draws_as_in_the_undisturbed_run(
     make: Any, killed: list[int]
