@@ -325,18 +325,22 @@ class SnapshotSession:
             MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
         """
         lease.wait(self._context.commands)
+        stops = False
         try:
-            self._end_step(step, extra, force=force, allowed=allowed)
+            stops = self._end_step(step, extra, force=force, allowed=allowed)
         except MemoryTooSmall:
             raise
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
             self._context.unprotected.add_bug("the step boundary", error)
+        if stops:
+            self._halt(step)  # a signal handler of the script may raise here
 
     def _end_step(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
-    ) -> None:
+    ) -> bool:
+        """End the step; return whether this process must halt now."""
         if self._graphs.is_capturing:
-            return  # a wait, query or copy would end the capture
+            return False  # a wait, query or copy would end the capture
         self._streams.join()
         self.digests.boundary(step)
         heartbeat.step_done(self._context.page, step)
@@ -353,8 +357,7 @@ class SnapshotSession:
                 force=(force and is_between) or (stops and is_good),
                 allowed=allowed and is_between,
             )
-        if stops:
-            self._halt(step)
+        return stops
 
     def _collect(self, extra: dict[str, Any]) -> BoundaryState:
         return self._checked.collect({**extra, "orders": self._known_orders()})
@@ -446,9 +449,11 @@ class SnapshotSession:
         commands = self._context.commands
         self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 1)
         give_up_s = clock.now_s() + _STOP_WAIT_S
-        while commands.get(CommandField.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
-            clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
-        self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 0)
+        try:
+            while commands.get(CommandField.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
+                clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
+        finally:
+            self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 0)
 
     # --- bucket order ------------------------------------------------------------------------
 

@@ -479,6 +479,41 @@ def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> Non
     assert session.step == 4
 
 
+def test_an_error_of_the_scripts_signal_handler_ends_a_stop_and_reaches_the_script(
+    run: Run,
+) -> None:
+    class Preempted(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Preempted
+
+    def end_when_stopped() -> None:
+        give_up_s = clock.now_s() + TIMEOUT_S
+        while not run.page.get(HeartbeatField.STOPPED_AT_BOUNDARY):
+            assert clock.now_s() < give_up_s
+            clock.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.sleep(1.0)
+        run.commands.set(CommandField.STOP_AFTER_STEP, 1 << 60)
+
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    run.commands.set(CommandField.STOP_AFTER_STEP, 2)
+    before = signal.signal(signal.SIGTERM, handler)
+    thread = threading.Thread(target=end_when_stopped, daemon=True)
+    try:
+        thread.start()
+        with pytest.raises(Preempted):
+            loop(session, model, optimizer, 4)
+        thread.join(TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert session.step == 2
+    assert not run.page.get(HeartbeatField.STOPPED_AT_BOUNDARY)
+    assert not run.page.get(HeartbeatField.UNPROTECTED), run.page.note
+
+
 def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
