@@ -21,8 +21,8 @@ from ftrun.errors import ValueNotStorable
 from ftrun.snapshot.layout import CopyTiming
 from ftrun.worker.state.module_state import content
 from ftrun.worker.state.optimizer_state import into, is_identity
-from ftrun.worker.state.state_tree import StateTree, TensorSource, address_of
-from ftrun.worker.state.tensors import version_of
+from ftrun.worker.state.state_tree import StateTree, TensorSource
+from ftrun.worker.state.tensors import address_of, version_of
 
 _SAMPLED = 16
 

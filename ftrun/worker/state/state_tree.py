@@ -46,8 +46,10 @@ from ftrun.worker.state.optimizer_state import (
 )
 from ftrun.worker.state.structure import Structure, structure_of
 from ftrun.worker.state.tensors import (
+    address_of,
     described,
     is_sharded,
+    is_view_of,
     kind_of,
     local_tensor,
     part_of,
@@ -116,6 +118,12 @@ class PersistentSources:
         named = set(self.names.values()) - {name for name, _ in self.learned}
         pairs = zip(self.sources, self.originals, strict=True)
         return tuple((s.name, t) for s, t in pairs if s.name in named and t.is_leaf)
+
+    @cached_property
+    def may_change_shape(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors that no optimizer owns, and their sources; the others keep their shape."""
+        pairs = zip(self.originals, self.sources, strict=True)
+        return [(t, source.tensor) for t, source in pairs if source.when is CopyTiming.BOUNDARY]
 
     @cached_property
     def entries(self) -> tuple[LayoutEntry, ...]:
@@ -219,6 +227,7 @@ class StateTree:
             and _same(persistent.parameters, self._parameters())
             and _same(persistent.state_values, self._state_values())
             and persistent.addresses == [address_of(t) for t in persistent.originals]
+            and all(is_view_of(t, source) for t, source in persistent.may_change_shape)
             and all(is_lazy(tensor) for _, tensor in persistent.uninitialized)
         )
 
@@ -480,12 +489,6 @@ def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
         return torch.from_numpy(array if is_fit else array.copy())
     except TypeError as error:
         raise ValueNotStorable(key=path, kind=f"numpy array of {array.dtype}") from error
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    if is_sharded(tensor):
-        tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return tensor.data_ptr()
 
 
 def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:

@@ -56,6 +56,19 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    return _local(tensor).data_ptr()
+
+
+def is_view_of(tensor: torch.Tensor, detached: torch.Tensor) -> bool:
+    """Whether it still has the memory, shape, strides and dtype of its detached local part."""
+    return _local(tensor).is_set_to(detached) and tensor.dtype == detached.dtype
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def is_accelerator(device: torch.device) -> bool:
     found = torch.accelerator.current_accelerator()
     return found is not None and found.type == device.type

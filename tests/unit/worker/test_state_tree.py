@@ -138,6 +138,36 @@ def test_the_walk_is_repeated_when_something_changed(change: object) -> None:
     assert (tree.persistent() is before) == (change is change_nothing)
 
 
+def shrink(queue: torch.Tensor) -> None:
+    queue.resize_(2, 3)
+
+
+def transpose(queue: torch.Tensor) -> None:
+    queue.t_()
+
+
+def narrow(queue: torch.Tensor) -> None:
+    queue.data = queue.data[:2]
+
+
+def reinterpret(queue: torch.Tensor) -> None:
+    queue.data = queue.data.view(torch.int32)
+
+
+@pytest.mark.parametrize("change", [shrink, transpose, narrow, reinterpret])
+def test_a_tensor_that_changes_in_place_has_a_new_source(change: object) -> None:
+    queue = torch.arange(9.0).reshape(3, 3)
+    tree = tree_of(model=model(), queue=queue)
+    before = tree.persistent()
+    assert tree.persistent() is before
+    assert callable(change)
+    change(queue)
+    source = tree.persistent().sources[-1]
+    assert source.name == "queue"
+    assert source.tensor.is_set_to(queue)
+    assert source.tensor.dtype == queue.dtype
+
+
 def replace_child(net: nn.Module) -> None:
     net[1] = nn.BatchNorm1d(3)  # as many tensors as before
 
