@@ -262,6 +262,8 @@ class Session(Loops):
             self._take_loss(self._context, step, loss)
 
     def _take_loss(self, context: WorkerContext, step: int, loss: "float | torch.Tensor") -> None:
+        # torch warns of a conversion of a tensor that requires a gradient.
+        loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         value = context.page.loss = float(loss)
         if self._protection is not None:
             context.unprotected.guarded(self._protection.digests.take_loss)(step, value)

@@ -113,6 +113,14 @@ def test_what_the_script_holds_of_its_state_stays_in_it_when_weights_are_put_bac
     assert progress == {"steps": [*range(6)]}
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_reported_loss_may_require_a_gradient(run: Run) -> None:
+    session, model, _ = begin(run)
+    loss = model(torch.ones(1, 3)).sum()
+    session.report(loss=loss)
+    assert run.page.loss == loss.item()
+
+
 def test_a_run_without_a_state_of_its_own_is_restored_by_a_script_that_has_one(run: Run) -> None:
     session, model, optimizer = begin(run)
     for _ in session.steps(1):
