@@ -19,7 +19,7 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
 from ftrun.config.run_spec import RunSpec
-from ftrun.errors import PeerError
+from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.monitor.worker_exits import exit_text
@@ -44,6 +44,11 @@ RECONNECT_EVERY_S = 1.0
 UNREACHABLE_S = 5.0
 """An SMP that lives and accepts no connection for this long is killed, and another one starts."""
 
+SMP_WAIT_S = 30.0
+"""Longest wait for an SMP at the end of the run, before the last checkpoint."""
+
+SMP_POLL_S = 0.05
+REAP_EVERY_S = 5.0
 REFILL_AFTER_S = 0.5
 """Standbys are forked this many seconds after a restart, because they would compete with it for
 processors."""
@@ -85,6 +90,7 @@ class Maintenance:
         self._stalled_ranks: set[int] = set()
         self._restarts = ComponentRestarts()
         self._reconnect_due_s = 0.0
+        self._reap_due_s = 0.0
         self._unreachable_since_s: float | None = None
 
     def generation_started(self, now_s: float) -> None:
@@ -99,6 +105,7 @@ class Maintenance:
         self._generations.repeats.poll()
         self._report_no_progress(now_s, monitor.no_progress_report_after_s)
         self._refill(now_s)
+        self._reap(now_s)
         self._bind_standbys()
         self._checkpoint(now_s)
         if self._bring_up_smp():
@@ -115,16 +122,35 @@ class Maintenance:
             return
         is_stop = command.exit_code > 128 and command.cause is None
         limit_s = self._spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
+        self._await_smp()
         versions = self._last_versions()
         if versions or self._smp.committed:
-            self._write_last(versions, limit_s, is_cancelled)
+            if not self._write_last(versions, limit_s, is_cancelled):
+                self._await_smp()  # it has ended just now
+                self._write_last(versions, limit_s, is_cancelled)
+            self._report_checkpoint()
         self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
+
+    def _await_smp(self) -> None:
+        """Wait for an SMP that starts, or that replaces one that has just been lost."""
+        if not self._spec.profile.snapshot.enabled:
+            return
+        give_up_s = clock.now_s() + SMP_WAIT_S
+        while self._smp.channel is None and not self.smp_given_up and clock.now_s() < give_up_s:
+            self.handle_exits()
+            if self._bring_up_smp(waits=True):
+                self._generations.configure_new_smp()
+            clock.sleep(SMP_POLL_S)
 
     def _write_last(
         self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
-    ) -> None:
+    ) -> bool:
+        """Return False if the SMP was lost."""
         directory, settings = self._spec.checkpoint_directory, self._spec.profile.checkpoint
         assert directory is not None
+        if self._smp.channel is None:
+            self._smp.refused = self.smp_given_up or "there is no snapshot manager"
+            return True
         try:
             if self._smp.finish_checkpoint(limit_s, is_cancelled):
                 if self._spec.nodes is None:
@@ -133,9 +159,12 @@ class Maintenance:
                     self._smp.finish_checkpoint(limit_s, is_cancelled)
                 else:
                     self._write_last_part(versions, limit_s, is_cancelled)
+        except PeerLost:
+            self._smp.lost()
+            return False
         except PeerError as error:
             self._smp.refused = str(error)
-        self._report_checkpoint()
+        return True
 
     def _last_versions(self) -> list[Version]:
         """The versions that the last checkpoint may be made of, the best first.
@@ -203,6 +232,14 @@ class Maintenance:
         self._journal.write(SmpReady(len(self._smp.memory.arenas)))
         return True
 
+    def _reap(self, now_s: float) -> None:
+        """Ranks may leave processes behind all the time, which become children of this agent."""
+        if now_s > self._reap_due_s:
+            self._reap_due_s = now_s + REAP_EVERY_S
+            known = [handle.child for handle in self._workers.handles]
+            zygote = self._zygote.children if self._zygote is not None else []
+            reap_strangers([*known, *zygote, *self._smp.children])
+
     def _refill(self, now_s: float) -> None:
         if self._zygote is None:
             return
@@ -217,8 +254,6 @@ class Maintenance:
                 self._refill_due_s = now_s + REFILL_AFTER_S
                 return
             self._zygote.refill()
-            children: list[ChildProcess] = [handle.child for handle in self._workers.handles]
-            reap_strangers([*children, *self._zygote.children, *self._smp.children])
 
     def _bind_standbys(self) -> None:
         """Once all ranks have made a step, because standbys would slow their start."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -107,6 +108,40 @@ def test_an_smp_that_lives_and_cannot_be_reached_is_replaced(
     let_end(run)
     assert run.wait() == 0, run.text
     undisturbed.check(run)
+
+
+ENDS_WITH_ITS_SMP = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import ftrun
+
+weight = torch.zeros(1000, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+session = ftrun.attach({"w": torch.nn.ParameterList([weight])}, optimizer)
+for step in session.steps(20):
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+while not Path("smp").exists():
+    time.sleep(0.01)
+time.sleep(0.3)
+os.kill(int(Path("smp").read_text()), signal.SIGKILL)
+os._exit(0)
+"""
+
+
+def test_the_last_checkpoint_is_written_by_a_new_smp(
+    start: Start, script: Callable[..., str]
+) -> None:
+    words = ("--checkpoint-dir", "saved", "--checkpoint-every", "3600", "--snapshot-every", "1")
+    run = start(*words, script(ENDS_WITH_ITS_SMP))
+    run.wait_for_step(20)
+    part = run.folder / "part"
+    part.write_text(str(run.pid_of("smp")))
+    part.rename(run.folder / "smp")
+    assert run.wait() == 0, run.text
+    assert [one.name for one in (run.folder / "saved").glob("step-*")] == ["step-00000020-g0"]
 
 
 @pytest.mark.full

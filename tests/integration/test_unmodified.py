@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Start
+from tests.integration.conftest import Start, is_gone
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
@@ -175,3 +175,18 @@ def test_a_full_disk_for_logs_does_not_end_the_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no log files from generation 1 on" in done.stderr + done.stdout
     assert "bug" not in done.stderr
+
+
+def test_orphans_of_ranks_leave_no_zombies(start: Start, script: Script) -> None:
+    name = script(
+        "import os, pathlib, time\nfor _ in range(20): os.system('true &')\n"
+        "pathlib.Path('up').touch()\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\n"
+    )
+    run = start("--start", "fresh", name)
+    run.wait_until("up", (run.folder / "up").exists)
+    agent = run.pid_of("agent")
+    children = Path(f"/proc/{agent}/task/{agent}/children")
+    run.wait_until("reaped", lambda: not any(map(is_gone, map(int, children.read_text().split()))))
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.text

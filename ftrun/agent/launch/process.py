@@ -23,6 +23,9 @@ from typing import IO
 from ftrun import clock
 from ftrun.process_tree import state_of
 
+MAX_REAPED = 1000
+"""Of one call, so that the loop continues in a storm of them."""
+
 awaited: set[int] = set()
 """Pids of programs whose end another thread waits for, such as a hook's."""
 
@@ -136,7 +139,7 @@ def reap_strangers(known: Sequence[ChildProcess]) -> None:
     A known child that ends between the two calls of waitid is reaped as itself.
     """
     mine = {child.pid: child for child in known}
-    for _ in range(64):
+    for _ in range(MAX_REAPED):
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
