@@ -130,6 +130,8 @@ class PreparedLoader(PrefetchingPosition):
         try:
             if is_new or not self.is_at_end:
                 yield from self._rest(again, epoch)
+            else:
+                self.takes_iterator()  # none starts
         except GeneratorExit:
             if ends_if_left and iteration == self._iterations:
                 self.end_pass()

@@ -42,7 +42,8 @@ class PrefetchingPosition(DataPosition):
         self._before: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
         self._resolved: Callable[[], None] | None = None
-        self._has_pass = False
+        self._is_pass_awaited = False
+        """A pass has begun, and no iterator of the sampler has started since."""
         self._watch()
 
     @property
@@ -76,10 +77,18 @@ class PrefetchingPosition(DataPosition):
             self._put_back(again["started_with"])
         if again is not None and behind is not None:
             self._handed_out = behind
-        self._has_started = self._has_pass = True
+        self._has_started = self._is_pass_awaited = True
         self._asked = self._handed_out
         self._before = {}
         self._is_open = True
+
+    def takes_iterator(self) -> bool:
+        """Whether the sampler's iterator that starts now is that of the pass.
+
+        It is the first one after `begin_pass`. Others are evaluations and loops of the script.
+        """
+        taken, self._is_pass_awaited = self._is_pass_awaited, False
+        return taken
 
     def undo_first_draws(self) -> None:
         """In the first pass, puts back the random states that the pass began with."""
@@ -105,8 +114,6 @@ class PrefetchingPosition(DataPosition):
 
     def ask(self, index: int) -> bool:
         """Records the request of a batch of this pass; False if it was trained on before."""
-        if not self._has_pass:
-            return True  # an evaluation, or a pass that the framework starts itself
         if index == 0 and self._keeps_workers and self._pass > 0:
             # A new iterator draws a seed for its workers; a persistent one would not have drawn it.
             rng.put_back(self._begun_with["rng"])
@@ -182,7 +189,7 @@ class PrefetchingPosition(DataPosition):
 
 
 class TrackedSampler:
-    """Wraps a sampler: reports each request to its feed, and skips batches trained on before."""
+    """Wraps a sampler: reports each request of a pass, and skips batches trained on before."""
 
     def __init__(
         self, inner: Iterable[Any], feed: PrefetchingPosition, *, leaves_out: bool
@@ -202,6 +209,9 @@ class TrackedSampler:
     def __iter__(self) -> Iterator[Any]:
         # A generator, like torch's own: a DataLoader draws its base seed after it has called
         # iter().
+        if not self._feed.takes_iterator():
+            yield from self.inner
+            return
         batches = iter(self.inner)
         for index in count():
             is_needed = self._feed.ask(index)

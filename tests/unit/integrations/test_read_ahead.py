@@ -133,6 +133,22 @@ def test_a_pass_that_has_not_been_begun_is_none_of_its_business() -> None:
     assert feed.state()["asked"] == 0
 
 
+@pytest.mark.parametrize("trained", [1, 2])
+def test_another_loop_over_the_loader_has_all_batches_and_leaves_the_position(
+    trained: int,
+) -> None:
+    feed = PrefetchingPosition("loader", DataLoader(range(4), batch_size=2))
+    feed.begin_pass(lambda: None)
+    batches = iter(feed.loader)
+    for _ in range(trained):
+        next(batches)
+        feed.trained()
+    before = encode(feed.state())
+    assert [batch.tolist() for batch in feed.loader] == [[0, 1], [2, 3]]
+    assert encode(feed.state()) == before
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]][trained:]
+
+
 def test_another_number_of_ranks_continues_behind_what_was_used() -> None:
     feed = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2))
     feed.begin_pass(lambda: None)
