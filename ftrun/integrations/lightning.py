@@ -181,6 +181,7 @@ class LoopCounters:
             for counted in (state[name]["total"], state[name]["current"]):
                 counted.update(dict.fromkeys(counted, counted["completed"]))
         state["epoch_loop.batch_progress"]["is_last_batch"] = False
+        state["should_stop"] = self._trainer.should_stop
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,6 +190,8 @@ class LoopCounters:
         self._is_loaded = True
         loop = self._trainer.fit_loop
         loop.load_state_dict(state)
+        # Early stopping may have ended the fit, or may wait for min_epochs.
+        self._trainer.should_stop |= state.get("should_stop", False)
         # Only the loop over batches can be restarted in the middle. If the loop over epochs counted
         # as restarting, it would skip work at the end of the resumed epoch that an undisturbed run
         # does.

@@ -55,6 +55,34 @@ os._exit(0)
 """At the end of an undisturbed script: on a busy machine torch 2.13 with gloo sometimes aborts
 when the interpreter ends ("terminate called without an active exception")."""
 
+DIES_ONCE = """
+import hashlib, os, signal, time, torch
+
+dies = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+
+
+def die():
+    if dies:
+        time.sleep(3)  # until the last snapshot is sealed
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digested(value):
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()
+    if isinstance(value, dict):
+        return {key: digested(one) for key, one in value.items()}
+    return [digested(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def end(**things):
+    for name, value in things.items():
+        print("end", name, str(digested(value)).replace(os.getcwd(), ""), flush=True)
+
+
+"""
+"""`die()` kills the rank in the first generation of a run of ftrun; `end()` shows what is compared."""
+
 
 def example(
     title: str,
@@ -143,6 +171,40 @@ def ends_like_undisturbed(
     return run
 
 
+def one_rank_ends_like_undisturbed(
+    start: Start, folder: Path, code: str, *, restored: list[int]
+) -> Run:
+    """Compare one rank that dies once with the same script under plain python, bit for bit.
+
+    Args:
+        start: starts ftrun.
+        folder: the working folder of ftrun.
+        code: the script; it calls `die()` and `end()`.
+        restored: the steps that the restarts go back to.
+    """
+    reference = folder / "calm"
+    reference.mkdir()
+    for place in (reference, folder):
+        (place / "train.py").write_text(DIES_ONCE + code)
+    run = start("--nproc-per-node", "1", "--snapshot-every", "1", "train.py")
+    undisturbed = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=reference,
+        env=run.variables,
+        capture_output=True,
+        text=True,
+        timeout=3 * WAIT_S,
+        check=False,
+    )
+    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
+    assert wait_long(run) == 0, run.text
+    assert restored_steps(run) == restored, run.text
+    found = ends(run.text)
+    assert found, run.text
+    assert found == ends(undisturbed.stdout), f"{undisturbed.stdout}\n{'-' * 80}\n{run.text}"
+    return run
+
+
 def wait_long(run: Run) -> int:
     """Wait long, because the import of a framework is slow."""
     try:
@@ -153,6 +215,11 @@ def wait_long(run: Run) -> int:
 
 def digests(text: str) -> list[str]:
     return sorted(re.findall(r"digest \d \w{64}", text))
+
+
+def ends(text: str) -> list[str]:
+    """What the call of `end()` has shown."""
+    return re.findall(r"^.*?\bend (\w+ .*)", text, re.MULTILINE)
 
 
 def restored_steps(run: Run) -> list[int]:

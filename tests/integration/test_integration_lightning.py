@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import Start
-from tests.integration.examples import RUNS_A_FRAMEWORK, each_of, example, loses_a_rank_twice
+from tests.integration.examples import (
+    RUNS_A_FRAMEWORK,
+    each_of,
+    example,
+    loses_a_rank_twice,
+    one_rank_ends_like_undisturbed,
+)
 
 pytestmark = RUNS_A_FRAMEWORK
 
@@ -34,3 +42,66 @@ def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(
     """A step of the session is a batch."""
     code = example("Lightning", changes)
     loses_a_rank_twice(start, tmp_path, code, first=(4, 6), second=(12, 14, 16))
+
+
+ALONE = {
+    "devices=2": "devices=1",
+    'strategy="ddp"': 'strategy="auto"',
+    "randn(96, 8)": "randn(48, 8)",
+}
+"""One rank; twelve batches in an epoch."""
+
+ENDS = """
+end(
+    model=model.state_dict(),
+    optimizer=trainer.optimizers[0].state_dict(),
+    scheduler=trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+    callbacks=[one.state_dict() for one in trainer.callbacks],
+    loops=[
+        trainer.current_epoch,
+        trainer.global_step,
+        trainer.fit_loop.epoch_loop._batches_that_stepped,
+        trainer.fit_loop.epoch_loop.scheduler_progress.state_dict(),
+    ],
+)
+"""
+
+VALIDATES = {
+    "    def configure_optimizers(self):": """    def validation_step(self, batch, index):
+        self.log("loss", torch.tensor(1.0))
+
+    def test_step(self, batch, index):
+        die()
+
+    def configure_optimizers(self):""",
+    "trainer.fit(model, loader)": """trainer.fit(model, loader, DataLoader(loader.dataset, 8))
+trainer.test(model, loader, verbose=False)
+""",
+    "import LightningModule,": "import LightningModule, callbacks as of_lightning,",
+}
+STOPPED = VALIDATES | {
+    "callbacks=[": 'callbacks=[of_lightning.EarlyStopping("loss", patience=0), ',
+}
+STOPPED_WITHIN_AN_EPOCH = VALIDATES | {
+    "callbacks=[": """val_check_interval=4, callbacks=[
+        of_lightning.EarlyStopping("loss", patience=0, check_on_train_epoch_end=False), """,
+}
+STOPS_LATER = {
+    "max_epochs=3": "min_epochs=2, max_epochs=4",
+    "inputs, targets = batch": """inputs, targets = batch
+        if self.trainer.current_epoch == 0:
+            self.trainer.should_stop = True
+        elif index == 2:
+            die()""",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "restored"), [(STOPPED, 24), (STOPPED_WITHIN_AN_EPOCH, 8), (STOPS_LATER, 14)]
+)
+def test_a_rank_that_dies_after_a_stop_is_decided(
+    start: Start, tmp_path: Path, changes: dict[str, str], restored: int
+) -> None:
+    """The fit is not begun again; or it ends as soon as `min_epochs` permits it."""
+    code = example("Lightning", ALONE | changes) + ENDS
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[restored])

@@ -100,6 +100,7 @@ class LightningTrainer:
         loops = {"state_dict": {}, "epoch_progress": counts, "epoch_loop.batch_progress": counts}
         self.fit_loop = SimpleNamespace(state_dict=loops.copy, _combined_loader=None)
         self.is_global_zero = True
+        self.should_stop = False
 
     def fit(self) -> None:
         for callback in self.callbacks:
