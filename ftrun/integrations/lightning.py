@@ -93,6 +93,10 @@ class FtrunCallback(Callback):
         self._feed, self._session = feed, session
         if feed is not None and feed.is_indexed:
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
+            # Lightning continues a checkpoint of the script without calling this hook.
+            self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is None or self._feed is None:
@@ -196,6 +200,9 @@ class LoopCounters:
         # as restarting, it would skip work at the end of the resumed epoch that an undisturbed run
         # does.
         loop._restarting = False
+        # A checkpoint that the script has loaded before was of another place in the epoch.
+        loop.reset_restart_stage()
+        loop.epoch_loop.reset_restart_stage()
         is_within = state["epoch_loop.batch_progress"]["current"]["completed"] > 0
         loop.epoch_loop.restarting = is_within
         if is_within:

@@ -105,3 +105,41 @@ def test_a_rank_that_dies_after_a_stop_is_decided(
     """The fit is not begun again; or it ends as soon as `min_epochs` permits it."""
     code = example("Lightning", ALONE | changes) + ENDS
     one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[restored])
+
+
+CHECKPOINTS = {
+    "import LightningModule,": "import LightningModule, callbacks as of_lightning,",
+    "    def configure_optimizers(self):": """    def on_train_batch_start(self, batch, index):
+        if self.trainer.max_epochs == 3 and index == 9:
+            die()
+
+    def configure_optimizers(self):""",
+    "seed_everything(0)\n": """
+def checkpoints():
+    return of_lightning.ModelCheckpoint("c", every_n_train_steps=2, save_last=True)
+
+
+def earlier_run():
+    once = {"max_steps": 2, "accumulate_grad_batches": 2}
+    earlier = Trainer(accelerator="cpu", logger=False, callbacks=checkpoints(), **once)
+    earlier.fit(Sum(), loader)
+
+
+seed_everything(0)
+""",
+    "trainer = Trainer(": """if not os.path.exists("c"):
+    earlier_run()
+seed_everything(1)
+trainer = Trainer(""",
+    "callbacks=[": "callbacks=[checkpoints(), ",
+    "    enable_checkpointing=False,\n": "",
+    "trainer.fit(model, loader)": 'trainer.fit(model, loader, ckpt_path="last", weights_only=False)',
+}
+"""Each start finds a checkpoint from within an epoch."""
+
+
+def test_a_rank_that_dies_after_a_start_from_a_checkpoint_of_the_script(
+    start: Start, tmp_path: Path
+) -> None:
+    code = example("Lightning", ALONE | CHECKPOINTS) + ENDS
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[4])
