@@ -206,7 +206,22 @@ class LoopCounters:
         is_within = state["epoch_loop.batch_progress"]["current"]["completed"] > 0
         loop.epoch_loop.restarting = is_within
         if is_within:
-            loop.epoch_loop.update_restart_stage()  # earlier validations are not repeated
+            loop.epoch_loop.update_restart_stage()
+            _omit_first_check(loop.epoch_loop)
+
+
+def _omit_first_check(epoch_loop: Any) -> None:
+    """Makes the restarted loop train at once.
+
+    The validation after the last batch is part of the snapshot. Lightning would not repeat it, but
+    it would step the schedulers and count the batch again.
+    """
+
+    def no_validation(_: Any) -> bool:
+        del epoch_loop._should_check_val_fx
+        return False
+
+    epoch_loop._should_check_val_fx = no_validation
 
 
 class CallbackStates:

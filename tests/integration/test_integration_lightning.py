@@ -143,3 +143,20 @@ def test_a_rank_that_dies_after_a_start_from_a_checkpoint_of_the_script(
 ) -> None:
     code = example("Lightning", ALONE | CHECKPOINTS) + ENDS
     one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[4])
+
+
+STEPPED_WITHIN_THE_EPOCH = VALIDATED | {
+    '"monitor": "loss"': '"monitor": "loss", "interval": "step", "frequency": 6',
+    "    def validation_step": """    def on_train_batch_start(self, batch, index):
+        if self.trainer.current_epoch == 0 and index == 6:
+            die()
+
+    def validation_step""",
+}
+
+
+def test_a_rank_that_dies_after_a_validation_that_a_scheduler_monitors(
+    start: Start, tmp_path: Path
+) -> None:
+    code = example("Lightning", ALONE | STEPPED_WITHIN_THE_EPOCH) + ENDS
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[6])
