@@ -9,11 +9,12 @@ does after a batch (validation, schedulers, callbacks, checkpoints) therefore be
 Within an accumulation no snapshot is taken: a fault there returns to the last optimizer step.
 
 Exact: model, optimizers, schedulers, precision plugin, counters of all loops, the state_dict of
-each callback and of the datamodule, the order of one train loader with indices, and random numbers
-drawn while it loads in this process. Not exact: random numbers drawn in loader worker processes,
-and averages of logged values over an epoch, which start at the restart. The same holds for metrics
-without persistent state and for callbacks that monitor them. Not saved: what a module adds in
-`on_save_checkpoint` (give it to the callback by name), and the position in several loaders.
+each callback and of the datamodule, averaged weights of callbacks, the order of one train loader
+with indices, and random numbers drawn while it loads in this process. Not exact: random numbers
+drawn in loader worker processes, and averages of logged values over an epoch, which start at the
+restart. The same holds for metrics without persistent state and for callbacks that monitor them.
+Not saved: what a module or another callback adds in `on_save_checkpoint` (give it to the callback
+by name), and the position in several loaders.
 Refused: DeepSpeedStrategy and FSDPStrategy (FSDP1).
 
 Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little. With
@@ -84,6 +85,7 @@ class FtrunCallback(Callback):
             warmup=self._warmup,
             loops=LoopCounters(trainer),
             callbacks=CallbackStates(trainer, self),
+            **_averages(trainer),
             **self._named,
         )
         self._has_started = True
@@ -91,6 +93,7 @@ class FtrunCallback(Callback):
             session.close()  # attach() has checked the state
             return
         self._feed, self._session = feed, session
+        _report_unsaved(trainer, self)
         if feed is not None and feed.is_indexed:
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
         loop = trainer.fit_loop
@@ -243,6 +246,23 @@ class CallbackStates:
         for name, holder in self._holders.items():
             if state.get(name):
                 holder.load_state_dict(state[name])
+
+
+def _averages(trainer: Trainer) -> dict[str, Any]:
+    """The averaged weights of callbacks such as EMAWeightAveraging, which no state_dict has."""
+    found = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+    return {f"average_{at}": model for at, model in enumerate(found) if model is not None}
+
+
+def _report_unsaved(trainer: Trainer, own: Callback) -> None:
+    for callback in trainer.callbacks if trainer.is_global_zero else ():
+        is_saved = callback is own or getattr(callback, "_average_model", None) is not None
+        if type(callback).on_save_checkpoint is not Callback.on_save_checkpoint and not is_saved:
+            _log.warning(
+                "not bitwise: no snapshot holds what %s adds in on_save_checkpoint; give that "
+                "state to FtrunCallback by name",
+                type(callback).__name__,
+            )
 
 
 def _drop(fetcher: Any, count: int) -> None:

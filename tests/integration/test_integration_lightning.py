@@ -160,3 +160,20 @@ def test_a_rank_that_dies_after_a_validation_that_a_scheduler_monitors(
 ) -> None:
     code = example("Lightning", ALONE | STEPPED_WITHIN_THE_EPOCH) + ENDS
     one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[6])
+
+
+AVERAGED = {
+    "import LightningModule,": "import LightningModule, callbacks as of_lightning,",
+    "callbacks=[": "callbacks=[of_lightning.EMAWeightAveraging(decay=0.9), ",
+    "    def configure_optimizers(self):": """    def on_train_batch_start(self, batch, index):
+        if self.trainer.current_epoch == 1 and index == 4:
+            die()
+
+    def configure_optimizers(self):""",
+}
+
+
+def test_a_rank_that_dies_with_averaged_weights(start: Start, tmp_path: Path) -> None:
+    code = example("Lightning", ALONE | AVERAGED) + ENDS
+    code += "end(average=trainer.callbacks[0]._average_model.state_dict())"
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[16])
