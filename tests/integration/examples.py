@@ -81,7 +81,7 @@ def end(**things):
 
 
 """
-"""`die()` kills the rank in the first generation of a run of ftrun; `end()` shows what is compared."""
+"""`die()` kills the rank in the first generation of a run; `end()` shows what is compared."""
 
 
 def example(

@@ -133,7 +133,7 @@ seed_everything(1)
 trainer = Trainer(""",
     "callbacks=[": "callbacks=[checkpoints(), ",
     "    enable_checkpointing=False,\n": "",
-    "trainer.fit(model, loader)": 'trainer.fit(model, loader, ckpt_path="last", weights_only=False)',
+    "fit(model, loader)": 'fit(model, loader, ckpt_path="last", weights_only=False)',
 }
 """Each start finds a checkpoint from within an epoch."""
 

@@ -23,7 +23,7 @@ BATCHES = [[0, 1], [2, 3], [4, 5]]
 @pytest.fixture
 def prepared() -> "Iterator[tuple[Session, DataLoader[int]]]":
     accelerator = Accelerator(cpu=True)
-    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(range(6), batch_size=2))
+    _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(range(6), batch_size=2))
     session = attach(accelerator)
     yield session, loader
     session.close()
