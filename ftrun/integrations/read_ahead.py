@@ -75,7 +75,7 @@ class PrefetchingPosition(DataPosition):
             self._started_with = self._random_states()
         elif again["started_with"] is not None:
             self._put_back(again["started_with"])
-        if again is not None and behind is not None:
+        if behind is not None:
             self._handed_out = behind
         self._has_started = self._is_pass_awaited = True
         self._asked = self._handed_out

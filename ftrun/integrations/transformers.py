@@ -9,7 +9,7 @@ after a step (logging, evaluation, saving) therefore belongs to that step. A ste
 step: a fault within an accumulation returns to the last one.
 
 The Trainer itself can resume in the middle of an epoch, after `resume_from_checkpoint`. It does not
-ask a callback where to resume. Three of its methods are therefore wrapped, for Trainers that have
+ask a callback where to resume. Some of its methods are therefore wrapped, for Trainers that have
 this callback.
 
 Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its log, callbacks that
@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrun.errors import NotSupportedHere, UsageError
+from ftrun.ids import Version
 from ftrun.integrations.libraries import is_inside, require
 from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.worker.context import worker_context
@@ -70,7 +71,8 @@ class FtrunCallback(TrainerCallback):
         self._session: Session | None = None
         self._feed: PrefetchingPosition | None = None
         self._progress: TrainerProgress | None = None
-        self._batches_done = 0
+        self.place = (0, 0)
+        """Epoch to begin with, and the number of its batches that were trained on before."""
         is_inside("FtrunCallback")
         _wrap()
 
@@ -82,30 +84,39 @@ class FtrunCallback(TrainerCallback):
     # --- the Trainer's own methods ---------------------------------------------------------------
 
     def where_to_begin(self, trainer: Any, found: tuple[int, int], per_epoch: int) -> Any:
-        """Completed epochs, and completed batches of the next one, from the version to restore."""
+        """Completed epochs, and completed batches of the next one, as they follow from the step.
+
+        The place that the snapshot holds replaces them, unless it is that of another number of
+        ranks.
+        """
         self._trainer = trainer
-        context = worker_context()
-        restore = context.restore if context is not None else None
+        restore = _version_to_restore()
         # A restore by ftrun sets the position in the data, whatever checkpoint the script has
         # found.
         batches_done = trainer.state.global_step % per_epoch if restore is None else 0
         if reason := refusal(trainer, batches_done):
             raise UsageError(f"FtrunCallback does not support {reason}")
         if restore is None:
-            return found
-        step = trainer.state.global_step = int(restore.step)
-        self._batches_done = step % per_epoch * trainer.args.gradient_accumulation_steps
-        return step // per_epoch, self._batches_done
+            self.place = found
+        else:
+            step = trainer.state.global_step = int(restore.step)
+            epochs, steps = divmod(step, per_epoch)
+            self.place = epochs, steps * trainer.args.gradient_accumulation_steps
+        return self.place
 
     def epoch_begins(self, epoch: int, loader: Any) -> bool:
-        """Prepares for an epoch; False if nothing is left to train."""
+        """Prepares for an epoch; False if nothing of it is left to train."""
         assert self._session is not None
         assert self._feed is not None
         assert self._progress is not None
         if self._progress.is_finished:
             self._trainer.control.should_training_stop = True
             return False
-        self._feed.begin_pass(self._begin, behind=self._batches_done)
+        first, batches_done = self.place
+        if epoch < first:
+            return False
+        self._progress.epoch = epoch
+        self._feed.begin_pass(self._begin, behind=batches_done if epoch == first else None)
         # A copy of the loader that skips batches does not pass set_epoch() to its samplers.
         reported: Any = loader
         while reported is not None:
@@ -143,8 +154,11 @@ class FtrunCallback(TrainerCallback):
         )
         if feed is None:
             session.close()  # attach() has checked the state
-        else:
-            self._feed, self._session = feed, session
+            return
+        self._feed, self._session = feed, session
+        context, epoch = worker_context(), self._progress.restored_epoch
+        if epoch is not None and context is not None and not context.is_resized:
+            self.place = epoch, feed.trained_on
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._session is None or self._feed is None:
@@ -186,6 +200,9 @@ class TrainerProgress:
 
     def __init__(self, trainer: Any) -> None:
         self.is_finished = False
+        self.epoch: int | None = None
+        """Index of the epoch; None before the first."""
+        self.restored_epoch: int | None = None
         self._trainer = trainer
         self._lines: list[str] = []
 
@@ -199,6 +216,7 @@ class TrainerProgress:
                 name: json.dumps(one.state()["attributes"]) for name, one in self._exporting()
             },
             "is_finished": self.is_finished,
+            "epoch": self.epoch,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -213,6 +231,7 @@ class TrainerProgress:
             for attribute, value in json.loads(saved["callbacks"].get(name, "{}")).items():
                 setattr(one, attribute, value)
         self.is_finished = saved["is_finished"]
+        self.restored_epoch = saved.get("epoch")
 
     def _log(self, history: list[dict[str, float]]) -> str:
         # Encodes only new entries, because encoding a long log at each boundary would be slow.
@@ -268,6 +287,7 @@ def _run_epoch(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:
     if not callback.session.restored:
         return original(trainer, *args, **named)
     named["resume_from_checkpoint"] = _HERE
+    named["epochs_trained"], named["steps_trained_in_current_epoch"] = callback.place
     arguments = trainer.args
     ignores, arguments.ignore_data_skip = arguments.ignore_data_skip, False
     try:
@@ -299,6 +319,11 @@ def refusal(trainer: Any, batches_done: int) -> str | None:
 def _load_rng_state(trainer: Any, original: Any, checkpoint: Any) -> None:
     if checkpoint != _HERE:
         original(trainer, checkpoint)
+
+
+def _version_to_restore() -> Version | None:
+    context = worker_context()
+    return context.restore if context is not None else None
 
 
 def _callback_of(trainer: Any) -> FtrunCallback | None:

@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import Start
-from tests.integration.examples import RUNS_A_FRAMEWORK, each_of, example, loses_a_rank_twice
+from tests.integration.examples import (
+    RUNS_A_FRAMEWORK,
+    each_of,
+    example,
+    loses_a_rank_twice,
+    one_rank_ends_like_undisturbed,
+)
 
 pytestmark = RUNS_A_FRAMEWORK
 
@@ -46,3 +54,68 @@ def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(
     """A step of the session is an optimizer's."""
     code = example("Hugging Face Trainer", changes)
     loses_a_rank_twice(start, tmp_path, code, first=(2, 3), second=(6, 7, 8))
+
+
+ALONE = {
+    "randint(256, (96, 16)": "randint(256, (40, 16)",
+    "    gradient_accumulation_steps=2,\n": "",
+    "import GPT2Config,": "import TrainerCallback, EarlyStoppingCallback, GPT2Config,",
+    "trainer = Trainer(": """
+
+class Dies(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **now):
+        if state.global_step == at:
+            die()
+
+
+class Skips(TrainerCallback):
+    def on_step_end(self, args, state, control, **now):
+        control.should_epoch_stop = state.global_step == 3
+
+
+trainer = Trainer(""",
+    "callbacks=[": "callbacks=[Dies(), ",
+}
+"""One rank; ten batches in an epoch."""
+
+ENDS = """
+timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
+timed |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+end(
+    model=model.state_dict(),
+    optimizer=trainer.optimizer.state_dict(),
+    scheduler=trainer.lr_scheduler.state_dict(),
+    log=[{k: v for k, v in one.items() if k not in timed} for one in trainer.state.log_history],
+    loops=[trainer.state.global_step, trainer.state.epoch, trainer.state.best_metric],
+    callbacks=[
+        vars(one) for one in trainer.callback_handler.callbacks
+        if isinstance(one, EarlyStoppingCallback)
+    ],
+)
+"""
+
+LEFT_EARLY = {"callbacks=[Dies(), ": "callbacks=[Dies(), Skips(), "}
+STREAMED = {
+    "model = GPT2LMHeadModel": """
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        order = torch.Generator().manual_seed(self.epoch)
+        return (dataset[at] for at in torch.randperm(len(dataset), generator=order))
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+model = GPT2LMHeadModel""",
+    "num_train_epochs=3": "max_steps=27",
+    "train_dataset=dataset": "train_dataset=Stream()",
+}
+
+
+@pytest.mark.parametrize(("changes", "at"), [(LEFT_EARLY, 8), (STREAMED, 23)])
+def test_a_rank_that_dies_in_an_epoch_that_does_not_follow_from_the_step(
+    start: Start, tmp_path: Path, changes: dict[str, str], at: int
+) -> None:
+    code = f"at = {at}\n" + example("Hugging Face Trainer", ALONE | changes) + ENDS
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[at])

@@ -149,6 +149,17 @@ def test_another_loop_over_the_loader_has_all_batches_and_leaves_the_position(
     assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]][trained:]
 
 
+def test_batches_that_the_framework_skips_count_as_trained_on() -> None:
+    feed = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2), leaves_out=False)
+    feed.begin_pass(lambda: None, behind=2)
+    batches = iter(feed.loader)
+    for _ in range(3):
+        next(batches)
+    feed.resolve()
+    assert feed.trained_on == 2
+    assert list(feed.state()["before"]) == [2]  # no random states for those that are skipped
+
+
 def test_another_number_of_ranks_continues_behind_what_was_used() -> None:
     feed = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2))
     feed.begin_pass(lambda: None)

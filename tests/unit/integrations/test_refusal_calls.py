@@ -27,6 +27,7 @@ from tests.launch_requests import launch_request, launch_variables
 
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 STEPS_PER_EPOCH = 1000
+WRAPPED = ("_init_training_state", "_run_epoch", "_load_rng_state")
 
 
 class Kind(enum.Enum):
@@ -53,8 +54,8 @@ class HuggingFaceTrainer:
         self.optimizer = None
         self.lr_scheduler = None
 
-    def train(self, checkpoint_step: int = 0) -> None:
-        self.begin(checkpoint_step)
+    def train(self, checkpoint_step: int | None = None) -> None:
+        self.begin(checkpoint_step or 0)
         for callback in self.callback_handler.callbacks:
             now = {"train_dataloader": None}
             callback.on_train_begin(self.args, self.state, None, **now)
@@ -157,7 +158,7 @@ def frameworks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attributes = {n: m for n, m in vars(ftrun.integrations).items() if n in FRAMEWORKS}
     forget(kept)
     monkeypatch.setattr(metadata, "version", lambda name: "99.0")
-    for name in ("_init_training_state", "_run_epoch", "_load_rng_state"):  # they get wrapped
+    for name in WRAPPED:
         monkeypatch.setattr(HuggingFaceTrainer, name, vars(HuggingFaceTrainer)[name])
     for name, content in MODULES.items():
         module = sys.modules[name] = ModuleType(name)
