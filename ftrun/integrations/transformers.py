@@ -10,7 +10,7 @@ step: a fault within an accumulation returns to the last one.
 
 The Trainer itself can resume in the middle of an epoch, after `resume_from_checkpoint`. It does not
 ask a callback where to resume. Some of its methods are therefore wrapped, for Trainers that have
-this callback.
+this callback. A checkpoint that the script resumes from is not read where a snapshot is restored.
 
 Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its log, callbacks that
 have an exported state, the order of the data, and random numbers drawn while batches are loaded in
@@ -42,7 +42,7 @@ from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from ftrun.integrations import accelerate  # noqa: E402
 
-_WRAPPED = ("_init_training_state", "_run_epoch", "_load_rng_state")
+_WRAPPED = ("train", "_init_training_state", "_run_epoch", "_load_rng_state")
 _HERE = "ftrun"
 """Replaces the folder of a checkpoint, because the state is in memory."""
 
@@ -256,7 +256,7 @@ def _wrap() -> None:
             f"this version of transformers has no Trainer.{missing[0]}(), which ftrun needs to "
             "resume within an epoch; docs/frameworks.md names the tested versions"
         )
-    for around in (_init_training_state, _run_epoch, _load_rng_state):
+    for around in (train, _init_training_state, _run_epoch, _load_rng_state):
         original = getattr(Trainer, around.__name__)
         if not hasattr(original, "__wrapped__"):
             setattr(Trainer, around.__name__, _wrapped(original, around))
@@ -268,6 +268,15 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
         return around(trainer, original, *args, **named)
 
     return method
+
+
+def train(
+    trainer: Any, original: Any, resume_from_checkpoint: Any = None, *args: Any, **named: Any
+) -> Any:
+    # A snapshot replaces what a checkpoint holds, and the fault may have left a partial one.
+    if _callback_of(trainer) is not None and _version_to_restore() is not None:
+        resume_from_checkpoint = None
+    return original(trainer, resume_from_checkpoint, *args, **named)
 
 
 def _init_training_state(

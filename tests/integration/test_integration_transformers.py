@@ -119,3 +119,29 @@ def test_a_rank_that_dies_in_an_epoch_that_does_not_follow_from_the_step(
 ) -> None:
     code = f"at = {at}\n" + example("Hugging Face Trainer", ALONE | changes) + ENDS
     one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[at])
+
+
+RESUMES = {
+    "trainer.train()": """if not os.path.exists("out/checkpoint-3"):
+    arguments.max_steps = 3
+    Trainer(model=model, args=arguments, train_dataset=dataset).train()
+    arguments.max_steps = -1
+elif not dies:
+    os.remove("out/checkpoint-6/trainer_state.json")  # as if the rank had died while it saved
+trainer.train(resume_from_checkpoint=True)""",
+    "            die()": """            if dies:
+                every = trainer.callback_handler.callbacks
+                own = next(one for one in every if hasattr(one, "session"))
+                feed = own.session._feeds["loader"]
+                assert len(feed.state()["before"]) <= 2  # not one for each skipped batch
+            die()""",
+    'save_strategy="no"': 'save_strategy="steps", save_steps=3',
+}
+
+
+def test_a_rank_that_dies_after_a_start_from_a_checkpoint_of_the_script(
+    start: Start, tmp_path: Path
+) -> None:
+    """The restart finds a folder without the state of the Trainer, and does not need it."""
+    code = "at = 8\n" + example("Hugging Face Trainer", ALONE | RESUMES) + ENDS
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[8])

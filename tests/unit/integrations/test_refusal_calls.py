@@ -27,7 +27,7 @@ from tests.launch_requests import launch_request, launch_variables
 
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 STEPS_PER_EPOCH = 1000
-WRAPPED = ("_init_training_state", "_run_epoch", "_load_rng_state")
+WRAPPED = ("train", "_init_training_state", "_run_epoch", "_load_rng_state")
 
 
 class Kind(enum.Enum):
