@@ -42,7 +42,7 @@ from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from ftrun.integrations import accelerate  # noqa: E402
 
-_WRAPPED = ("train", "_init_training_state", "_run_epoch", "_load_rng_state")
+_WRAPPED = ("train", "_init_training_state", "_evaluate", "_run_epoch", "_load_rng_state")
 _HERE = "ftrun"
 """Replaces the folder of a checkpoint, because the state is in memory."""
 
@@ -103,6 +103,12 @@ class FtrunCallback(TrainerCallback):
             epochs, steps = divmod(step, per_epoch)
             self.place = epochs, steps * trainer.args.gradient_accumulation_steps
         return self.place
+
+    @property
+    def is_before_restored_epoch(self) -> bool:
+        """Whether the work before the first epoch is part of the restored snapshot."""
+        is_restored = self._session is not None and self._session.restored
+        return is_restored and self._progress is not None and self._progress.epoch is None
 
     def epoch_begins(self, epoch: int, loader: Any) -> bool:
         """Prepares for an epoch; False if nothing of it is left to train."""
@@ -256,7 +262,7 @@ def _wrap() -> None:
             f"this version of transformers has no Trainer.{missing[0]}(), which ftrun needs to "
             "resume within an epoch; docs/frameworks.md names the tested versions"
         )
-    for around in (train, _init_training_state, _run_epoch, _load_rng_state):
+    for around in (train, _init_training_state, _evaluate, _run_epoch, _load_rng_state):
         original = getattr(Trainer, around.__name__)
         if not hasattr(original, "__wrapped__"):
             setattr(Trainer, around.__name__, _wrapped(original, around))
@@ -285,6 +291,13 @@ def _init_training_state(
     found = original(trainer, max_steps, per_epoch, *args, **named)
     callback = _callback_of(trainer)
     return callback.where_to_begin(trainer, found, per_epoch) if callback is not None else found
+
+
+def _evaluate(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:
+    callback = _callback_of(trainer)
+    if callback is not None and callback.is_before_restored_epoch:
+        return None
+    return original(trainer, *args, **named)
 
 
 def _run_epoch(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:

@@ -145,3 +145,21 @@ def test_a_rank_that_dies_after_a_start_from_a_checkpoint_of_the_script(
     """The restart finds a folder without the state of the Trainer, and does not need it."""
     code = "at = 8\n" + example("Hugging Face Trainer", ALONE | RESUMES) + ENDS
     one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[8])
+
+
+EVALUATED = {
+    'save_strategy="no"': """save_strategy="no",
+    eval_strategy="epoch",
+    eval_on_start=True,
+    metric_for_best_model="loss",
+    learning_rate=0.0""",
+    "train_dataset=dataset": "train_dataset=dataset, eval_dataset=dataset",
+    "callbacks=[Dies(), ": "callbacks=[Dies(), EarlyStoppingCallback(early_stopping_patience=2), ",
+}
+
+
+def test_a_rank_that_dies_in_a_training_that_is_evaluated_at_its_start(
+    start: Start, tmp_path: Path
+) -> None:
+    code = "at = 12\n" + example("Hugging Face Trainer", ALONE | EVALUATED) + ENDS
+    one_rank_ends_like_undisturbed(start, tmp_path, code, restored=[12])

@@ -27,7 +27,7 @@ from tests.launch_requests import launch_request, launch_variables
 
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 STEPS_PER_EPOCH = 1000
-WRAPPED = ("train", "_init_training_state", "_run_epoch", "_load_rng_state")
+WRAPPED = ("train", "_init_training_state", "_evaluate", "_run_epoch", "_load_rng_state")
 
 
 class Kind(enum.Enum):
@@ -70,6 +70,8 @@ class HuggingFaceTrainer:
     def _init_training_state(self, max_steps: int, per_epoch: int) -> Any:
         epochs, steps = divmod(self.state.global_step, per_epoch)
         return epochs, 0 if self.args.ignore_data_skip else 2 * steps
+
+    def _evaluate(self) -> None: ...
 
     def _run_epoch(self) -> None: ...
 
