@@ -10,12 +10,15 @@ scaler, loaders, and the objects given to `register_for_checkpointing`.
 Exact: steps, accumulation (a fault within one returns to the last optimizer step), the order of the
 data, random numbers drawn while batches are loaded in this process. Not exact: random numbers drawn
 in loader worker processes, and iterable data sets whose random numbers are drawn between others.
-Refused: FSDP1, and DeepSpeed and Megatron-LM under Accelerate, because their engines keep state of
-their own (for DeepSpeed without Accelerate see `deepspeed.py`).
+Refused: dispatch_batches with an indexed data set, FSDP1, and DeepSpeed and Megatron-LM under
+Accelerate, because their engines keep state of their own (for DeepSpeed without Accelerate see
+`deepspeed.py`).
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from ftrun.errors import UsageError
 from ftrun.integrations.libraries import require
@@ -27,6 +30,7 @@ from ftrun.worker.state import determinism as rng
 require("accelerate", at_least="1.0")
 
 from accelerate import Accelerator  # noqa: E402
+from accelerate.data_loader import DataLoaderDispatcher  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
 _REMEDIES = {
@@ -47,7 +51,8 @@ def attach(
         named: other objects with a state, as for `ftrun.attach`.
 
     Raises:
-        UsageError: nothing is prepared yet, or the Accelerator trains with an engine of its own.
+        UsageError: nothing is prepared yet, or the Accelerator trains with an engine of its own, or
+            dispatches the batches of an indexed data set.
         SnapshotError: the restored state does not fit.
     """
     is_fsdp2 = getattr(accelerator, "is_fsdp2", False)  # older versions have FSDP1 only
@@ -56,6 +61,9 @@ def attach(
     if not accelerator._models:
         raise UsageError("this Accelerator has no model yet: call attach() after prepare()")
     loaders = accelerator._dataloaders
+    for loader in loaders:
+        if reason := refusal_of_loader(loader):
+            raise UsageError(f"ftrun.integrations.accelerate does not support {reason}")
     feeds = {str(at): PreparedLoader(f"loader.{at}", one) for at, one in enumerate(loaders)}
     return attach_parts(
         model=_numbered(accelerator._models),
@@ -84,6 +92,19 @@ def refusal(kind: DistributedType, *, is_fsdp2: bool) -> str | None:
             "fsdp_config={'version': 2}"
         )
     return None
+
+
+def refusal_of_loader(loader: Any) -> str | None:
+    """The unsupported way in which a prepared loader reads its data; None if it is supported."""
+    if not isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.state.num_processes == 1:
+        return None
+    return (
+        "dispatch_batches=True with an indexed data set: rank 0 requests the batches of all ranks, "
+        "and a last incomplete batch is filled from the first one; leave it out, so that each rank "
+        "loads its own batches"
+    )
 
 
 def _numbered(things: list[Any]) -> dict[str, Any]:

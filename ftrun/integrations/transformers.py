@@ -16,7 +16,7 @@ Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its lo
 have an exported state, the order of the data, and random numbers drawn while batches are loaded in
 this process, such as random masking. Not exact: random numbers drawn in loader worker processes,
 and iterable data sets whose random numbers are drawn between others. Refused: DeepSpeed, FSDP1,
-several calls of `train` in one run.
+batches that rank 0 dispatches from an indexed data set, several calls of `train` in one run.
 
 With another number of ranks the Trainer resumes from the same step, which then is another position
 in the data. `ignore_data_skip` applies to the checkpoint that a script resumes from. A restart by
@@ -144,6 +144,8 @@ class FtrunCallback(TrainerCallback):
             raise UsageError("FtrunCallback supports one train() per run of ftrun")
         if self._session is not None:
             self._session.close()  # the Trainer has restarted, with smaller batches
+        if reason := accelerate.refusal_of_loader(now["train_dataloader"]):
+            raise UsageError(f"FtrunCallback does not support {reason}")
         feed = None
         if worker_context() is not None:
             feed = PrefetchingPosition("loader", now["train_dataloader"], leaves_out=False)

@@ -113,6 +113,7 @@ class LightningTrainer:
 
 MODULES = {
     "accelerate": {"Accelerator": object},
+    "accelerate.data_loader": {"DataLoaderDispatcher": type("DataLoaderDispatcher", (), {})},
     "accelerate.utils": {"DistributedType": Kind},
     "transformers": {
         "Trainer": HuggingFaceTrainer,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError
 
@@ -54,6 +55,21 @@ def test_an_accelerator_with_fsdp1_is_refused_at_attach(monkeypatch: pytest.Monk
     )
     with pytest.raises(UsageError, match="FSDP1"):
         ftrun.integrations.accelerate.attach(accelerator)
+
+
+@pytest.mark.parametrize(("ranks", "is_taken"), [(2, False), (1, True)])
+def test_batches_that_rank_0_dispatches_from_an_indexed_data_set(
+    ranks: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatching = accelerate.utils.DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=dispatching)
+    _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(range(4), batch_size=2))
+    monkeypatch.setitem(loader.state.__dict__, "num_processes", ranks)
+    if is_taken:
+        ftrun.integrations.accelerate.attach(accelerator).close()
+    else:
+        with pytest.raises(UsageError, match="dispatch_batches=True"):
+            ftrun.integrations.accelerate.attach(accelerator)
 
 
 def test_strategies_of_lightning() -> None:
