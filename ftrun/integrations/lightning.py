@@ -15,7 +15,7 @@ drawn in loader worker processes, and averages of logged values over an epoch, w
 restart. The same holds for metrics without persistent state and for callbacks that monitor them.
 Not saved: what a module or another callback adds in `on_save_checkpoint` (give it to the callback
 by name), and the position in several loaders.
-Refused: DeepSpeedStrategy and FSDPStrategy (FSDP1).
+Refused: DeepSpeedStrategy, FSDPStrategy (FSDP1), and reload_dataloaders_every_n_epochs.
 
 Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little. With
 another number of ranks its counters keep their values, and the data continue after the samples that
@@ -75,6 +75,12 @@ class FtrunCallback(Callback):
             raise UsageError("FtrunCallback supports one fit() per run of ftrun")
         if reason := refusal(trainer.strategy):
             raise UsageError(f"FtrunCallback does not support {reason}")
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise UsageError(
+                "FtrunCallback does not support reload_dataloaders_every_n_epochs: a restart "
+                "cannot create the loader of an earlier epoch again; keep one loader, and let the "
+                "set_epoch() of its sampler choose the data of an epoch"
+            )
         is_run = is_inside("FtrunCallback")
         feed = _feed_of(trainer) if is_run else None
         session = attach(

@@ -104,6 +104,7 @@ class LightningTrainer:
         self.fit_loop = SimpleNamespace(state_dict=loops.copy, _combined_loader=None)
         self.is_global_zero = True
         self.should_stop = False
+        self.reload_dataloaders_every_n_epochs = 0
 
     def fit(self) -> None:
         for callback in self.callbacks:
@@ -272,6 +273,13 @@ def test_a_trainer_that_trains_twice() -> None:
 def test_a_strategy_that_is_not_taken(strategy: type[Strategy], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         lightning(strategy()).fit()
+
+
+def test_loaders_that_are_created_again() -> None:
+    trainer = lightning(DDPStrategy())
+    trainer.reload_dataloaders_every_n_epochs = 1
+    with pytest.raises(UsageError, match=r"reload_dataloaders_every_n_epochs.*set_epoch"):
+        trainer.fit()
 
 
 def test_a_strategy_that_is_not_taken_under_an_agent(inside: pytest.MonkeyPatch) -> None:
