@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -81,6 +82,28 @@ def test_strategies_of_lightning() -> None:
     assert "ftrun.integrations.deepspeed" in (refusal(DeepSpeedStrategy()) or "")
     assert "ModelParallelStrategy" in (refusal(FSDPStrategy()) or "")
     assert refusal(DDPStrategy()) is None
+
+
+def test_a_callback_of_lightning_with_state_that_only_a_checkpoint_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from ftrun.integrations.lightning import FtrunCallback, _report_unsaved
+
+    class Teacher(Callback):
+        def on_save_checkpoint(self, *given: Any) -> None:
+            given[-1]["teacher"] = 1
+
+    averaging = EMAWeightAveraging()
+    averaging._average_model = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+    own = FtrunCallback()
+    callbacks = [Teacher(), averaging, own]
+    fits = Trainer(accelerator="cpu", logger=False, callbacks=callbacks, barebones=True)
+    caplog.clear()
+    _report_unsaved(fits, own)
+    assert [record.args for record in caplog.records] == [("Teacher",)]
 
 
 def trainer(folder: Path, **arguments: Any) -> Any:
