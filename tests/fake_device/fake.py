@@ -57,6 +57,16 @@ def bytes_in_use(device: int = 0) -> int:
     return int(_device().fake_bytes_in_use(device))
 
 
+def contexts() -> list[int]:
+    """Devices that were made the current one since `forget_contexts`: CUDA has a context there."""
+    count = torch.accelerator.device_count()
+    return [device for device in range(count) if _device().fake_has_context(device)]
+
+
+def forget_contexts() -> None:
+    _device().fake_forget_contexts()
+
+
 def set_memory_limit(num_bytes: int, device: int = 0) -> None:
     _device().fake_set_memory_limit(device, num_bytes)
 

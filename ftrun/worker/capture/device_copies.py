@@ -14,7 +14,9 @@ Rule 1: copies run in a stream of their own. It waits for the work queued up to 
 Rule 2: a buffer is reused after the event of its last copy, and after its bytes were used.
 Rule 3: an event is awaited on a device only after it is recorded, because an event that was never
         recorded does not make a stream wait.
-Rule 4: a tensor that the stream reads is referenced until its bytes have arrived.
+Rule 4: a device is the current one while its streams are used. Otherwise torch's guards return to
+        the device before by a call that makes a context there, in each rank of the node.
+Rule 5: a tensor that the stream reads is referenced until its bytes have arrived.
 """
 
 import functools
@@ -28,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ftrun.worker.state.tensors import byte_view
+from ftrun.worker.state.tensors import byte_view, on_device
 
 BUFFER_BYTES = 32 << 20
 NUM_BUFFERS = 4
@@ -119,25 +121,30 @@ class Device:
 
     def mark(self) -> torch.Event:
         """An event after all work that is queued in this thread's current stream."""
-        return torch.accelerator.current_stream(self.device).record_event()
+        with on_device(self.device):
+            return torch.accelerator.current_stream(self.device).record_event()
 
     def follow(self) -> None:
         """Let the copies wait for the work of this thread's current stream."""
-        self.side.wait_event(self.mark())
+        with on_device(self.device):
+            self.side.wait_event(self.mark())
 
     def precede(self, event: torch.Event) -> None:
         """Let this thread's current stream wait for an event of the copies."""
-        torch.accelerator.current_stream(self.device).wait_event(event)
+        with on_device(self.device):
+            torch.accelerator.current_stream(self.device).wait_event(event)
 
     def record(self) -> torch.Event:
-        return self.side.record_event()
+        with on_device(self.device):
+            return self.side.record_event()
 
     def synchronize(self) -> None:
-        torch.accelerator.synchronize(self.device)
+        with on_device(self.device):
+            torch.accelerator.synchronize(self.device)
 
     def clone(self, chunk: DeviceChunk) -> DeviceChunk:
         """The bytes of a chunk in other memory of this device; the copies wait for it."""
-        with self.side:
+        with on_device(self.device), self.side:
             joined = chunk.joined()
             is_view = len(chunk.tensors) == 1 and chunk.tensors[0].is_contiguous()
             return DeviceChunk([joined.clone() if is_view else joined], chunk.parts)
@@ -198,7 +205,7 @@ class Device:
     def _queue(
         self, chunk: DeviceChunk, take: Take, buffer: _Buffer, *, is_free_after: bool
     ) -> None:
-        with self.side:
+        with on_device(self.device), self.side:
             source = chunk.joined()
             memory = buffer.memory[: chunk.num_bytes]
             memory.copy_(source, non_blocking=True)
@@ -228,7 +235,7 @@ class Device:
             fill: writes the bytes from the first to the second offset of the contiguous tensor
                 into a buffer; the offsets are multiples of `BUFFER_BYTES`.
         """
-        with self.side:
+        with on_device(self.device), self.side:
             dense = target
             if not target.is_contiguous():
                 dense = torch.empty(target.shape, dtype=target.dtype, device=target.device)
@@ -289,7 +296,7 @@ def _opened(device: torch.device) -> Device | None:
     try:
         made = Device(device, num_buffers=num_buffers)
         made.mark()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         _log.warning(
             "%s has no streams, so its tensors are copied at the boundary: %s", device, error
         )

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ftrun.worker.state.tensors import on_device
 from ftrun.worker.state.unprotected import Hook
 
 
@@ -50,13 +51,15 @@ class StepStreams:
         for stream in streams:
             current = torch.accelerator.current_stream(stream.device)
             if current != stream:
-                current.wait_stream(stream)
+                with on_device(stream.device):
+                    current.wait_stream(stream)
                 self._joined.append(stream)
 
     def release(self) -> None:
         """Let the streams of the steps wait for the current ones: the rule."""
         for stream in self._joined:
-            stream.wait_stream(torch.accelerator.current_stream(stream.device))
+            with on_device(stream.device):
+                stream.wait_stream(torch.accelerator.current_stream(stream.device))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():

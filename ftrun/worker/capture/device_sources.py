@@ -151,8 +151,6 @@ class DeviceCopies:
         """Set when every read of the present snapshot is queued, or will not be made."""
         self._kept: list[Device] = []
         """Devices of the boundary sources of the present snapshot."""
-        self._device_index = 0
-        """The current device of the thread that called `begin`."""
         self._num_waiting = 0
         """Chunks that are not in the slot yet, and whose pieces hold several tensors."""
         self._digest_packs: Callable[[], None] = lambda: None
@@ -213,7 +211,6 @@ class DeviceCopies:
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for pair in zip(sources, targets, strict=True):
             by_device.setdefault(pair[0].device, []).append(pair)
-        self._device_index = torch.accelerator.current_device_index()
         self.issued.clear()
         self._kept, self._sums = [], None
         self._num_waiting = 0
@@ -263,9 +260,6 @@ class DeviceCopies:
             table: receives the digests of the pieces of large sources.
             digest_packs: called once all small and boundary sources are in the slot.
         """
-        # A new thread is on device 0, and leaving `with stream` returns it there: CUDA then makes a
-        # context on that device, in each rank of the node.
-        torch.accelerator.set_device_index(self._device_index)
         devices = list({id(one): one for one in (*self._kept, *self.devices)}.values())
         self._num_waiting += sum(len(one.packs) for one in self._of_device)
         self._digest_packs = digest_packs

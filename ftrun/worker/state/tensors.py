@@ -6,6 +6,7 @@ snapshot can be restored by the same number of ranks only.
 """
 
 import logging
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -62,7 +63,14 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def is_view_of(tensor: torch.Tensor, detached: torch.Tensor) -> bool:
     """Whether it still has the memory, shape, strides and dtype of its detached local part."""
-    return _local(tensor).is_set_to(detached) and tensor.dtype == detached.dtype
+    # Tensor.is_set_to is not there for all devices.
+    local = _local(tensor)
+    return (
+        local.data_ptr() == detached.data_ptr()
+        and local.shape == detached.shape
+        and local.stride() == detached.stride()
+        and local.dtype == detached.dtype
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,13 +82,18 @@ def is_accelerator(device: torch.device) -> bool:
     return found is not None and found.type == device.type
 
 
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make a device the current one in the block; its end makes no context on the one before."""
+    return torch.accelerator.device_index(device.index)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is captured into a graph, so that a copy or query breaks it."""
     try:
         stream: Any = torch.accelerator.current_stream(device)
         module = torch.get_device_module(device)
-    except RuntimeError:
-        return False  # a device without streams
+    except (RuntimeError, ValueError):
+        return False  # a device without streams, or of another type than the accelerator
     ask = getattr(stream, "is_capturing", None)  # from 2.12
     ask = ask or getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
@@ -303,8 +316,10 @@ class HostCopy:
         try:
             memory = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self.tensor = memory.copy_(source, non_blocking=True)
-            self._event = torch.accelerator.current_stream(source.device).record_event()
-        except (RuntimeError, NotImplementedError):  # no page-locked memory, or no events
+            stream = torch.accelerator.current_stream(source.device)
+            with on_device(source.device):
+                self._event = stream.record_event()
+        except (RuntimeError, NotImplementedError, ValueError):  # no page-locked memory or events
             self.tensor = source.cpu()
 
     @property

@@ -13,11 +13,29 @@
 #define FAKE_DEVICE_HAS_GRAPH_IMPL 1
 #endif
 
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
 namespace fake {
 namespace {
+
+// As in CUDA: to make a device the current one creates a context there, except on the way back.
+std::array<std::atomic<bool>, NUM_DEVICES> contexts{};
+
+void make_current(int device) {
+  contexts.at(device) = true;
+  set_current_device(device);
+}
+void make_current_again(int device) { set_current_device(device); }
+
+// What torch's guard of CUDA does around an operation of another device.
+struct Switch {
+  int before = current_device();
+  explicit Switch(int device) { make_current(device); }
+  ~Switch() { make_current(before); }
+};
 
 c10::Stream torch_stream(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, torch_device(id.device), id.number);
@@ -65,13 +83,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
 
   c10::Device getDevice() const override { return torch_device(current_device()); }
-  void setDevice(c10::Device device) const override { set_current_device(index_of(device)); }
+  void setDevice(c10::Device device) const override { make_current(index_of(device)); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    set_current_device(index_of(device));
+    make_current_again(index_of(device));
   }
   c10::Device exchangeDevice(c10::Device device) const override {
     auto before = getDevice();
-    setDevice(device);
+    if (device != before) setDevice(device);
     return before;
   }
 
@@ -97,7 +115,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     wait_on_host(end_of(stream_id(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    synchronize_device(device < 0 ? current_device() : device);
+    Switch there(device < 0 ? current_device() : device);
+    synchronize_device(current_device());
   }
   bool isStreamCapturing(const c10::Stream& stream) const {  // overrides from torch 2.12
     return capture_of(stream_id(stream)) != nullptr;
@@ -106,10 +125,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static Event event_of(void* event) { return event ? *static_cast<Event*>(event) : Event{}; }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    Switch there(index_of(stream.device()));
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = fake::record(stream_id(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
+    Switch there(index_of(stream.device()));
     wait_in_stream(stream_id(stream), event_of(event));
   }
   bool queryEvent(void* event) const override { return query(event_of(event)); }
@@ -183,14 +204,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return is_initialised(); }
   c10::DeviceIndex deviceCount() const override { return NUM_DEVICES; }
   c10::DeviceIndex getCurrentDevice() const override { return c10::DeviceIndex(current_device()); }
-  void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(device); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { make_current(device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     auto before = getCurrentDevice();
-    set_current_device(device);
+    if (device != before) make_current(device);
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
+    auto before = getCurrentDevice();
+    if (device >= 0) make_current_again(device);
+    return before;
   }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &the_pinned_allocator; }
@@ -335,6 +358,10 @@ uint64_t fake_num_pending() { return fake::num_pending(); }
 uint64_t fake_bytes_in_use(int device) { return fake::bytes_in_use(device); }
 uint64_t fake_memory_limit(int device) { return fake::memory_limit(device); }
 void fake_set_memory_limit(int device, uint64_t bytes) { fake::set_memory_limit(device, bytes); }
+int fake_has_context(int device) { return fake::contexts.at(device); }
+void fake_forget_contexts() {
+  for (auto& one : fake::contexts) one = false;
+}
 int fake_is_initialised() { return fake::is_initialised(); }
 int fake_is_forked() { return fake::is_forked(); }
 int fake_num_devices() { return fake::NUM_DEVICES; }

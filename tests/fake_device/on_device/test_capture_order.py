@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fake_device import fake
@@ -381,25 +382,28 @@ def _wait(is_open: threading.Event) -> None:
     assert is_open.wait(TIMEOUT_S)
 
 
-def test_the_copy_thread_stays_on_the_device_of_the_rank(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_staged", [False, True], ids=["", "staged"])
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_rank_makes_no_context_on_the_device_of_another(
+    run: Run, current: int, is_staged: bool
 ) -> None:
-    """A context on another device would take memory there, in each rank of the node."""
-    seen: list[int] = []
-    copy_lazy = SlotCopy.copy_lazy
-
-    def noting(copy: SlotCopy, table: memoryview) -> None:
-        copy_lazy(copy, table)
-        seen.append(torch.accelerator.current_device_index())
-
-    monkeypatch.setattr(SlotCopy, "copy_lazy", noting)
-    torch.accelerator.set_device_index(1)
-    model, optimizer = made(torch.device("privateuseone", 1))
-    session = run.attach(model=model, optimizer=optimizer)
-    train_step(model, optimizer)
-    session.step_done()
-    finished(session)
-    assert seen == [1]
+    """It would take memory there, also if the script names its device only in its tensors."""
+    run.settings = msgspec.structs.replace(run.settings, stage="device" if is_staged else "off")
+    own = torch.device("privateuseone", 1)
+    torch.accelerator.set_device_index(current)
+    fake.forget_contexts()
+    for _ in range(2):
+        with torch.accelerator.device_index(1):
+            model, optimizer = made(own)
+        session = run.attach(model=model, optimizer=optimizer)
+        for _ in range(2):
+            with torch.accelerator.device_index(1):
+                train_step(model, optimizer)
+            session.report(loss=torch.ones((), device=own))
+            session.step_done()
+        finished(session)
+    assert session.restored
+    assert fake.contexts() == [1]
 
 
 def test_a_step_of_a_group_that_was_added_later_is_awaited_on_its_device() -> None:
