@@ -190,3 +190,30 @@ def test_orphans_of_ranks_leave_no_zombies(start: Start, script: Script) -> None
     run.wait_until("reaped", lambda: not any(map(is_gone, map(int, children.read_text().split()))))
     (run.folder / "go").touch()
     assert run.wait() == 0, run.text
+
+
+def test_variables_without_effect_are_named_if_the_script_fails_by_them(
+    start: Start, script: Script
+) -> None:
+    name = script(
+        "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'backend:cudaMallocAsync'\n"
+        "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n"
+        "import torch\nraise RuntimeError('the allocator is another one')\n"
+    )
+    run = start(name)
+    assert run.wait() == 1, run.text
+    assert "ftrun: PYTORCH_CUDA_ALLOC_CONF set by the script has no effect" in run.text
+
+
+def test_a_device_mesh_that_makes_the_process_group_is_observed(
+    start: Start, script: Script
+) -> None:
+    name = script(
+        "import pathlib, time\nfrom torch.distributed.device_mesh import init_device_mesh\n"
+        "mesh = init_device_mesh('cpu', (1,))\nfrom ftrun.worker.context import worker_context\n"
+        "from ftrun.wire.shared_memory.pages import HeartbeatField\n"
+        "print('server', worker_context().page.get(HeartbeatField.HAS_SERVER))\n"
+    )
+    run = start(name)
+    assert run.wait() == 0, run.text
+    assert "server 1" in run.text

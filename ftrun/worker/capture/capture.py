@@ -483,6 +483,8 @@ class Capture:
         """Stop taking snapshots in this process, because its checks are no longer reliable."""
         self._is_off = True
         kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
+        if isinstance(error, getattr(torch, "AcceleratorError", ())):  # such as a failed assertion
+            kind = "the device reports an error of a kernel: "
         text = f"no more snapshots: {kind}{error}"
         self._context.unprotected.add("capture", text)
         _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)

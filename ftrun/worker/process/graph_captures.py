@@ -29,8 +29,12 @@ _POLL_S = 0.001
 _METHODS = ("capture_begin", "capture_end", "replay")
 GRAPHS = tuple(
     kind
-    for kind in (torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None))  # from 2.12
-    if kind is not None
+    for kind in (
+        torch.cuda.CUDAGraph,
+        getattr(torch.accelerator, "Graph", None),  # from 2.12
+        getattr(torch.xpu, "XPUGraph", None),
+    )
+    if kind is not None and all(hasattr(kind, name) for name in _METHODS)
 )
 
 

@@ -15,6 +15,7 @@ import functools
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -34,6 +35,9 @@ READ_AT_IMPORT = (
     "KMP_AFFINITY", "KMP_BLOCKTIME", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "TORCH_LOGS",
     "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "ATEN_CPU_CAPABILITY",
     "PYTHONHASHSEED", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DEBUG",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
+    "TORCH_LINALG_PREFER_HIPSOLVER", "TORCH_ROCM_FA_PREFER_CK",
 )  # fmt: skip
 """Variables that torch and its libraries read only during their import."""
 
@@ -41,9 +45,14 @@ _OF_COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_")
 _COMPILER_CONFIGS = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
 """They read variables of these names during their import; others are read when they are used."""
 
+_ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Torch reads the part `backend:` of these during its import, and the rest later."""
+
 _FAKE_STEP = "_init_optim_state"
 
 _steps_by_optimizer: dict[int, int] = {}
+_report_missed_now: Callable[[], None] | None = None
+"""Names variables without effect; None once it has."""
 
 
 def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None = None) -> None:
@@ -67,7 +76,9 @@ def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None =
 
     from ftrun.worker.process import graph_captures
 
-    after_step = _after_step(context, started_with, bound_with)
+    global _report_missed_now
+    _report_missed_now = functools.partial(_report_missed, context, started_with, bound_with)
+    after_step = _after_step(context)
     optimizer.register_optimizer_step_post_hook(after_step)
     lease.install(context)
     visibility.register_dumper(context)
@@ -106,11 +117,7 @@ def script_failed(context: WorkerContext, now_ns: int) -> None:
         context.page.set(HeartbeatField.FAILED_NS, now_ns)
 
 
-def _after_step(
-    context: WorkerContext,
-    started_with: dict[str, str],
-    bound_with: dict[str, str] | None = None,
-) -> Callable[..., None]:
+def _after_step(context: WorkerContext) -> Callable[..., None]:
     from ftrun.worker.restore import early_restore
 
     page = context.page
@@ -120,7 +127,7 @@ def _after_step(
         if done == 0:
             if _is_fake_step():
                 return
-            _report_missed(context, started_with, bound_with)
+            report_missed()
             early_restore.release()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
         check_finite(optimizer, page, page.get(HeartbeatField.STEP) + 1)
@@ -147,6 +154,18 @@ def _changed(names: Iterable[str], before: Mapping[str, str], now: Mapping[str, 
     return [name for name in names if now.get(name) != before.get(name)]
 
 
+def report_missed() -> None:
+    """Name the variables that the script has set without effect; once."""
+    global _report_missed_now
+    report, _report_missed_now = _report_missed_now, None
+    if report is not None:
+        report()
+
+
+def _allocator(variables: Mapping[str, str], name: str) -> str:
+    return re.sub(r".*\bbackend:(\w+).*|.*", r"\1", variables.get(name, ""))
+
+
 def _read_by_compiler(
     before: Mapping[str, str], now: Mapping[str, str], context: WorkerContext
 ) -> list[str]:
@@ -165,6 +184,7 @@ def _report_missed(
     now = dict(os.environ)
     found: list[str] = []
     names = [*READ_AT_IMPORT, *_read_by_compiler(started_with, now, context)]
+    names += [one for one in _ALLOCATORS if _allocator(started_with, one) != _allocator(now, one)]
     if missed := _changed(names, started_with, now):
         found.append(
             f"{', '.join(missed)} set by the script has no effect: torch was loaded before it. "
@@ -185,7 +205,7 @@ def _report_missed(
 
 def _time_init_group(context: WorkerContext) -> None:
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
+    from torch.distributed import device_mesh, distributed_c10d
 
     if not dist.is_available():
         return
@@ -202,8 +222,8 @@ def _time_init_group(context: WorkerContext) -> None:
             _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
         return result
 
-    dist.init_process_group = init_process_group
-    distributed_c10d.init_process_group = init_process_group
+    for module in (dist, distributed_c10d, device_mesh):  # each has the name
+        setattr(module, "init_process_group", init_process_group)  # noqa: B010 - for mypy
 
 
 def _time_device(page: SharedPage) -> None:

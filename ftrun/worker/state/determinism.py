@@ -21,6 +21,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,19 @@ def _device_module() -> Any:
 
 
 def _set_devices(module: Any, states: list[torch.Tensor]) -> None:
-    """Set the states by index; a device that was not saved gets a state derived from the first."""
+    """Set the states by index; a device that was not saved gets a state derived from the first.
+
+    Before the device is initialised, torch queues calls, and runs those of `manual_seed` last. The
+    states must come after them.
+    """
+    later = getattr(module, "_lazy_call", None)
+    if later is not None and not module.is_initialized():
+        later(partial(_set_now, module, states), seed_all=True)
+    else:
+        _set_now(module, states)
+
+
+def _set_now(module: Any, states: list[torch.Tensor]) -> None:
     for index in range(module.device_count()):
         if index < len(states):
             module.set_rng_state(states[index], index)

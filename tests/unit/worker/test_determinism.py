@@ -1,6 +1,6 @@
 """A synthetic backward makes DDP build its buckets in the recorded order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ftrun.worker.state.determinism import DdpWrapperTracker, ready_order, warm_buckets
+from ftrun.worker.state.determinism import (
+    DdpWrapperTracker,
+    _set_devices,
+    ready_order,
+    warm_buckets,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +89,36 @@ def test_wrappers_are_found_whenever_they_are_made() -> None:
         assert found == {"raw": before, "wrapped": before, "late": late}
     finally:
         watch.close()
+
+
+class NotInitialised:
+    """A device module of torch before its first use: it queues calls, seeds last."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.seeds: list[Callable[[], None]] = []
+        self.states: dict[int, list[int]] = {}
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        self.states[index] = state.tolist()
+
+    def _lazy_call(self, call: Callable[[], None], *, seed_all: bool = False) -> None:
+        (self.seeds if seed_all else self.calls).append(call)
+
+    def initialise(self) -> None:
+        for call in (*self.calls, *self.seeds[-1:]):  # torch keeps the last of these
+            call()
+
+
+def test_states_of_devices_come_after_the_seeds_that_the_script_has_queued() -> None:
+    module = NotInitialised()
+    module._lazy_call(lambda: module.states.update({0: [0]}), seed_all=True)  # manual_seed
+    _set_devices(module, [torch.tensor([7])])
+    module.initialise()
+    assert module.states == {0: [7]}
