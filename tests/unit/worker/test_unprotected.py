@@ -59,7 +59,7 @@ def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
     context = context_of(page=page)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     monkeypatch.setattr(heartbeat, "check_finite", broken)
-    heartbeat._after_step(context, {})(optimizer, (), {})
+    heartbeat._after_step(context)(optimizer, (), {})
     assert "a bug in ftrun: KeyError: 'a broken part'" in page.note
 
 
