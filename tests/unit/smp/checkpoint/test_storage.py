@@ -326,7 +326,7 @@ def test_a_node_that_writes_alone_excludes_all_others(
 def test_files_are_removed_after_the_lock_is_released(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The removal of large files takes minutes, and a training writes its checkpoint at that time."""
+    """The removal of large files takes minutes, and a training may write a checkpoint then."""
     remove, seen = local._remove, list[Path]()
 
     def noted(path: Path) -> None:
