@@ -1,6 +1,7 @@
 """A loader that Accelerate has prepared begins and ends passes inside `steps()`."""
 
 import copy
+import importlib.util
 import random
 from collections.abc import Collection
 
@@ -11,14 +12,18 @@ from torch.utils.data import DataLoader
 
 from ftrun.worker.state import determinism as rng
 
-prepared = pytest.importorskip("ftrun.integrations.accelerate")
-data_loader = pytest.importorskip("accelerate.data_loader")
+pytestmark = pytest.mark.full
+
+if importlib.util.find_spec("accelerate") is not None:  # `scripts/test --full` installs it
+    from accelerate import data_loader
+
+    from ftrun.integrations import accelerate as prepared
 
 
 def turns(taken: int, killed: Collection[int] = ()) -> list[object]:
     """Batches and random numbers of each turn; a killed one begins with a new loader."""
 
-    def feed_of() -> prepared.PreparedLoader:  # type: ignore[name-defined]
+    def feed_of() -> prepared.PreparedLoader:
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
