@@ -94,7 +94,7 @@ class Maintenance:
         self._unreachable_since_s: float | None = None
 
     def generation_started(self, now_s: float) -> None:
-        self._refill_due_s = now_s + REFILL_AFTER_S
+        self._refill_due_s = self._reap_due_s = now_s + REFILL_AFTER_S
         self._stalled_ranks.clear()
 
     def check_processes(self, now_s: float) -> None:

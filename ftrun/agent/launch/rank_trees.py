@@ -42,6 +42,8 @@ class RankTrees:
             with contextlib.suppress(OSError):  # closed, because the next generation is prepared
                 self._pages.append(f" {os.fstat(fd).st_ino} /memfd:ftrun-rank")
         self._pidfds: dict[int, int] = {}
+        self._orphans: set[int] = set()
+        """Killed ones. As a zombie, a process does not show any more whose it was."""
         below = process_tree.descendants_by_list(ranks)
         parents = {*ranks, *below}
         for pid in below:
@@ -76,13 +78,14 @@ class RankTrees:
             os.close(self._pidfds.popitem()[1])
 
     def _kill_orphans(self) -> Iterator[int]:
-        """Kill the children of this process that belong to a rank."""
-        for pid in set(process_tree.children_by_list()) - self._ranks:
+        """Kill the children of this process that belong to a rank; all that are not reaped."""
+        self._orphans = {pid for pid in self._orphans if not _reap(pid)}
+        for pid in set(process_tree.children_by_list()) - self._ranks - self._orphans:
             if self._has_started(pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-                    _reap(pid)
-                yield pid
+                self._orphans.add(pid)
+        yield from self._orphans
 
     def _has_started(self, pid: int) -> bool:
         if process_tree.session_of(pid) in self._sessions or _agent_of(pid) == os.getpid():
@@ -107,9 +110,12 @@ class RankTrees:
                     yield rank
 
 
-def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+def _reap(pid: int) -> bool:
+    """Reap an ended child; return whether there is no such child any more."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _agent_of(pid: int) -> int:
