@@ -127,7 +127,8 @@ class Maintenance:
         if versions or self._smp.committed:
             if not self._write_last(versions, limit_s, is_cancelled):
                 self._await_smp()  # it has ended just now
-                self._write_last(versions, limit_s, is_cancelled)
+                if not self._write_last(versions, limit_s, is_cancelled):
+                    self._smp.refused = "the snapshot manager was lost twice"
             self._report_checkpoint()
         self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
 
@@ -229,6 +230,7 @@ class Maintenance:
             self._journal.write(SmpUnavailable(str(error)))
             return False
         self.smp_is_starting = False
+        self._unreachable_since_s = None
         self._journal.write(SmpReady(len(self._smp.memory.arenas)))
         return True
 

@@ -153,21 +153,12 @@ def ends_like_undisturbed(
     (folder / "train.py").write_text(DIES.format(deaths=by_generation) + code + REPORTS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     run = start("--nproc-per-node", "2", "--snapshot-every", "1", *words, "train.py")
-    undisturbed = subprocess.run(
-        [*torchrun, "train.py"],
-        cwd=reference,
-        env=run.variables,
-        capture_output=True,
-        text=True,
-        timeout=3 * WAIT_S,
-        check=False,
-    )
-    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
+    undisturbed = _output_of([*torchrun, "train.py"], reference, run)
     assert wait_long(run) == 0, run.text
     assert len(run.journal("generation_started")) == 1 + len(deaths), run.text
     found = digests(run.text)
     assert len(found) == 2, run.text
-    assert found == digests(undisturbed.stdout), f"{undisturbed.stdout}\n{'-' * 80}\n{run.text}"
+    assert found == digests(undisturbed), f"{undisturbed}\n{'-' * 80}\n{run.text}"
     return run
 
 
@@ -187,22 +178,27 @@ def one_rank_ends_like_undisturbed(
     for place in (reference, folder):
         (place / "train.py").write_text(DIES_ONCE + code)
     run = start("--nproc-per-node", "1", "--snapshot-every", "1", "train.py")
-    undisturbed = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=reference,
+    undisturbed = _output_of([sys.executable, "train.py"], reference, run)
+    assert wait_long(run) == 0, run.text
+    assert restored_steps(run) == restored, run.text
+    found = ends(run.text)
+    assert found, run.text
+    assert found == ends(undisturbed), f"{undisturbed}\n{'-' * 80}\n{run.text}"
+    return run
+
+
+def _output_of(words: list[str], folder: Path, run: Run) -> str:
+    done = subprocess.run(
+        words,
+        cwd=folder,
         env=run.variables,
         capture_output=True,
         text=True,
         timeout=3 * WAIT_S,
         check=False,
     )
-    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
-    assert wait_long(run) == 0, run.text
-    assert restored_steps(run) == restored, run.text
-    found = ends(run.text)
-    assert found, run.text
-    assert found == ends(undisturbed.stdout), f"{undisturbed.stdout}\n{'-' * 80}\n{run.text}"
-    return run
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def wait_long(run: Run) -> int:

@@ -7,6 +7,7 @@ Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler.
 Survives: what ends zygote and standbys: a rank then starts as a new process.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -25,6 +26,8 @@ from ftrun.records.snapshots import FreshStartUsed
 from ftrun.wire.messages.worker import LaunchRequest, encode_launch
 from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +108,16 @@ def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> 
     Before torch 2.9 the command of torch has it already, and torch gives no options.
 
     Raises:
-        UsageError: this torch or this node cannot bind the rank.
+        UsageError: this node cannot bind the rank, for example because it has no GPU.
     """
     if numa_options is None:
         return command
     try:
         from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as wrapped
-
+    except ImportError:
+        _log.warning("--numa-binding has no effect: this torch has no command for it")
+        return command
+    try:
         return list(
             wrapped(tuple(command), gpu_index=local_rank, numa_options=cast("Any", numa_options))
         )

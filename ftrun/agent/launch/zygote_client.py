@@ -150,6 +150,10 @@ class ZygoteClient:
                 self._dropped.append(standby.child)
                 standby.orders.close()
                 continue
+            except OSError as error:  # for example no free descriptor
+                self._dropped.append(standby.child)
+                standby.orders.close()
+                raise ZygoteUnavailable(f"no launch request can be sent: {error}") from error
             standby.orders.close()
             return standby.child
 

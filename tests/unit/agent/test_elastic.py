@@ -118,3 +118,5 @@ def test_ranks_are_bound_as_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found[0] == "numactl"
     assert found[-2:] == ["python", "train.py"]
     assert bound_to_cpus(["python", "train.py"], 0, None) == ["python", "train.py"]
+    monkeypatch.delattr(binding, "_maybe_wrap_command_args_with_numa_binding")  # another torch
+    assert bound_to_cpus(["python", "train.py"], 0, options) == ["python", "train.py"]
