@@ -147,6 +147,55 @@ class Delegating(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
+class Averaging(Delegating):
+    """A wrapper with a count of its own in `state_dict()`, like PostLocalSGDOptimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.optimizer.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self.count = state_dict["count"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        if self.count % 4 == 0:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    torch._foreach_mul_(group["params"], 0.9)
+
+
+class Counting(torch.optim.AdamW):
+    """An optimizer that counts its steps outside of its state, and requires the count."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "counts": {"steps": self.count}, "tensor": torch.zeros(1)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["tensor"].item() == 0.0
+        super().load_state_dict(state_dict)
+        self.count = state_dict["counts"]["steps"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.param_groups[0]["weight_decay"] = 0.01 * (self.count % 3)
+        super().step()
+
+
+class Collected(torch.optim.AdamW):
+    """Its state_dict() fails before the script collects the state, like ZeRO's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not consolidated")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path)
@@ -209,6 +258,10 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "wrapper": lambda model: Wrapper(adam(model)),
     "whole wrapper": lambda model: WholeWrapper(adam(model)),
     "delegating": lambda model: Delegating(adam(model)),
+    "averaging": lambda model: Averaging(adam(model)),
+    "averaging in lookahead": lambda model: Lookahead(Averaging(adam(model))),
+    "counting": lambda model: Counting(model.parameters(), lr=0.05),
+    "collected": lambda model: Collected(model.parameters(), lr=0.05),
 }
 
 

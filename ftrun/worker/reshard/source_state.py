@@ -43,6 +43,7 @@ _SHOULD_AGREE = {
     "dicts": "dicts",
     "extra_state": "modules",
     "own_keys": "modules",
+    "optimizer_keys": "optimizers",
 }
 _SHARED_OUT = {
     "loaders": DataShares.loaders,

@@ -30,7 +30,13 @@ from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip
 from ftrun.worker.state.loss_scale import loadable
-from ftrun.worker.state.optimizer_state import groups_for, load_optimizer, put_back_gradients
+from ftrun.worker.state.optimizer_state import (
+    OptimizerValues,
+    groups_for,
+    load_optimizer,
+    load_wrapper,
+    put_back_gradients,
+)
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
@@ -261,20 +267,24 @@ def put_back_flags(part: Callable[[str], Any], persistent: PersistentSources) ->
 def _load_optimizers(
     saved: SavedState, tree: StateTree, persistent: PersistentSources, groups: Named
 ) -> None:
+    attached = tree.attached
     states = saved.optimizer_states()
+    keys = saved.optional_part("optimizer_keys") or {}
     described = {name: saved.described(name) for name in persistent.names.values()}
     dtypes = {name: DTYPES[found[0]] for name, found in described.items() if found is not None}
-    for name, optimizer in tree.attached.optimizers.items():
+    for name, optimizer in attached.optimizers.items():
         own = groups_for(name, optimizer, groups)
         load_optimizer(
             name,
             optimizer,
-            own,
-            states[name],
+            OptimizerValues(own, states[name], keys.get(name, {})),
             names=persistent.names,
             dtypes=dtypes,
-            skip=tree.attached.skip,
+            skip=attached.skip,
         )
+    for name, wrapper in attached.wrappers.items():
+        if name in keys:
+            load_wrapper(wrapper, keys[name], attached.optimizers.values())
 
 
 def load_objects(saved: Parts, attached: AttachedState, persistent: PersistentSources) -> None:

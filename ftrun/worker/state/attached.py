@@ -120,6 +120,8 @@ class AttachedState:
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    wrappers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    """Optimizers without a state of their own; the one inside is attached in their place."""
     stateful: dict[str, Stateful] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ decay.
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from ftrun.worker.state.tensors import LocalPart
 Groups = list[dict[str, Any]]
 
 _NOTHING = "nothing"
+
+_STANDARD = frozenset({"state", "param_groups"})
+"""Keys of the `state_dict()` of each optimizer."""
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -149,6 +153,34 @@ def state_values(optimizer: torch.optim.Optimizer) -> list[object]:
     return [leaf for value in found for leaf in _leaves(value)]
 
 
+def own_keys(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Keys that the class of an optimizer adds to its `state_dict()`, such as a count of steps.
+
+    Empty if the method fails: ZeroRedundancyOptimizer has no result before the script collects the
+    state of all ranks.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    try:
+        saved = optimizer.state_dict()
+    except Exception:  # noqa: BLE001 - it is the script's code
+        return {}
+    return {key: value for key, value in saved.items() if key not in _STANDARD}
+
+
+def plain_own_keys(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those of `own_keys` that contain only numbers, texts and None."""
+    return {key: value for key, value in own_keys(optimizer).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _SCALARS
+
+
 _ORDINARY = _SCALARS | {torch.Tensor, torch.nn.Parameter}
 
 
@@ -182,23 +214,36 @@ def groups_for(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, 
     return saved[name]
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerValues:
+    """What a version holds of one optimizer.
+
+    Args:
+        groups: with names in place of parameters.
+        state: by name of the parameter, or by any other key.
+        keys: that its class adds to `state_dict()`.
+    """
+
+    groups: Groups
+    state: Mapping[Any, Any]
+    keys: Mapping[str, Any]
+
+
 def load_optimizer(
     name: str,
     optimizer: torch.optim.Optimizer,
-    groups: Groups,
-    state: Mapping[Any, Any],
+    saved: OptimizerValues,
     *,
     names: Mapping[int, str],
     dtypes: Mapping[str, torch.dtype],
     skip: Skip,
 ) -> None:
-    """Load groups and state.
+    """Load groups, state and additional keys.
 
     Args:
         name: under which it is attached.
         optimizer: receives them.
-        groups: with names in place of parameters.
-        state: by name of the parameter, or by any other key.
+        saved: what it receives.
         names: of parameters, by id.
         dtypes: saved dtypes of parameters, by name.
         skip: names of values that stay unchanged.
@@ -209,8 +254,8 @@ def load_optimizer(
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     index = {one: at for at, one in enumerate(parameters)}
     ordered = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    _check_groups(name, groups, ordered)
-    state = {key: _sharded_like(parameters.get(key), values) for key, values in state.items()}
+    _check_groups(name, saved.groups, ordered)
+    state = {key: _sharded_like(parameters.get(key), value) for key, value in saved.state.items()}
     # A key that is no parameter belongs to the optimizer as a whole, but torch treats an int key as
     # a parameter.
     later = {k: values for k, values in state.items() if k not in index and isinstance(k, int)}
@@ -219,16 +264,18 @@ def load_optimizer(
     state_before = dict(optimizer.state) if skip else {}
     optimizer.load_state_dict(
         {
+            **own_keys(optimizer),
+            **saved.keys,
             "state": {
                 index.get(k, k): _castable(values) for k, values in state.items() if k not in later
             },
             "param_groups": [
                 {**group, "params": [index[one] for one in present]}
-                for group, present in zip(groups, ordered, strict=True)
+                for group, present in zip(saved.groups, ordered, strict=True)
             ],
         }
     )
-    _put_back_groups(name, optimizer, before, groups, skip)
+    _put_back_groups(name, optimizer, before, saved.groups, skip)
     _keep_groups(optimizer, present_groups, before)
     for key, values in state.items():
         parameter = parameters.get(key)
@@ -239,6 +286,26 @@ def load_optimizer(
             follows = dtypes.get(key, parameter.dtype) if parameter is not None else None
             optimizer.state[where] = _exact(values, optimizer.state[where], follows)
     _keep_skipped(name, optimizer, state_before, names, skip)
+
+
+def load_wrapper(
+    wrapper: torch.optim.Optimizer,
+    keys: Mapping[str, Any],
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> None:
+    """Load the keys that a wrapper adds; groups and states of `optimizers` stay as they are."""
+    before = [
+        (one, dict(one.state), one.param_groups, [dict(group) for group in one.param_groups])
+        for one in optimizers
+    ]
+    wrapper.load_state_dict({**wrapper.state_dict(), **keys})
+    for one, state, groups, values in before:
+        one.state.clear()
+        one.state.update(state)
+        for group, its in zip(groups, values, strict=True):
+            group.clear()
+            group.update(its)
+        one.param_groups = groups
 
 
 def _put_back_groups(

@@ -57,8 +57,6 @@ class InnerOptimizers:
     def __init__(self, attached: AttachedState) -> None:
         self.covered: list[Optimizer] = []
         """Inner optimizers whose state is in the state_dict() of an attached object."""
-        self.replaced: list[Optimizer] = []
-        """Wrappers without a state of their own; the inner optimizer is attached in their place."""
         self._attached = attached
         self._added: dict[str, Optimizer] = {}
         self._pairs: list[_Pair] = []
@@ -78,7 +76,7 @@ class InnerOptimizers:
         """All optimizers that may step without a loss of protection."""
         yield from self._attached.optimizers.values()
         yield from self.covered
-        yield from self.replaced
+        yield from self._attached.wrappers.values()
 
     @contextmanager
     def leaving_out(self, saved: Container[str]) -> Iterator[None]:
@@ -117,10 +115,10 @@ class InnerOptimizers:
         if found and (not hasattr(outer, "state") or any(outer.state is one for one in states)):
             # A wrapper without a state of its own, such as Accelerate's.
             del self._attached.optimizers[name]
-            self.replaced.append(outer)
+            self._attached.wrappers[f"{name}.wrapper"] = outer
         for attribute, inner in found:
             if not self._is_known(inner):
-                is_alone = outer in self.replaced and len(found) == 1
+                is_alone = name not in self._attached.optimizers and len(found) == 1
                 self._add(name if is_alone else f"{name}.{attribute}", inner)
             self._pair(outer, inner)
 

@@ -40,6 +40,7 @@ from ftrun.worker.state.loss_scale import scaler_state
 from ftrun.worker.state.module_state import every_name, given_by, named_parts
 from ftrun.worker.state.optimizer_state import (
     GroupReader,
+    plain_own_keys,
     present_gradients,
     state_of,
     state_values,
@@ -105,6 +106,8 @@ class PersistentSources:
     submodules: module_state.Submodules = ()
     children: Sequence[object] = ()
     uninitialized: tuple[tuple[str, torch.Tensor], ...] = ()
+    with_own_keys: tuple[tuple[str, torch.optim.Optimizer], ...] = ()
+    """Optimizers, and wrappers of them, whose class adds keys to `state_dict()`."""
     members: tuple[Rank, ...] = ()
     """The ranks that share the tensors; the sources are then this rank's shares."""
 
@@ -206,6 +209,8 @@ class StateTree:
             packed["own_keys"] = encode_each(
                 own_keys, module_state.OWN_KEYS, refer=fresh, skip=skip
             )
+        if own := {name: plain_own_keys(one) for name, one in persistent.with_own_keys}:
+            packed["optimizer_keys"] = encode(own, skip=skip)
         packed["optimizer_state"] = persistent.optimizer_state
         packed["modules"] = persistent.modules
         return BoundaryState(persistent, tuple(fresh.sources), encode(packed))
@@ -261,6 +266,11 @@ class StateTree:
             modules=encode(self._modules(held, names)),
             names=names,
             uninitialized=uninitialized,
+            with_own_keys=tuple(
+                (name, one)
+                for name, one in (self.attached.optimizers | self.attached.wrappers).items()
+                if plain_own_keys(one)
+            ),
         )
 
     def names(self) -> dict[int, str]:
