@@ -9,9 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.errors import ProtocolError
+from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.messages.envelope import Done, Envelope, Refused
-from ftrun.wire.messages.smp import Inventory, PersistRunState, ShardOffer
-from ftrun.wire.transport.framing import MAX_FRAME_BYTES, FrameReader, encode
+from ftrun.wire.messages.smp import (
+    BeginGeneration,
+    Inventory,
+    NodeAddress,
+    PersistRunState,
+    PreviousGroup,
+    ShardOffer,
+)
+from ftrun.wire.transport.framing import (
+    MAX_FRAME_BYTES,
+    MAX_LOCAL_FRAME_BYTES,
+    FrameReader,
+    encode,
+    encode_body,
+)
 
 MESSAGES = [
     Envelope("run", 1, 2, Done()),
@@ -35,12 +49,31 @@ def test_a_stream_may_come_byte_by_byte() -> None:
 
 def test_a_length_over_the_limit_is_refused_before_its_bytes_come() -> None:
     with pytest.raises(ProtocolError):
-        FrameReader().feed(struct.pack("<I", MAX_FRAME_BYTES + 1))
+        FrameReader().feed(struct.pack("<I", MAX_LOCAL_FRAME_BYTES + 1))
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError):
-        encode(Envelope("run", 0, 0, PersistRunState(b"x" * MAX_FRAME_BYTES)))
+        encode(Envelope("run", 0, 0, PersistRunState(bytes(MAX_LOCAL_FRAME_BYTES))))
+    with pytest.raises(ProtocolError):
+        encode_body(Envelope("run", 0, 0, PersistRunState(bytes(MAX_FRAME_BYTES))))
+
+
+def test_the_addresses_of_4096_nodes_with_8_rails_fit_a_local_frame() -> None:
+    def address(node: int) -> NodeAddress:
+        rails = [Rail(f"rail{at}", f"10.{at}.{node >> 8}.{node & 255}", 16) for at in range(8)]
+        ranks = list(range(8 * node, 8 * node + 8))
+        return NodeAddress(f"node-{node:04d}", 1 << 61, rails[0].host, 45_000, ranks, rails)
+
+    groups = [
+        PreviousGroup([address(node) for node in range(at, at + 8)], 1, 1)
+        for at in range(0, 4096, 8)
+    ]
+    message = BeginGeneration(2, 8 * 4096, list(range(8)), restored=(1, 9), restore_from=groups)
+    sent = Envelope("run", 0, 0, message)
+    frame = encode(sent)
+    assert len(frame) > MAX_FRAME_BYTES
+    assert FrameReader().feed(frame) == [sent]
 
 
 @pytest.mark.parametrize(
