@@ -1,4 +1,4 @@
-"""Docstrings, comments and messages of package, scripts and tests use standard terms (house style).
+"""Docstrings, comments, messages and pages use standard terms (house style).
 
 A pattern matches whole words, in the sense that the standard term replaces.
 """
@@ -92,6 +92,30 @@ def test_prose_uses_standard_terms(folder: str) -> None:
         for line, text in prose_of(path.read_text())
         for one in dialect_in(text)
         if folder != "tests" or one not in QUOTED
+    ]
+    assert not found, "\n".join(found)
+
+
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "docs/*.json", "profiles/*", "ftrun/**/*.html")
+    for path in ROOT.glob(pattern)
+)
+
+
+def lines_of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of a page without its code."""
+    text = re.sub(r"^```.*?^```|`[^`]*`", lambda one: "\n" * one[0].count("\n"), text,
+                  flags=re.MULTILINE | re.DOTALL)  # fmt: skip
+    yield from enumerate(text.splitlines(), 1)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_uses_standard_terms(path: Path) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {one}: {text.strip()}"
+        for line, text in lines_of_page(path.read_text())
+        for one in dialect_in(text)
     ]
     assert not found, "\n".join(found)
 

@@ -97,6 +97,14 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def reshard(submodules: Submodules) -> None:
+    # FSDP2 puts whole parameters into the module between forward and backward. Those of the root
+    # module stay there after a forward without gradients.
+    for _, part in submodules:
+        if callable(reshard := getattr(part, "reshard", None)):
+            reshard()
+
+
 # --- extra state, and keys that a module adds ---------------------------------------------------
 
 

@@ -238,7 +238,7 @@ class StateTree:
 
     def _walk(self) -> PersistentSources:
         submodules = self._submodules()
-        _reshard(submodules)
+        module_state.reshard(submodules)
         held = tuple(self._held())
         found = self._named(held)
         names = {id(tensor): name for name, tensor in found.items()}
@@ -482,14 +482,6 @@ def _dicts(attached: AttachedState) -> dict[str, Any]:
     holders = {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
     # A restore fills the existing holder, so the type of the saved one does not matter.
     return {name: dict(holder) for name, holder in holders.items()}
-
-
-def _reshard(submodules: module_state.Submodules) -> None:
-    # FSDP2 puts whole parameters into the module between forward and backward. Those of the root
-    # module stay there after a forward without gradients.
-    for _, part in submodules:
-        if callable(reshard := getattr(part, "reshard", None)):
-            reshard()
 
 
 def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
