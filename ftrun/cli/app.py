@@ -94,16 +94,21 @@ class _Commands(TyperGroup):
 
 def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
     """Raises a UsageError with the closest command if `word` is no script, such as `verfy`."""
-    may_be_script = word.startswith("-") or Path(word).suffix or Path(word).exists()
-    if may_be_script or os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
+    if os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
-    if word in _RENAMED:
+    if word in _RENAMED and not _is_script(Path(word)):
         raise UsageError(f"ftrun {word} is now ftrun {_RENAMED[word]}")
+    if word.startswith("-") or Path(word).suffix or Path(word).exists():
+        return
     for near in difflib.get_close_matches(word, commands, n=1):
         raise UsageError(
             f"{word} is neither a command of ftrun nor a script in {Path.cwd()}. "
             f"Did you mean ftrun {near}? ftrun --help lists the commands"
         )
+
+
+def _is_script(path: Path) -> bool:
+    return path.is_file() or (path / "__main__.py").is_file()
 
 
 class _RunCommand(AsTyped):
@@ -168,7 +173,7 @@ def main() -> NoReturn:
 
 
 def _wants_traceback(words: list[str]) -> bool:
-    if os.environ.get("FTRUN_DEBUG", "0") not in ("", "0"):
+    if os.environ.get("FTRUN_DEBUG", "0").lower() not in ("", "0", "false", "no"):
         return True
     try:
         return parse(words[1:] if words[:1] == ["run"] else words).own_value("debug") is not None

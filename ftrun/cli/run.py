@@ -40,6 +40,7 @@ from ftrun.cli.runs import is_file_of, sweep
 from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
 from ftrun.config.checks import is_text
 from ftrun.config.cluster import NodesSpec
+from ftrun.config.profile import FORWARDED_NAMES
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
@@ -393,6 +394,8 @@ def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
         near = difflib.get_close_matches(path.name, names, n=1)
         hint = f". Did you mean {Path(script).with_name(near[0])}?" if near else ""
         raise UsageError(f"{script} does not exist; cwd {Path.cwd()}{hint}")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UsageError(f"{script} is a folder without __main__.py; give a script in it")
     return str(path)
 
 
@@ -455,9 +458,10 @@ def _signals(text: str) -> list[str]:
     names = []
     for word in text.split(",") if text else []:
         name = f"SIG{word.strip().upper().removeprefix('SIG')}"
-        if name not in signal.Signals.__members__:
+        if name not in FORWARDED_NAMES:
             raise UsageError(
-                f"--forward-signals: there is no signal {word.strip()!r}; try USR1,USR2"
+                f"--forward-signals: {word.strip()!r} cannot be forwarded; possible are "
+                f"{', '.join(one.removeprefix('SIG') for one in FORWARDED_NAMES)}"
             )
         names.append(name)
     return names

@@ -12,6 +12,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+FORWARDED_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+"""Signals that ftrun handles, and therefore can pass to the ranks."""
+
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True):
     """An immutable section; an unknown key is an error."""

@@ -135,9 +135,8 @@ class ControlServer:
             if control_loop.leader_id and not control_loop.leads:
                 return messages.Refused(
                     "this run is UNAUTHENTICATED, so only the node of the leader accepts a stop: "
-                    f"node {control_loop.leader_id} ({control_loop.leader_host}). Or send SIGTERM "
-                    "to ftrun on any "
-                    "node"
+                    f"node {control_loop.leader_id} ({control_loop.leader_host}). Or send SIGINT "
+                    "to ftrun on any node"
                 )
         self._ask_stop("ftrun stop")
         return messages.Done()

@@ -45,7 +45,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check whether this machine is fit to run ranks."""
-    settings = resolve(profile, variables=os.environ).profile.preflight
+    name = profile or os.environ.get("FTRUN_PROFILE") or None
+    settings = resolve(name, variables=os.environ).profile.preflight
     found = judge(_measure(settings.timeout_s * _SLACK), settings)
     spy = _spy_fault(settings.timeout_s * _SLACK)
     if spy:

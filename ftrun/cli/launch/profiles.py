@@ -6,7 +6,6 @@ completely, so that one error lists all problems.
 
 import difflib
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 
 import ftrun
 from ftrun.config.checks import Problem, check, fields_of, suggestion, unknown_key
-from ftrun.config.profile import Profile
+from ftrun.config.profile import FORWARDED_NAMES, Profile
 from ftrun.config.renamed_keys import RENAMED_KEYS
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
@@ -294,9 +293,10 @@ def _scheme_problems(scheme: object) -> Iterator[str]:
 
 def _signal_problems(names: object) -> Iterator[str]:
     for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name not in signal.Signals.__members__:
-            hint = suggestion(name, list(signal.Signals.__members__))
-            yield f"{name!r} is no signal{hint or '; they are written as SIGUSR1'}"
+        if isinstance(name, str) and name not in FORWARDED_NAMES:
+            possible = f"; possible are {', '.join(FORWARDED_NAMES)}"
+            hint = suggestion(name, list(FORWARDED_NAMES)) or possible
+            yield f"{name!r} cannot be forwarded{hint}"
 
 
 _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {

@@ -106,6 +106,7 @@ def _prune(
     if as_json:
         _finish_as_json(found)
     _show_pruned(found, is_dry=is_dry)
+    raise typer.Exit(_code(found))
 
 
 def _show_pruned(found: CatalogReport, *, is_dry: bool) -> None:

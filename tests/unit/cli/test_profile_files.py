@@ -98,7 +98,7 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         "line 7: smp: should hold keys with values",
         f"{name}:9: stop.grace_s: should be a number above 0, and is -1",
         "line 11: forward_signals occurs twice",
-        f"{name}:11: stop.forward_signals: 'USR8' is no signal",
+        f"{name}:11: stop.forward_signals: 'USR8' cannot be forwarded",
         "line 12: nonsense: there is no such section",
         "environment FTRUN_RESTART_BUDGET: restart.budget: should be a whole number of at least 0",
         "environment FTRUN_SNAPSHOT_EVERY: snapshot.every: should be auto or a whole number",
