@@ -356,7 +356,10 @@ def _is_lost(nvml: Any, error: Any) -> bool:
 
 
 def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Number of GPUs, faults, and warnings about throttling; empty without a driver."""
+    """Number of GPUs, faults, and warnings; empty without a driver.
+
+    A fault of a GPU that the ranks cannot use is a warning.
+    """
     nvml = driver()
     if nvml is None:
         return 0, (), ()
@@ -368,7 +371,8 @@ def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     num_ours = sum(_check(nvml, index, faults, remarks) for index in range(count))
     with suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
-    return num_ours, tuple(faults), tuple(remarks)
+    remarks += [fault for fault in faults if not _is_ours(fault)]
+    return num_ours, tuple(filter(_is_ours, faults)), tuple(remarks)
 
 
 def _check(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> bool:
@@ -385,6 +389,9 @@ def _check(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> bool
                 faults.append(f"GPU {index} could not replace a broken row of its memory")
             elif is_pending:
                 faults.append(f"GPU {index} needs a reset: rows of its memory are to be replaced")
+        with _unknown_suppressed(nvml):
+            if action := recovery_action(nvml, device):
+                faults.append(recovery_report(f"GPU {index}", action).text)
         with _unknown_suppressed(nvml):
             if message := slowdown(nvml, device):
                 remarks.append(f"GPU {index} {message}")

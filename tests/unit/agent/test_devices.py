@@ -57,6 +57,7 @@ def test_this_machine_can_be_checked() -> None:
 
 
 IN_A_PROCESS = """
+import os
 import sys
 from pathlib import Path
 from fake_nvml.fake import LOST, NO_PERMISSION, FakeGpus, load
@@ -238,6 +239,13 @@ check(lambda: gpus.fail(0, LOST, gives_handle=True), lambda: None,
 check(lambda: gpus.fail(0, LOST), lambda: gpus.fail(0, NO_PERMISSION),
       faults=("GPU 0 does not answer: GPU is lost",))
 assert device_health() == (2, (), ())
+gpus.need_action(2, 1)
+needs_reset = ("GPU 2 needs a reset",)
+assert device_health() == (2, needs_reset, ()), device_health()
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+assert device_health() == (2, (), needs_reset), "the ranks do not use it"
+del os.environ["CUDA_VISIBLE_DEVICES"]
+gpus.need_action(2, 0)
 assert texts(Gpus()) == [], "a GPU of another job"
 """
     in_a_process(tmp_path, code)
