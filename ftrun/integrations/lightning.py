@@ -152,6 +152,9 @@ class FtrunCallback(Callback):
         if self._session is not None:
             self._session.phase("train")
 
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is not None and self._has_trained:
             self._session.snapshot()

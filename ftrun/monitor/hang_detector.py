@@ -32,8 +32,11 @@ _MANY = 3
 _A_MOMENT_S = 0.4
 """Time between two observations. For this long a rank may read a file with the GIL held."""
 
-OWN_TIME = ("checkpoint", "compile", "data", "outside")
+OWN_TIME = ("checkpoint", "compile", "data", "debugger", "outside")
 """Activities, by the stack, that may take long. They are not interrupted at the first suspicion."""
+
+_MOVED_WITHIN_S = 30.0
+"""One operation on the CPU may take this long, so the stack changes later than at each look."""
 
 
 def find_hang(
@@ -119,7 +122,16 @@ def _not_entered(
 
 
 def _may_take_long(view: RankView) -> bool:
-    return view.has_reported or view.activity in OWN_TIME
+    return view.has_reported or view.activity in OWN_TIME or _moves(view)
+
+
+def _moves(view: RankView) -> bool:
+    """Whether it computes at changing places, as in an evaluation that the script does not report.
+
+    A rank in a busy loop stays in one function.
+    """
+    is_at_places = view.unmoved_s < _MOVED_WITHIN_S and view.spins_s < _A_MOMENT_S
+    return bool(view.stack) and view.cpu >= COMPUTES and is_at_places
 
 
 def _kind_of(view: RankView, waits: WaitGraph, settings: HangConfig) -> tuple[VerdictKind, bool]:
@@ -172,7 +184,7 @@ def _sentence(
             VerdictKind.INPUT_BOUND: "wait for their data",
             VerdictKind.FROZEN: "are frozen",
             VerdictKind.DEVICE_STUCK: "have devices that are stuck",
-        }.get(kind, "have stopped making progress")
+        }.get(kind, _do_together(culprits))
     else:
         subject = rank_on_node(first.rank, node_of)
         does = _does(first, kind)
@@ -182,6 +194,14 @@ def _sentence(
         return f"{subject} {does}; no other rank waits"
     verb = "waits" if len(others) == 1 else "wait"
     return f"{subject} {does}, and {ranks_text(others)} {verb}{_in_what(waits, ranks)}"
+
+
+def _do_together(views: Sequence[RankView]) -> str:
+    phases = {view.phase for view in views if view.has_reported}
+    if len(phases) == 1 and all(view.has_reported for view in views):
+        return f"are in phase {phases.pop()}"
+    is_busy = all(view.cpu >= COMPUTES for view in views)
+    return "are still computing" if is_busy else "have stopped making progress"
 
 
 def _does(view: RankView, kind: VerdictKind) -> str:

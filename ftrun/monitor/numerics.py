@@ -34,6 +34,8 @@ class RankNumerics:
     rank: int
     step: int
     loss: float | None
+    loss_step: int
+    """Step of the loss; it stays until the next report."""
     bad_step: int
     """First step after which a parameter was not finite; 0: all are finite, as far as known."""
 
@@ -88,7 +90,7 @@ class NumericsDetector:
         if not _is_bad(one.loss):
             self._bad_loss.pop(one.rank, None)
             return False
-        return one.step > self._bad_loss.setdefault(one.rank, one.step)
+        return one.loss_step > self._bad_loss.setdefault(one.rank, one.loss_step)
 
     def _since(self, one: RankNumerics) -> int:
         return one.bad_step or self._bad_loss[one.rank]
@@ -97,7 +99,8 @@ class NumericsDetector:
         reported = [one for one in ranks if finite(one.loss) is not None]
         if not reported:
             return None
-        step, loss = max(one.step for one in reported), max(one.loss or 0.0 for one in reported)
+        step = max(one.loss_step for one in reported)
+        loss = max(one.loss or 0.0 for one in reported if one.loss_step == step)
         if step <= self._last_step:
             return None
         self._last_step = step
@@ -162,7 +165,8 @@ def _not_finite(
             evidence.append(f"a parameter of rank {one.rank} is NaN or infinite since step "
                             f"{one.bad_step:,}")  # fmt: skip
         if _is_bad(one.loss):
-            evidence.append(f"rank {one.rank} reports a loss of {one.loss} at step {one.step:,}")
+            step = one.loss_step
+            evidence.append(f"rank {one.rank} reports a loss of {one.loss} at step {step:,}")
     return Verdict(
         kind=VerdictKind.NUMERICAL_ANOMALY,
         culprits=ranks if is_one else (),

@@ -108,7 +108,9 @@ _COMPILING = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/tr
 _OUTSIDE = (
     "/subprocess.py", "/socket.py", "/ssl.py", "/http/client.py", "/urllib3/", "/requests/",
     "/multiprocessing/", "/selectors.py", "/asyncio/", "/boto", "/fsspec/", "/concurrent/futures/",
+    "/queue.py", "/ray/", "/grpc/", "/filelock/", "/nvidia/dali/",
 )  # fmt: skip
+_DEBUGGING = ("/pdb.py", "/bdb.py", "/debugpy/", "/IPython/")
 _HELD_UP = (*_COMMUNICATION, "/torch/autograd/", "/torch/cuda/streams.py", " in synchronize")
 _LOADING = (
     "/torch/utils/data/",
@@ -241,12 +243,14 @@ class RankView(msgspec.Struct, frozen=True):
 
     @property
     def activity(self) -> str:
-        """`eval`, `checkpoint`, `compile`, `data`, `outside` (another process, the network),
-        `collective` or `train`: as the script reports it, or by its stack.
+        """`eval`, `checkpoint`, `compile`, `data`, `debugger`, `outside` (another process, the
+        network), `collective` or `train`: as the script reports it, or by its stack.
         """  # noqa: D205 - one sentence
         if self.has_reported:
             return self.phase
         for frame in self.stack:
+            if is_in(frame, _DEBUGGING):
+                return "debugger"
             if is_in(frame, _SAVING):
                 return "checkpoint"
             if is_in(frame, _COMPILING):

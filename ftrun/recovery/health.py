@@ -150,7 +150,7 @@ class HealthMonitor:
         self, plan: GenerationPlan, reports: MemberReports, now_s: float
     ) -> list[WorkerExit]:
         ranks = [
-            RankNumerics(one.rank, one.step, one.loss, one.bad_step)
+            RankNumerics(one.rank, one.step, one.loss, one.loss_step, one.bad_step)
             for heartbeat in reports.current
             for one in heartbeat.ranks
         ]

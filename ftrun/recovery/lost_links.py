@@ -153,10 +153,14 @@ class HungLinks:
         if lost is None:
             self._lost_s = None
             limit_s = max(self._settings.kill_after_s, _FIRST_STEP_FACTOR * self.longest_s)
-            if not self.nodes or for_s < limit_s:
+            if not self.nodes:
+                limit_s = max(self._settings.phase_timeout_s, limit_s)
+            if not (self.nodes or self.longest_s) or for_s < limit_s:
                 return None
-            nodes = ", ".join(self.nodes)
-            what = f"the restart after a hang between nodes {nodes} did not help"
+            what = f"a generation before this one made its first step after {self.longest_s:.0f} s"
+            if self.nodes:
+                nodes = ", ".join(self.nodes)
+                what = f"the restart after a hang between nodes {nodes} did not help"
             return _no_first_step(what, plan, for_s, None)
         if self._lost_s is None:
             self._lost_s = now_s

@@ -111,6 +111,8 @@ class HangSuspicions:
         if unresponsive_s < deadlines.suspect_after_s:
             self._forget()
             return None
+        if not self.is_suspicious and _are_in_phase(views, deadlines):
+            return None
         verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.sample_s)
         lost = lost_links(heartbeats, plan, cut)
         may_take_long = verdict is not None and verdict.may_take_long
@@ -163,6 +165,18 @@ class HangSuspicions:
 
 def _no_progress(view: RankView) -> float:
     return view.unresponsive_s if view.has_stepped and not view.is_finished else 0.0
+
+
+def _are_in_phase(views: Mapping[int, RankView], deadlines: HangDeadlines) -> bool:
+    """Whether no rank is late but those in a phase that the script declared, and those waiting."""
+    late = [view for view in views.values() if _no_progress(view) >= deadlines.sample_s]
+    declared = [view for view in late if view.has_reported]
+    return (
+        bool(declared)
+        and all(view.has_reported or view.waiting for view in late)
+        and all(view.process not in ("", "T", "t", "D") for view in late)
+        and all(_no_progress(view) < deadlines.leave_s for view in declared)
+    )
 
 
 def _make_steps(views: Mapping[int, RankView], limit_s: float) -> bool:

@@ -153,6 +153,8 @@ class Session(Loops):
         self._has_started = False
         self._restored = False
         self._waiting: dict[str, Any] = {}
+        self._is_plain_phase = False
+        """A phase other than "train" was set, and not by a `with` block."""
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
         """Steps and losses whose copy from a device is pending."""
         self._protection: SnapshotSession | None = None
@@ -226,9 +228,12 @@ class Session(Loops):
     def phase(self, name: str) -> "SessionPhase":
         """Report the current phase; as a context manager, only for the duration of its block.
 
+        Otherwise it ends with the next boundary at the latest.
+
         Before another phase than "train" begins, this call waits until the snapshot in progress is
         copied. The script may then change weights until the next step, also through .data.
         """
+        self._is_plain_phase = name != "train"
         before = self._set_phase(name)
         # phase("train") at the top of each turn must not wait for the lazy copy in progress.
         if self._protection is not None and not name == before == "train":
@@ -264,7 +269,8 @@ class Session(Loops):
     def _take_loss(self, context: WorkerContext, step: int, loss: "float | torch.Tensor") -> None:
         # torch warns of a conversion of a tensor that requires a gradient.
         loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        value = context.page.loss = float(loss)
+        value = float(loss)
+        context.page.set_loss(value, step)
         if self._protection is not None:
             context.unprotected.guarded(self._protection.digests.take_loss)(step, value)
 
@@ -398,6 +404,10 @@ class Session(Loops):
         self._step += 1
         self._has_stepped = False
         self._boundaries += 1
+        if self._is_plain_phase:
+            # A step was made, so the script only forgot to name the next phase.
+            self._is_plain_phase = False
+            self._set_phase("train")
         if self._check is not None:
             self._check.boundary(self._own_state)
         if self._protection is None:
@@ -476,6 +486,7 @@ class SessionPhase:
         self._before = before
 
     def __enter__(self) -> "SessionPhase":
+        self._session._is_plain_phase = False
         return self
 
     def __exit__(

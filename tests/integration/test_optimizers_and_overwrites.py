@@ -791,3 +791,21 @@ def test_a_flag_that_each_turn_sets_for_itself_is_not_in_its_way(
         run.committed_version()
     assert session.restored
     assert "otherwise than" not in caplog.text
+
+
+def test_a_phase_ends_with_the_next_boundary_and_a_block_with_itself(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(3):
+        if at == 0:
+            session.phase("eval")
+            assert run.page.phase == "eval"
+        if at == 1:
+            assert run.page.phase == "train"
+        turn(model, optimizer, at)
+    before = run.page.phase
+    with session.phase("eval"):
+        session.step_done()
+        assert run.page.phase == "eval"
+    assert run.page.phase == before

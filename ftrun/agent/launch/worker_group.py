@@ -354,6 +354,7 @@ class WorkerGroup:
                 else -1.0,
                 phase=handle.slot.page.phase,
                 loss=handle.slot.page.loss if handle.slot.page.get(HeartbeatField.LOSS) else None,
+                loss_step=handle.slot.page.get(HeartbeatField.LOSS_STEP),
                 bad_step=handle.slot.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
                 p50_s=quantile_s(handle.slot.page.step_times, 0.5),
                 p99_s=quantile_s(handle.slot.page.step_times, 0.99),

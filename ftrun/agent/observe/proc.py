@@ -250,6 +250,8 @@ class ProcessState:
     """Bytes read and written by system calls so far; 0 if that cannot be read."""
     blocked_in: str
     """The kernel function in which it sleeps; empty if that cannot be read."""
+    is_in_kernel: bool
+    """A thread of it waits in the kernel without interruption, as for a disk (state D)."""
     child: str
     """A child that does no more work, in words."""
     children_work: float
@@ -265,6 +267,7 @@ def process_facts(pid: int) -> ProcessState | None:
         cpu_s=(int(fields[11]) + int(fields[12])) * _TICK_S,
         io_bytes=_io_bytes(pid),
         blocked_in=_first_line(f"/proc/{pid}/wchan").strip("0"),
+        is_in_kernel=_has_thread_in_kernel(pid),
         child=_bad_child(pid),
         children_work=_children_work(pid),
     )
@@ -281,9 +284,13 @@ def cores_used(pid: int, *, within_s: float = 0.25) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it has ended. Called once a second, so it is cheap."""
+    """Resident memory of a process without pages of files; 0 if it has ended.
+
+    Pages of a mapped data set can be taken back at any time. Called once a second, so it is cheap.
+    """
     words = _first_line(f"/proc/{pid}/statm").split()
-    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+    pages = int(words[1]) - int(words[2]) if len(words) > 2 else 0
+    return max(0, pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -299,6 +306,15 @@ def _io_bytes(pid: int) -> int:
             if line.startswith(("rchar", "wchar")):
                 total += int(line.split()[1])
     return total
+
+
+def _has_thread_in_kernel(pid: int) -> bool:
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            fields = _first_line(f"/proc/{pid}/task/{thread}/stat").rpartition(")")[2].split()
+            if fields[:1] == ["D"]:
+                return True
+    return False
 
 
 def _bad_child(pid: int) -> str:

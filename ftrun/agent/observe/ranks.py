@@ -41,7 +41,7 @@ from ftrun.monitor.page_values import decode_backends, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
 from ftrun.monitor.verdicts import Frame, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.wait_graph import HangDeadlines
-from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, left_calls
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ class RankObserver:
     def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig, dumps: Path) -> None:
         """`dumps` is the folder for dumps of the flight recorders, taken once in a hang."""
         self.p99_s = 0.0
-        """Duration of the slowest rank's steps, 99th percentile; 0 before there are any."""
+        """Duration of the slowest rank's steps, 99th percentile; 0 before there are any. Of the
+        first steps only an upper bound is known: the time up to the first one."""
         self.views: tuple[RankView, ...] = ()
         """Views of all ranks here, while one of them is unresponsive; empty while all complete
         steps."""
@@ -187,10 +188,10 @@ class RankObserver:
         on_device = self._sampler.on_device
         for trouble in self._devices.poll(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
-        self.p99_s = (
-            max([quantile_s(handle.slot.page.step_times, 0.99) for handle in handles], default=0.0)
-            or self.p99_s
-        )
+        pages = [handle.slot.page for handle in handles]
+        known_s = max([quantile_s(page.step_times, 0.99) for page in pages], default=0.0)
+        first_s = max(map(_first_step_s, pages), default=0.0)
+        self.p99_s = max(known_s or self.p99_s, _OF_FIRST * first_s)
         deadlines = HangDeadlines.of(self.p99_s, self._settings)
         now_s = clock.now_s()
         unresponsive_s = max(
@@ -275,6 +276,7 @@ class RankObserver:
             cpu = (facts.cpu_s - last.facts.cpu_s) / max(0.01, now_s - last.at_s)
             is_quiet = (
                 cpu < IDLE_CORES
+                and not facts.is_in_kernel
                 and facts.io_bytes - last.facts.io_bytes < IDLE_BYTES
                 and facts.children_work - last.facts.children_work < IDLE_WORK
             )
@@ -294,6 +296,25 @@ class RankObserver:
         with suppress(Empty):
             while True:
                 os.close(self._unused_fds.get_nowait())
+
+
+_FEW_STEPS = 5
+"""Before this number of steps, the time up to the first one limits what is known of a step."""
+
+_OF_FIRST = 0.5
+
+
+def _first_step_s(page: SharedPage) -> float:
+    """The duration of the first step with the set-up before it; 0 if there were more steps."""
+    first_ns = page.get(HeartbeatField.FIRST_STEP_NS)
+    if not first_ns or sum(page.step_times) >= _FEW_STEPS:
+        return 0.0
+    began = (
+        HeartbeatField.STARTED_NS, HeartbeatField.INIT_GROUP_NS, HeartbeatField.ATTACH_NS,
+        HeartbeatField.RESTORE_END_NS,
+    )  # fmt: skip
+    began_ns = max(map(page.get, began))
+    return max(0.0, (first_ns - began_ns) / 1e9) if began_ns else 0.0
 
 
 def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
@@ -317,6 +338,9 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
 
 
 SAMPLE_EVERY_S = 1.0
+_CLOCK_STEP_S = 0.02
+"""A larger change of the wall clock between two samples is no slew."""
+
 COST = 0.004
 """Of a processor, for each rank."""
 
@@ -332,6 +356,7 @@ class Sampler:
         self._number = 0
         self._last_s = 0.0
         self._sockets = SocketStats()
+        self._ahead_s = 0.0
         self.on_device = False
         """A rank has used a device."""
         self._reported: dict[tuple[int, str], int] = {}
@@ -341,7 +366,10 @@ class Sampler:
         at_s, cpu_s = clock.now_s(), clock.thread_cpu_s()
         if at_s < self._due_s or not handles:
             return None
-        ahead_s = clock.wall_s() - clock.now_s()
+        before_s, self._ahead_s = self._ahead_s, clock.wall_s() - clock.now_s()
+        ahead_s = self._ahead_s
+        if before_s and abs(ahead_s - before_s) > _CLOCK_STEP_S:
+            return None  # the wall clock was set: times of calls from before it are not comparable
         ranks = tuple(self._rank(handle, ahead_s) for handle in handles)
         pids = [handle.pid for handle in handles if handle.child.status is None]
         links = tuple(self._sockets.poll(pids, at_s))

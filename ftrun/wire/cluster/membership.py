@@ -148,6 +148,8 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: str = ""
     loss: float | None = None
     """As reported by the script."""
+    loss_step: int = 0
+    """The step of the loss, from 1."""
     bad_step: int = 0
     """First step after which a parameter was not finite; 0: none."""
     p50_s: float = 0.0

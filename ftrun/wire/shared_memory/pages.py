@@ -63,7 +63,7 @@ class HeartbeatField(IntEnum):
     GENERATION = 1
     STARTED_NS = 2  # start of the first line of the user's script
     STEP = 3  # step boundaries passed, or optimizer steps if nothing is attached
-    HEARTBEAT_NS = 4  # time of the last one
+    HEARTBEAT_NS = 4  # time of the last one, or of a later step of any optimizer
     FIRST_STEP_NS = 5  # end of the first step of this incarnation
     ATTACHED = 6
     ATTACH_NS = 7
@@ -98,6 +98,8 @@ class HeartbeatField(IntEnum):
     DEVICE_NS = 36  # torch has initialised a device
     CALLS_ASKED = 37  # set by the agent: number of its request to write the collectives
     CALLS_WRITTEN = 38  # number of the request that was answered last, in the stack file
+    STEP_NS = 39  # time at which STEP was written last
+    LOSS_STEP = 40  # step of LOSS, from 1; written after it
 
 
 class CommandField(IntEnum):
@@ -141,9 +143,9 @@ class SharedPage:
     def loss(self) -> float:
         return self._floats[HeartbeatField.LOSS]
 
-    @loss.setter
-    def loss(self, value: float) -> None:
+    def set_loss(self, value: float, step: int) -> None:
         self._floats[HeartbeatField.LOSS] = value
+        self._words[HeartbeatField.LOSS_STEP] = step
 
     def count_step(self, duration_ns: int) -> None:
         """Only for the one writer of the page."""

@@ -99,8 +99,9 @@ def step_done(page: SharedPage, step: int) -> None:
     visibility.publish_groups(page)
     page.note_calls(step, visibility.calls_so_far())
     if page.get(HeartbeatField.FIRST_STEP_NS):
-        page.count_step(now_ns - page.get(HeartbeatField.HEARTBEAT_NS))
+        page.count_step(now_ns - page.get(HeartbeatField.STEP_NS))
     page.set(HeartbeatField.STEP, step)
+    page.set(HeartbeatField.STEP_NS, now_ns)
     page.set(HeartbeatField.HEARTBEAT_NS, now_ns)
     if not page.get(HeartbeatField.FIRST_STEP_NS):
         page.set(HeartbeatField.FIRST_STEP_NS, now_ns)
@@ -135,6 +136,9 @@ def _after_step(context: WorkerContext) -> Callable[..., None]:
             page.set(HeartbeatField.OPTIMIZER_STEPS, done + 1)
             if not page.get(HeartbeatField.ATTACHED):
                 step_done(page, done + 1)
+        if page.get(HeartbeatField.FIRST_STEP_NS):
+            # A second optimizer, and steps outside of the session's loops, show life too.
+            page.set(HeartbeatField.HEARTBEAT_NS, clock.now_ns())
 
     return context.unprotected.guarded(after_step)
 
@@ -256,6 +260,8 @@ def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
     if not parameters:
         return
     parameter = parameters[_turn % len(parameters)]
+    if not parameter.requires_grad:
+        return  # no step changes it; it may be a mask of -inf
     local = getattr(parameter, "_local_tensor", parameter).detach()
     if local.device.type != "cpu" or not local.numel() or not local.is_floating_point():
         return

@@ -14,7 +14,7 @@ NODES = {0: "a", 1: "b"}
 def poll(
     made: NumericsDetector, step: int, losses: list[float | None], bad: dict[int, int]
 ) -> Verdict | None:
-    ranks = [RankNumerics(r, step, loss, bad.get(r, 0)) for r, loss in enumerate(losses)]
+    ranks = [RankNumerics(r, step, loss, step, bad.get(r, 0)) for r, loss in enumerate(losses)]
     return made.poll(ranks, NODES, now_s=float(step))
 
 
@@ -55,11 +55,22 @@ def test_a_single_bad_loss_is_an_overflow_that_a_scaler_skips() -> None:
     assert poll(made, 11, [math.inf, 0.5], {}) is None
 
 
+def test_a_loss_stays_on_the_page_until_the_next_report_and_counts_once() -> None:
+    made = NumericsDetector()
+    for step in range(51, 99):
+        ranks = [RankNumerics(0, step, math.nan, 50, 0), RankNumerics(1, step, 0.5, 50, 0)]
+        assert made.poll(ranks, NODES, now_s=float(step)) is None
+    for step in range(100, 200):
+        assert made.poll([RankNumerics(0, step, 1.0, 100, 0)], NODES, now_s=float(step)) is None
+    for step in range(200, 300):
+        assert made.poll([RankNumerics(0, step, 2.0, 200, 0)], NODES, now_s=float(step)) is None
+
+
 def test_a_node_that_has_not_reported_yet_is_waited_for_and_no_node_named_where_it_does_not() -> (
     None
 ):
     made = NumericsDetector()
-    behind = [RankNumerics(0, 9, None, 8), RankNumerics(1, 7, None, 0)]
+    behind = [RankNumerics(0, 9, None, 0, 8), RankNumerics(1, 7, None, 0, 0)]
     assert made.poll(behind, NODES, now_s=1.0) is None
     assert made.poll(behind, NODES, now_s=2.0) is None
     found = made.poll(behind, NODES, now_s=3.0)

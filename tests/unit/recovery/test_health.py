@@ -37,7 +37,7 @@ def heartbeat(node: str, step: int, **changes: object) -> Heartbeat:
     loss = changes.pop("loss", None)
     bad_step = changes.pop("bad_step", 0)
     ranks = tuple(
-        RankReport(rank, 1, "running", step, 0.1, "", loss, bad_step)  # type: ignore[arg-type]
+        RankReport(rank, 1, "running", step, 0.1, "", loss, step, bad_step)  # type: ignore[arg-type]
         for rank in (first, first + 1)
     )
     known = Heartbeat(generation=1, attached=True, step=step, steps_here=step, ranks=ranks)

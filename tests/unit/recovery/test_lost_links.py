@@ -197,6 +197,19 @@ def test_before_a_first_step_there_is_no_deadline_without_a_lost_link() -> None:
     assert not run.reasons
 
 
+def test_a_restart_that_makes_no_first_step_ends_after_the_limit_of_a_phase() -> None:
+    run = Run()
+    run.at(1.0, 0, 0.0, is_cut=False)
+    run.at(5.0, 40, 0.0, is_cut=False)
+    run.begin()
+    for at_s in (10.0, 500.0, 1800.0):
+        run.at(at_s, 0, 0.0, is_cut=False)
+    assert not run.reasons
+    run.at(1811.0, 0, 0.0, is_cut=False)
+    assert len(run.reasons) == 1
+    assert "no rank has made a step in 1801 s" in run.reasons[0]
+
+
 def test_a_restart_that_changes_nothing_is_not_repeated_with_the_same_nodes() -> None:
     """No link is reported lost: the first restart keeps the nodes, the second does not."""
     run = Run()

@@ -82,15 +82,45 @@ def test_one_look_is_not_enough_to_act() -> None:
     assert second.acts
 
 
-def test_a_rank_that_computes_gets_more_time() -> None:
+def test_a_rank_that_computes_at_one_place_gets_more_time() -> None:
     made = watch()
-    busy = {"still_s": 0.0, "cpu": 1.0}
+    busy = {"still_s": 0.0, "cpu": 1.0, "unmoved_s": 60.0}
     for unresponsive_s in (9.0, 20.0, 60.0, 119.0):
         found = poll(made, hang(unresponsive_s, **busy))
         assert found is None or not found.acts
     last = poll(made, hang(120.5, **busy))
     assert last is not None
     assert last.acts
+
+
+def test_a_rank_that_computes_at_changing_places_gets_the_time_of_a_phase() -> None:
+    made = watch()
+    busy = {"still_s": 0.0, "cpu": 1.0, "unmoved_s": 2.0}
+    for unresponsive_s in (9.0, 120.5, 1799.0):
+        found = poll(made, hang(unresponsive_s, **busy))
+        assert found is None or not found.acts
+    last = poll(made, hang(1800.5, **busy))
+    assert last is not None
+    assert last.acts
+
+
+def test_a_declared_phase_opens_no_incident_before_its_limit() -> None:
+    made = watch()
+    evaluates = {"still_s": 0.0, "cpu": 1.0, "phase": "eval"}
+    for unresponsive_s in (9.0, 20.0, 1799.0):
+        assert poll(made, hang(unresponsive_s, **evaluates)) is None
+        assert not made.is_suspicious
+    last = poll(made, hang(1800.5, **evaluates))
+    assert last is not None
+    assert last.acts
+
+
+def test_a_rank_that_is_stopped_in_a_declared_phase_is_named() -> None:
+    made = watch()
+    found = poll(made, hang(9.0, phase="eval", process="T"))
+    assert found is not None
+    assert found.verdict is not None
+    assert found.verdict.kind is VerdictKind.FROZEN
 
 
 def test_a_verdict_that_changes_is_reported() -> None:
