@@ -388,7 +388,7 @@ HowLost = Literal["refused", "reset", "closed", "silent", "unreachable", "unknow
 """What the kernel reports of a lost peer.
 
 `refused`: its kernel answers, and no process listens. `reset`, `closed`: its kernel ended the
-connection. `unresponsive`: the peer sends no answer, or takes no data. `unreachable`: no known
+connection. `silent`: the peer sends no answer, or takes no data. `unreachable`: no known
 route leads there. `unknown`: its name has no address.
 """
 

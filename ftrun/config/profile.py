@@ -298,7 +298,7 @@ class NodesConfig(_Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description="a node without its leader for this time stops its ranks; above "
-            "heartbeat_s, below deadline_s",
+            "heartbeat_interval_s, below failure_timeout_s",
         ),
     ] = 2.0
     pause_timeout_s: Annotated[

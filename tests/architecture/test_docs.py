@@ -81,6 +81,7 @@ def test_files_that_are_named_exist(name: str) -> None:
 
 @each_page
 def test_tests_that_are_named_exist(name: str) -> None:
+    assert re.findall(r"\btests\.\w[\w.:]*", DOCS[name]) == [], "write tests/folder/test_module.py"
     for path, test in re.findall(r"(tests/[\w/]+\.py)::(\w+)", DOCS[name]):
         assert f"def {test}(" in (ROOT / path).read_text(), f"{path} has no {test}"
 
@@ -138,7 +139,7 @@ def test_every_verdict_has_a_section_that_reports_what_to_do(kind: VerdictKind) 
     parts = re.findall(r"^\*\*(.+?)\.\*\*", section, re.MULTILINE)
     assert parts == [
         "What it means",
-        "How ftrun can tell",
+        "How ftrun detects it",
         "What ftrun did",
         "What you should do",
         "What it looks like",

@@ -1,7 +1,7 @@
 """What each rank did while an incident lasted: a row for each, equal ranks together.
 
 Only observations count: a rank that was not observed between the first sign and the kill
-is "not looked at" there, however likely it is that it waited for the others.
+is "not observed" there, however likely it is that it waited for the others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +115,7 @@ def _before(
     if role == "culprit":
         name, style = "no sign of life", "dead"
     else:
-        name, style = "not looked at", "unknown"
+        name, style = "not observed", "unknown"
     return [TimelineBar("training", -1e9, 0.0, "training"), TimelineBar(name, 0.0, end, style)]
 
 

@@ -23,7 +23,7 @@ STATES = (
     ("dead", "dead, or no process"),
     ("starting", "starting"),
     ("restoring", "restoring"),
-    ("unknown", "not looked at"),
+    ("unknown", "not observed"),
 )
 
 

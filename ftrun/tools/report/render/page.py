@@ -150,7 +150,7 @@ def _environment(share: float) -> Environment:
         ranks=words.ranks,
         ranges=words.ranges,
         rank_time=_rank_time,
-        who=_subject,
+        subject=_subject,
     )
     return found
 
