@@ -122,22 +122,24 @@ class Maintenance:
             return
         is_stop = command.exit_code > 128 and command.cause is None
         limit_s = self._spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
-        self._await_smp()
+        self._await_smp(limit_s, is_cancelled)
         versions = self._last_versions()
         if versions or self._smp.committed:
             if not self._write_last(versions, limit_s, is_cancelled):
-                self._await_smp()  # it has ended just now
+                self._await_smp(limit_s, is_cancelled)  # it has ended just now
                 if not self._write_last(versions, limit_s, is_cancelled):
                     self._smp.refused = "the snapshot manager was lost twice"
             self._report_checkpoint()
         self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
 
-    def _await_smp(self) -> None:
+    def _await_smp(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for an SMP that starts, or that replaces one that has just been lost."""
         if not self._spec.profile.snapshot.enabled:
             return
-        give_up_s = clock.now_s() + SMP_WAIT_S
-        while self._smp.channel is None and not self.smp_given_up and clock.now_s() < give_up_s:
+        give_up_s = clock.now_s() + min(SMP_WAIT_S, limit_s)
+        while self._smp.channel is None and not self.smp_given_up:
+            if clock.now_s() >= give_up_s or is_cancelled():
+                return
             self.handle_exits()
             if self._bring_up_smp(waits=True):
                 self._generations.configure_new_smp()

@@ -243,9 +243,11 @@ class Stub:
             self._held.clear()
 
     def _take(self, number: signal.Signals) -> None:
-        if number in ENDING and self._asked is None and not self._is_for_ranks(number):
+        is_for_ranks = number in ENDING and self._is_for_ranks(number)
+        if number in ENDING and self._asked is None and not is_for_ranks:
             self._asked = number
-        if number in NEEDS_HANDLER or (number in ENDING and self._may_hold_memory):
+        is_last = number in ENDING and self._may_hold_memory
+        if number in NEEDS_HANDLER or is_for_ranks or is_last:
             self._held.append(number)  # sent in the same turn if an agent listens
         elif self._agent is not None:
             os.kill(self._agent, number)

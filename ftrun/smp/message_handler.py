@@ -28,8 +28,9 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import SharedPage
 from ftrun.wire.transport.channel import ReceivedMessage
+from ftrun.wire.transport.framing import MAX_LOCAL_FRAME_BYTES
 
-MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
+MAX_RUN_STATE_BYTES = MAX_LOCAL_FRAME_BYTES - (1 << 20)
 """Largest run state that fits a `MemoryHandedOver` in addition to the ranks."""
 
 _log = logging.getLogger(__name__)

@@ -59,20 +59,20 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
         encode_body(Envelope("run", 0, 0, PersistRunState(bytes(MAX_FRAME_BYTES))))
 
 
-def test_the_addresses_of_4096_nodes_with_8_rails_fit_a_local_frame() -> None:
+def test_the_addresses_of_16384_nodes_with_8_rails_fit_a_local_frame() -> None:
     def address(node: int) -> NodeAddress:
         rails = [Rail(f"rail{at}", f"10.{at}.{node >> 8}.{node & 255}", 16) for at in range(8)]
         ranks = list(range(8 * node, 8 * node + 8))
-        return NodeAddress(f"node-{node:04d}", 1 << 61, rails[0].host, 45_000, ranks, rails)
+        return NodeAddress(f"node-{node:05d}", 1 << 61, rails[0].host, 45_000, ranks, rails)
 
     groups = [
         PreviousGroup([address(node) for node in range(at, at + 8)], 1, 1)
-        for at in range(0, 4096, 8)
+        for at in range(0, 16384, 8)
     ]
-    message = BeginGeneration(2, 8 * 4096, list(range(8)), restored=(1, 9), restore_from=groups)
+    message = BeginGeneration(2, 8 * 16384, list(range(8)), restored=(1, 9), restore_from=groups)
     sent = Envelope("run", 0, 0, message)
     frame = encode(sent)
-    assert len(frame) > MAX_FRAME_BYTES
+    assert len(frame) > 8 << 20
     assert FrameReader().feed(frame) == [sent]
 
 

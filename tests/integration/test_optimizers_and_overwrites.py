@@ -176,10 +176,9 @@ class Counting(torch.optim.AdamW):
     count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "counts": {"steps": self.count}, "tensor": torch.zeros(1)}
+        return {**super().state_dict(), "counts": {"steps": self.count}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict["tensor"].item() == 0.0
         super().load_state_dict(state_dict)
         self.count = state_dict["counts"]["steps"]
 

@@ -8,7 +8,6 @@ Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker start
 Source:   the names used here exist from torch 2.6 to 2.15; see docs/internals.md.
 """
 
-import errno
 import logging
 import os
 import signal
@@ -32,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher import api as launcher_api
 
 from ftrun.agent.launch.rendezvous import BACKEND, NodePlacement, PlanRendezvousHandler
-from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.agent.launch.warm_start import FULL, WorkerStarter
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import GenerationPlan
@@ -89,9 +88,11 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         try:
             self._initialize_workers(self._worker_group)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 raise
+            # No rank runs yet: the files of ranks are opened by `WorkerStarter`.
             _log.warning("no log files from generation %d on: %s", generation, error)
+            self._store = self._worker_group.store = None
             self._logs_specs = multiprocessing_api.DefaultLogsSpecs(log_dir=os.devnull)
             self._initialize_workers(self._worker_group)
 

@@ -7,6 +7,7 @@ Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler.
 Survives: what ends zygote and standbys: a rank then starts as a new process.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -28,6 +29,9 @@ from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 _log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""A full disk costs the log files, and not the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,16 @@ def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> 
         raise UsageError(f"--numa-binding cannot bind local rank {local_rank}: {text}") from error
 
 
+def _log_file(path: str) -> IO[str]:
+    try:
+        return open(path, "w")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _log.warning("no log file %s: %s", path, error)
+        return open(os.devnull, "w")
+
+
 @dataclass
 class WorkerStarter:
     """Starts the workers of one generation; replaces torch's `get_subprocess_handler`."""
@@ -149,7 +163,7 @@ class WorkerStarter:
         **_: Any,
     ) -> WorkerHandle:
         slot = self.slots[local_rank_id]
-        streams = [open(path, "w") if path else None for path in (stdout, stderr)]  # noqa: SIM115
+        streams = [_log_file(path) if path else None for path in (stdout, stderr)]
         variables = {**os.environ, **env, **self.variables}
         argv = [str(arg) for arg in args]
         child, start = self._start(entrypoint, argv, variables, streams, slot, numa_options)

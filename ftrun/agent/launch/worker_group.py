@@ -141,6 +141,7 @@ class WorkerGroup:
         self.starter.handles = {}
 
     def launched(self, agent: FtrunElasticAgent) -> None:
+        self._close_arenas()
         self._error_files = dict(agent.error_files)
         with suppress(OSError):  # a full disk costs the second of two signs
             process_tree.note_sessions(self._smp.folder.path, self.pids())
@@ -412,7 +413,8 @@ class WorkerGroup:
         if not request.restore_world_size:
             arena_fd = self._smp.memory.arena_for(rank, request.restore)
             if arena_fd is not None:
-                descriptors["arena"] = arena_fd
+                # Another connection to the SMP closes all descriptors of arenas.
+                descriptors["arena"] = os.dup(arena_fd)
         if self.fault_pages is not None:
             descriptors["fault"] = self.fault_pages.fd_of(rank)
         is_inspected = self._spec.profile.monitor.enabled
@@ -420,7 +422,14 @@ class WorkerGroup:
         request = msgspec.structs.replace(request, rank_socket=socket, descriptors=descriptors)
         return LaunchSlot(request, SharedPage(page_fd))
 
+    def _close_arenas(self) -> None:
+        """The ranks have them, and a descriptor here would keep memory that the SMP gives up."""
+        for slot in self.slots:
+            if (fd := slot.request.descriptors.pop("arena", -1)) >= 0:
+                os.close(fd)
+
     def _close_places(self) -> None:
+        self._close_arenas()
         for slot in self.slots:
             os.close(slot.request.descriptors["heartbeat"])
             if self._spec.profile.monitor.enabled:

@@ -215,7 +215,8 @@ class ZygoteClient:
         except OSError:
             data = b""
         if standby.child is None:
-            standby.child = _child_of(data)
+            with contextlib.suppress(OSError):  # it has ended, or there are no descriptors left
+                standby.child = _child_of(data)
         elif standby.binding is not None:
             try:
                 answer = (

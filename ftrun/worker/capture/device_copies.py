@@ -316,7 +316,11 @@ def in_two_threads(work: Callable[[Sequence[T]], None], items: Sequence[T]) -> N
         work(items)
         return
     middle = len(items) // 2
-    others = second.submit(work, items[middle:])
+    try:
+        others = second.submit(work, items[middle:])
+    except RuntimeError:  # the interpreter ends, and has ended the second thread
+        work(items)
+        return
     try:
         work(items[:middle])
     finally:

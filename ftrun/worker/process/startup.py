@@ -247,7 +247,8 @@ def report_error(error: BaseException) -> None:
     if context is not None:
         explain_missing_name(error, context.page)
         heartbeat.script_failed(context, clock.now_ns())
-        heartbeat.report_missed()
+        with contextlib.suppress(Exception):  # nothing may take the place of the script's error
+            heartbeat.report_missed()
         visibility.dump_calls(context)
     write_error_file(error, trace)
     if isinstance(error, KeyboardInterrupt) and _ends_in_ftrun(trace):

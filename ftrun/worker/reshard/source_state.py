@@ -107,7 +107,10 @@ class SourceState:
             return self._by_module(name)
         if name in self._merges:
             return self._merges[name]()
-        return self._decode(self._own if name in self._differing else Rank(0), name)
+        rank = self._own if name in self._differing else Rank(0)
+        if name not in self._parts[rank]:
+            rank = next(one for one in self.ranks if name in self._parts[one])
+        return self._decode(rank, name)
 
     def optional_part(self, name: str) -> Any:
         """Like `part`; None if no rank saved it, or an older version of ftrun did not."""

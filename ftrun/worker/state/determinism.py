@@ -80,19 +80,23 @@ def _set_devices(module: Any, states: list[torch.Tensor]) -> None:
     """
     later = getattr(module, "_lazy_call", None)
     if later is not None and not module.is_initialized():
-        later(partial(_set_now, module, states), seed_all=True)
+        later(partial(_set_in_initialization, module, states), seed_all=True)
     else:
-        _set_now(module, states)
+        for index in range(module.device_count()):
+            module.set_rng_state(_state_of(index, states), index)
 
 
-def _set_now(module: Any, states: list[torch.Tensor]) -> None:
-    for index in range(module.device_count()):
-        if index < len(states):
-            module.set_rng_state(states[index], index)
-        else:
-            seed = derived_seed([_to_bytes(states[0])], index)
-            generator = torch.Generator(f"{_device_type()}:{index}")
-            module.set_rng_state(generator.manual_seed(seed).get_state(), index)
+def _set_in_initialization(module: Any, states: list[torch.Tensor]) -> None:
+    # Torch holds a lock that its own set_rng_state() takes too.
+    for index, generator in enumerate(module.default_generators):
+        generator.set_state(_state_of(index, states))
+
+
+def _state_of(index: int, states: list[torch.Tensor]) -> torch.Tensor:
+    if index < len(states):
+        return states[index].clone()
+    seed = derived_seed([_to_bytes(states[0])], index)
+    return torch.Generator(f"{_device_type()}:{index}").manual_seed(seed).get_state()
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:

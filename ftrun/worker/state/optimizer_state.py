@@ -156,8 +156,8 @@ def state_values(optimizer: torch.optim.Optimizer) -> list[object]:
 def own_keys(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Keys that the class of an optimizer adds to its `state_dict()`, such as a count of steps.
 
-    Empty if the method fails: ZeroRedundancyOptimizer has no result before the script collects the
-    state of all ranks.
+    Only those with numbers, texts and None. Empty if the method fails: ZeroRedundancyOptimizer has
+    no result before the script collects the state of all ranks.
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return {}
@@ -165,18 +165,13 @@ def own_keys(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         saved = optimizer.state_dict()
     except Exception:  # noqa: BLE001 - it is the script's code
         return {}
-    return {key: value for key, value in saved.items() if key not in _STANDARD}
-
-
-def plain_own_keys(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those of `own_keys` that contain only numbers, texts and None."""
-    return {key: value for key, value in own_keys(optimizer).items() if _is_plain(value)}
+    return {k: value for k, value in saved.items() if k not in _STANDARD and _is_plain(value)}
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
+    if type(value) is dict:
         return all(_is_plain(one) for pair in value.items() for one in pair)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):  # no namedtuple
         return all(map(_is_plain, value))
     return type(value) in _SCALARS
 
@@ -264,7 +259,6 @@ def load_optimizer(
     state_before = dict(optimizer.state) if skip else {}
     optimizer.load_state_dict(
         {
-            **own_keys(optimizer),
             **saved.keys,
             "state": {
                 index.get(k, k): _castable(values) for k, values in state.items() if k not in later
@@ -305,7 +299,8 @@ def load_wrapper(
         for group, its in zip(groups, values, strict=True):
             group.clear()
             group.update(its)
-        one.param_groups = groups
+        if one.param_groups is not groups:
+            one.param_groups = groups
 
 
 def _put_back_groups(

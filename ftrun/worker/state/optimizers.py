@@ -115,7 +115,10 @@ class InnerOptimizers:
         if found and (not hasattr(outer, "state") or any(outer.state is one for one in states)):
             # A wrapper without a state of its own, such as Accelerate's.
             del self._attached.optimizers[name]
-            self._attached.wrappers[f"{name}.wrapper"] = outer
+            free = f"{name}.wrapper"
+            while free in self._attached.wrappers:
+                free += ".wrapper"
+            self._attached.wrappers[free] = outer
         for attribute, inner in found:
             if not self._is_known(inner):
                 is_alone = name not in self._attached.optimizers and len(found) == 1

@@ -40,7 +40,7 @@ from ftrun.worker.state.loss_scale import scaler_state
 from ftrun.worker.state.module_state import every_name, given_by, named_parts
 from ftrun.worker.state.optimizer_state import (
     GroupReader,
-    plain_own_keys,
+    own_keys,
     present_gradients,
     state_of,
     state_values,
@@ -205,11 +205,11 @@ class StateTree:
         packed["extra_state"] = encode_each(
             extra_states, module_state.EXTRA_STATE, refer=fresh, skip=skip
         )
-        if own_keys := self._own_keys(persistent):
+        if of_modules := self._own_keys(persistent):
             packed["own_keys"] = encode_each(
-                own_keys, module_state.OWN_KEYS, refer=fresh, skip=skip
+                of_modules, module_state.OWN_KEYS, refer=fresh, skip=skip
             )
-        if own := {name: plain_own_keys(one) for name, one in persistent.with_own_keys}:
+        if own := {name: own_keys(one) for name, one in persistent.with_own_keys}:
             packed["optimizer_keys"] = encode(own, skip=skip)
         packed["optimizer_state"] = persistent.optimizer_state
         packed["modules"] = persistent.modules
@@ -269,7 +269,7 @@ class StateTree:
             with_own_keys=tuple(
                 (name, one)
                 for name, one in (self.attached.optimizers | self.attached.wrappers).items()
-                if plain_own_keys(one)
+                if own_keys(one)
             ),
         )
 

@@ -1,5 +1,6 @@
 """A synthetic backward makes DDP build its buckets in the recorded order."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,12 +93,20 @@ def test_wrappers_are_found_whenever_they_are_made() -> None:
 
 
 class NotInitialised:
-    """A device module of torch before its first use: it queues calls, seeds last."""
+    """A device module of torch before its first use: it queues calls, seeds last.
+
+    As in torch.cuda, a lock is held while they run, and `set_rng_state` takes it too.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
         self.seeds: list[Callable[[], None]] = []
         self.states: dict[int, list[int]] = {}
+        self.lock = threading.Lock()
+        self.default_generators = [self]
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.states[0] = state.tolist()
 
     def is_initialized(self) -> bool:
         return False
@@ -106,14 +115,17 @@ class NotInitialised:
         return 1
 
     def set_rng_state(self, state: torch.Tensor, index: int) -> None:
-        self.states[index] = state.tolist()
+        self._lazy_call(lambda: self.states.update({index: state.tolist()}))
 
     def _lazy_call(self, call: Callable[[], None], *, seed_all: bool = False) -> None:
+        assert self.lock.acquire(timeout=1.0), "a deadlock"
         (self.seeds if seed_all else self.calls).append(call)
+        self.lock.release()
 
     def initialise(self) -> None:
-        for call in (*self.calls, *self.seeds[-1:]):  # torch keeps the last of these
-            call()
+        with self.lock:
+            for call in (*self.calls, *self.seeds[-1:]):  # torch keeps the last of these
+                call()
 
 
 def test_states_of_devices_come_after_the_seeds_that_the_script_has_queued() -> None:

@@ -225,18 +225,15 @@ class LocalStorage:
         self.sync()
 
     def remove(self, name: str) -> None:
-        """Rename a finished checkpoint first, which makes it invisible at once."""
-        path = self._directory / name
-        if not name.startswith(_PENDING):
-            gone = self._directory / f"{_GONE}{_OWN}-{name}"
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(gone)
-            crash_point("smp.checkpoint.pruning")
-            path = gone
+        """Rename it first: no reader sees it, and no node completes it, from then on."""
+        gone = self._directory / f"{_GONE}{_OWN}-{name}"
+        with contextlib.suppress(FileNotFoundError):
+            (self._directory / name).rename(gone)
+        crash_point("smp.checkpoint.pruning")
         if self._gone is not None:
-            self._gone.append(path)
+            self._gone.append(gone)
         else:
-            _remove(path)
+            _remove(gone)
 
     def discard(self, folder: str) -> None:
         _remove(self._directory / folder)
