@@ -54,10 +54,32 @@ class _Loop(Iterator[Any]):
         return next(self._started)
 
 
+class SessionPhase:
+    """Context manager of `Session.phase`; its exit sets the previous phase."""
+
+    def __init__(self, session: "Loops", before: str) -> None:
+        self._session = session
+        self._before = before
+
+    def __enter__(self) -> "SessionPhase":
+        self._session._is_plain_phase = False
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._session._set_phase(self._before)
+
+
 class Loops(ABC):
     """Loops with step boundaries; the subclass implements the boundary."""
 
     def __init__(self) -> None:
+        self._is_plain_phase = False
+        """A phase other than "train" was set, and not by a `with` block."""
         self._step = 0
         self._epoch = 0
         self._in_epoch = False
@@ -206,6 +228,10 @@ class Loops(ABC):
             self._leave()
 
     # --- implemented by the session ------------------------------------------------------------
+
+    @abstractmethod
+    def _set_phase(self, name: str) -> str:
+        """Set the phase; return the previous one."""
 
     @abstractmethod
     def _begin(self) -> None:

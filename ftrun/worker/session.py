@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.loops import Loops, after_optimizer_step, left_pass
+from ftrun.worker.loops import Loops, SessionPhase, after_optimizer_step, left_pass
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
@@ -42,6 +41,12 @@ _LATE_LOSSES = 64
 """Maximum number of losses whose copy from a device is pending; older ones are dropped."""
 
 _live: "weakref.ref[Session] | None" = None
+"""The newest session of this process."""
+
+_LATER = (
+    "a second session is in no snapshot, and a failure repeats it from its start: attach all "
+    "models and optimizers once"
+)
 
 
 def attach(  # noqa: PLR0913 - what a script has
@@ -101,7 +106,7 @@ def attach(  # noqa: PLR0913 - what a script has
         if not isinstance(layout, DeclaredSharding):
             layout = declared(layout, mesh, context.world_size if context else None)
         attached.layout = layout
-    session = Session(attached, _feeds_of(loader), context, warmup)
+    session = Session(attached, _feeds_of(loader), context, warmup, is_first=_live is None)
     _live = weakref.ref(session)
     return session
 
@@ -144,6 +149,8 @@ class Session(Loops):
         feeds: dict[str, DataPosition],
         context: WorkerContext | None,
         warmup: Callable[[], object] | None,
+        *,
+        is_first: bool = True,
     ) -> None:
         super().__init__()
         self._feeds = feeds
@@ -153,8 +160,6 @@ class Session(Loops):
         self._has_started = False
         self._restored = False
         self._waiting: dict[str, Any] = {}
-        self._is_plain_phase = False
-        """A phase other than "train" was set, and not by a `with` block."""
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
         """Steps and losses whose copy from a device is pending."""
         self._protection: SnapshotSession | None = None
@@ -164,8 +169,10 @@ class Session(Loops):
         self.is_closed = False
         for feed in feeds.values():
             self._warn_of(feed)
-        if context is not None:
+        if context is not None and is_first:
             self._protect(context, attached, warmup)
+        elif context is not None:
+            context.unprotected.add("session", _LATER)
         else:
             self._check = PlainCheck(attached, self._own_state())
             weakref.finalize(self, self._check.close)
@@ -225,7 +232,7 @@ class Session(Loops):
         """Take a snapshot at the next boundary and wait for its seal. Call it on every rank."""
         self._force = True
 
-    def phase(self, name: str) -> "SessionPhase":
+    def phase(self, name: str) -> SessionPhase:
         """Report the current phase; as a context manager, only for the duration of its block.
 
         Otherwise it ends with the next boundary at the latest.
@@ -275,7 +282,7 @@ class Session(Loops):
             context.unprotected.guarded(self._protection.digests.take_loss)(step, value)
 
     def close(self) -> None:
-        """Stop taking snapshots; `attach` may then be called again."""
+        """Stop taking snapshots. `attach` may be called again, for a session without snapshots."""
         self.is_closed = True
         self._end_hook()
         if self._protection is not None:
@@ -384,7 +391,6 @@ class Session(Loops):
         }
 
     def _set_phase(self, name: str) -> str:
-        """Set the phase; return the previous one."""
         if self._context is None:
             return "train"
         before, self._context.page.phase = self._context.page.phase, name
@@ -476,23 +482,3 @@ class Session(Loops):
         rank = self._context.rank if self._context else 0
         if self._context is not None and rank == 0 and (text := feed.warning()):
             _log.warning("%s", text)
-
-
-class SessionPhase:
-    """Context manager of `Session.phase`; its exit sets the previous phase."""
-
-    def __init__(self, session: Session, before: str) -> None:
-        self._session = session
-        self._before = before
-
-    def __enter__(self) -> "SessionPhase":
-        self._session._is_plain_phase = False
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._session._set_phase(self._before)

@@ -217,3 +217,47 @@ def test_a_device_mesh_that_makes_the_process_group_is_observed(
     run = start(name)
     assert run.wait() == 0, run.text
     assert "server 1" in run.text
+
+
+TWO_SESSIONS = """
+import os, pathlib, signal, sys
+import torch, ftrun
+
+def train(model, steps):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    session = ftrun.attach(model=model, optimizer=optimizer)
+    for step in session.steps(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4)).square().sum().backward()
+        optimizer.step()
+        dies = len(sys.argv) > 1 and session.id == sys.argv[1] and session.generation == 0
+        yield step, dies
+    session.close()
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+for _ in train(model, 20):
+    pass
+print("first", torch.stack([p.detach().sum() for p in model.parameters()]).tolist())
+for step, dies in train(model, 10):
+    if dies and step == 7:
+        pathlib.Path("dies").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+print("second", torch.stack([p.detach().sum() for p in model.parameters()]).tolist())
+"""
+
+
+def test_a_second_session_is_repeated_from_its_start(start: Start, script: Script) -> None:
+    name = script(TWO_SESSIONS)
+    undisturbed = start("--snapshot-every", "1", name)
+    assert undisturbed.wait() == 0, undisturbed.text
+    run = start("--snapshot-every", "1", "--run-id", "two-sessions", name, "two-sessions")
+    assert run.wait() == 0, run.text
+    assert (run.folder / "dies").exists(), run.text
+    assert "a second session is in no snapshot" in run.text
+
+    def results(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.startswith(("first", "second"))]
+
+    first, second = results(undisturbed.text)
+    assert results(run.text) == [first, first, second]
