@@ -40,7 +40,6 @@ from ftrun.worker.state.unprotected import shown
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
-_MOST_WAITING_TURNS = 100
 
 _log = logging.getLogger(__name__)
 
@@ -388,7 +387,7 @@ class SnapshotSession:
             )
         if accumulation.waiting_turns == 0:
             reasons.remove("accumulation")
-        elif accumulation.waiting_turns >= _MOST_WAITING_TURNS and "accumulation" not in reasons:
+        elif accumulation.waits_long and "accumulation" not in reasons:
             pending = accumulation.pending
             names = [name for name, one in self._attached.optimizers.items() if one in pending]
             reasons.add(
@@ -412,7 +411,7 @@ class SnapshotSession:
 
     def resolve(self) -> None:
         """Wait for the copy in progress, before the script begins another phase."""
-        if self._capture is not None:
+        if self._capture is not None and not self._graphs.is_capturing:
             self._capture.resolve()
 
     def _before_capture(self, graph: Any) -> None:

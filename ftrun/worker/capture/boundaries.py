@@ -148,6 +148,11 @@ class AccumulationAware(Protocol):
         ...
 
 
+_MOST_WAITING = 100
+_MOST_TURNS = 1000
+"""Longer than an accumulation over the turns of a loop."""
+
+
 class AccumulationTracker:
     """Tracks the gradients of the attached optimizers from boundary to boundary."""
 
@@ -161,6 +166,8 @@ class AccumulationTracker:
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self.waiting_turns = 0
         """Turns with a step of some optimizer, since the last boundary without an accumulation."""
+        self._turns = 0
+        """All turns since that boundary."""
         self.pending: list[Optimizer] = []
         """Optimizers with an accumulation in progress at the last boundary."""
         self.crossing: list[Optimizer] = []
@@ -181,12 +188,21 @@ class AccumulationTracker:
         for key, optimizer in self._optimizers.items():
             self._at_step[key] = _signature(p.grad for p in _parameters(optimizer))
 
+    @property
+    def waits_long(self) -> bool:
+        """Whether an optimizer that does not step keeps all others from being protected.
+
+        Steps inside a graph that was captured in C++ are not seen.
+        """
+        return self.waiting_turns >= _MOST_WAITING or self._turns >= _MOST_TURNS
+
     def boundary(self) -> bool:
         """End a turn; return whether an accumulation is in progress."""
         self.pending = [one for one in self._optimizers.values() if self._is_pending(one)]
         reported = [one.is_within_accumulation() for one in self._reporting]
         is_pending = bool(self.pending) or any(reported)
         self.waiting_turns = self.waiting_turns + bool(self._stepped) if is_pending else 0
+        self._turns = self._turns + 1 if is_pending else 0
         for key in self._stepped:
             then = self._at_step[key]
             grads = [p.grad for p in self._sampled[key] if p.grad is not None]
