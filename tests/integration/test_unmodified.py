@@ -192,6 +192,32 @@ def test_orphans_of_ranks_leave_no_zombies(start: Start, script: Script) -> None
     assert run.wait() == 0, run.text
 
 
+def test_orphans_are_reaped_after_a_standby_has_died(start: Start, script: Script) -> None:
+    name = script(
+        "import os, pathlib, time\npathlib.Path('up').touch()\n"
+        "while not pathlib.Path('now').exists(): time.sleep(0.02)\n"
+        "for _ in range(5): os.system('true &')\npathlib.Path('made').touch()\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\n"
+    )
+    run = start(name)
+    run.wait_until("up", (run.folder / "up").exists)
+    agent = run.pid_of("agent")
+    children = Path(f"/proc/{agent}/task/{agent}/children")
+
+    def standbys() -> list[int]:
+        pids = map(int, children.read_text().split())
+        return [one for one in pids if Path(f"/proc/{one}/comm").read_text() == "ftrun-standby\n"]
+
+    run.wait_until("a standby", standbys)
+    for pid in standbys():
+        os.kill(pid, signal.SIGKILL)
+    (run.folder / "now").touch()
+    run.wait_until("made", (run.folder / "made").exists)
+    run.wait_until("reaped", lambda: not any(map(is_gone, map(int, children.read_text().split()))))
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.text
+
+
 def test_variables_without_effect_are_named_if_the_script_fails_by_them(
     start: Start, script: Script
 ) -> None:

@@ -97,7 +97,10 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
             self._initialize_workers(self._worker_group)
 
     def close_generation(self) -> None:
-        """Make torch close what it opened for dead workers: log tails and files."""
+        """Make torch close what it opened for dead workers: log tails, files and timers."""
+        if (timers := self._worker_watchdog) is not None:
+            timers.stop()
+            self._worker_watchdog = None
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGKILL)
             self._pcontext = None

@@ -175,6 +175,10 @@ class ZygoteClient:
             pass
         self._dropped = [child for child in self._dropped if not child.reap()]
         for standby in list(self._standbys):
+            if standby.child is not None and standby.binding is None and standby.child.reap():
+                self._standbys.remove(standby)  # such as by the kernel, for its memory
+                standby.orders.close()
+                continue
             is_expected = standby.child is None or (standby.binding and not standby.is_bound)
             if is_expected and standby in self._standbys:  # the one before may have unbound all
                 self._hear(standby)

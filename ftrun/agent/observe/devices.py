@@ -40,7 +40,8 @@ _MAX_XIDS = 32
 
 _RECENT_S = 120.0
 _KEPT = 8
-_NET = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "tx_carrier_errors")
+_NET = ("rx_errors", "tx_errors", "rx_crc_errors", "tx_carrier_errors")
+"""Without dropped packets: a card drops every frame that no program on the node asks for."""
 _PORT = ("symbol_error", "link_downed", "port_rcv_errors", "port_xmit_discards")
 _WORDS = {
     "carrier_down_count": "link lost",
@@ -109,7 +110,7 @@ class DeviceCounters:
         is_first = not self._due_s
         self._due_s = now_s + EVERY_S
         counts = self._network()
-        before, self._before = self._before, {**self._before, **counts}
+        before, self._before = self._before, counts
         found: list[DeviceReport] = []
         if not is_first:  # The first value of a counter may have accumulated over years.
             grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}

@@ -188,14 +188,14 @@ def run_command(
 def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
     awaited.add(started.pid)
     started.returncode = 0  # `ChildProcess` reads the exit status, see `process.spawn`
-    child = ChildProcess(started.pid, "hook", leads_group=True)
     try:
+        child = ChildProcess(started.pid, "hook", leads_group=True)
         if not child.wait(limit_s):
             child.signal_group(signal.SIGKILL)
             child.wait(1.0)
             return f"it was killed after {limit_s:g} s"
     finally:
-        awaited.discard(child.pid)
+        awaited.discard(started.pid)
     code = child.ended_with
     if code == 0:
         return ""

@@ -7,6 +7,7 @@ Gives:    a `LocalGroup`; the record of a version's parity region on this node; 
 """
 
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ MAX_REASONS = 3
 
 SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
+
+_FIGURES = re.compile(r"[\d.,]+")
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,10 @@ class GroupNotices:
         self._send("stalled", reason, late)
 
     def unprotected(self, at: Version, reason: str) -> None:
-        if reason != self._unprotected:
-            self._unprotected = reason
+        # The free memory is another one at each snapshot, and no news.
+        known = _FIGURES.sub("", reason)
+        if known != self._unprotected:
+            self._unprotected = known
             _log.warning("%s is not protected: %s", at, reason)
             self._send("unprotected", f"{at}: {reason}", [])
 

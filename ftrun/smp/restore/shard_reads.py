@@ -41,6 +41,10 @@ Body = worker_messages.OpenShards | worker_messages.FetchShardHeaders | worker_m
 Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
 
 
+_LANES = 8
+"""Threads that read for the ranks of this node; a rank's reads stay in order."""
+
+
 class ShardReads:
     """The requests of local workers."""
 
@@ -71,7 +75,7 @@ class ShardReads:
         else:
             work = partial(_pieces, shards, body)
         self._jobs.submit(
-            f"read-{body.rank}",
+            f"read-{body.rank % _LANES}",
             partial(_answered, work, requester),
             failed=partial(requester.send, _BUG),
         )

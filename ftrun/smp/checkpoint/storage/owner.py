@@ -50,6 +50,9 @@ _READ_TRIES = 5
 _MOST_RUNS = 50
 _log = logging.getLogger(__name__)
 
+_REST_S = 600.0
+"""A record takes a moment to write, so an older temporary file is abandoned."""
+
 
 class _Place(Protocol):
     """The location of a record."""
@@ -96,6 +99,10 @@ class _Folder:
     def claiming(self) -> Iterator[None]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with order_lock(self._path.parent, self._stop):
+            for rest in self._path.parent.glob(f"{OWNER_NAME}.*"):  # of SMPs that were killed
+                with suppress(OSError):
+                    if clock.wall_s() - rest.stat().st_mtime > _REST_S:
+                        rest.unlink()
             yield
 
 
