@@ -119,7 +119,8 @@ class StopConfig(_Section, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="part of it to reach a boundary for a last snapshot; 0: none is taken",
+            description="part of grace_s in which ranks may reach a step boundary for a final "
+            "snapshot; 0: no final snapshot",
         ),
     ] = 10.0
     forward_signals: Annotated[
@@ -295,7 +296,7 @@ class NodesConfig(_Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description="a node without its leader for this time stops its ranks; above "
-            "heartbeat_s, below deadline_s",
+            "heartbeat_interval_s, below failure_timeout_s",
         ),
     ] = 2.0
     pause_timeout_s: Annotated[

@@ -332,5 +332,5 @@ class LeadershipLease:
         return True
 
     def stays(self, *, now_s: float) -> bool:
-        """Whether it has been expired for at least `deadline_s`."""
+        """Whether it has been expired for at least `failure_timeout_s`."""
         return self.is_on and now_s - self._since_s >= self._settings.times.failure_timeout_s
