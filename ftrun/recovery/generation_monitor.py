@@ -89,7 +89,7 @@ class GenerationMonitor:
         self.asked_to_leave: frozenset[str] = frozenset()
         """Nodes that received SIGTERM."""
         self.awaits_notices = False
-        """Whether these nodes drain or the run stops is not clear yet: no rank is restarted."""
+        """The leader has not decided whether nodes drain or the run stops. No rank is restarted."""
         self._settings = settings
         self._alignment = SnapshotAlignment()
         self._plan: GenerationPlan | None = None
@@ -112,9 +112,9 @@ class GenerationMonitor:
         return self.reports.heartbeats
 
     def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
-        """Continues from what the last leader knew at `known_s`; may be called again.
+        """Takes over the history that the last leader knew at `known_s`; may be called again.
 
-        Ages that count towards a limit count from now, which is strict.
+        Ages that count towards a limit do not include the time since `known_s`: the strict choice.
         """
         self.past.succeed(history.past_restarts, history.gone, known_s=known_s)
         self.supervisor.succeed(history, now_s=now_s)

@@ -52,7 +52,7 @@ class GoingNode(Protocol):
 
     card: NodeCard
     has_left: bool
-    """It has drained: its ranks had moved."""
+    """The node has drained: other nodes had taken over its ranks before it ended."""
 
 
 class Past:

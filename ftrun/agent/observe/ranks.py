@@ -318,7 +318,7 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
 
 SAMPLE_EVERY_S = 1.0
 COST = 0.004
-"""Of a processor, for each rank."""
+"""Fraction of one processor that sampling may use for each rank."""
 
 _BOTH_ENDS = 2.0
 """The answering threads in the ranks use as much processor time as the requests do (measured)."""
