@@ -86,7 +86,7 @@ class GenerationMonitor:
         self.watching = HealthMonitor(settings, me, pairs)
         self.num_spares = 0
         """Nodes that could replace a member."""
-        self.asked_to_leave: frozenset[str] = frozenset()
+        self.drain_requested: frozenset[str] = frozenset()
         """Nodes that received SIGTERM."""
         self.awaits_notices = False
         """The leader has not decided whether nodes drain or the run stops. No rank is restarted."""
@@ -141,7 +141,7 @@ class GenerationMonitor:
         """Records the loss of a node; its last sign of life was at `fault_s`, if known."""
         if fault_s is not None and self._plan is not None and self._plan.member(node_id):
             self.incidents.sign(fault_s)
-        if not self.past.was_asked_to_leave(node_id):  # draining is no failure
+        if not self.past.was_asked_to_drain(node_id):  # draining is no failure
             self.failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 

@@ -54,7 +54,7 @@ DIAL_S = 1.0
 MAX_HANDSHAKES = 64
 """Further connections are closed while this number of handshakes is in progress."""
 
-MAX_SAID = 100
+MAX_LOGGED = 100
 """Maximum number of different refusal reasons that are logged."""
 
 Dialled = Callable[[str, str, int], None]
@@ -107,7 +107,7 @@ class Handshakes:
         self._take = take
         self._dialled = dialled
         self._calling: set[tuple[str, int]] = set()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._doors = Doors(MAX_HANDSHAKES)
 
     # --- called without waiting -------------------------------------------------------------------
@@ -141,8 +141,8 @@ class Handshakes:
 
         The operator watches this node, and the refused peer may belong to another operator.
         """
-        if text not in self._said and len(self._said) < MAX_SAID:
-            self._said.add(text)
+        if text not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(text)
             _log.warning("%s", text)
 
     # --- in a handshake's thread --------------------------------------------------------------

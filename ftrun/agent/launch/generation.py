@@ -85,7 +85,7 @@ class GenerationRunner:
         """World size of the restored version; 0: the same as now."""
         self._is_share = False
         """Other nodes have read a part of the checkpoint that was loaded."""
-        self._said_bad: set[str] = set()
+        self._reported_bad: set[str] = set()
         """Checkpoints whose rejection was reported already."""
 
     @property
@@ -342,8 +342,8 @@ class GenerationRunner:
 
     def _report_bad(self, bad: Mapping[str, str]) -> None:
         for name, reason in bad.items():
-            if name not in self._said_bad:
-                self._said_bad.add(name)
+            if name not in self._reported_bad:
+                self._reported_bad.add(name)
                 self._journal.write(CheckpointRejected(name, reason))
                 _log.warning("checkpoint %s is not used: %s", name, reason)
 
@@ -390,13 +390,13 @@ class Announcements:
     """The causes since the last generation started."""
 
     def __init__(self) -> None:
-        self._said: deque[str] = deque(maxlen=20)
+        self._printed: deque[str] = deque(maxlen=20)
 
     def is_new(self, cause: str) -> bool:
         """Return whether this cause is not printed yet, and count it as printed."""
-        if cause in self._said:
+        if cause in self._printed:
             return False
-        self._said.append(cause)
+        self._printed.append(cause)
         return True
 
     def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
@@ -409,15 +409,15 @@ class Announcements:
         """
         record = entry.record
         if isinstance(record, GenerationChosen) and not has_ranks:
-            self._said.clear()
+            self._printed.clear()
         if entry.announce and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
             _log.warning("%s", record.text)
 
     def beginning(self, reason: str, generation: int, start: str) -> str:
         """The line for a new generation, without the part of its reason that is already printed."""
-        said = next((one for one in self._said if reason.startswith(one)), "")
-        self._said.clear()
-        rest = reason.removeprefix(said).lstrip("; ")
+        printed = next((one for one in self._printed if reason.startswith(one)), "")
+        self._printed.clear()
+        rest = reason.removeprefix(printed).lstrip("; ")
         return "; ".join(
             [*([rest] if rest else []), f"generation {generation} starts from {start}"]
         )

@@ -92,7 +92,7 @@ class DeviceMemory:
         self._before = {}
         _log.warning(
             "NVML has not answered for %.0f s. %sLater generations of this node do not wait until "
-            "device memory is free", self._read.silent_s, what_follows,
+            "device memory is free", self._read.unresponsive_s, what_follows,
         )  # fmt: skip
 
     def _give_up(self, left: Mapping[str, int]) -> None:

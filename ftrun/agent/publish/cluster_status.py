@@ -29,7 +29,7 @@ from ftrun.monitor.numerics import finite
 from ftrun.monitor.verdicts import RankView
 from ftrun.records.incidents import IncidentClosed
 from ftrun.recovery.incidents import Incident
-from ftrun.recovery.past import Gone
+from ftrun.recovery.past import Departure
 from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat
@@ -262,7 +262,7 @@ def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankS
     )
 
 
-def _gone(gone: Gone, now_s: float) -> NodeStatus:
+def _gone(gone: Departure, now_s: float) -> NodeStatus:
     """Entry of a node that was lost or left under an earlier leader."""
     return NodeStatus(
         node_id=gone.card.node_id,
@@ -399,7 +399,7 @@ class _LedRun:
             parts.append(f"{witness.reason}, for {witness.since_s:.0f} s")
         return "; ".join(parts)
 
-    def _earlier_nodes(self) -> list[Gone]:
+    def _earlier_nodes(self) -> list[Departure]:
         """Nodes that were lost or left under an earlier leader, and are not known now."""
         known = {peer.card.node_id for peer in self.leader.known}
         past = self.control_loop.monitor.past

@@ -197,5 +197,5 @@ class NodeDraining:
 
     def _update_monitor(self) -> None:
         asked = self._asked_s.keys()
-        self._monitor.asked_to_leave = frozenset(node_id for node_id, _ in asked)
+        self._monitor.drain_requested = frozenset(node_id for node_id, _ in asked)
         self._monitor.awaits_notices = bool(asked - self._leaving) and not self._is_stop
