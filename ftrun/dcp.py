@@ -335,9 +335,8 @@ def _saver(context: WorkerContext) -> ExplicitSaver:
 def _outside(fallback: AnyPath | None, what: str) -> AnyPath:
     if fallback is None:
         raise UsageError(
-            f"ftrun.dcp.{what} keeps snapshots in the memory of a run of ftrun, and this process "
-            "was started without it, or with snapshot.enabled false: start it with `ftrun`, or "
-            f"give {what}(fallback=FOLDER) for torch's own files there"
+            f"ftrun.dcp.{what} needs a process that ftrun started with snapshots enabled. Start "
+            "the script with `ftrun`, or pass fallback=FOLDER for torch's own files"
         )
     return fallback
 

@@ -40,17 +40,17 @@ class RunEnded(Exception):
 
 
 class Publishing(Protocol):
-    """What others see of this node."""
+    """Publishes the state of this node."""
 
     def publish_status(self) -> None:
-        """Publish before a long operation."""
+        """Publish the status before a long operation."""
 
     def before_end(self) -> None:
         """Write the last values, while the pages of the ranks exist."""
 
 
 class SignalHandlers(Protocol):
-    """The signals of the agent, as far as commands change them."""
+    """Signal handlers of the agent that commands install and remove."""
 
     def catch(self) -> None: ...
 
@@ -80,7 +80,7 @@ class CommandExecutor:
     has_left: bool = False
     """The run continues without this node."""
     noticed_s: float = 0.0
-    """When the loop last woke up."""
+    """Time at which the loop last woke up."""
     _agent: FtrunElasticAgent | None = None
     _failed_s: float = 0.0
     _stopped_s: float = 0.0
@@ -94,7 +94,7 @@ class CommandExecutor:
         """Execute all commands in the queue.
 
         Raises:
-            RunEnded: the run is over, and not because every rank has finished.
+            RunEnded: the run is over for another reason than that all ranks have finished.
         """
         while not self.is_done and (command := self.control.next_order()) is not None:
             self._execute(command)
@@ -154,8 +154,8 @@ class CommandExecutor:
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():
-                # Alone, the SMP commits by itself. A rank that has skipped a step would wait for a
-                # later step to be named, because no report of the skip reaches the leader.
+                # On a single member, the SMP commits without the leader. The leader receives no
+                # report of a skipped step, so the rank would wait for a later step forever.
                 if not self.generations.is_alone:
                     self.workers.take_from(command.step)
             case commands.SetSnapshotInterval():
@@ -188,12 +188,12 @@ class CommandExecutor:
         self.report_stuck()
 
     def report_stuck(self) -> None:
-        """Report to the leader which ranks survive SIGKILL; cheap if there are none."""
+        """Report ranks that survive SIGKILL to the leader; cheap if there are none."""
         reason = self.workers.stuck()
         if reason == self._stuck:
             return
         self._stuck = reason
-        text = reason or "the ranks that did not die of SIGKILL have ended"
+        text = reason or "the ranks that did not end after SIGKILL have ended"
         self.journal.write(RanksStuckRecord(text))
         _log.warning("%s", text)
         self.control.post(RanksStuck(reason))
@@ -205,7 +205,7 @@ class CommandExecutor:
         self._kill()
         zygote, fault = self.workers.starter.zygote, self.report.troubles.fault
         if zygote is not None and fault:
-            zygote.unbind(fault)  # the fault may have damaged their contexts too
+            zygote.unbind(fault)  # the fault may have damaged the contexts of standbys too
         self.publishing.publish_status()
         self.generations.is_over = True
         holdings, store_port, smp_port = self.maintenance.holdings()
@@ -239,7 +239,7 @@ class CommandExecutor:
         self.observer.observe(self.workers.handles)
         if self.control.member.is_suspended:
             self.workers.suspend(True)
-            if not self.control.member.is_suspended:  # resumed by the other thread just now
+            if not self.control.member.is_suspended:  # the cluster thread has resumed them
                 self.workers.suspend(False)
         self.report.send(is_urgent=True)
 

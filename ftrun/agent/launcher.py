@@ -1,9 +1,9 @@
 """Assembles the components of a run and starts torch's launcher.
 
-Runs in:  agent, main thread. The first module here that imports torch.
-Takes in: the spec, and what was started before torch was imported.
-Gives:    the run's exit code. If the run did not end well, one block of fewer than 25 lines on
-          stderr: first cause, the user's own line, what to do.
+Runs in:  agent, main thread. It is the first module of the agent that imports torch.
+Takes in: the spec, and the components that were started before the import of torch.
+Gives:    the run's exit code. If the run failed, one block of fewer than 25 lines on stderr: first
+          cause, the line in the user's code, what to do.
 """
 
 import logging
@@ -60,19 +60,18 @@ _log = logging.getLogger("ftrun")
 
 @dataclass(frozen=True, slots=True)
 class RetainedVersion:
-    """What remains of the training after the run."""
+    """The last step of a run, and the checkpoint that remains."""
 
     step: int
     """The last step that any rank completed."""
     directory: str | None
-    """Where checkpoints are written; None: nowhere."""
+    """Checkpoint directory; None: no checkpoints are written."""
     checkpoint_step: int | None
     """Step of the last checkpoint that was written."""
     not_written: str
-    """Why the checkpoint after it was not written."""
+    """Reason why no later checkpoint was written."""
     part_step: int | None = None
-    """Step of the newest checkpoint of which this node has written its part, but not all other
-    nodes."""
+    """Step of the newest checkpoint part of this node, if other nodes have not written theirs."""
 
     def lines(self) -> list[str]:
         found = [f"  stopped at   step {self.step}"]
@@ -107,13 +106,13 @@ def final_block(
     generations: GenerationRunner,
     kept: RetainedVersion | None = None,
 ) -> str:
-    """The text that the operator reads first, and often the only one.
+    """The final text for the operator; often the only text that is read.
 
     Args:
-        command: how the run ends.
+        command: the end of the run.
         spec: of the run.
         generations: of this agent.
-        kept: of a run that was stopped; None: the script does not attach, or the run failed.
+        kept: what remains of a stopped run; None: the script does not attach, or the run failed.
     """
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"
@@ -184,7 +183,9 @@ def launch(
         run.rank_observer.start()
     run.observers.start()
     if one_oom_ends_all():
-        _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
+        _log.warning(
+            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
+        )
     logs = os.path.abspath(args.log_dir)
     journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
     preflight.first()
@@ -226,11 +227,11 @@ class _Run:
     started_s: float = field(default_factory=clock.now_s)
 
     def wake(self) -> None:
-        """Wake the loop so that it handles what other threads have for it; for those threads."""
+        """Wake the main loop; called by other threads after they have posted to it."""
         self.signals.wake()
 
     def publish_status(self) -> None:
-        """Publish before a long operation, because nothing newer is published until it ends."""
+        """Publish the status before a long operation, during which no status is published."""
         self.observers.status.publish()
 
     def send_lines(self) -> None:
@@ -259,9 +260,9 @@ def _control_server(run: _Run, faults: FaultController | None) -> ControlServer:
 
 
 def _connect_smp(node: LocalNode, run: _Run) -> None:
-    """Connect to the SMP that was started, or to one that outlived the last agent.
+    """Connect to the SMP that was started, or to an SMP that outlived the last agent.
 
-    The latter may have closed the connection while this agent imported torch.
+    Such an SMP may have closed the connection while this agent imported torch.
     """
     smp, maintenance = run.smp, run.maintenance
     is_new = smp.child is not None
@@ -279,12 +280,12 @@ def _connect_smp(node: LocalNode, run: _Run) -> None:
         with suppress(PeerError):
             if smp.reconnect():
                 node.introduce(smp)
-        # If the SMP has ended, this starts another one before the first generation.
+        # If the SMP has ended, this starts a new SMP before the first generation.
         maintenance.handle_exits()
 
 
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
-    """The store of this node: at the address its flags name, or on any of its rails."""
+    """The store of this node: at the address of the flags, or on any rail."""
     if not node.is_alone:
         return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
     host = _checked(args.master_addr) if _is_given(args) else node.card.host

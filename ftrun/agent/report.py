@@ -26,7 +26,7 @@ from ftrun.wire.cluster.membership import Heartbeat
 
 
 class ReceivedSignals(Protocol):
-    """What the signals to this agent have requested."""
+    """Requests by signals to this agent."""
 
     stops: int
     stop_signal: int
@@ -53,7 +53,7 @@ class NodeReporter:
     _oom_kills: int | None = field(default_factory=oom_kills)
 
     def begin(self) -> None:
-        """Drop the reports of the last generation; another one is being prepared."""
+        """Drop the reports of the last generation, because a new generation is prepared."""
         self._exits.clear()
         self._differs = ("", ())
 
@@ -88,8 +88,8 @@ class NodeReporter:
     def _heartbeat(self, now_s: float) -> Heartbeat:
         workers, smp, generations = self.workers, self.smp, self.generations
         progress = workers.progress()
-        # Read before `committed()`, because a rank seals a version only after the page shows the
-        # commit before it. In the other order an old commit could be paired with a new seal.
+        # Read seals before `committed()`: a rank seals a version only after the page shows the
+        # previous commit. In the other order, an old commit could be paired with a new seal.
         sealed = workers.sealed()
         runs = bool(workers.handles) and generations.is_member
         return Heartbeat(
@@ -132,12 +132,12 @@ class NodeReporter:
         """The newest version that this node holds and protects in this generation."""
         ready = self.smp.ready_version
         if self.is_cluster and self.generations.is_alone:
-            ready = self.smp.committed  # its SMP waits for no other node, and commits by itself
+            ready = self.smp.committed  # the SMP of a single member commits without the leader
         return (ready.generation, ready.step) if ready is not None else None
 
 
 def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
-    """Fields that the leader needs at once when they change; the rest waits for a heartbeat."""
+    """Fields whose changes the leader needs at once, without waiting for the next heartbeat."""
     return (
         heartbeat.generation,
         heartbeat.state,

@@ -122,7 +122,8 @@ class StopConfig(_Section, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="part of it to reach a boundary for a last snapshot; 0: none is taken",
+            description="part of grace_s in which ranks may reach a step boundary for a final "
+            "snapshot; 0: no final snapshot",
         ),
     ] = 10.0
     forward_signals: Annotated[

@@ -49,12 +49,12 @@ class RebuiltBlocks:
     Attributes:
         used: places of the k blocks that were decoded; empty if all wanted blocks arrived.
         verified: places of wanted blocks whose digest is known and matches.
-        set_aside: reasons of rejected fragments and decodings.
+        rejected: reasons of rejected fragments and decodings.
     """
 
     used: tuple[int, ...]
     verified: frozenset[int]
-    excluded: tuple[str, ...]
+    rejected: tuple[str, ...]
 
 
 def rebuild_stripe(
@@ -133,7 +133,7 @@ class StripeWork:
         for position in came:
             self._wanted[position][:] = self._blocks[position]
         verified = frozenset(self._wanted.keys() & self._facts.known.keys())
-        self.result = replace(self.result, verified=verified, excluded=tuple(self._problems))
+        self.result = replace(self.result, verified=verified, rejected=tuple(self._problems))
         return True
 
     def refusal(self) -> StripeLost:

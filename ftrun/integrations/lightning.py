@@ -275,7 +275,10 @@ def _report_unsaved(trainer: Trainer, own: Callback) -> None:
 
 
 def _drop(fetcher: Any, count: int) -> None:
-    """Loads the batches that were trained on before; Lightning has them in its count already."""
+    """Skips the batches that were trained on before the restart.
+
+    The count that Lightning has restored contains them already.
+    """
     fetched = fetcher.fetched
     for _ in range(count):
         next(fetcher, None)

@@ -212,9 +212,11 @@ class Ballot:
     def newest_plan(
         self, plan: GenerationPlan | None = None, unsure: GenerationPlan | None = None
     ) -> GenerationPlan | None:
-        """The plan that the next generation follows, of those known here and by the promises.
+        """The plan of the previous generation, from which the next generation continues.
 
-        It is the newest plan, except for rule 7; of equal numbers one that is chosen.
+        The candidates are the plans that this agent knows and the plans in the promises. The newest
+        candidate is returned, unless rule 7 applies. Of several candidates with the same number, a
+        chosen one is returned.
 
         Args:
             plan: the newest generation that this agent knows to be chosen.

@@ -7,10 +7,10 @@ Rule 2: an agent whose process was paused suspects itself, not the other agents.
         wait for the answer to a question sent after the pause.
 Rule 3: only ranks of a generation that is chosen here are suspended; a ballot ends them anyway.
 Rule 4: the lease of the ranks ends before other ranks can replace them, even if this agent pauses
-        from now on. The leader counts a node as lost `deadline_s` after the newest heartbeat that
-        it has received and sent; that one is at most two heartbeat periods older than the moment
-        at which the agent pauses. With the default times a lease ends 1 s after that moment, and
-        no successor starts within 2 s.
+        from now on. The leader counts a node as lost `failure_timeout_s` after the newest heartbeat
+        that the node has both received and sent. That heartbeat is at most two heartbeat intervals
+        older than the start of the pause. With the default times, a lease ends 1 s after the start
+        of the pause, and no successor starts within 2 s.
 """
 
 from ftrun.config.cluster import MembershipSettings

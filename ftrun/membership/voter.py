@@ -357,7 +357,7 @@ class Voter:
         if accepted is None or accepted.leader != sender or accepted.generation != body.generation:
             return []
         if accepted.generation > self.generation:
-            return self._took_effect(accepted)
+            return self._apply_chosen(accepted)
         return (
             self._other_voters(accepted)
             if accepted.configuration_id == reported > self.configuration_id
@@ -368,7 +368,7 @@ class Voter:
         self.plan = plan
         return [PersistPlan(plan, is_chosen=True)]
 
-    def _took_effect(self, plan: GenerationPlan) -> list[Command]:
+    def _apply_chosen(self, plan: GenerationPlan) -> list[Command]:
         self._set_plan(plan)
         # A node that has promised a later ballot has ended its ranks, and starts none.
         runs = self.is_member and not self.is_in_ballot
@@ -424,7 +424,7 @@ class Voter:
             self.plan = plan  # a newer plan was accepted, and stays persisted
             return []
         if self.vote.accepted is not None and plan.is_of(self.vote.accepted):
-            return self._took_effect(plan)
+            return self._apply_chosen(plan)
         found: list[Command] = []
         if self.is_member:
             found.append(KillWorkers(f"generation {plan.generation} has started without this node"))

@@ -1,19 +1,20 @@
-"""What torch's flight recorder of one rank says: which collectives are over, entered, and open.
+"""Reads the flight recorder of torch in one rank: completed, entered, and open collectives.
 
-Source:   torch's FlightRecorder, versions 2.8 to 2.15. The JSON of a dump has 0, and its pickle
-          None, for a time that was not seen; counts of `pg_status` are text in JSON.
+Source:   torch's FlightRecorder, versions 2.8 to 2.15. If a time was not observed, a JSON dump has
+          0 and a pickle has None. Counts of `pg_status` are text in JSON.
 
-Rule 1: a collective is over if its state is `completed`, or it is `retired`. The head of a group is
-        the oldest collective that is not over. ProcessGroupNCCL sets the state before it retires an
-        entry, so one that is only retired has timed out, and is not over.
+Rule 1: a collective is over if its state is `completed`, or if it is `retired`. The head of a group
+        is the oldest collective that is not over. ProcessGroupNCCL sets the state before it retires
+        an entry. An entry that is retired but not completed has therefore timed out: it is not
+        over.
 Rule 2: a rank has entered a collective if an entry exists or `pg_status` counts it. On a device the
-        host runs ahead, so entering proves nothing about the device.
-        The counts of `pg_status` are of the last call, which may be a message: these have numbers
-        of their own. So the counts of a group with messages are not used. Entries that are over
-        show its messages, because the recorder keeps the newest thousands.
-Rule 3: `pg_status` knows a group by a number of the process, which differs between ranks. The name
-        comes from an entry with this number, or from the rank's page. A group that was destroyed
-        keeps its number and its entries; if its name is used again, only the newest counts.
+        host runs ahead, so the entry proves nothing about the device.
+        The counts of `pg_status` are of the last call. That may be a message, and messages have a
+        separate sequence of numbers, so counts of a group with messages are not used. Completed
+        entries show whether a group has messages, because the recorder keeps thousands of entries.
+Rule 3: `pg_status` identifies a group by a number that differs between ranks. The name of the group
+        comes from an entry with this number, or from the rank's page. A destroyed group keeps its
+        number and its entries. If its name is used again, only the newest group counts.
 """
 
 import re
@@ -30,7 +31,7 @@ _MESSAGE = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)$")
 
 
 class RecordedCollective(msgspec.Struct, frozen=True):
-    """One collective, or one message between two ranks, as this rank has called it."""
+    """One call of this rank: a collective, or a message between two ranks."""
 
     process_group: tuple[str, str]
     """Name and description of the group."""
@@ -38,9 +39,9 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     profiling_name: str
     """For example `gloo:all_reduce`, `nccl:send 0->3`; the numbers are ranks within the group."""
     time_created_ns: int
-    """When it was called, on the wall clock."""
+    """Time of the call, on the wall clock."""
     retired: bool
-    """It has ended on this rank, or has timed out."""
+    """The call has ended on this rank, or has timed out."""
     is_p2p: bool = False
     input_sizes: list[list[int]] = []
     output_sizes: list[list[int]] = []
@@ -52,7 +53,7 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     time_discovered_started_ns: int | None = None
     time_discovered_completed_ns: int | None = None
     duration_ms: float | None = None
-    """None: it is not over, or its start was not recorded."""
+    """None: the call is not over, or its start was not recorded."""
     timeout_ms: int = 0
 
     @property
@@ -69,12 +70,12 @@ class RecordedCollective(msgspec.Struct, frozen=True):
         return shown + (" ..." if len(self.input_sizes) > 4 else "")
 
     def is_over(self, *, has_states: bool) -> bool:
-        """Whether it has ended on this rank; `has_states` as of its `RecorderSource`."""
+        """Whether the call has ended on this rank; `has_states` of its `RecorderSource`."""
         return self.state == "completed" or (self.retired and not has_states)
 
     @property
     def started_ns(self) -> int | None:
-        """When the watchdog saw that it runs on the device, on the wall clock."""
+        """Time at which the watchdog found it running on the device, on the wall clock."""
         return self.time_discovered_started_ns or None
 
     @property
@@ -91,7 +92,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True):
-    """One group as its recorder describes it."""
+    """Description of a group in a dump."""
 
     name: str = ""
     desc: str = ""
@@ -119,7 +120,7 @@ def parse_trace(data: bytes) -> Trace | None:
 
 
 def trace_of(dump: object) -> Trace | None:
-    """The trace of an unpickled dump; None if it is none."""
+    """The trace in an unpickled dump; None if the object is not a dump."""
     try:
         return msgspec.convert(dump, Trace, strict=False)
     except msgspec.MsgspecError:
@@ -128,19 +129,19 @@ def trace_of(dump: object) -> Trace | None:
 
 @dataclass(frozen=True, slots=True)
 class RecorderSource:
-    """Which recorder a trace is from, and what is known about its groups otherwise."""
+    """The recorder of a trace, and facts about its groups from other sources."""
 
     groups: str = ""
     """Ranks of the groups, as on the rank's page."""
     backends: Backends = field(default_factory=Backends)
     is_on_device: bool = False
-    """The recorder of the device collectives."""
+    """The trace is from the recorder of device collectives."""
     has_states: bool = False
-    """The state of each entry is known: one that is retired and not completed has timed out."""
+    """Each entry has its state: an entry that is retired but not completed has timed out."""
     is_timed: bool = False
-    """It has start events."""
+    """The recorder has start events."""
     is_status_only: bool = False
-    """Entries were not asked for."""
+    """The dump was requested without entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +150,14 @@ class RecordedGroups:
 
     views: tuple[ProcessGroupView, ...] = ()
     is_complete: bool = True
-    """False: entries were not read, or a group is counted whose name is not known."""
+    """False: entries were not read, or `pg_status` has a group with an unknown name."""
 
 
 def recorded_groups(trace: Trace, source: RecorderSource, *, now_ns: float) -> RecordedGroups:
-    """Return what a recorder knows; `now_ns` is the wall clock."""
+    """Return the groups of a trace; `now_ns` is the wall clock."""
     ranks = decode_groups(source.groups)
     newest = _numbers_on_page(ranks, source.backends) if source.is_on_device else {}
-    # Numbers grow: a smaller one than the page shows is of a group that has been destroyed.
+    # Numbers grow, so an unknown number below those on the page is of a destroyed group.
     first_unknown = max(newest.values(), default=-1) + 1
     for entry in trace.entries:
         newest[entry.group] = max(entry.pg_id or 0, newest.get(entry.group, 0))
@@ -243,7 +244,7 @@ def _open_messages(
     for one in sorted(open_entries, key=lambda one: one.op_id):
         named = _MESSAGE.search(one.profiling_name)
         if not one.is_p2p or named is None or int(named[2]) >= len(ranks):
-            continue  # a group of messages has no peer, and an unknown group no ranks
+            continue  # a coalesced group of messages names no peer; an unknown group has no ranks
         key = (named[1], ranks[int(named[2])])
         found.setdefault(key, OpenMessage(*key, one.p2p_seq_id, _age_s(one, now_ns)))
     return tuple(found.values())

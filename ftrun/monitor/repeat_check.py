@@ -16,13 +16,13 @@ import msgspec
 from ftrun.ids import Version
 
 KEPT = 4
-"""Number of retained earlier executions: the first and the newest ones."""
+"""Number of retained earlier executions: the first and the newest executions."""
 
 LATE_STEPS = 16
-"""Steps after which a value that a device has not delivered is no longer expected."""
+"""Number of steps after which a missing value of a device is no longer expected."""
 
 KEPT_STEPS = 1024
-"""Number of retained records of one rank in one execution: the newest ones."""
+"""Number of retained records of one rank in one execution: the newest records."""
 
 
 class RepeatOutcome(Enum):
@@ -74,11 +74,11 @@ class RankRecords:
 
 @dataclass
 class Execution:
-    """One generation as executed by this node's ranks."""
+    """The steps of one generation on this node's ranks."""
 
     generation: int
     restored: Version | None
-    """None: it started at the beginning of the script."""
+    """None: the generation started at the beginning of the script."""
     world_size: int
     skipped: int = 0
     """Number of batches skipped after the restored version."""
@@ -113,13 +113,13 @@ class Repeat(msgspec.Struct, frozen=True):
 
 
 class _Compared(NamedTuple):
-    """One step of one rank, compared with one earlier execution; ordered by step."""
+    """Comparison of one step of one rank with an earlier execution; ordered by step."""
 
     step: int
     is_loss_equal: bool
     rank: int
     what: str
-    """First value that differs; empty: none."""
+    """Name of the first value that differs; empty: no value differs."""
     is_repeat: bool
     """Both executions started at the same version."""
     are_parameters_equal: bool | None = None
@@ -132,15 +132,14 @@ class _Compared(NamedTuple):
 
 
 class RepeatCheck:
-    """Retains the executions of one node, and compares the current one with earlier ones."""
+    """Retains the executions of one node, and compares the current execution with earlier ones."""
 
     def __init__(self) -> None:
         self.current: Execution | None = None
         self._earlier: list[Execution] = []
         self._has_earlier = False
         self._diverged: list[int] = []
-        """Generations whose steps differ from those that an earlier generation made or would have
-        made."""
+        """Generations whose steps differ, or may differ, from steps of earlier generations."""
 
     def begin(self, execution: Execution) -> None:
         if self.current is not None:
@@ -148,7 +147,7 @@ class RepeatCheck:
             self._keep(self.current)
         restored = execution.restored
         if restored is not None:
-            # A version of an unknown generation (-1) may come after any of them.
+            # A version of an unknown generation (-1) may be newer than any of them.
             cuts = [
                 one
                 for one in self._diverged
@@ -202,9 +201,9 @@ class RepeatCheck:
         return here is not None and not any(_has_more(one, here) for one in there)
 
     def _comparable(self, now: Execution) -> list[Execution]:
-        """Executions that this one should equal; the reference comes first.
+        """Executions that `now` should equal; the reference is first.
 
-        The reference is the execution that made the restored version, or else the newest one
+        The reference is the execution that took the restored version, or else the newest execution
         without skipped batches.
         """
         same = [run for run in self._earlier if _is_same_start(run, now)]

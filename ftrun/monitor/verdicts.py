@@ -1,7 +1,7 @@
-"""Observations of a rank from outside, and the verdict that follows: culprits, victims, evidence.
+"""Observations of a rank from outside, and verdicts: culprits, victims, evidence.
 
-A `RankView` combines a heartbeat page, a flight recorder, /proc and a stack, all read at about one
-moment. Its times are durations in seconds, because clocks of two nodes are not compared here.
+A `RankView` combines a heartbeat page, a flight recorder, /proc and a stack, read at about the same
+time. Its times are durations in seconds, because the clocks of nodes are not compared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,14 +55,14 @@ class Verdict(msgspec.Struct, frozen=True):
     """Ranks that only wait for the culprits."""
     evidence: tuple[str, ...] = ()
     counter_evidence: tuple[str, ...] = ()
-    """Counter-evidence: facts that support another explanation."""
+    """Facts that support another explanation."""
     confidence: Confidence = Confidence.LIKELY
     may_take_long: bool = False
-    """The culprits are in a phase that may take long, by their own report or by their stack."""
+    """The culprits are in a phase that may take long, as they report or as their stack shows."""
     act_immediately: bool = False
-    """There is positive evidence, so that a longer wait would not change the diagnosis."""
+    """The evidence is positive: a longer wait would not change the diagnosis."""
     fingerprint: str = ""
-    """Equal for the same fault at the same location."""
+    """Identifies a fault: equal for verdicts on the same fault at the same location."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -91,13 +91,13 @@ Frame = str
 """`/home/me/train.py:42 in train_one`."""
 
 RUNTIME = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python3", "/ftrun/", "<frozen")
-"""Path parts of frames that are not the user's own code."""
+"""Path parts of frames that are not the user's code."""
 
 COMPUTES = 0.1
-"""Cores. From here on a rank counts as computing; background threads of a script use less."""
+"""Cores. A rank that uses this much counts as computing; background threads use less."""
 
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/")
-"""Libraries that compute for the user. A busy loop in the user's own code has no such frame."""
+"""Path parts of libraries that compute for the user; a busy loop has no such frame."""
 
 _COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll")
 _SAVING = (
@@ -121,7 +121,7 @@ _LOADING = (
 
 
 class CollectiveCall(msgspec.Struct, frozen=True):
-    """One collective as a rank has called it."""
+    """One collective call of a rank."""
 
     seq: int
     """Counted by each process group, from 1."""
@@ -131,7 +131,7 @@ class CollectiveCall(msgspec.Struct, frozen=True):
 
 
 class OpenMessage(msgspec.Struct, frozen=True):
-    """A send or a receive that a rank has called and that is not over."""
+    """A send or receive call of a rank that is not over."""
 
     op: str
     """`send` or `recv`."""
@@ -143,25 +143,25 @@ class OpenMessage(msgspec.Struct, frozen=True):
 
 
 class ProcessGroupView(msgspec.Struct, frozen=True):
-    """One process group as one of its ranks sees it."""
+    """The state of a process group on one of its ranks."""
 
     name: str
     desc: str
     ranks: tuple[int, ...]
     """Empty if not known."""
     calls: tuple[CollectiveCall, ...]
-    """The last few collectives that this rank has entered, the newest last; empty: none yet."""
+    """The last collectives that this rank has entered, the newest last; empty: none yet."""
     waits_seq: int = 0
-    """Oldest collective that this rank has entered and not left; 0: none."""
+    """Oldest collective that this rank has entered but not left; 0: none."""
     waits_s: float = 0.0
     enqueued: int = 0
-    """Newest collective that the host has called, as the recorder counts them; 0: not counted."""
+    """Number of the newest collective that the host has called; 0: the recorder has no count."""
     still_s: float = 0.0
-    """Seconds for which nothing was called and nothing became over in this group."""
+    """Seconds in which no call of this group has begun or ended."""
     messages: tuple[OpenMessage, ...] = ()
     """The oldest open message of each kind and peer, the oldest first."""
     is_on_device: bool = False
-    """Its collectives run on a device, after the host has called them."""
+    """The collectives run on a device, after the host has called them."""
     has_started: bool | None = None
     """The oldest open collective runs on the device; None: starts are not recorded."""
 
@@ -172,7 +172,7 @@ class ProcessGroupView(msgspec.Struct, frozen=True):
 
     @property
     def completed(self) -> int:
-        """Newest collective up to which all are over; 0: none."""
+        """All collectives up to this number are over; 0: none."""
         return self.waits_seq - 1 if self.waits_seq else self.entered
 
     @property
@@ -202,26 +202,26 @@ class RankView(msgspec.Struct, frozen=True):
     cpu: float = 0.0
     """Cores used since the previous observation."""
     still_s: float = 0.0
-    """Seconds for which it has used no CPU, read and written nothing, and kept the same stack."""
+    """Seconds without CPU use, reads or writes, and with an unchanged stack."""
     spins_s: float = 0.0
-    """Seconds for which it has used a CPU without leaving one function of the user's code."""
+    """Seconds in which it has used a CPU within one function of the user's code."""
     unmoved_s: float = 0.0
-    """Seconds for which its main thread has kept the same stack, with or without CPU."""
+    """Seconds with an unchanged stack of the main thread, with or without CPU use."""
     holds_gil: bool = False
     is_gil_known: bool = True
-    """Its stack was read from outside, which also shows the holder of the GIL."""
+    """The stack was read from outside, which also shows the holder of the GIL."""
     groups: tuple[ProcessGroupView, ...] = ()
     is_recorder_complete: bool = True
-    """False: a group or message that is missing in `groups` proves nothing."""
+    """False: `groups` may lack groups and messages, so their absence proves nothing."""
     recorder_notes: tuple[str, ...] = ()
     """Why `groups` is missing or incomplete; each continues "rank 3: "."""
     stack: tuple[Frame, ...] = ()
     """Stack of the main thread, the innermost frame first; empty if it could not be read."""
     blocked_in: str = ""
-    """Kernel function in which it sleeps, if that can be read."""
+    """Kernel function in which the process sleeps; empty if it cannot be read."""
     child: str = ""
-    """A child process that is stopped or hangs in the kernel, such as a DataLoader worker; in
-    words."""
+    """Describes a child process that is stopped or hangs in the kernel, such as a DataLoader
+    worker."""
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:
@@ -231,7 +231,7 @@ class RankView(msgspec.Struct, frozen=True):
     def is_held_up(self) -> bool:
         """Whether the rank waits for a collective.
 
-        A rank that computes while a collective is pending does not wait, unless its stack shows it.
+        If a rank computes while a collective is pending, it waits only if its stack shows that.
         """
         if not self.waiting or self.cpu < COMPUTES:
             return bool(self.waiting)
@@ -244,7 +244,7 @@ class RankView(msgspec.Struct, frozen=True):
     @property
     def activity(self) -> str:
         """`eval`, `checkpoint`, `compile`, `data`, `debugger`, `outside` (another process, the
-        network), `collective` or `train`: as the script reports it, or by its stack.
+        network), `collective` or `train`: as the script reports, else as the stack shows.
         """  # noqa: D205 - one sentence
         if self.has_reported:
             return self.phase
@@ -265,7 +265,7 @@ class RankView(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> Frame:
-        """Innermost frame of the user's own code; if there is none, the innermost frame."""
+        """Innermost frame of the user's code; else the innermost frame."""
         own = (frame for frame in self.stack if not is_in(frame, RUNTIME))
         return next(own, self.stack[0] if self.stack else "")
 

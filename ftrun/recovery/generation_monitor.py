@@ -86,10 +86,10 @@ class GenerationMonitor:
         self.watching = HealthMonitor(settings, me, pairs)
         self.num_spares = 0
         """Nodes that could replace a member."""
-        self.asked_to_leave: frozenset[str] = frozenset()
+        self.drain_requested: frozenset[str] = frozenset()
         """Nodes that received SIGTERM."""
         self.awaits_notices = False
-        """Whether these nodes drain or the run stops is not clear yet: no rank is restarted."""
+        """The leader has not decided whether nodes drain or the run stops. No rank is restarted."""
         self._settings = settings
         self._alignment = SnapshotAlignment()
         self._plan: GenerationPlan | None = None
@@ -112,9 +112,9 @@ class GenerationMonitor:
         return self.reports.heartbeats
 
     def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
-        """Continues from what the last leader knew at `known_s`; may be called again.
+        """Takes over the history that the last leader knew at `known_s`; may be called again.
 
-        Ages that count towards a limit count from now, which is strict.
+        Ages that count towards a limit do not include the time since `known_s`: the strict choice.
         """
         self.past.succeed(history.past_restarts, history.gone, known_s=known_s)
         self.supervisor.succeed(history, now_s=now_s)
@@ -141,7 +141,7 @@ class GenerationMonitor:
         """Records the loss of a node; its last sign of life was at `fault_s`, if known."""
         if fault_s is not None and self._plan is not None and self._plan.member(node_id):
             self.incidents.sign(fault_s)
-        if not self.past.was_asked_to_leave(node_id):  # draining is no failure
+        if not self.past.was_asked_to_drain(node_id):  # draining is no failure
             self.failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 

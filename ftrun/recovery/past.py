@@ -10,8 +10,8 @@ from typing import Protocol
 from ftrun.records.membership import NodeLeft, NodeLost
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import (
+    DepartedNode,
     GenerationPlan,
-    GoneNode,
     NodeCard,
     PastRestart,
     VersionPair,
@@ -36,7 +36,7 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Departure:
     """A node that was lost, or that has drained."""
 
     card: NodeCard
@@ -47,12 +47,12 @@ class Gone:
     """It was draining, and may have ended before its ranks had moved."""
 
 
-class GoingNode(Protocol):
+class DepartingNode(Protocol):
     """The leader's state of a node that ends."""
 
     card: NodeCard
     has_left: bool
-    """It has drained: its ranks had moved."""
+    """The node has drained: other nodes had taken over its ranks before it ended."""
 
 
 class Past:
@@ -60,17 +60,17 @@ class Past:
 
     def __init__(self) -> None:
         self._restarts: dict[int, Restart] = {}
-        self._gone: dict[str, Gone] = {}
+        self._gone: dict[str, Departure] = {}
 
     @property
     def restarts(self) -> list[Restart]:
         return [one for _, one in sorted(self._restarts.items())]
 
     @property
-    def gone(self) -> list[Gone]:
+    def gone(self) -> list[Departure]:
         return sorted(self._gone.values(), key=lambda one: one.at_s)
 
-    def was_asked_to_leave(self, node_id: str) -> bool:
+    def was_asked_to_drain(self, node_id: str) -> bool:
         return node_id in self._gone and self._gone[node_id].was_asked
 
     # --- what happens -------------------------------------------------------------------------
@@ -86,14 +86,14 @@ class Past:
             self._restarts[generation].downtime_s = downtime_s
 
     def record_loss(
-        self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float
+        self, peer: DepartingNode, reason: str, *, was_member: bool, now_s: float
     ) -> JournalEntry:
         """Records the end of an agent: drained if its ranks had moved on request, else lost."""
         node_id = peer.card.node_id
         was_asked = self._is_leaving(peer.card)
         peer.has_left = was_asked and not was_member
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
-        self._retain_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
+        self._retain_gone(Departure(peer.card, reason, now_s, peer.has_left, was_asked))
         if peer.has_left:
             text = f"node {node_id} has drained"
             return JournalEntry(NodeLeft(text, node_id), announce=True)
@@ -103,7 +103,7 @@ class Past:
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """Records a draining node. The next plan names it: its leader may not see the node end."""
         if not self._is_leaving(card):
-            self._retain_gone(Gone(card, _LEFT, now_s, has_left=True, was_asked=True))
+            self._retain_gone(Departure(card, _LEFT, now_s, has_left=True, was_asked=True))
 
     def returns(self, node_id: str) -> None:
         self._gone.pop(node_id, None)
@@ -111,7 +111,7 @@ class Past:
     # --- from leader to leader ----------------------------------------------------------------
 
     def succeed(
-        self, restarts: Iterable[PastRestart], gone: Iterable[GoneNode], *, known_s: float
+        self, restarts: Iterable[PastRestart], gone: Iterable[DepartedNode], *, known_s: float
     ) -> None:
         """Adds what the last leader knew at `known_s`; own records have priority."""
         older = [
@@ -123,7 +123,9 @@ class Past:
         for one in gone:
             if one.card.node_id not in self._gone:
                 at_s, has_left = known_s - one.age_s, one.has_left
-                self._retain_gone(Gone(one.card, one.reason, at_s, has_left, was_asked=has_left))
+                self._retain_gone(
+                    Departure(one.card, one.reason, at_s, has_left, was_asked=has_left)
+                )
 
     def past_restarts(self, *, now_s: float) -> list[PastRestart]:
         return [
@@ -131,14 +133,16 @@ class Past:
             for one in self.restarts
         ]
 
-    def gone_nodes(self, *, now_s: float) -> list[GoneNode]:
-        return [GoneNode(one.card, one.reason, now_s - one.at_s, one.has_left) for one in self.gone]
+    def gone_nodes(self, *, now_s: float) -> list[DepartedNode]:
+        return [
+            DepartedNode(one.card, one.reason, now_s - one.at_s, one.has_left) for one in self.gone
+        ]
 
     def _is_leaving(self, card: NodeCard) -> bool:
         found = self._gone.get(card.node_id)
         return found is not None and found.was_asked and found.card.incarnation == card.incarnation
 
-    def _retain_gone(self, new: Gone) -> None:
+    def _retain_gone(self, new: Departure) -> None:
         self._gone[new.card.node_id] = new
         for one in self.gone[:-MAX_GONE]:
             del self._gone[one.card.node_id]

@@ -262,12 +262,12 @@ class Supervisor:
         )
         return [KillWorkers(cause.text)]
 
-    def _exclude(self, cause: WorkerExit, node_id: str, why: str) -> list[SupervisorCommand]:
+    def _exclude(self, cause: WorkerExit, node_id: str, reason: str) -> list[SupervisorCommand]:
         self.restarts += 1
         self._without_progress = 0
         self.state = SupervisorState.STARTING
-        reason = f"node {node_id} is excluded: {why}"
-        return [KillWorkers(cause.text), ExcludeNode(node_id, reason), StartGeneration(reason)]
+        text = f"node {node_id} is excluded: {reason}"
+        return [KillWorkers(cause.text), ExcludeNode(node_id, text), StartGeneration(text)]
 
     def _is_final(self, cause: WorkerExit, *, is_reported: bool) -> EndRun | None:
         """The end of the run after a failure that no restart can cure.

@@ -185,9 +185,9 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
             missing = sorted(set(range(placement.count)) - there - set(placement.empty))
             if missing:
                 found.append(
-                    f"{placement} has {placement.count} layers, and {_listed(missing)} on no rank: "
-                    "set their number (of:), the number of each stage (sizes:), or the ones "
-                    "without tensors (empty:)"
+                    f"{placement} declares {placement.count} layers, but no rank holds "
+                    f"{_listed(missing)}: set their number (of:), the number of each stage "
+                    "(sizes:), or the layers without tensors (empty:)"
                 )
     return found
 
@@ -209,4 +209,4 @@ def _within(name: str, old: str, new: str) -> str:
 def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:5]))
     rest = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    return f"{shown}{rest} {'are' if len(numbers) > 1 else 'is'}"
+    return f"{'layers' if len(numbers) > 1 else 'layer'} {shown}{rest}"

@@ -1,4 +1,4 @@
-"""One connection of a client to the SMP, as the server sees it."""
+"""The connection of one client to the SMP server."""
 
 import logging
 from collections import deque
@@ -25,7 +25,7 @@ class ClientRole(Enum):
 
 
 class ClientConnection:
-    """A channel, the role and rank of its client, and messages that are not handled yet."""
+    """A channel, the role and rank of its client, and its unhandled messages."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -35,7 +35,7 @@ class ClientConnection:
         self.backlog: deque[ReceivedMessage] = deque()
 
     def send(self, body: AnyMessage, *, fds: tuple[int, ...] = (), question: int = 0) -> None:
-        """Send a message; on failure mark the client as gone and raise nothing."""
+        """Send a message; if that fails, set `is_gone` and raise no error."""
         if self.is_gone:
             return
         try:
@@ -53,7 +53,7 @@ class ClientConnection:
 
 
 class Requester:
-    """A client and its request; each reply carries the number of that request."""
+    """A client and its request. Each reply has the number of the request."""
 
     def __init__(self, client: ClientConnection, asked: ReceivedMessage) -> None:
         self._client = client

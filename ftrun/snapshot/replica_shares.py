@@ -202,7 +202,12 @@ class ReplicaCheck(msgspec.Struct, frozen=True, array_like=True):
 
 
 def part_of(phase: int, left_out: Collection[str]) -> int:
-    """One part in `NUM_PHASES` of the bytes of all shared tensors but some, by their names."""
+    """Identifies a hashed part of the shared bytes.
+
+    Args:
+        phase: index of the part, below `NUM_PHASES`.
+        left_out: names of shared tensors that are not hashed.
+    """
     if not left_out:
         return phase
     names = "\n".join(sorted(left_out)).encode()
@@ -225,9 +230,9 @@ class SealChecks:
             self._found[rank] = check
 
     def differing(self, sealed: Version) -> set[Rank]:
-        """Members of a group whose digest of this version differs from that of most members.
+        """Members of a group whose digest of this version differs from the digest of the majority.
 
-        All members without a majority. Only digests of the same part are compared.
+        If there is no majority, all members differ. Only digests of the same part are compared.
         """
         found = self._found if self._version == sealed else {}
         differ: set[Rank] = set()

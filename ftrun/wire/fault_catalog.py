@@ -216,7 +216,7 @@ _RENAMED = {
     "gil": "gil-hold",
     "spin": "busy-loop",
 }
-"""Names in version 0.1, and the names of now."""
+"""Names in version 0.2, and the current names."""
 
 
 def fault_kind(name: str) -> FaultKind:

@@ -2,17 +2,18 @@
 
 Runs in:  worker, any of its threads; the simulation of several nodes, which has no torch.
 Takes in: the command page; the seals and skips of this rank.
-Gives:    whether a slot is free, and which one is filled next.
+Gives:    whether a slot is free, and the slot for the next snapshot.
 Survives: nothing; a new process of the rank starts with the version that it was restored from.
 
 Rule 1: a seal is resolved when its version, or a newer one, is committed, or when its step is
         abandoned. An abandoned step is never committed, because some rank has no seal of it.
-Rule 2: if a leader decides, all ranks take the same step next: the first due step from TAKE_FROM
-        on. A rank may lack a step that others have taken, because it learned too late that its
-        slot is free, or because it has withdrawn that step. Such a rank takes no snapshot until
-        the leader has named a later step (ftrun/recovery/snapshot_coordination.py). Without this
-        rule, nodes that once took different steps could forever take the steps that the others
-        skip. No version would be committed again.
+Rule 2: if the run has a leader, all ranks take their next snapshot at the same step: the first due
+        step from TAKE_FROM on. A rank may lack the snapshot of a step that other ranks have taken,
+        because its slot was not free in time, or because it has withdrawn that snapshot. Such a
+        rank takes no snapshot until the leader has named a later step
+        (ftrun/recovery/snapshot_coordination.py). Without this rule, nodes that once took different
+        steps could always take the steps that the other nodes skip, and no version would be
+        committed again.
 Rule 3: the slot with the newest committed version is never overwritten. Ranks of another world size
         start from a version that is not in their arenas and may not be committed. Their arenas may
         still hold the committed version.

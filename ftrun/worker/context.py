@@ -84,7 +84,7 @@ class WorkerContext:
 
 @cache
 def worker_context() -> WorkerContext | None:
-    """Context of this process; cached, so that a DataLoader worker shares that of its rank."""
+    """The context of this process; a DataLoader worker uses the cached context of its rank."""
     run_id, launch = os.environ.get(env.RUN_ID), os.environ.get(env.LAUNCH)
     if run_id is None or launch is None or "RANK" not in os.environ:
         return None

@@ -286,11 +286,10 @@ class Loops(ABC):
         reached = self._step + self._has_stepped
         if newest is not None and newest < reached:
             _log.warning(
-                "the loop over session.%s was left by an exception, or something else has held it "
-                "and closed it later, so no snapshot is taken there: step %d was reached, and the "
-                "newest snapshot is of %s",
-                driver,
+                "no snapshot at step %d: the loop over session.%s ended by an exception, or "
+                "another reference closed its generator later. The newest snapshot is of %s",
                 reached,
+                driver,
                 f"step {newest}" if newest >= 0 else "no step",
             )
 
@@ -305,8 +304,8 @@ class Loops(ABC):
     def _warn_of_left(self, driver: str) -> None:
         _log.warning(
             "the loop over session.%s was left by break or return at step %d before this restart, "
-            "so it has no turn now. A loop that ends by steps(total) or batches(loader, "
-            "until=total) can be made longer",
+            "so it is skipped now. A larger total has no effect on it. To train further, end the "
+            "loop by steps(total) or batches(loader, until=total) and raise the total",
             driver,
             self._step,
         )

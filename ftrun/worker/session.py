@@ -350,8 +350,8 @@ class Session(Loops):
             feed.leave_out(count)
         if count and not (self._feeds or self._waiting):
             _log.warning(
-                "numerics.policy is skip-data, and %d batches were to be left out; but this script "
-                "takes its batches by itself, so they come again: take them from session.batches()",
+                "numerics.policy: skip-data cannot skip %d batches, because the script does not "
+                "iterate session.batches(). They are repeated",
                 count,
             )
 

@@ -392,10 +392,9 @@ class SnapshotSession:
             names = [name for name, one in self._attached.optimizers.items() if one in pending]
             reasons.add(
                 "accumulation",
-                f"{shown(names) or 'an optimizer'} has had gradients for "
-                f"{accumulation.waiting_turns} steps of others and has not stepped, so no "
-                "snapshot is taken; call its zero_grad(), or requires_grad_(False) on its "
-                "parameters",
+                f"{shown(names) or 'an optimizer'} has gradients but has not stepped during "
+                f"{accumulation.waiting_turns} steps of other optimizers. No snapshot is taken. "
+                "Call its zero_grad(), or requires_grad_(False) on its parameters",
             )
 
     def _is_good(self) -> bool:

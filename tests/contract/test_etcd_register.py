@@ -388,7 +388,7 @@ def test_both_show_their_certificates(
     [
         ("no certificate", "it asks for a certificate of this node"),
         ("of another CA", "it asks for a certificate of this node"),
-        ("system's CAs", "not signed by the CA that is named"),
+        ("system's CAs", "not signed by the given CA"),
     ],
 )
 def test_unknown_client_is_rejected_at_once(

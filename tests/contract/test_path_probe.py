@@ -104,7 +104,7 @@ def test_a_node_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.Mon
         found = probe_path(order, "here", who("here", "path"), SECRET)
         assert time.monotonic() - started_s < WAIT_S / 2
     assert found.rtt_s == 0
-    assert "did not come to its end" in found.problem
+    assert "the probe did not finish" in found.problem
 
 
 @pytest.mark.parametrize("asks", ["here", "lead"])
@@ -191,7 +191,7 @@ def test_a_wrong_secret_is_no_probe() -> None:
 def test_a_node_that_does_not_answer_is_given_up() -> None:
     with link_agent(is_unresponsive=True) as order:
         found = probe(order, who("here", "probe"), SECRET, limit_s=0.2)
-    assert "did not come to its end" in found.problem
+    assert "the probe did not finish" in found.problem
     assert found.to_bytes_per_s == 0
 
 

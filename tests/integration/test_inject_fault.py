@@ -602,5 +602,5 @@ def test_what_cannot_be_made_is_refused_with_what_is_missing(run: Run) -> None:
     assert "one node" in refused(run, "bitflip-wire", name)
     assert "libfaketime" in refused(run, "clock-jump", name)
     assert "--checkpoint-dir" in refused(run, "corrupt-checkpoint", name)
-    assert "kept for other nodes" in refused(run, "fragment-stale", name)
+    assert "versions of other nodes" in refused(run, "fragment-stale", name)
     assert len(run.journal("fault_injected")) == before

@@ -268,7 +268,7 @@ def test_shares_that_do_not_fit_together_are_rejected_like_a_damaged_slot(
     page = node.ranks[0].page
     fields = (HeartbeatField.CORRUPT_SLOT, HeartbeatField.CORRUPT_RANK)
     assert [page.get(one) for one in fields] == [1, 1]
-    assert page.note.startswith(f"the shares of {at} do not fit together: weight is this")
+    assert page.note.startswith(f"the shares of {at} do not belong to one state: weight is this")
 
 
 def test_ranks_without_checks_end_the_sharing(node: Node) -> None:

@@ -14,7 +14,7 @@ from ftrun.errors import UsageError
 
 @pytest.mark.parametrize("kind", [ftrun.dcp.Writer, ftrun.dcp.Reader])
 def test_without_a_fallback_it_reports_what_to_do(kind: type) -> None:
-    with pytest.raises(UsageError, match="start it with `ftrun`, or give"):
+    with pytest.raises(UsageError, match="Start the script with `ftrun`, or pass fallback="):
         kind()
     assert not ftrun.dcp.exists()
     assert ftrun.dcp.newest_step() is None

@@ -1,15 +1,15 @@
-"""The control loop of an agent: its membership, and within it the supervisor of the leader.
+"""The control loop of an agent: membership, and the supervisor if this agent leads.
 
 Runs in:  agent. In a run on one node in the main thread; on several nodes in the cluster thread,
-          which never waits for the work of a node. `FinishedWatch` reads in a thread of its own,
-          because a file system may hang.
-Takes in: events, from the main thread and from the network; while this node finds no other node,
-          the record that a finished run has left with its checkpoints.
-Gives:    commands for the executor, in a queue; commands for the network, to its caller; ranks
+          which never waits for the executor. `FinishedWatch` reads in a separate thread, because a
+          file system may hang.
+Takes in: events, from the main thread and from the network. If this node finds no other node: the
+          owner record in the checkpoint directory, which shows whether the run has finished.
+Gives:    commands for the executor, in a queue; commands for the network, to the caller. Ranks are
           suspended and resumed at once.
-Survives: a checkpoint directory that cannot be read: the node continues to look for the others.
+Survives: a checkpoint directory that cannot be read: the node continues to search for other nodes.
 
-Rule 1: only one thread uses the member. The main thread hands over events, and takes commands.
+Rule 1: only one thread uses the member. The main thread posts events and receives commands.
 """
 
 import logging
@@ -47,7 +47,7 @@ NetworkCommand = Connect | Send | Disconnect
 
 
 class ControlLoop:
-    """Decides for one node; and, while it leads, for the run."""
+    """Decides for this node and, while this agent leads, for the run."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class ControlLoop:
         self.settings = settings
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
         self.monitor = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
-        """The newest one; it counts only while this agent leads."""
-        # None of the following waits. In a run on one node, or without a witness, they do nothing.
+        """The newest monitor; used only while this agent leads."""
+        # These functions do not block. In a run on one node, or without a witness, they do nothing.
         self.check_again: Callable[[int], None] = _ignored
-        """Starts a check of this node with at least this number."""
+        """Starts a check of this node whose number is at least this one."""
         self.ask_witness: Callable[[QueryWitness], None] = _ignored
         self.probe_path: Callable[[ProbePath], None] = _ignored
         self._me = me.node_id
@@ -82,7 +82,7 @@ class ControlLoop:
         self.think(event)
 
     def tick(self) -> None:
-        """Handle the time; needed only if the control loop has no thread of its own."""
+        """Handle the time; has an effect only if the control loop has no own thread."""
         self.think(ClockTick())
 
     def next_order(self) -> NodeCommand | None:
@@ -101,7 +101,7 @@ class ControlLoop:
         return self.member.leader is not None
 
     def card_of(self, node_id: str) -> NodeCard | None:
-        """The newest known card of a node; in the control loop's own thread only."""
+        """The newest known card of a node. Call it only in the thread of the control loop."""
         member = self.member
         peer = member.leader.known.get(node_id) if member.leader is not None else None
         if peer is not None:
@@ -113,14 +113,14 @@ class ControlLoop:
         return plan.card(node_id) if plan is not None else None
 
     def close(self) -> None:
-        """Release the threads of the control loop; here it has none."""
+        """Release the threads of the control loop; this class has none."""
 
     # --- deciding -----------------------------------------------------------------------------
 
     def think(self, event: Happening) -> list[NetworkCommand]:
-        """Decide, queue the commands for the executor, and return those for the network.
+        """Decide; queue commands for the executor, and return commands for the network.
 
-        In the control loop's own thread only.
+        Call it only in the thread of the control loop.
         """
         network: list[NetworkCommand] = []
         for command in self.member.handle(event, now_s=clock.now_s()):
@@ -168,7 +168,7 @@ class ConnectionThread(DecisionThread, Protocol):
 
 
 class ClusterControlLoop(ControlLoop):
-    """A control loop in a thread of its own; `post` hands the main thread's events over to it."""
+    """A control loop in the cluster thread; `post` passes events of the main thread to it."""
 
     thread: ConnectionThread | None = None
     witness_thread: DecisionThread | None = None
@@ -178,7 +178,7 @@ class ClusterControlLoop(ControlLoop):
         self.thread.post(event)
 
     def tick(self) -> None:
-        """Raise the failure of a thread; the control loop here has its own clock.
+        """Raise the failure of a thread; the cluster thread handles the time itself.
 
         Raises:
             RuntimeError: the cluster thread or the witness thread has ended because of a bug. The
@@ -194,8 +194,8 @@ class ClusterControlLoop(ControlLoop):
                 thread.close()
 
     def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
-        # Ranks are suspended here, before another agent can have replaced them. The main thread may
-        # be busy at that time.
+        # The main thread may be busy, so this thread suspends ranks, before another agent can have
+        # replaced them.
         if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
             self.thread.suspend_now(isinstance(command, SuspendRanks))
         super()._sort(command, network)
@@ -207,7 +207,7 @@ _log = logging.getLogger("ftrun")
 
 
 class FinishedWatch:
-    """The watch of one agent. It does not poll checkpoints behind a URL."""
+    """Polls the owner record of a checkpoint directory; does nothing if that is a URL."""
 
     def __init__(self, spec: RunSpec, control_loop: ControlLoop) -> None:
         self._spec = spec

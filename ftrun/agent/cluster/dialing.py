@@ -1,24 +1,26 @@
 """Connections that this agent accepts and dials, and the failover to other rails of a node.
 
 Runs in:  agent: called in the cluster thread; a short-lived thread for each handshake.
-Takes in: sockets of unauthenticated peers; addresses of agents; the newest cards of nodes, which
-          connections were made, when each last received a frame.
-Gives:    authenticated connections, failed dials; probes, answered here; addresses to dial;
-          connections that are cut although their machine may be reachable.
-Survives: any unauthenticated peer, whatever it sends or omits; a rail that is cut anywhere, in one
-          direction or in both.
+Takes in: sockets of unauthenticated peers; addresses of agents; the newest cards of nodes; for each
+          connection, the time of its start and of its last received frame.
+Gives:    authenticated connections, failed dials; answers to probes; addresses to dial; connections
+          that are cut although their machine may be reachable.
+Survives: any behaviour of unauthenticated peers; a rail that is cut at any place, in one or both
+          directions.
 
-Rule 1: a handshake waits for an unauthenticated peer, so no other work waits for a handshake.
+Rule 1: an unauthenticated peer may delay a handshake, so no other work waits for a handshake.
 Rule 2: an address that is being dialled is not dialled again until that dial has ended.
-Rule 3: a connection is dialled again over all rails if it has received nothing for two heartbeats,
-        while the peer's kernel has not even acknowledged what was sent. The side that detects it
-        first dials. A paused process is not dialled again: its kernel acknowledges, and no other
-        rail would help.
-Rule 4: nothing is decided here. A node whose rails are all cut is as unresponsive as one with one
-        rail. The old connection stays until another one is authenticated.
-Rule 5: if both sides have dialled at the same time, the connection stays that the node with the
-        smaller name has dialled. Both sides must choose the same one, or each closes the other's.
-Rule 6: a node with one rail is never dialled again here; its kernel handles the connection.
+Rule 3: a connection is dialled again over all rails if it has received nothing for two heartbeat
+        intervals, and the peer's kernel has not acknowledged the sent bytes. The side that detects
+        this first dials. A paused process is not dialled again: its kernel acknowledges bytes, and
+        another rail would not help.
+Rule 4: this module does not decide that a node is lost. If all rails of a node are cut, the node is
+        unresponsive, like a node with one rail. The old connection stays until a new connection is
+        authenticated.
+Rule 5: if both sides have dialled at the same time, the connection dialled by the node with the
+        smaller name stays. If the sides chose differently, each would close the other's connection.
+Rule 6: this module never dials a node with one rail again; the kernel repeats what was not
+        acknowledged.
 """
 
 import logging
@@ -54,18 +56,18 @@ DIAL_S = 1.0
 MAX_HANDSHAKES = 64
 """Further connections are closed while this number of handshakes is in progress."""
 
-MAX_SAID = 100
+MAX_LOGGED = 100
 """Maximum number of different refusal reasons that are logged."""
 
 Dialled = Callable[[str, str, int], None]
-"""Takes node id, host and port of an agent that was reached and has received nothing from this one
-yet. It is called in the handshake's thread, where it may wait."""
+"""Called with node id, host and port of an agent after its handshake, before other messages are
+sent to it. The call is in the handshake's thread and may wait."""
 
 _PROBES: dict[str, Callable[[socket.socket], None]] = {
     "probe": serve_probe,
     "path": serve_path_probe,
 }
-"""By the purpose of the dialling peer."""
+"""Functions that answer probes, by the purpose of the dialling peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,13 @@ class AuthenticatedConnection:
     sock: socket.socket
     session: AuthSession
     call: PendingDial | None = None
-    """The dial that it answers; None: the other side has dialled."""
+    """The dial of this agent that led to it; None: the other side has dialled."""
     address: PeerAddress | None = None
-    """The address over which it was made."""
+    """The address that was dialled."""
 
 
 Take = Callable[[AuthenticatedConnection | ConnectFailed], None]
-"""Takes the result of a handshake; from any thread."""
+"""Called with the result of a handshake, in any thread."""
 
 
 class Handshakes:
@@ -107,7 +109,7 @@ class Handshakes:
         self._take = take
         self._dialled = dialled
         self._calling: set[tuple[str, int]] = set()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._doors = Doors(MAX_HANDSHAKES)
 
     # --- called without waiting -------------------------------------------------------------------
@@ -141,8 +143,8 @@ class Handshakes:
 
         The operator watches this node, and the refused peer may belong to another operator.
         """
-        if text not in self._said and len(self._said) < MAX_SAID:
-            self._said.add(text)
+        if text not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(text)
             _log.warning("%s", text)
 
     # --- in a handshake's thread --------------------------------------------------------------
@@ -162,7 +164,7 @@ class Handshakes:
             self.report_once(str(error))
         except (PeerError, OSError) as error:
             sock.close()
-            _log.debug("a stranger: %s", error)
+            _log.debug("an unauthenticated peer: %s", error)
         else:
             serve = _PROBES.get(session.peer.purpose)
             if serve is None:
@@ -189,9 +191,9 @@ class Handshakes:
             what = (command.host, command.port, command.node_id)
             self._take(ConnectFailed(*what, refused, str(error), final))
         except Exception:  # noqa: BLE001
-            # See Rule 2: without a result the address would never be dialled again.
-            _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
-            reason = "a bug in ftrun; the agent's log has it"
+            # Rule 2: without a result, the address would never be dialled again.
+            _log.exception("a bug in ftrun has ended the dial of node %s", command.node_id)
+            reason = "a bug in ftrun; see the agent's log"
             self._take(
                 ConnectFailed(command.host, command.port, command.node_id, False, reason, False)
             )
@@ -201,11 +203,11 @@ class Handshakes:
     def _greet(
         self, node_id: str, sock: socket.socket, address: PeerAddress
     ) -> tuple[socket.socket, AuthSession]:
-        """The handshake; at an address other than that of its card the peer must be that node."""
+        """The handshake. At an address other than the card's, the peer must be the dialled node."""
 
         def admit(peer: PeerIdentity) -> str:
             is_meant = address.is_sure or peer.node_id == node_id
-            return "" if is_meant else f"node {node_id} was to listen at {address.host}"
+            return "" if is_meant else f"another node than {node_id} listens at {address.host}"
 
         return sock, dial_handshake(sock, self._identity, self._secret, admit=admit)
 
@@ -220,19 +222,19 @@ def _started(work: Callable[..., None], what: object) -> bool:
 
 
 MISSED_HEARTBEATS = 2.0
-"""Heartbeats without a frame."""
+"""Number of heartbeat intervals without a frame."""
 
 STUCK_HEARTBEATS = 0.8
-"""Number of heartbeats during which nothing was acknowledged."""
+"""Number of heartbeat intervals in which no byte was acknowledged."""
 
 POLL_S = 0.1
 YOUNG_S = 0.5
-"""Two connections made within this time were dialled by both sides at once."""
+"""If two connections were made within this time, both sides have dialled at once."""
 
 MAX_MET = 10_000
 
 CardOf = Callable[[str], NodeCard | None]
-"""Returns the newest card of a node; None if this agent has none."""
+"""Returns the newest known card of a node, or None."""
 
 
 @dataclass
@@ -245,20 +247,19 @@ class _Line:
     made_s: float
     received_s: float
     stuck_s: float | None = None
-    """Since when the kernel holds unacknowledged bytes; None: it holds none, or was not asked
-    yet."""
+    """Time of the first poll that found unacknowledged bytes; None: the last poll found none."""
     tried_s: float = 0.0
-    """When it was last dialled again."""
+    """Time of the last new dial."""
 
 
 class ConnectionFailover:
-    """The failover of one agent's connections to all others."""
+    """The failover of this agent's connections to all other agents."""
 
     def __init__(self, me: NodeCard, settings: MembershipSettings, card_of: CardOf) -> None:
         self._me = me
         self._card_of = card_of
         heartbeat_s = settings.times.heartbeat_interval_s
-        # Ranks are suspended at `cut_off_s`; by then the other rail must have answered.
+        # Another rail must answer before ranks are suspended at `self_fencing_timeout_s`.
         self._unresponsive_s = min(
             MISSED_HEARTBEATS * heartbeat_s, settings.times.self_fencing_timeout_s / 2
         )
@@ -275,7 +276,7 @@ class ConnectionFailover:
         first = PeerAddress(command.host, command.port, is_sure=True)
         card = self._card_of(command.node_id) if command.node_id else None
         if card is None or (card.host, card.port) != (command.host, command.port):
-            # The address is of another incarnation of that node, or of an unknown node.
+            # The address is that of another incarnation of the node, or of an unknown node.
             return [first]
         identity = (card.node_id, card.incarnation)
         others = [
@@ -291,7 +292,7 @@ class ConnectionFailover:
         return [first, *others]
 
     def met(self, identity: Identity, host: str, port: int) -> None:
-        """This agent itself has answered at this address; for any thread."""
+        """Record that this incarnation of an agent has answered at an address; for any thread."""
         self._met[identity, host, port] = None
         while len(self._met) > MAX_MET:
             self._met.pop(next(iter(self._met)))
@@ -303,7 +304,7 @@ class ConnectionFailover:
     # --- connections --------------------------------------------------------------------------
 
     def keeps(self, node_id: str, incarnation: int, *, is_ours: bool, now_s: float) -> bool:
-        """Whether the present connection to a node stays, and the new one is closed."""
+        """Whether the present connection to a node stays and the new connection is closed."""
         line = self._lines.get(node_id)
         if line is None or line.incarnation != incarnation or now_s - line.made_s >= YOUNG_S:
             return False
@@ -325,7 +326,7 @@ class ConnectionFailover:
     def unresponsive(
         self, connections: Mapping[str, PeerConnection[ClusterEnvelope]], *, now_s: float
     ) -> list[tuple[Connect, list[PeerAddress]]]:
-        """Which nodes to dial again, and at which addresses; the present address is last."""
+        """Nodes to dial again, and their addresses, the address of the connection last."""
         if now_s < self._next_poll_s:
             return []
         self._next_poll_s = now_s + POLL_S
@@ -348,7 +349,7 @@ class ConnectionFailover:
     def _is_cut(
         self, line: _Line, connection: PeerConnection[ClusterEnvelope], now_s: float
     ) -> bool:
-        # The kernel is asked early enough that its answer is old enough in time.
+        # Poll the kernel early, so that `_stuck_s` can pass before `_unresponsive_s` is over.
         if now_s - line.received_s < self._unresponsive_s - self._stuck_s:
             return False
         if not unacknowledged_bytes(connection.fileno()):

@@ -1,15 +1,16 @@
 """The register of the outside witness, in an etcd v3 cluster, and the thread that queries it.
 
-Runs in:  agent, in the main thread before the run begins; then in the thread of `WitnessClient`
-          only, because a query may block and heartbeats must not wait.
+Runs in:  agent, in the main thread before the run begins; then only in the thread of
+          `WitnessClient`, because a query may block and heartbeats must not wait.
 Takes in: queries of the control loop.
-Gives:    `WitnessAnswered` to the control loop, for each query or a later one of its kind: the
-          answer that ftrun.membership.witness computes, written only if nothing has changed since.
-Survives: an endpoint that is unreachable: the next one is tried; a restart of etcd: a new lease is
-          taken; a witness that never answers: at most one query of each kind is kept.
+Gives:    `WitnessAnswered` to the control loop, for each query or for a later query of its kind.
+          ftrun.membership.witness computes the answer. It is written only if the keys have not
+          changed since they were read.
+Survives: an unreachable endpoint: the next endpoint is tried; a restart of etcd: a new lease is
+          requested; a witness that never answers: at most one query of each kind is queued.
 Source:   etcd's API guarantees (a transaction is atomic, a range without `serializable` is
-          linearizable); Jepsen's test of etcd 3.4.3: its keys hold, its locks do not. The lease is
-          therefore never proof of anything; only the compare in the transaction counts.
+          linearizable); Jepsen's test of etcd 3.4.3: keys are safe, locks are not. The lease is
+          therefore no proof; only the compare in the transaction counts.
 
     /ftrun/RUN_ID/register    the counter of generations, its last proposer, the newest plan
     /ftrun/RUN_ID/lead        the leader and its address; bound to its lease
@@ -38,24 +39,24 @@ from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 
 ANSWER_S = 1.5
-"""A query is given up after this; shorter than the time a leader may be without an answer."""
+"""Limit of a query; shorter than the time that a leader may be without an answer."""
 
 TRY_S = 1.0
-"""For one request. etcd answers within a few milliseconds, or has no majority."""
+"""Limit of one request. etcd answers within a few milliseconds, or has no majority."""
 
 CHECK_S = 10.0
-"""How long an endpoint is tried before the run begins."""
+"""Limit of the check before the run begins."""
 
 CHECK_EVERY_S = 0.5
 MIN_LEASE_S = 2
-"""etcd extends every shorter lease to this, with its default settings."""
+"""Shortest lease of etcd with default settings; etcd extends shorter leases to this."""
 
 _TLS_WORDS = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
     "record layer failure": "it does not speak TLS",
     "Hostname mismatch": "its certificate is for another name or address",
     "IP address mismatch": "its certificate is for another name or address",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by the CA that is named",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by the given CA",
     "CERTIFICATE_REQUIRED": "it asks for a certificate of this node that its CA has signed",
     "BAD_CERTIFICATE": "it asks for a certificate of this node that its CA has signed",
     "UNKNOWN_CA": "it asks for a certificate of this node that its CA has signed",
@@ -72,15 +73,15 @@ class LeaderLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     card: NodeCard
     job: str
-    """What it runs, in words; two runs must not share one id."""
+    """The script and size of the run; another job must not use the same run id."""
 
 
 class EtcdUnreachable(PeerError):
-    """No endpoint of the cluster answers as it should."""
+    """No endpoint of the cluster has answered correctly."""
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The two keys at one moment."""
+    """The values of both keys at the same time."""
 
     register: WitnessRegister | None
     register_revision: int
@@ -139,8 +140,8 @@ class EtcdWitness:
         """Check before training starts that the etcd is reachable and usable.
 
         Raises:
-            EtcdUnreachable: no endpoint answers. This may be temporary, so it is no usage error.
-            UsageError: the endpoint is no etcd v3, or another run has this id.
+            EtcdUnreachable: no endpoint answers; this may be temporary.
+            UsageError: the endpoint is not an etcd v3, or another run uses this id.
         """
         started_s = clock.now_s()
         while True:
@@ -171,7 +172,7 @@ class EtcdWitness:
         except (ValueError, KeyError, TypeError):
             return True, ""
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-        # A version that is new enough may have no leader now, which may be temporary.
+        # If the version is new enough, the cluster may have no leader, which may be temporary.
         return numbers < (3, 4), version
 
     def _not_usable(self, error: EtcdUnreachable, waited_s: float, version: str) -> str:
@@ -203,8 +204,7 @@ class EtcdWitness:
 
     def _answer(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         while True:
-            # Before the read: a lease that the read shows as this agent's is then valid for its
-            # whole time.
+            # Renew before the read: if the read shows this agent's lease, its full time is left.
             self._renew()
             seen = self._read()
             candidate = asked.operation in (WitnessOperation.CLAIM, WitnessOperation.READ)
@@ -218,7 +218,7 @@ class EtcdWitness:
                 return WitnessAnswered(asked, True, True, ruling.register, ruling.leader)
 
     def _taken(self, seen: _Seen) -> str:
-        """Why this run id cannot be used: a live run with another job has it."""
+        """Reason why the run id cannot be used: a live run with another job uses it."""
         claim = seen.claim
         if claim is None or claim.job == self.job:
             return ""
@@ -331,7 +331,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _is_at(key: str, revision: int) -> _JSON:
-    """Compare: the key is unchanged; revision 0: it does not exist."""
+    """Compare: the key has this revision; 0: it does not exist."""
     return {"key": _text(key), "result": "EQUAL", "target": "MOD", "mod_revision": revision}
 
 
@@ -380,11 +380,11 @@ class WitnessClient:
                 for asked in self._next():
                     self._send(self._register.ask(asked, self._me))
         except Exception as error:  # noqa: BLE001 - any of them ends this agent
-            _log.exception("the thread that speaks with the witness ended in a bug of ftrun")
+            _log.exception("a bug in ftrun has ended the witness thread")
             self.failure = error
 
     def _next(self) -> list[QueryWitness]:
-        """The queries since the last call: the newest of each kind, in order."""
+        """The newest query of each kind since the last call, in order."""
         kept: dict[WitnessOperation, QueryWitness] = {}
         found = self._questions.get()
         with suppress(Empty):

@@ -1,26 +1,26 @@
-"""The network interfaces of this machine, and which of them are rails of this node.
+"""Finds the network interfaces of this machine, and the rails of this node among them.
 
 Runs in:  agent, main thread, before the run begins.
 Takes in: getifaddrs(3); the ethtool queries that need no privilege; /sys/class; the address of this
-          node's card, the names that the user has given.
+          node's card; the interface names in `network.rails`.
 Gives:    one `NetworkInterface` for each device that has an address; `Rail`s for this node's card,
-          that of its address first; a listening socket for each.
-Survives: devices and drivers that do not answer: what they do not report stays empty. An interface
-          that cannot be listened on is no rail.
+          first the rail of the card's address; a listening socket for each rail.
+Survives: devices and drivers that do not answer: their values stay empty. An interface without a
+          listening socket is no rail.
 Source:   getifaddrs(3), netdevice(7), linux/ethtool.h.
 
 The kernel is queried over a socket if possible, not through /sys, because a container may see the
 /sys of another network namespace. A value that only /sys has is used only if its device has the
 same interface index.
 
-Rule 1: the first rail is the interface that has the card's address, whatever its name is.
-Rule 2: named interfaces are rails whatever they are; if there are names, no other interface is.
-Rule 3: without names, interfaces that lead to no other node are left out: loopback, interfaces that
+Rule 1: the first rail is the interface that has the card's address.
+Rule 2: if the user has named interfaces, exactly these are rails, in addition to the first.
+Rule 3: without names, interfaces that lead to no other node are no rails: loopback, interfaces that
         are down, bridges and tunnels of containers and virtual machines, link-local addresses. If
-        the card's address is private, globally reachable addresses are left out too.
-Rule 4: a run without a secret, or one that the user has bound to an address, listens on that
-        address only. It listens on others only if the user has named them or, without a secret, has
-        requested a network plan that uses them.
+        the card's address is private, globally reachable addresses are not used either.
+Rule 4: a run without a secret, or with --bind, listens only on the card's address. It listens on
+        other addresses if the user has named their interfaces. Without a secret, it does so too if
+        the user has requested a network plan that uses them.
 """
 
 import ctypes
@@ -57,17 +57,17 @@ class NetworkInterface:
 
     name: str
     is_up: bool = False
-    """It is switched on and has a carrier (IFF_UP and IFF_RUNNING)."""
+    """The device is up and has a carrier (IFF_UP and IFF_RUNNING)."""
     is_loopback: bool = False
     addresses: list[tuple[str, int]] = field(default_factory=list)
-    """Each with the length of its network prefix in bits; IPv6 addresses without their zone."""
+    """Addresses with the length of the network prefix in bits; IPv6 without the zone."""
     driver: str = ""
     """For example mlx5_core, virtio_net, veth, bridge."""
     speed_mbit: int = 0
     duplex: str = ""
     """`full` or `half`."""
     hca: str = ""
-    """The RDMA device behind it."""
+    """The RDMA device of this interface."""
 
     def bits(self, host: str) -> int | None:
         """Length of the prefix of this address; None: the interface does not have the address."""
@@ -130,7 +130,7 @@ def _addresses() -> Iterator[tuple[str, int, str, int]]:
 
 
 def _device(label: bytes) -> str:
-    """The device name; further addresses may have labels such as eth0:1."""
+    """The device name, from a name or a label such as eth0:1."""
     return label.decode(errors="replace").partition(":")[0]
 
 
@@ -174,7 +174,7 @@ def _ethtool(requester: socket.socket, name: str, question: bytes) -> bytes:
 
 
 def _hca(system: Path, name: str) -> str:
-    """The RDMA device of this device, or of the first one below it if it is a bond or a VLAN."""
+    """The RDMA device of this device; of a bond or VLAN, that of its first lower device."""
     device = system / "class" / "net" / name
     with suppress(OSError, ValueError):
         if int((device / "ifindex").read_text()) != socket.if_nametoindex(name):
@@ -189,8 +189,7 @@ def _hca(system: Path, name: str) -> str:
 _log = logging.getLogger(__name__)
 
 MAX_RAILS = 8
-"""No further rails are listened on, because a plan with the cards of 1,024 nodes must fit in one
-frame."""
+"""Limit of the rails of a node: a plan with the cards of 1,024 nodes must fit in one frame."""
 
 _INNER_DRIVERS = frozenset(
     {"bridge", "dummy", "geneve", "ifb", "openvswitch", "tun", "vxlan", "wireguard"}
@@ -208,13 +207,13 @@ def own_rails(
 
     Args:
         host: the address of this node's card.
-        named: interfaces that the user has named; empty: all that lead to other nodes.
-        only_first: only the interface of that address, and those that are named.
-        is_again: this node has taken part before, so a missing rail must not end it.
+        named: interfaces that the user has named; empty: all interfaces to other nodes.
+        only_first: use only the interface of that address, and named interfaces.
+        is_again: this node has been part of the run, so a missing rail is no error.
 
     Raises:
-        UsageError: an interface that is named is missing, is down or has no address; unless
-            `is_again`.
+        UsageError: a named interface is missing, is down or has no address, and `is_again` is
+            false.
     """
     try:
         found = interfaces()
@@ -253,8 +252,8 @@ def listen_on(
 
     Args:
         rails: of this node.
-        first: the socket that listens on the first rail already.
-        before: the card of the last agent of this node; the other nodes have its ports.
+        first: the socket that already listens on the first rail.
+        before: the card of this node's last agent, whose ports the other nodes know.
 
     Returns:
         The rails with their ports, and all sockets. A rail without a socket is left out.
@@ -308,7 +307,7 @@ def _is_inner(one: NetworkInterface) -> bool:
 
 
 def _address(one: NetworkInterface, like: str, *, is_named: bool) -> str | None:
-    """The first usable address of an interface, of the same IP version as the card's."""
+    """The first usable address of an interface with the IP version of the card's address."""
     card = ipaddress.ip_address(like)
     for host in (ipaddress.ip_address(text) for text, _ in one.addresses):
         is_too_open = host.is_global and not card.is_global and not is_named

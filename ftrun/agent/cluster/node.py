@@ -1,4 +1,4 @@
-"""This node in its run: its address, its name, its secret, its control loop.
+"""Sets up this node: name, address, secret, and control loop.
 
 Runs in:  agent, main thread, before the run begins.
 Takes in: the run's spec, the state that the last agent of this node persisted.
@@ -45,14 +45,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class LocalNode:
-    """One node of a run; in a run on one node, the only one."""
+    """This node of the run."""
 
     spec: RunSpec
     card: NodeCard
     secret: Secret | None = None
     listeners: list[socket.socket] = field(default_factory=list)
     register: EtcdWitness | None = None
-    """Of the outside witness, if there is one."""
+    """Client of the outside witness; None: the run has no witness."""
 
     @classmethod
     def of(cls, spec: RunSpec, num_ranks: int, persisted: PersistedAgentState) -> "LocalNode":
@@ -61,7 +61,7 @@ class LocalNode:
         Raises:
             UsageError: the address is not this machine's, a required secret is missing, or the
                 outside witness cannot be used.
-            PeerError: the endpoint has no address for as long as a start may take.
+            PeerError: the endpoint has no address within `nodes.join_timeout_s`.
         """
         incarnation = secrets.randbits(62)
         nodes = spec.nodes
@@ -212,13 +212,12 @@ def _known_host(nodes: NodesSpec, persisted: PersistedAgentState) -> str | None:
 def _register(
     spec: RunSpec, nodes: NodesSpec, persisted: PersistedAgentState
 ) -> EtcdWitness | None:
-    """The outside witness, checked once; an agent that was restarted does not check it."""
+    """The outside witness. The first agent of this node checks it; restarted agents do not."""
     if not nodes.etcd:
         return None
     endpoints = [(host, int(port)) for host, _, port in (at.rpartition(":") for at in nodes.etcd)]
     job = f"{spec.script} with --nnodes/--spares {nodes.size}"
-    # A job that is queued again may run on other nodes, and the nodes of its last life do not
-    # return.
+    # A requeued job may run on other nodes, and the nodes of its previous start do not return.
     name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
     times = spec.profile.nodes
     found = EtcdWitness(
@@ -271,7 +270,7 @@ def _bind_address(nodes: NodesSpec) -> str:
 
 
 def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
-    """The endpoint that is this node's address and has a free port: its number, and a listener."""
+    """The number of the first endpoint that this node can listen on, and its listener."""
     for number, (endpoint_host, port) in enumerate(nodes.endpoints):
         if is_local_address(endpoint_host):
             with suppress(AddressTaken):
@@ -280,7 +279,7 @@ def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
 
 
 def _own_port(host: str, node_id: str, persisted: PersistedAgentState) -> socket.socket:
-    """A listener on the port of the last agent of this node, so that peers find it; else any."""
+    """A listener on the port of this node's last agent, if possible; else on a free port."""
     card = persisted.plan.card(node_id) if persisted.plan is not None else None
     if card is not None and card.host == host:
         try:

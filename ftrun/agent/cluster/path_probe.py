@@ -1,12 +1,12 @@
-"""Measures the network between two agents: one path in one direction, or one link in both.
+"""Measures the network between two agents: a path in one direction, or a link in both.
 
-Runs in:  agent; on each side in a thread that lives for one probe.
-Takes in: the other agent's address; for a path also an interface of this node. A probe has its own
-          connection, so that no heartbeat waits behind it. It is authenticated as any other
+Runs in:  agent; on each side in a thread for one probe.
+Takes in: the other agent's address; for a path also an interface of this node. A probe has a
+          separate connection, so that no heartbeat waits for it. The connection is authenticated
           (purpose `"probe"` or `"path"`); for a path it is bound to the interface.
 Gives:    a `PathMeasurement` or a `ProbeLinkResult`.
 Survives: any fault of the network: each side gives up after a fixed time, and the dialler reports
-          how far it came.
+          the values measured until then.
 
     a path: dialler                     other side
     PING                          ->
@@ -23,8 +23,8 @@ Survives: any fault of the network: each side gives up after a fixed time, and t
     1 byte                        ->
                                   <-    256 KiB
 
-Rule 1: the receiver of a path probe measures only the second half of what arrives. The first half
-        contains what buffers and shapers on the path pass at once, and the slow start of TCP.
+Rule 1: the receiver of a path probe measures only the second half of the arriving bytes. The first
+        half contains bytes that buffers and shapers pass at once, and the slow start of TCP.
 Rule 2: a path probe is cheap: it ends after `BULK_S` or `BULK_BYTES`, whichever comes first. It
         takes longer only if almost nothing arrives.
 """
@@ -63,25 +63,25 @@ LONGEST_BULK_S = 0.15
 DIAL_S = 0.4
 SHORT_DIAL_S = 0.3
 TRY_S, SHORT_TRY_S = 0.5, 0.3
-"""For everything after the connection. A leader waits longer than the sum of both (`survey.py`)."""
+"""Limit after the connection is made. A leader waits longer than DIAL_S + TRY_S (`survey.py`)."""
 SERVE_S = 2.0
 MOST_BYTES_PER_S = 2.5e9
-"""Faster paths are reported as this, because beyond it a probe measures its own processor."""
+"""Upper bound of a reported rate; above it, a probe measures the processor."""
 MAX_AT_ONCE = 8
-"""A node refuses further probes; a leader requests one at a time."""
+"""Limit of concurrent probes of a node. A leader requests one at a time."""
 
 _PING, _BULK = b"p", b"b"
 _RESULT = struct.Struct("!dd")
 _CHUNK = bytes(1 << 17)
 _BUFFER_BYTES = 1 << 19
-"""On each side, because bytes that wait in a buffer are not on the path."""
+"""Size of the socket buffers; limited, because bytes in a buffer are not on the path."""
 _LEAST_ARRIVALS = 3
 
 Post = Callable[[Happening], None]
-"""Takes a result that this node's own control loop has requested; from any thread."""
+"""Called with a result for the control loop of this node, in any thread."""
 
 SendTo = Callable[[str, AnyClusterMessage], None]
-"""Takes a node id and a result, from any thread."""
+"""Called with a node id and a result for that node, in any thread."""
 
 
 class PathProber:
@@ -100,7 +100,7 @@ class PathProber:
     def take(self, command: ProbePath) -> None:
         """Start a probe, from any thread, without waiting."""
         if not self._threads.acquire(blocking=False):
-            self._untried(command, f"this node tries {MAX_AT_ONCE} probes already")
+            self._untried(command, f"this node already runs {MAX_AT_ONCE} probes")
             return
         work = threading.Thread(
             target=self._work, args=(command,), name="ftrun-path-probe", daemon=True
@@ -115,7 +115,7 @@ class PathProber:
         try:
             found = probe_path(command.order, self._node_id, self._identity, self._secret)
         except Exception as error:  # noqa: BLE001 - the leader waits for an answer
-            self._untried(command, f"a bug of ftrun: {type(error).__name__}: {error}")
+            self._untried(command, f"a bug in ftrun: {type(error).__name__}: {error}")
         else:
             self._answer(command, ProbePathResult(command.order.survey, found))
         finally:
@@ -153,7 +153,7 @@ def probe_path(
         return msgspec.structs.replace(found, problem=str(error), is_unreached=is_unreached)
     finally:
         if sock is not None:
-            # Bytes that are still on the path are useless, so the reset discards them.
+            # The reset discards bytes that are still on the path.
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
@@ -194,7 +194,7 @@ def _measure(
             count, seconds = _send_bulk(sock, give_up_s)
             bytes_per_s = min(MOST_BYTES_PER_S, count / max(seconds, 1e-6))
     except OSError as error:
-        problem = f"it did not come to its end: {error}"
+        problem = f"the probe did not finish: {error}"
     return msgspec.structs.replace(
         found, rtt_s=min(rtts_s, default=0.0), bytes_per_s=bytes_per_s, problem=problem
     )
@@ -210,7 +210,7 @@ def _send_bulk(sock: socket.socket, give_up_s: float) -> tuple[float, float]:
     while True:
         ready = waiting.poll(max(0.0, give_up_s - clock.now_s()) * 1000)
         if not ready or clock.now_s() >= give_up_s:
-            raise TimeoutError("no more is taken there")
+            raise TimeoutError("the receiver accepts no more bytes")
         if ready[0][1] & ~select.POLLOUT:
             break
         with suppress(BlockingIOError):
@@ -258,14 +258,14 @@ def _second_half(arrivals: list[tuple[float, int]]) -> list[tuple[float, int]]:
 LINK_PINGS = 5
 LINK_BYTES = 256 << 10
 PROBE_S = 10.0
-"""For a whole link probe: 256 KiB at half a megabit a second take 4 s."""
+"""Limit of a link probe: 256 KiB at 0.5 Mbit/s take 4 s."""
 LINK_DIAL_S = 3.0
 PAUSE_S = 1.0
 """Minimum time between two link probes of one agent."""
 
 
 class LinkProber:
-    """Runs one probe at a time; the leader requests them."""
+    """Runs the link probes that the leader requests, one at a time."""
 
     def __init__(self, identity: PeerIdentity, secret: Secret | None) -> None:
         self._identity = msgspec.structs.replace(identity, purpose="probe")
@@ -277,7 +277,7 @@ class LinkProber:
         """Start a probe, from any thread, without waiting.
 
         Returns:
-            False if another probe is in progress, or has started less than `PAUSE_S` ago.
+            False if another probe is in progress, or was started less than `PAUSE_S` ago.
         """
         if not self._busy.acquire(blocking=False):
             return False
@@ -349,7 +349,7 @@ def _measure_link(sock: socket.socket, found: ProbeLinkResult, limit_s: float) -
         came_s = _exchange(sock, 1, LINK_BYTES, give_up_s)
         from_bytes_per_s = LINK_BYTES / max(came_s, 1e-6)
     except OSError as error:
-        problem = f"it did not come to its end: {error}"
+        problem = f"the probe did not finish: {error}"
     return msgspec.structs.replace(
         found,
         rtt_s=min(rounds_s, default=0.0),

@@ -44,10 +44,7 @@ executed later."""
 _CANNOT = (FtrunError, OSError, ValueError)
 """Errors of a fault that is not possible; they must not end the run."""
 
-NOT_ALLOWED = (
-    "this run was not started to be broken: start it with --allow-faults, and ftrun inject-fault "
-    "may do it"
-)
+NOT_ALLOWED = "this run does not allow fault injection. Start it with --allow-faults"
 _LAST_WORDS_S = 0.2
 """Delay of a fault that ends, stops or cuts off this agent, so that the answer is sent first."""
 
@@ -280,8 +277,8 @@ class FaultController:
         try:
             if found is None:
                 raise FaultRefused(
-                    f"no order {wanted} waits or lasts on this node; where it was given on another "
-                    "machine, ask there, or name its node with --node"
+                    f"fault order {wanted} is neither pending nor active on this node. Run the "
+                    "command on the node that accepted it, or pass --node"
                 )
             self._take_back(found)
         except _CANNOT as error:

@@ -73,8 +73,9 @@ def check_kept(parity_regions: Sequence[int], *, at_least: int) -> None:
             found += region.state in _WHOLE and bool(_contents(region))
     if found < at_least:
         raise FaultRefused(
-            f"{found} versions are kept for other nodes here, and it takes {at_least}: it needs "
-            "several nodes, a script that calls ftrun.attach, and some steps"
+            f"this node stores {found} protected versions of other nodes; this fault needs "
+            f"{at_least}. A node stores them after some steps of a script that calls ftrun.attach, "
+            "on several nodes"
         )
 
 
@@ -95,7 +96,10 @@ def make_stale(parity_regions: Sequence[int]) -> None:
         whole = [v for v in opened if v.state in _WHOLE and v.record is not None]
         whole.sort(key=lambda region: region.record.version if region.record else (-1, -1))
         if len(whole) < 2:
-            raise FaultRefused("only one version is kept for other nodes here just now")
+            raise FaultRefused(
+                f"this node stores {len(whole)} protected versions of other nodes at the moment; "
+                "this fault needs 2. Retry in a few seconds"
+            )
         old, new = whole[-2:]
         assert old.record is not None
         assert new.record is not None
@@ -118,7 +122,9 @@ def _open(fd: int) -> ParityRegion:
         return ParityRegion(copy)
     except LayoutUnknown:
         os.close(copy)
-        raise FaultRefused("what is kept for other nodes here is being made just now") from None
+        raise FaultRefused(
+            "the parity regions of this node are being written. Retry in a few seconds"
+        ) from None
 
 
 def _contents(region: ParityRegion) -> list[memoryview]:

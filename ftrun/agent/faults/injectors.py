@@ -4,7 +4,7 @@ Runs in:  agent, main thread.
 Takes in: an order for this node.
 Gives:    a prepared `FaultAction`; FaultRefused with the missing requirement.
 
-Rule 1: checks run when the order is accepted, if possible, and not when it is due.
+Rule 1: if possible, checks run when the order is accepted, not when the fault is due.
 Rule 2: a reverter, which outlives the agent, ends each fault that has a duration.
 """
 
@@ -42,7 +42,7 @@ from ftrun.wire.fault_orders import FAULT_PREFIX
 from ftrun.wire.messages.faults import FaultOrder
 
 _PERIOD_US = 20_000
-"""Quota period of the cpu cgroup: short, so that a rank is slowed evenly and not in pauses."""
+"""Quota period of the cpu cgroup; short, so that a rank is slowed evenly."""
 
 _KILL_WAIT_S = 10.0
 _MIB = 1 << 20
@@ -103,10 +103,12 @@ class FaultInjectors:
         for handle in self._workers.alive():
             if handle.slot.rank == rank:
                 return handle
-        raise FaultRefused(f"rank {rank} does not run on this node just now; ask again")
+        raise FaultRefused(
+            f"rank {rank} does not run on this node at the moment. Retry in a few seconds"
+        )
 
     def make_room_for_oom(self, order: FaultOrder) -> RunningFault:
-        """Create a memory cgroup that limits this rank, so that an oom harms nothing else.
+        """Create a memory cgroup for this rank, so that an oom affects no other process.
 
         Raises:
             FaultRefused: the amount is out of range, or the cgroup cannot be created.
@@ -160,7 +162,7 @@ class FaultInjectors:
     def _slow(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
         if not 0 < order.amount < 1024:
-            raise FaultRefused(f"--amount is a part of a core above 0, not {order.amount:g}")
+            raise FaultRefused(f"--amount is a fraction of a core above 0, not {order.amount:g}")
         check_free(handle.pid)
         try:
             group = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
@@ -186,15 +188,15 @@ class FaultInjectors:
         how = f"a cpu cgroup with {order.amount:g} of a core"
         if uses < order.amount:
             how += (
-                f". The rank uses {uses:.2f} of a core now, so this slows nothing: give a smaller "
-                f"--amount, such as {max(0.01, uses / 2):.2f}"
+                f". The rank uses {uses:.2f} of a core now, so this does not slow it. Use a "
+                f"smaller --amount, such as {max(0.01, uses / 2):.2f}"
             )
         return FaultAction(how, do)
 
     def _slow_by_signals(self, order: FaultOrder, handle: WorkerHandle) -> FaultAction:
         if order.amount >= 1:
             raise FaultRefused(
-                "without a cpu cgroup of its own a rank can be slowed to less than 1 core only"
+                "without a cpu cgroup, a rank can only be slowed to less than 1 core"
             )
 
         def do() -> RunningFault:
@@ -213,7 +215,7 @@ class FaultInjectors:
     ) -> RunningFault:
         """Move processes into a cgroup; its reverter moves them back and removes the cgroup.
 
-        The reverter does this after `for_s`, and at the latest when all processes `pids_of` ended.
+        The reverter does this after `for_s`, or earlier if all processes of `pids_of` have ended.
         """
         try:
             return RunningFault(
@@ -247,7 +249,7 @@ class FaultInjectors:
         if smp.child is not None and smp.child.status is None:
             return smp.child.pid
         if smp.channel is None:
-            raise FaultRefused("there is no SMP on this node just now")
+            raise FaultRefused("there is no SMP on this node at the moment. Retry in a few seconds")
         return smp.channel.peer_pid
 
     def _agent_kill(self, _: FaultOrder) -> FaultAction:
@@ -257,7 +259,7 @@ class FaultInjectors:
 
     def _leader_kill(self, order: FaultOrder) -> FaultAction:
         if not self._control.leads:
-            raise FaultRefused("this node does not lead any more; ask again")
+            raise FaultRefused("this node is no longer the leader. Run the command again")
         return self._agent_kill(order)
 
     def _agent_zombie(self, order: FaultOrder) -> FaultAction:
@@ -284,8 +286,8 @@ class FaultInjectors:
         stub = self._stub_pid()
         if stub == 1:
             raise FaultRefused(
-                "ftrun is process 1 here, which no process within can kill. Start it below an "
-                "init, or kill the container from outside"
+                "ftrun is process 1 of this container, so no process in it can kill ftrun. Start "
+                "ftrun below an init, or kill the container from outside"
             )
         smp = self._smp_if_running()
 
@@ -293,22 +295,30 @@ class FaultInjectors:
         # An SMP that has outlived an earlier stub is not a descendant of this stub.
         steps = [["signal", signal.SIGSTOP, smp], ["tree", kill, stub], ["signal", kill, smp]]
         do = partial(RunningFault, steps, [], waits=False)
-        return FaultAction(f"SIGKILL to all of this run, stub {stub} included", do, is_last=True)
+        return FaultAction(
+            f"SIGKILL to all processes of this run on this node, including stub {stub}",
+            do,
+            is_last=True,
+        )
 
     def _freeze(self, order: FaultOrder) -> FaultAction:
         stub = self._stub_pid()
         root = os.getpid() if stub == 1 else stub
         smp = self._smp_if_running()
 
-        stop, go_on = signal.SIGSTOP, signal.SIGCONT
+        stop, resume = signal.SIGSTOP, signal.SIGCONT
         do = partial(
             RunningFault,
             [["tree", stop, root], ["signal", stop, smp]],
-            [["signal", go_on, smp], ["tree", go_on, root]],
+            [["signal", resume, smp], ["tree", resume, root]],
             for_s=order.for_s,
             waits=False,
         )
-        return FaultAction(f"SIGSTOP to all of this run for {order.for_s:g} s", do, is_last=True)
+        return FaultAction(
+            f"SIGSTOP to all processes of this run on this node for {order.for_s:g} s",
+            do,
+            is_last=True,
+        )
 
     def _smp_if_running(self) -> list[tuple[int, int]]:
         with suppress(FaultRefused):
@@ -326,10 +336,12 @@ class FaultInjectors:
     def _link(self, order: FaultOrder) -> FaultAction:
         spec, plan = self._spec, self._control.plan
         if spec.nodes is None or plan is None:
-            raise FaultRefused("this run has one node, and so no link to another")
+            raise FaultRefused("this run has one node, so it has no link to another node")
         card = plan.card(spec.nodes.node_id)
         if card is None:
-            raise FaultRefused("this node takes no part in the run just now; ask again")
+            raise FaultRefused(
+                "this node is not part of the run at the moment. Retry in a few seconds"
+            )
         fault = link_fault(order, host=card.host, is_allowed_anywhere=spec.allow_network_faults)
 
         do = partial(RunningFault, fault.do, fault.undo, for_s=order.for_s)
@@ -340,7 +352,7 @@ class FaultInjectors:
         control = self._control
         thread = control.thread if isinstance(control, ClusterControlLoop) else None
         if thread is None:
-            raise FaultRefused("this run has one node: nothing goes over a wire")
+            raise FaultRefused("this run has one node, so it sends no frames to other nodes")
         how = "the last bit of the next frame to each other agent"
         return FaultAction(how, thread.corrupt_next)
 
@@ -356,7 +368,7 @@ class FaultInjectors:
             handle.child.signal_group(signal.SIGKILL)
             handle.child.signal(signal.SIGKILL)
             if not handle.child.wait(_KILL_WAIT_S):
-                raise FaultRefused(f"rank {order.rank} has not died, so its memory is its own")
+                raise FaultRefused(f"rank {order.rank} has not ended, so its memory is not changed")
             corruption.flip_from(arenas, order.rank, corruption.newest_common(arenas, local))
 
         return FaultAction(
@@ -369,7 +381,7 @@ class FaultInjectors:
             corruption.truncate if order.kind == "fragment-truncate" else corruption.make_stale
         )
         corruption.check_kept(parity_regions, at_least=1 if corrupt is corruption.truncate else 2)
-        how = "in the memory that is kept for other nodes"
+        how = "in the parity regions, which hold data of other nodes"
         return FaultAction(how, lambda: corrupt(parity_regions))
 
     def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:

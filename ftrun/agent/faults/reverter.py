@@ -59,7 +59,7 @@ class RunningFault:
             env={name: text for name, text in os.environ.items() if name != "LD_PRELOAD"},
         )
         started.returncode = 0  # `ChildProcess` reads the exit status
-        self.child = ChildProcess(started.pid, "healer")
+        self.child = ChildProcess(started.pid, "reverter")
         assert started.stdin is not None
         assert started.stdout is not None
         # The pipes stay open, because closing them would free descriptors during an fd-limit fault.
@@ -72,7 +72,7 @@ class RunningFault:
             self.end()
             words = answer.decode(errors="replace").removeprefix("failed ")
             raise FaultRefused(
-                words or "what was to bring the fault about has ended without a word"
+                words or "the reverter process exited without reporting that the fault was injected"
             )
 
     def is_over(self) -> bool:

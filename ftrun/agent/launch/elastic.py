@@ -39,8 +39,9 @@ from ftrun.wire.cluster.generation import GenerationPlan
 _log = logging.getLogger(__name__)
 
 UNUSED_SIGNAL = signal.SIGWINCH
-"""The one that torch gets to handle: its handler raises in the middle of any code, and ftrun queues
-signals instead. `RunSignals.catch` removes the handler, because the default is to ignore it."""
+"""The only signal for which torch installs its handler, because this handler raises an exception in
+the middle of any code. ftrun queues signals instead. `RunSignals.catch` resets this signal to its
+default action, which ignores it."""
 
 
 class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):

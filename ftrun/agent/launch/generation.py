@@ -1,9 +1,9 @@
 """Prepares and starts a generation on this node, and measures the phases of a restart.
 
 Runs in:  agent, main thread.
-Takes in: a plan: first to prepare it; then, once it is chosen, to start its ranks.
+Takes in: a plan, once to prepare it, and again to start its ranks when it is chosen.
 Gives:    running workers, journal lines, a `Recovered` with measured phases.
-Survives: this agent: the state for the next one is persisted with the SMP and the stub before a
+Survives: this agent: the state for the next agent is persisted in the SMP and the stub before a
           plan is accepted.
 """
 
@@ -62,12 +62,12 @@ class GenerationRunner:
         self.plan: GenerationPlan | None = None
         """The plan whose ranks run here, or are about to start."""
         self.is_over = False
-        """Its ranks are dead, the inventory of this node was reported, and another generation
-        follows."""
+        """The ranks of this generation have ended, the inventory of this node was reported, and
+        another generation follows."""
         self.checkpoint = ""
-        """The name of the checkpoint that the plan's ranks start from; empty: none."""
+        """Name of the checkpoint from which the plan's ranks start; empty: none."""
         self.rejected: dict[str, str] = {}
-        """Checkpoints that this node cannot use, found for this plan: names and reasons."""
+        """Checkpoints that this node cannot use for this plan: names and reasons."""
         self._spec = spec
         self._node_id = node_id
         self._journal = journal
@@ -76,7 +76,7 @@ class GenerationRunner:
         self._workers = workers
         self.repeats = RepeatedSteps(journal, workers)
         self.announcements = Announcements()
-        self._took_effect = False
+        self._has_started = False
         self._persisted = kept
         self._decided_s = 0.0
         self._memory_s = 0.0
@@ -84,8 +84,8 @@ class GenerationRunner:
         self._previous_world_size = 0
         """World size of the restored version; 0: the same as now."""
         self._is_share = False
-        """Other nodes have read a part of the checkpoint that was loaded."""
-        self._said_bad: set[str] = set()
+        """Other nodes have read a part of the loaded checkpoint."""
+        self._reported_bad: set[str] = set()
         """Checkpoints whose rejection was reported already."""
 
     @property
@@ -105,7 +105,7 @@ class GenerationRunner:
     @property
     def has_ranks(self) -> bool:
         """Whether this agent started the ranks of the newest plan, and no ballot has ended them."""
-        return self._took_effect and not self.is_over
+        return self._has_started and not self.is_over
 
     @property
     def is_alone(self) -> bool:
@@ -113,9 +113,9 @@ class GenerationRunner:
 
     @property
     def token(self) -> str:
-        """Equal on every node of this generation, and in no other generation of any run.
+        """Identifies this generation: equal on all of its nodes, different in all others.
 
-        A later agent of the same node computes the same token, even if spares have joined since.
+        A restarted agent of the same node computes the same token, even if spares have joined.
         """
         plan = self.newest_plan
         if plan is None:
@@ -125,7 +125,7 @@ class GenerationRunner:
 
     @property
     def life(self) -> str:
-        """Equal on every node, in all generations of this run and in no other run."""
+        """Identifies this run: equal on all nodes and in all generations of this run only."""
         plan = self.newest_plan
         return plan.life if plan is not None else ""
 
@@ -133,12 +133,12 @@ class GenerationRunner:
         """Prepare: void later versions, load a checkpoint if needed, and send the plan to the SMP.
 
         Raises:
-            SnapshotError: there was a state to resume from, and it cannot be loaded.
+            SnapshotError: a state to resume from exists, but cannot be loaded.
         """
         self._decided_s = clock.now_s()
         self.is_over = False
         self.checkpoint, self.rejected = "", {}
-        self.plan, self.number, self._took_effect = plan, plan.generation, False
+        self.plan, self.number, self._has_started = plan, plan.generation, False
         crash_point("agent.restart.decided")
         self._restored = self._restore_point(plan)
         crash_point("agent.restart.voided")
@@ -156,8 +156,8 @@ class GenerationRunner:
         self.send_to_smp()
         crash_point("agent.restart.smp_notified")
         self._await_share()
-        # Before the plan is accepted, because the next agent of this node proves with this state
-        # what this agent had accepted.
+        # Before the plan is accepted: the state proves to the next agent of this node what this
+        # agent has accepted.
         self._persist_state()
         return self._restored
 
@@ -170,7 +170,7 @@ class GenerationRunner:
         agent.place_in(plan, self._node_id)
         agent.start_generation(plan.generation)
         self._workers.launched(agent)
-        self._took_effect = True
+        self._has_started = True
         crash_point("agent.restart.launched")
         if self.number > 0:
             start = str(self._restored) if self._restored is not None else "the beginning"
@@ -189,7 +189,7 @@ class GenerationRunner:
         self.repeats.launched()
 
     def send_to_smp(self) -> None:
-        """Send the members to the SMP; if the SMP has ended, the next one receives them."""
+        """Send the plan to the SMP; if the SMP has ended, the next SMP receives it."""
         if self.plan is None:
             return
         # In the middle of a generation the newest commit must be protected again.
@@ -248,7 +248,7 @@ class GenerationRunner:
         )
 
     def _launch_request(self, plan: GenerationPlan) -> LaunchRequest:
-        """The request for all ranks of this node; `WorkerGroup` completes it for each rank."""
+        """The launch request of this node's ranks; `WorkerGroup` completes it for each rank."""
         return LaunchRequest(
             generation=Generation(plan.generation),
             rank=Rank(-1),
@@ -278,17 +278,15 @@ class GenerationRunner:
                 f"{to_do}"
             )
         if found is not None:
-            # A version from a checkpoint is protected and committed again. An earlier commit is
-            # lost, and must not be fetched any more.
+            # A version from a checkpoint is protected and committed again. The previous committed
+            # version is lost, and must not be fetched.
             self._smp.committed = found if found.generation >= 0 else None
         voided = self._smp.void_after(found if found is not None else NOTHING)
         self._journal.write(RestorePointChosen(found, reason, voided))
         return found
 
     def _await_share(self) -> None:
-        """Wait until the whole checkpoint is here, as if this node had read all of it.
-
-        The plan is accepted only then.
+        """Wait until this node has the whole checkpoint, before it accepts the plan.
 
         Raises:
             SnapshotError: the checkpoint cannot be loaded.
@@ -298,7 +296,7 @@ class GenerationRunner:
         try:
             self._smp.await_restored()
         except PeerError as error:
-            # The next SMP finds no complete slot and reports that, so another generation begins.
+            # The next SMP reports that it has no complete slot, so another generation begins.
             self._journal.write(SmpUnreachable(str(error)))
             return
         if self._smp.restore_failed:
@@ -306,7 +304,7 @@ class GenerationRunner:
             raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
 
     def _load_checkpoint(self, plan: GenerationPlan, reason: str) -> tuple[Version | None, str]:
-        """The version on storage, and why this one; None if there is none to resume from."""
+        """Load a version from storage; return it, and the reason. None: there is no checkpoint."""
         node = plan.member(self._node_id)
         had = self._smp.committed is not None
         sources = sources_of(self._spec, plan.life, has_committed=had)
@@ -342,24 +340,24 @@ class GenerationRunner:
 
     def _report_bad(self, bad: Mapping[str, str]) -> None:
         for name, reason in bad.items():
-            if name not in self._said_bad:
-                self._said_bad.add(name)
+            if name not in self._reported_bad:
+                self._reported_bad.add(name)
                 self._journal.write(CheckpointRejected(name, reason))
                 _log.warning("checkpoint %s is not used: %s", name, reason)
 
     def keep_arenas(self) -> None:
-        """Give the stub all memory that was added or removed; cheap if nothing has changed."""
+        """Report new and freed arenas to the stub; cheap if nothing has changed."""
         self._stub.keep([fd for _, fd in self._smp.memory.held], self._persisted)
 
     def keep_plan(self, plan: GenerationPlan, *, is_chosen: bool) -> None:
-        """Persist the present voters for this node's next agent; the plan of the ranks stays."""
+        """Persist a plan for this node's next agent; `self.plan` does not change."""
         self._persisted = PersistedAgentState(plan, is_chosen=is_chosen)
         self.keep_arenas()
         self._remember()
 
     def _persist_state(self) -> None:
         assert self.plan is not None
-        self.keep_plan(self.plan, is_chosen=self._took_effect)
+        self.keep_plan(self.plan, is_chosen=self._has_started)
 
     def _remember(self) -> None:
         try:
@@ -369,7 +367,7 @@ class GenerationRunner:
 
 
 def _path_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
-    """Variables that set the rails for this node's ranks; variables that the user has set stay."""
+    """Variables that set the rails of this node's ranks, without those that the user has set."""
     if plan.paths is None or plan.member(node_id) is None:
         return {}
     try:
@@ -383,41 +381,41 @@ def _path_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
 _log = logging.getLogger(__name__)
 
 _CAUSES = (NodeLost, VerdictRecord)
-"""Records that may repeat one failure. The reason of the next generation may repeat it too."""
+"""Records that may name the same failure, like the reason of the next generation."""
 
 
 class Announcements:
-    """The causes since the last generation started."""
+    """The causes that were printed since the last generation started."""
 
     def __init__(self) -> None:
-        self._said: deque[str] = deque(maxlen=20)
+        self._printed: deque[str] = deque(maxlen=20)
 
     def is_new(self, cause: str) -> bool:
-        """Return whether this cause is not printed yet, and count it as printed."""
-        if cause in self._said:
+        """Return whether this cause was not printed yet; from now on it counts as printed."""
+        if cause in self._printed:
             return False
-        self._said.append(cause)
+        self._printed.append(cause)
         return True
 
     def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
-        """Print an entry, unless it names a cause that is printed already.
+        """Print an entry, unless its cause was already printed.
 
         Args:
             entry: from the leader.
-            has_ranks: this node runs ranks. If not, no ranks start here, and the entry for the new
-                generation clears the causes instead.
+            has_ranks: this node runs ranks. On other nodes `beginning` is not called, so the entry
+                for a new generation clears the causes.
         """
         record = entry.record
         if isinstance(record, GenerationChosen) and not has_ranks:
-            self._said.clear()
+            self._printed.clear()
         if entry.announce and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
             _log.warning("%s", record.text)
 
     def beginning(self, reason: str, generation: int, start: str) -> str:
-        """The line for a new generation, without the part of its reason that is already printed."""
-        said = next((one for one in self._said if reason.startswith(one)), "")
-        self._said.clear()
-        rest = reason.removeprefix(said).lstrip("; ")
+        """The line for a new generation; a cause that was already printed is left out."""
+        printed = next((one for one in self._printed if reason.startswith(one)), "")
+        self._printed.clear()
+        rest = reason.removeprefix(printed).lstrip("; ")
         return "; ".join(
             [*([rest] if rest else []), f"generation {generation} starts from {start}"]
         )

@@ -5,9 +5,8 @@ Takes in: pids of children, own or adopted (a zygote's grandchildren are reparen
           which reaps them).
 Gives:    `ChildProcess` objects with a pidfd that becomes readable at their end.
 
-A pidfd always refers to one process, so a signal never reaches another process that got the same
-number later. The status is read with waitid on exactly that pid, so this code never reaps a child
-of torch.
+A pidfd always refers to one process, so a signal never reaches a later process with the same pid.
+The status is read with waitid on exactly that pid, so this code never reaps a child of torch.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ from ftrun import clock
 from ftrun.process_tree import state_of
 
 MAX_REAPED = 1000
-"""Of one call, so that the loop continues in a storm of them."""
+"""Maximum number of orphans reaped by one call, so that the loop continues if many end at once."""
 
 awaited: set[int] = set()
-"""Pids of programs whose end another thread waits for, such as a hook's."""
+"""Pids of programs for whose end another thread waits, such as hooks."""
 
 
 class ChildProcess:
@@ -37,7 +36,7 @@ class ChildProcess:
         self.pid = pid
         self.name = name
         self.leads_group = leads_group
-        """It leads a process group, which is killed when it has ended."""
+        """The child leads a process group, which is killed when the child has ended."""
         self.pidfd = os.pidfd_open(pid)
         self.status: int | None = None
         """Exit code, or the negative signal number; None while it lives."""
@@ -74,14 +73,14 @@ class ChildProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def signal_group(self, number: int) -> None:
-        """Signal every process in its process group; no effect once the child has been reaped."""
+        """Signal the processes of the child's group; no effect after the child was reaped."""
         if self.status is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait at most `deadline_s` seconds for its end; return whether it has ended."""
+        """Wait at most `deadline_s` seconds; return whether the child has ended."""
         give_up_s = clock.now_s() + deadline_s
         while not self.reap():
             left_s = give_up_s - clock.now_s()
@@ -156,7 +155,7 @@ def reap_strangers(known: Sequence[ChildProcess]) -> None:
 
 
 def oom_kills() -> int | None:
-    """Out-of-memory kills so far: of this cgroup if it counts them, else of the machine."""
+    """Number of out-of-memory kills in this cgroup; on the machine, if that is not counted."""
     for path in (*_cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")):
         found = _oom_kills_in(path)
         if found is not None and path.name == "memory.oom_control":
@@ -177,7 +176,7 @@ def _oom_kills_in(path: Path) -> int | None:
 
 
 def one_oom_ends_all() -> bool:
-    """Whether memory.oom.group of this cgroup is 1: one process out of memory ends all of them."""
+    """Whether memory.oom.group of this cgroup is 1: an OOM kill then ends all processes in it."""
     for path in _cgroup_files("memory.oom.group", ""):
         with contextlib.suppress(OSError):
             return path.read_text(encoding="ascii").strip() == "1"

@@ -1,8 +1,8 @@
-"""Variables for torch's flight recorders in the ranks. What the user has set stays.
+"""Variables for torch's flight recorders in the ranks. Variables that the user has set stay.
 
-TORCH_FR_BUFFER_SIZE overrides TORCH_NCCL_TRACE_BUFFER_SIZE, so neither is set if the other is. The
-second one is never set: torch warns of it in every rank (seen with 2.13), and only the dump pipe of
-2.8 to 2.11 needs it.
+TORCH_FR_BUFFER_SIZE overrides TORCH_NCCL_TRACE_BUFFER_SIZE, so it is set only if the user has set
+neither. TORCH_NCCL_TRACE_BUFFER_SIZE is never set, because torch warns about it in every rank (seen
+with 2.13), and only the dump pipe of 2.8 to 2.11 needs it.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 RECORDED_CALLS = 128
-"""Collectives that gloo's recorder keeps; reading torch's default of 2,000 takes 15 ms."""
+"""Number of collectives in gloo's recorder; reading torch's default of 2,000 takes 15 ms."""
 
 RECORDED_ON_DEVICE = 2000
-"""NCCL's recorder is not read while ranks make steps. Torch 2.8 to 2.10 record nothing without a
-size."""
+"""Number of collectives in NCCL's recorder, which is not read while ranks make steps. Torch 2.8 to
+2.10 record nothing without a size."""
 
 DUMPS = "fr"
 """Folder of dumps below the logs of a node, with a folder for each generation."""
@@ -27,7 +27,7 @@ _DEVICES = ("dev/nvidia[0-9]*", "dev/kfd")
 
 
 def has_nccl_devices(root: Path = Path("/")) -> bool:
-    """Whether this machine has devices on which ranks may use NCCL or RCCL; opens none."""
+    """Whether this machine has devices for NCCL or RCCL; opens no device."""
     return any(True for pattern in _DEVICES for _ in root.glob(pattern))
 
 
@@ -38,7 +38,7 @@ def recorder_variables(
 
     Args:
         user: the variables of this process.
-        dumps: folder for what torch dumps by itself; created on a node with devices.
+        dumps: folder for torch's own dumps; created on a node with devices.
         pipes: folder on a local file system. Torch ends a rank that cannot make its pipe.
         has_devices: collectives of the ranks may run on devices.
     """
@@ -47,7 +47,7 @@ def recorder_variables(
         found[_SIZES[0]] = str(RECORDED_ON_DEVICE if has_devices else RECORDED_CALLS)
     if not has_devices:
         return found
-    with suppress(OSError):  # a full disk: torch then dumps into its own folder
+    with suppress(OSError):  # if the disk is full, torch uses its default folder
         dumps.mkdir(parents=True, exist_ok=True)
         if not any(name in user for name in _FILES):
             found |= dict.fromkeys(_FILES, str(dumps / "rank_"))

@@ -181,7 +181,7 @@ class ZygoteClient:
                 continue
             is_expected = standby.child is None or (standby.binding and not standby.is_bound)
             if is_expected and standby in self._standbys:  # the one before may have unbound all
-                self._hear(standby)
+                self._receive_answer(standby)
 
     # --- devices ----------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class ZygoteClient:
             if standby.binding is not None:
                 self._drop(standby, reason)
 
-    def _hear(self, standby: Standby) -> None:
+    def _receive_answer(self, standby: Standby) -> None:
         """Receive the hello, or the answer about the device, if it is there."""
         try:
             standby.orders.setblocking(False)
@@ -254,7 +254,7 @@ class ZygoteClient:
             if binding is None or binding.local_rank != local_rank:
                 continue
             if not standby.is_bound:
-                self._hear(standby)  # the answer may have arrived just now
+                self._receive_answer(standby)  # the answer may have arrived just now
                 if standby not in self._standbys:
                     return None
             names = [

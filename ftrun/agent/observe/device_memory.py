@@ -1,17 +1,17 @@
 """Waits until the device memory of ended ranks is free again.
 
-Runs in:  agent, the main thread; calls of NVML in threads of their own.
+Runs in:  agent, the main thread; NVML is called in separate threads.
 Takes in: memory in use on each GPU, by NVML; CUDA_VISIBLE_DEVICES.
-Gives:    a wait before the next generation. If the memory does not come back, the generation
-          starts anyway, and the log names the processes that have device files open.
+Gives:    a wait before the next generation. If the memory is not freed, the generation starts
+          anyway, and the log names the processes that have device files open.
 Survives: a machine without NVML; a driver that does not answer: the wait ends at its limit, and
-          nothing is awaited later.
+          later generations do not wait.
 
 The driver frees the memory of a process after its end, when the last descriptor of its context is
 closed. A generation that starts earlier can run out of memory.
 
-Rule 1: the value to come back to is read before the first generation starts. A driver that has not
-        answered by then gives none, because later values include the ranks.
+Rule 1: the reference value is read before the first generation starts. If the driver has not
+        answered by then, there is no reference, because later values include the ranks.
 """
 
 import logging
@@ -27,9 +27,9 @@ from ftrun.linux import open_device_files
 _log = logging.getLogger(__name__)
 
 TOLERANCE_BYTES = 1 << 30
-"""Other processes on the GPU may grow by this much."""
+"""Allowed growth of other processes on a GPU."""
 STANDBY_BYTES = 1 << 30
-"""A standby that has initialised a GPU uses at most this much of it."""
+"""Upper bound of the device memory of a standby that has initialised a GPU."""
 
 _ANSWER_S = 2.0
 _POLL_S = 0.05
@@ -42,7 +42,7 @@ UsedBytes = Callable[[], Mapping[str, int]]
 def still_used(
     before: Mapping[str, int], now: Mapping[str, int], *, allowed_bytes: int = TOLERANCE_BYTES
 ) -> dict[str, int]:
-    """Bytes by device beyond the value before the first generation; empty: all came back."""
+    """Bytes by device above the value before the first generation; empty: all are free."""
     more = {name: now.get(name, 0) - num_bytes for name, num_bytes in before.items()}
     return {name: num_bytes for name, num_bytes in more.items() if num_bytes > allowed_bytes}
 
@@ -57,7 +57,7 @@ class DeviceMemory:
         self._read.begin()
 
     def before_start(self) -> None:
-        """Before ranks start: wait for the first value, and use none that comes later."""
+        """Call this before ranks start: wait for the reference value; a later one is not used."""
         if self._before is None:
             self._before = self._read.answer(_ANSWER_S)
         if self._before is None:
@@ -66,8 +66,8 @@ class DeviceMemory:
     def wait(self, *, since_s: float, standbys_use_it: bool = False) -> float:
         """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds.
 
-        Each GPU may be used by one standby, if standbys use GPUs. A driver that does not answer
-        gets `_ANSWER_S` in any case.
+        If standbys use GPUs, each GPU may have one standby. The driver gets at least `_ANSWER_S`
+        to answer.
         """
         began_s = clock.now_s()
         allowed_bytes = TOLERANCE_BYTES + (STANDBY_BYTES if standbys_use_it else 0)
@@ -81,8 +81,7 @@ class DeviceMemory:
                 break
             if left_s <= 0:
                 self._give_up(left)
-                # What is still used belongs to others, or does not come back: it is not awaited
-                # again.
+                # Other processes use the rest, or it is lost: later waits do not include it.
                 self._before = used
                 break
             clock.sleep(_POLL_S)
@@ -92,7 +91,7 @@ class DeviceMemory:
         self._before = {}
         _log.warning(
             "NVML has not answered for %.0f s. %sLater generations of this node do not wait until "
-            "device memory is free", self._read.silent_s, what_follows,
+            "device memory is free", self._read.unresponsive_s, what_follows,
         )  # fmt: skip
 
     def _give_up(self, left: Mapping[str, int]) -> None:
@@ -126,7 +125,7 @@ def used_by_nvml() -> UsedBytes:
             nvml, is_loaded = driver() if os.path.exists(_DRIVER) else None, True
         found: dict[str, int] = {}
         for name in _visible_devices(nvml) if nvml is not None else ():
-            # A device that fails here has its own report, and is not awaited.
+            # Another module reports a failing device; no wait includes it.
             with suppress(nvml.NVMLError):
                 found[name] = int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, name)).used)
         return found

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 _ANSWER_S = 0.2
-_SILENT_S = 10.0
+_UNRESPONSIVE_S = 10.0
 _MAX_XIDS = 32
 """XIDs that are reported of one poll; the driver keeps the others for the next."""
 
@@ -81,7 +81,7 @@ class BoundedCall(Generic[T]):
         return found
 
     @property
-    def silent_s(self) -> float:
+    def unresponsive_s(self) -> float:
         """Seconds since the call in progress began; 0: none is in progress."""
         return 0.0 if self._asked_s is None else clock.now_s() - self._asked_s
 
@@ -101,7 +101,7 @@ class DeviceCounters:
         self._due_s = 0.0
         self._before: dict[str, int] = {}
         self._gpus: BoundedCall[list[DeviceReport]] | None = None
-        self._is_silent = False
+        self._is_unresponsive = False
 
     def poll(self, now_s: float, *, on_device: bool) -> tuple[DeviceReport, ...]:
         """What was counted since the last poll, if a poll is due."""
@@ -124,10 +124,13 @@ class DeviceCounters:
                 return []
             self._gpus = BoundedCall(Gpus().poll, otherwise=[])
         found = self._gpus.answer(_ANSWER_S)
-        was_silent, self._is_silent = self._is_silent, self._gpus.silent_s >= _SILENT_S
-        if self._is_silent and not was_silent:
+        was_unresponsive, self._is_unresponsive = (
+            self._is_unresponsive,
+            self._gpus.unresponsive_s >= _UNRESPONSIVE_S,
+        )
+        if self._is_unresponsive and not was_unresponsive:
             # It may only be busy, for example with page-locking much memory.
-            text = f"the GPUs' driver (NVML) has not answered for {self._gpus.silent_s:.0f} s"
+            text = f"the GPUs' driver (NVML) has not answered for {self._gpus.unresponsive_s:.0f} s"
             return [DeviceReport(text)]
         return found or []
 

@@ -342,7 +342,7 @@ _CLOCK_STEP_S = 0.02
 """A larger change of the wall clock between two samples is no slew."""
 
 COST = 0.004
-"""Of a processor, for each rank."""
+"""Fraction of one processor that sampling may use for each rank."""
 
 _BOTH_ENDS = 2.0
 """The answering threads in the ranks use as much processor time as the requests do (measured)."""

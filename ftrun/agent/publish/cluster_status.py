@@ -1,7 +1,7 @@
-"""Builds the status that the control loop owns: the whole run, its nodes and its incidents.
+"""Builds the status from the control loop: the run, its nodes and its incidents.
 
 Runs in:  agent, the thread of the control loop.
-Takes in: the control loop of an agent.
+Takes in: the control loop of this agent.
 Gives:    one immutable `ControlLoopStatus` for other threads; docs/operations.md describes it.
 """
 
@@ -29,7 +29,7 @@ from ftrun.monitor.numerics import finite
 from ftrun.monitor.verdicts import RankView
 from ftrun.records.incidents import IncidentClosed
 from ftrun.recovery.incidents import Incident
-from ftrun.recovery.past import Gone
+from ftrun.recovery.past import Departure
 from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat
@@ -51,11 +51,11 @@ INCIDENTS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class ControlLoopStatus:
-    """Decisions and incidents, and on several nodes the whole run, at one moment."""
+    """Decisions and incidents at one moment; on several nodes also the status of the whole run."""
 
     leads: bool
     leader_id: str
-    """The leader, if this node has found one; else empty."""
+    """Node id of the leader; empty if this node has found no leader."""
     leader_host: str
     state: SupervisorState
     lateness_s: Mapping[int, float]
@@ -94,7 +94,7 @@ def control_loop_status(control_loop: ControlLoop, *, is_alone: bool) -> Control
 
 
 def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
-    """Status of the run as this agent knows it; only the leader's is complete."""
+    """Status of the run as known to this agent; complete only on the leader."""
     plan, leader, member = control_loop.plan, control_loop.member.leader, control_loop.member
     known: dict[str, Any] = {
         "leader": member.leader_card.node_id if member.leader_card else None,
@@ -136,7 +136,7 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
 
 
 def lateness_of(control_loop: ControlLoop) -> Mapping[int, float]:
-    """Seconds by which each rank enters the collectives of a step late, for ranks with data."""
+    """Seconds by which each rank enters the collectives of a step late; only ranks with data."""
     return control_loop.monitor.watching.slow.lateness_s
 
 
@@ -156,7 +156,7 @@ def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
 
 
 def incidents_of(control_loop: ControlLoop, *, now_s: float) -> tuple[IncidentStatus, ...]:
-    """The open incident, then the last closed ones, newest first."""
+    """The open incident, then the last closed incidents, newest first."""
     known = control_loop.monitor.incidents
     closed = list(known.closed)[-INCIDENTS_SHOWN:][::-1]
     found = tuple(_closed(at_s, one, now_s) for at_s, one in closed)
@@ -262,8 +262,8 @@ def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankS
     )
 
 
-def _gone(gone: Gone, now_s: float) -> NodeStatus:
-    """Entry of a node that was lost or left under an earlier leader."""
+def _gone(gone: Departure, now_s: float) -> NodeStatus:
+    """Entry of a node that was lost or has drained under an earlier leader."""
     return NodeStatus(
         node_id=gone.card.node_id,
         host=gone.card.host,
@@ -275,7 +275,7 @@ def _gone(gone: Gone, now_s: float) -> NodeStatus:
 
 
 def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
-    """Warnings of the first nodes, because other nodes usually report the same."""
+    """Warnings of the first nodes; other nodes usually report the same warnings."""
     found = [
         f"node {node_id}: {heartbeat.repeat_warning}"
         for node_id, heartbeat in sorted(heartbeats.items())
@@ -326,7 +326,7 @@ class _LedRun:
         return "stopping" if self.control_loop.monitor.is_stopping else "running"
 
     def nodes(self) -> tuple[NodeStatus, ...]:
-        """Nodes in the order of ranks, then spares, then all others, then those no longer known."""
+        """Nodes in the order of ranks, then spares, other known nodes, and departed nodes."""
         plan, heartbeats, now_s = self.plan, self.heartbeats, self.now_s
         order = [card.node_id for card in plan.voters] if plan is not None else []
 
@@ -399,8 +399,8 @@ class _LedRun:
             parts.append(f"{witness.reason}, for {witness.since_s:.0f} s")
         return "; ".join(parts)
 
-    def _earlier_nodes(self) -> list[Gone]:
-        """Nodes that were lost or left under an earlier leader, and are not known now."""
+    def _earlier_nodes(self) -> list[Departure]:
+        """Nodes that were lost or have drained under an earlier leader and are not known now."""
         known = {peer.card.node_id for peer in self.leader.known}
         past = self.control_loop.monitor.past
         return [one for one in past.gone if one.card.node_id not in known]
@@ -458,7 +458,7 @@ def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
 
 
 def _without_leader(control_loop: ControlLoop) -> str:
-    """What this agent does about a leader, if it is not the leader."""
+    """Summary on an agent that does not lead: how it reaches, or elects, the leader."""
     member = control_loop.member
     card = member.leader_card
     if member.role is MemberRole.FOLLOWING and card is not None:

@@ -2,13 +2,13 @@
 
 Runs in:  agent, main thread.
 Takes in: descriptors of arenas and parity regions, from the SMP or the stub; the accepted plan.
-Gives:    the sealed versions in them; the arena to start a rank with; memory and state for the
-          next SMP and, through SMP and stub, for the next agent.
-Survives: SMP and agent at once; the stub is the third holder of the memory.
+Gives:    the sealed versions in the arenas; the arena for the start of a rank; memory and state for
+          the next SMP and, through SMP and stub, for the next agent.
+Survives: the loss of SMP and agent at the same time, because the stub holds the memory too.
 
-SMP and stub retain the state as bytes and do not decode it. The stub has no msgspec. It receives
-the state as the first of the descriptors, in its own memfd, because the plan of thousands of nodes
-is large.
+SMP and stub retain the state as bytes and do not decode it; the stub has no msgspec. The stub
+receives the state in a memfd, as the first descriptor, because the plan of thousands of nodes is
+large.
 """
 
 import os
@@ -31,9 +31,9 @@ class RetainedMemory:
 
     def __init__(self) -> None:
         self.arenas: dict[Rank, list[int]] = {}
-        """By rank, the newest layout last."""
+        """Arenas by rank, the newest layout last."""
         self.parity_regions: dict[int, int] = {}
-        """Parity regions, which the SMP stores for other nodes, by slot."""
+        """Parity regions by slot."""
 
     @property
     def held(self) -> list[tuple[Rank, int]]:
@@ -64,7 +64,7 @@ class RetainedMemory:
                 os.close(fd)
 
     def offers(self) -> list[ShardOffer]:
-        """Every sealed slot on this node, read from the memory itself, with or without an SMP."""
+        """Every sealed slot on this node; read from the arenas, so it needs no SMP."""
         found: list[ShardOffer] = []
         for rank, fd in self.held:
             with suppress(LayoutUnknown):
@@ -106,7 +106,7 @@ class RetainedMemory:
                 os.close(fd)
 
     def drop_previous_layouts(self, committed: Version | None) -> None:
-        """Close arenas older than the one that holds the commit.
+        """Close arenas that are older than the arena with the committed version.
 
         Every rank has sealed a committed version, so older layouts are not needed.
         """
@@ -115,10 +115,10 @@ class RetainedMemory:
                 os.close(fds.pop(0))
 
     def has_more_than(self, committed: Version) -> bool:
-        """Whether a rank has an arena without the commit in addition to another one.
+        """Whether a rank has several arenas, and one of them lacks the committed version.
 
-        The arena is being filled, or the SMP has freed it. The SMP frees an arena that was granted
-        in an earlier generation and does not hold the commit.
+        That arena is being filled, or the SMP has freed it. The SMP frees an arena that was granted
+        in an earlier generation and does not hold the committed version.
         """
         several = [fds for fds in self.arenas.values() if len(fds) > 1]
         return any(committed not in _sealed(fd) for fds in several for fd in fds)
@@ -136,18 +136,18 @@ def _sealed(fd: int) -> list[Version]:
 
 
 class PersistedAgentState(msgspec.Struct, frozen=True):
-    """The newest state of one agent."""
+    """The newest persisted state of an agent."""
 
     plan: GenerationPlan | None = None
     is_chosen: bool = False
-    """The plan is known to be chosen; else it may be."""
+    """The plan is chosen; False: it was accepted, and may have been chosen."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
 
 def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgentState:
-    """The newer state of the SMP's and the stub's; one of them may have missed the last update."""
+    """The newer of the states in SMP and stub; one of them may have missed the last update."""
     plan_of = (one.plan, other.plan)
     ages = [(plan.configuration_id if plan is not None else (-1, 0)) for plan in plan_of]
     is_first = (ages[0], one.is_chosen) >= (ages[1], other.is_chosen)
@@ -155,7 +155,7 @@ def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgen
 
 
 def decode_state(data: bytes) -> PersistedAgentState:
-    """Decode the state; empty if there is none, or if another version of ftrun wrote it."""
+    """Decode the state; empty if `data` is empty or of another version of ftrun."""
     if not data:
         return PersistedAgentState()
     try:
@@ -165,7 +165,7 @@ def decode_state(data: bytes) -> PersistedAgentState:
 
 
 class StubClient:
-    """One end of the socket between stub and agent; has no effect without a stub."""
+    """The agent's end of the socket to the stub; has no effect without a stub."""
 
     def __init__(self) -> None:
         number = os.environ.pop(STUB_SOCKET, "")
@@ -194,7 +194,7 @@ def last_agent_ended_s() -> float | None:
 
 
 def kept() -> tuple[list[int], PersistedAgentState]:
-    """What the stub has retained from the last agent: descriptors, now owned here, and state."""
+    """Memory and state that the stub has retained; the caller owns the descriptors."""
     numbers = decode_numbers(os.environ.pop(RETAINED_FDS, ""))
     if not numbers:
         return [], PersistedAgentState()

@@ -2,8 +2,8 @@
 
 Runs in:  agent, main thread.
 Takes in: the run folder.
-Gives:    restore points, checkpoints; duplicates of its memory, see `retained_memory`.
-Survives: the SMP: its memfds are held here too, and the next SMP receives them.
+Gives:    restore points, checkpoints; duplicates of the SMP's memory, see `retained_memory`.
+Survives: the SMP: the agent holds duplicates of its memfds, and the next SMP receives them.
 """
 
 import os
@@ -32,20 +32,20 @@ START_WAIT_S = 20.0
 ANSWER_WAIT_S = 30.0
 CHECKPOINT_WAIT_S = 3600.0
 END_WAIT_S = 5.0
-"""For the record of the end. Without the record another run polls for a while whether this one is
-alive."""
+"""Limit for the record of the run's end. Without the record, the next run has to check for some
+seconds whether this run is alive."""
 NOTHING = version(-9, -1)
-"""Older than every version, those from a checkpoint included."""
+"""Older than every version, including versions from a checkpoint."""
 
 
 @dataclass
 class AgentSmpClient:
-    """One SMP at a time, and the memory of all of them."""
+    """The connection to the current SMP, and the memory of this and earlier SMPs."""
 
     folder: RunFolder
     orphan_timeout_s: float
     child: ChildProcess | None = None
-    """None also if the SMP was found alive, because it is then a child of the stub."""
+    """None before the start, and for an SMP that outlived its agent: the stub is its parent."""
     channel: Channel | None = None
     committed: Version | None = None
     last_checkpoint: checkpoint_messages.CheckpointWritten | None = None
@@ -55,12 +55,12 @@ class AgentSmpClient:
     was_adopted: bool = False
     """The memory comes from an earlier `ftrun` of this run."""
     refused: str = ""
-    """Why the last checkpoint could not be written."""
+    """Reason why the last checkpoint could not be written."""
     memory: RetainedMemory = field(default_factory=RetainedMemory)
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
-    """Number of nodes of the group that may be lost, for that version."""
+    """Number of nodes of the group that may be lost without losing `ready_version`."""
     unprotected_reason: str = ""
     abandoned_step: int = -1
     restore_failed: str = ""
@@ -71,7 +71,7 @@ class AgentSmpClient:
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
     last_part: checkpoint_messages.CheckpointWritten | None = None
-    """A part that was written after the newest checkpoint, while other parts were missing."""
+    """This node's newest checkpoint part, if parts of other nodes are still missing."""
     port: int = 0
     """The port for the SMPs of other nodes; 0: none."""
     answer_wait_s: float = ANSWER_WAIT_S
@@ -80,7 +80,7 @@ class AgentSmpClient:
     _run_state: bytes = b""
     writing: bool = False
     _holds_more: bool = False
-    """The SMP may have freed an arena at the last commit, and sends no message about that."""
+    """The SMP may have freed an arena at the last commit. It sends no message for that."""
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -90,7 +90,7 @@ class AgentSmpClient:
         """Adopt an SMP that outlived its agent, and its memory.
 
         Returns:
-            The state that the last agent persisted there; None if there is no SMP.
+            The state that the last agent persisted in the SMP; None if there is no SMP.
         """
         try:
             self.channel = self._connect(1.0)
@@ -105,7 +105,7 @@ class AgentSmpClient:
         return self._run_state
 
     def reconnect(self) -> bool:
-        """Connect to the same SMP again; its memory may have changed since."""
+        """Connect to the same SMP again, and take duplicates of its current memory."""
         try:
             self.channel = self._connect(START_WAIT_S)
             self._hold_the_same()
@@ -120,7 +120,7 @@ class AgentSmpClient:
             self._hold(handed.body, handed.fds)
 
     def _hold(self, handed: smp_messages.MemoryHandedOver, fds: Sequence[int]) -> None:
-        """Hold exactly the memory of this SMP."""
+        """Replace the held duplicates by those of this SMP's memory."""
         self.memory.close()
         num_arenas = len(handed.ranks)
         for rank, fd in zip(handed.ranks, fds[:num_arenas], strict=True):
@@ -137,10 +137,10 @@ class AgentSmpClient:
         self.child = spawn(argv, name="smp", variables=os.environ)
 
     def ready(self) -> None:
-        """Connect to the SMP that was started, and hand over the memory of the one before.
+        """Connect to the SMP that was started, and hand over the memory of the previous SMP.
 
         Raises:
-            PeerError: it does not come up.
+            PeerError: the SMP has not started within `START_WAIT_S`.
         """
         give_up_s = clock.now_s() + START_WAIT_S
         while True:
@@ -159,8 +159,8 @@ class AgentSmpClient:
     def complete(self, fds: list[int]) -> None:
         """Finish the hand-over to an adopted SMP if its own agent ended before the hand-over.
 
-        An SMP that was started to adopt memory keeps its workers waiting until a hand-over, even of
-        none.
+        An SMP that was started to adopt memory makes its workers wait for a hand-over, which may be
+        empty.
 
         Args:
             fds: arenas that the stub retained; this object owns them from now on.
@@ -215,9 +215,9 @@ class AgentSmpClient:
             self.channel.send(smp_messages.AbandonVersion(generation, step))
 
     def inventory(self) -> smp_messages.Inventory:
-        """What this node holds: its own slots, and its parts in protections.
+        """The slots of this node, and its parity regions.
 
-        The SMP keeps all of it unchanged until the next generation begins.
+        The SMP does not change them until the next generation begins.
         """
         if self.channel is not None:
             with suppress(PeerError):
@@ -256,9 +256,9 @@ class AgentSmpClient:
 
         Args:
             directory: absolute path or URL.
-            settings: how many checkpoints stay, and the write rate.
+            settings: number of checkpoints to keep, and the write rate.
             part_of: on several nodes: the version of which this node writes its part.
-            token: equal on all nodes that write it together, and in no other generation.
+            token: equal on all nodes that write this checkpoint, different in other generations.
             is_urgent: write without a rate limit.
             life: of the run, for the index.
         """
@@ -310,10 +310,10 @@ class AgentSmpClient:
                 self._ask(body, deadline_s=END_WAIT_S)
 
     def await_restored(self) -> None:
-        """Wait until all of the restored version is here, or the restore has failed.
+        """Wait until this node has the whole restored version, or the restore has failed.
 
         Raises:
-            PeerError: the SMP has ended, or reports neither in time.
+            PeerError: the SMP has ended, or has reported neither within `CHECKPOINT_WAIT_S`.
         """
         give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
         while self.channel is not None and not (self.is_restored or self.restore_failed):
@@ -370,7 +370,7 @@ class AgentSmpClient:
 
         Raises:
             PeerLost: the SMP has ended.
-            PeerTimeout: it has not answered. A late answer is not taken for another one.
+            PeerTimeout: the SMP has not answered in time. A late answer is discarded.
         """
         if self.channel is None:
             raise PeerLost(peer="the SMP")

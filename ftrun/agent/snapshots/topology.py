@@ -222,10 +222,11 @@ def _loaders(places: _Places, previous_world_size: int) -> list[PreviousGroup]:
 
 
 def _readable(places: _Places, ranks: list[int], restored: Version | None) -> list[PreviousGroup]:
-    """Holders of any rank's saved data of the restored version, present and future.
+    """Groups of nodes from which any rank's shard of the restored version can be read.
 
-    The nodes of this generation come first, because each fetches or has loaded the shards of its
-    own ranks. After the version is committed again, the other copies may be freed.
+    The nodes of this generation are the first group, because each node fetches, or has loaded, the
+    shards of its own ranks. The other groups may free their copies after the restored version is
+    committed again.
     """
     plan = places.plan
     if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:

@@ -64,10 +64,10 @@ class NodeDraining:
         self._reconfiguration = reconfiguration
         self._asked_s: dict[Identity, float] = {}
         self._leaving: frozenset[Identity] = frozenset()
-        """Those of them without which the run continues."""
+        """Nodes in `_asked_s` that drain; the run continues without them."""
         self._last_s = 0.0
         self._safe_s: float | None = None
-        """Time since which the run does not need their state."""
+        """Time since which the run does not need the state of the draining nodes."""
         self._freed: frozenset[Identity] = frozenset()
         self._is_stop = False
         self._short_s: float | None = None
@@ -197,5 +197,5 @@ class NodeDraining:
 
     def _update_monitor(self) -> None:
         asked = self._asked_s.keys()
-        self._monitor.asked_to_leave = frozenset(node_id for node_id, _ in asked)
+        self._monitor.drain_requested = frozenset(node_id for node_id, _ in asked)
         self._monitor.awaits_notices = bool(asked - self._leaving) and not self._is_stop

@@ -95,7 +95,7 @@ class FailureDetector:
     """Clock offset of each node against this one, by node id."""
     _left_s: dict[int, float] = field(default_factory=dict)
     _awake_s: float = _LONG_AGO_S
-    _faithful: set[Identity] = field(default_factory=set)
+    _acknowledged: set[Identity] = field(default_factory=set)
     """Ended agents that acknowledged this leader until shortly before they ended."""
 
     def __iter__(self) -> Iterator[PeerState]:
@@ -126,7 +126,7 @@ class FailureDetector:
         old = self.by_id.get(card.node_id)
         has_ended = old is not None and old.card.incarnation != card.incarnation
         if old and has_ended and now_s - old.acked_s < self.settings.times.self_fencing_timeout_s:
-            self._faithful.add(old.card.identity)
+            self._acknowledged.add(old.card.identity)
         acked_s = now_s if has_answered else _LONG_AGO_S
         peer = PeerState(card, now_s, acked_s, met_s=now_s, here_s=now_s, linked=linked)
         self.by_id[card.node_id] = peer
@@ -297,7 +297,7 @@ class FailureDetector:
         limit_s = self.settings.times.self_fencing_timeout_s
         missed = 0
         for card in plan.voters:
-            if card.node_id == self.me.node_id or card.identity in self._faithful:
+            if card.node_id == self.me.node_id or card.identity in self._acknowledged:
                 continue
             peer = self.by_id.get(card.node_id)
             is_here = peer is not None and peer.card.identity == card.identity
@@ -332,5 +332,5 @@ class LeadershipLease:
         return True
 
     def stays(self, *, now_s: float) -> bool:
-        """Whether it has been expired for at least `deadline_s`."""
+        """Whether it has been expired for at least `failure_timeout_s`."""
         return self.is_on and now_s - self._since_s >= self._settings.times.failure_timeout_s

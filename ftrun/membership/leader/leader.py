@@ -92,7 +92,7 @@ class Leader:
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
         self._draining = NodeDraining(settings, self.known, monitor, self._reconfiguration)
-        self._is_effective = False
+        self._is_chosen = False
         """A generation of this leader has been chosen."""
         self._lease = LeadershipLease(settings)
         self._unreported: dict[str, str] = {}
@@ -115,7 +115,7 @@ class Leader:
     @property
     def is_settled(self) -> bool:
         """Whether it leads a chosen generation and proposes no other."""
-        return self._is_effective and self.ballot is None and self.ending is None
+        return self._is_chosen and self.ballot is None and self.ending is None
 
     # --- connections --------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Leader:
             case BallotStage.SHORT:
                 return self.pause.begin(ballot.shortage(), now_s=now_s)
             case BallotStage.CARRIED:
-                return self._take_effect(ballot, now_s)
+                return self._apply_chosen(ballot, now_s)
             case BallotStage.BROKEN:
                 return self.propose(ballot.reason, now_s=now_s)
             case _:
@@ -334,7 +334,7 @@ class Leader:
         self._history_of = plan.generation
         return self._election.announce(plan, now_s=now_s)
 
-    def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
+    def _apply_chosen(self, ballot: Ballot, now_s: float) -> list[Command]:
         plan = self._election.won()
         differ = disagreement(plan, ballot.accepted)
         if differ is not None:
@@ -347,7 +347,7 @@ class Leader:
                 return self._end(differ, now_s)
             self.monitor.supervisor.bad_checkpoints |= differ
             return self.propose(ballot.reason, now_s=now_s)
-        self.plan, self.unsure, self._is_effective = plan, None, True
+        self.plan, self.unsure, self._is_chosen = plan, None, True
         self._unreported.clear()
         self.pause.over()
         self._check_lease(now_s)  # acceptances may be old if this process was paused

@@ -108,7 +108,7 @@ class RunShutdown:
         return self.ending is not None and self.recipients is None
 
     def must_be_notified(self, node_id: str) -> bool:
-        """Whether this node receives heartbeats: always, until only the audience does."""
+        """Whether the leader sends heartbeats to this node; after `begin`, only to recipients."""
         return self.ending is None or self.recipients is None or node_id in self.recipients
 
     def has_ended(self, node_id: str) -> None:

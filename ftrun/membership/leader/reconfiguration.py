@@ -391,7 +391,7 @@ def _is_joining(peer: PeerState, plan: GenerationPlan, excluded: Collection[str]
 
 
 def _departure(plan: GenerationPlan, monitor: GenerationMonitor) -> str:
-    nodes = [one for one in sorted(monitor.asked_to_leave) if plan.member(one) is not None]
+    nodes = [one for one in sorted(monitor.drain_requested) if plan.member(one) is not None]
     if not nodes:
         return ""
     return f"draining {', '.join(nodes)}"

@@ -17,7 +17,7 @@ LEFT_OUT = 2
 LEARNT = 8
 """Number of samples that form a cell's past."""
 BULK_BYTES = 1 << 18
-"""Minimum per sample. With fewer bytes the time shows the round trip, not the rate."""
+"""Minimum bytes of a sample for a rate. With fewer bytes, the time shows the round trip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PairDelay:
     sender: str
     receiver: str
     s_per_mb: float | None
-    """None: the first samples sent too little, or there are too few of them."""
+    """None: there are too few samples, or the first samples had fewer than `BULK_BYTES`."""
     rtt_s: float
     busy_share: float
     """Share of the time with data in flight; above 1 with several connections."""
@@ -110,9 +110,9 @@ class DelayMatrix:
         """Add the traffic of some or all nodes.
 
         Args:
-            observations: those of one node are taken in the given order.
-            hosts: node of each address. Other addresses are ignored, because a rank may read its
-                data from anywhere.
+            observations: in order of time for each node.
+            hosts: node of each address. Traffic to other addresses is ignored, because ranks read
+                data from other hosts too.
         """
         for poll in observations:
             parts: dict[Pair, list[LinkSample]] = {}

@@ -144,7 +144,7 @@ class LatenessSeries:
         return None
 
     def _is_late_still(self, step_s: float, floor_s: float) -> bool:
-        """A named rank stays named until it is no longer late, not until that is less clear."""
+        """Whether a named rank is still late; the limits are lower than those for a new name."""
         limit_s = max(SHARE_OF_STEP * step_s, floor_s)
         before_s = self.lateness().before_s or 0.0
         # A lateness within the noise does not count; otherwise chance would keep the name forever.

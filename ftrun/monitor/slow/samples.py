@@ -1,12 +1,12 @@
 """Samples of a node's collectives and connections, and the offset of its clock.
 
 All ranks thin their samples by the sequence number, so that they keep the same collectives. Runs of
-consecutive numbers are kept together. If a step has two collectives, every second number alone
-would always be the same one of the two.
+consecutive numbers are kept or dropped together. If every second number were dropped and a step had
+two collectives, only the first or only the second of them would be kept.
 
 Monotonic clocks of two machines start at arbitrary values and drift by up to about 50 us a second.
-A machine that was suspended or rebooted has another offset than before. Exchanges that contradict
-all earlier ones therefore replace them.
+A suspension or reboot of a machine changes its offset. Exchanges that contradict all earlier
+exchanges therefore replace them.
 
 Source: the clock filter of NTP (RFC 5905, section 10): of the last exchanges, the one with the
         shortest network delay counts. The true offset is within half that delay, whichever
@@ -77,7 +77,7 @@ WINDOW = 32
 DRIFT = 1e-4
 """Maximum drift between two clocks, in seconds per second."""
 CONTRADICTIONS = 3
-"""Number of consecutive exchanges that contradict the known ones and then replace them."""
+"""Number of consecutive contradicting exchanges that replace the known exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _Exchange:
 
 
 class ClockOffset:
-    """Clock offset of one other node. Added to an own time, it gives the other node's time."""
+    """Clock offset of another node: that node's time minus this node's time."""
 
     def __init__(self) -> None:
         self._known: deque[_Exchange] = deque(maxlen=WINDOW)
@@ -97,7 +97,7 @@ class ClockOffset:
     def add(
         self, sent_ns: int, received_there_ns: int, answered_there_ns: int, arrived_ns: int
     ) -> None:
-        """Add one exchange. An impossible one (an answer before its question) is ignored.
+        """Add one exchange. It is ignored if its answer precedes its question.
 
         Args:
             sent_ns: when this node sent the question, on its clock.

@@ -1,20 +1,22 @@
-"""The speed of each path relative to others of its kind; where dead and slow paths lie.
+"""Compares each path with the paths of its kind, and finds the locations of dead and slow paths.
 
-A pace depends on rates alone. Round trips have a pace of their own, which does not show what a path
-carries: on a busy machine, the scheduler causes a round trip of 15 ms on a healthy path.
+The pace of a path is its rate divided by the usual rate of its kind. Round trips have a separate
+pace, because they do not show the rate of a path: on a busy machine, the scheduler causes a round
+trip of 15 ms on a healthy path.
 
-Paths inside a leaf are one kind on their rail, paths between leaves another. If two leaves have
-enough paths between them, those paths are compared with each other, per direction. The usual rate
-of a kind is the median over nodes, sending and receiving, of each node's best quarter. With three
-nodes, one slow node spoils four of six paths, but not the best paths of the other two.
-If only some leaves are known, a path to a node with an unknown leaf counts as one between leaves.
-Those are slower, so no node is blamed for what may be an uplink.
+On each rail, paths inside a leaf switch are one kind, and paths between leaf switches are another.
+If two leaf switches have `OWN_KIND_FROM` paths between them, these paths are a separate kind for
+each direction. The usual rate of a kind is the median of the upper quartiles of its nodes: each
+node has one for sending and one for receiving. With three nodes, one slow node slows down four of
+six paths, but not the best paths of the other two nodes. If only some leaf switches are known, a
+path to a node with an unknown leaf switch counts as a path between leaf switches. Such paths have a
+lower usual rate, so a slow uplink does not make a node the culprit.
 
-`FaultLocation`s are the fewest places that explain the bad paths. As in C4's delay matrix (arXiv
-2406.04594), a row is what a node sends, a column what it receives. A row or a column is the culprit
-if nearly all of it is bad. The one that explains most is named first, and the others are judged
-again without its paths. Two nodes that were probed only with one slow node are therefore not called
-slow.
+The result is the smallest set of `FaultLocation`s that explains the bad paths. As in C4's delay
+matrix (arXiv 2406.04594), a row has the paths from a node, and a column has the paths to a node. A
+row or column is a culprit if nearly all of its paths are bad. The culprit that explains the most
+paths is named first, and the other rows and columns are judged again without its paths. Therefore,
+two nodes that were probed only with one slow node do not count as slow.
 """
 
 from collections.abc import Collection, Iterable, Mapping

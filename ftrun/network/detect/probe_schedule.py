@@ -80,7 +80,7 @@ def schedule(
             there = [pair for pair in pairing if pair[0] in on and pair[1] in on]
             rounds.append(tuple(NetworkPath(one, other, rail) for one, other in there))
             rounds.append(tuple(NetworkPath(other, one, rail) for one, other in there))
-    return _said([one for one in rounds if one], total, len(nodes), len(rails))
+    return _schedule_of([one for one in rounds if one], total, len(nodes), len(rails))
 
 
 def schedule_for(
@@ -117,7 +117,7 @@ def schedule_for(
                 left[node] -= 1
             there = [rail for rail, on in members.items() if on.issuperset(pair)]
             paths += [NetworkPath(*ends, rail) for rail in there for ends in (pair, pair[::-1])]
-    return _said(pack(paths), total, len(nodes), len(rails))
+    return _schedule_of(pack(paths), total, len(nodes), len(rails))
 
 
 def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -> Pairing:
@@ -153,7 +153,7 @@ def pack(paths: Iterable[NetworkPath]) -> list[tuple[NetworkPath, ...]]:
     return [tuple(one) for one in rounds]
 
 
-def _said(
+def _schedule_of(
     rounds: list[tuple[NetworkPath, ...]], total: int, nodes: int, rails: int
 ) -> ProbeSchedule:
     probed = sum(map(len, rounds))

@@ -1,18 +1,20 @@
-"""The order in which nodes get their ranks: the one with the smallest maximum load.
+"""The order in which nodes get their ranks: the order with the smallest maximum load of a link.
 
-Nodes that share a leaf switch, and have no bad path of their own, are interchangeable: an order is
-a row of such kinds. If there are at most `MOST_TRIED` different rows (always for up to 7 nodes),
-all are tried. Otherwise nodes of a leaf are kept together, and leaves under one switch adjacent. In
-a ring, each leaf then sends to one other leaf and receives from one, which is the minimum. Orders
-of leaves are tried, and nodes are exchanged until no avoidable bad path is used.
+Nodes of one leaf switch are interchangeable if they have no bad path of their own. They are one
+kind, and an order is a sequence of kinds. If there are at most `MOST_TRIED` different sequences
+(always for up to 7 nodes), all are tried. Otherwise the nodes of a leaf switch are adjacent in the
+order, and so are the leaf switches under one switch. In a ring, each leaf switch then sends to one
+leaf switch and receives from one, which is the minimum. Several orders of leaf switches are tried,
+and nodes are exchanged until the order uses no avoidable bad path.
 
-A load is how many times an all-reduce's bytes pass a link, divided by the link's rate relative to a
-usual node: 1 is the time in which a usual node sends them once. A ring passes 2 (n - 1) / n of them
-from each node to the next. Trees come in pairs, as in NCCL, each with half of the bytes, which go
-up once and down once. An inner node of one tree is a leaf of the other.
+The load of a link is the number of times that the bytes of an all-reduce pass it, divided by its
+rate relative to a usual node. Load 1 is the time in which a usual node sends these bytes once. A
+ring passes 2 (n - 1) / n of the bytes from each node to the next. As in NCCL, trees come in pairs.
+Each tree carries half of the bytes, once up and once down. An inner node of one tree is a leaf of
+the other tree.
 
-Rule 1: the order is never worse than the given one, which stays if it is as good.
-Rule 2: of orders with equal cost, the one that moves the fewest nodes is taken.
+Rule 1: the chosen order is never worse than the given order, which stays if it is as good.
+Rule 2: of orders with equal cost, the one that moves the fewest nodes is chosen.
 
 Source: NCCL, src/graph/trees.cc (how a rank finds its parent and children).
 """
@@ -64,7 +66,7 @@ class DirectedLink(NamedTuple):
     """A link that carries flows, in one direction."""
 
     kind: str
-    """`node`, `uplink` or `pair`."""
+    """`node`, `uplink` or `path`."""
     name: str
     """Name of the node or switch; for a path, its source."""
     direction: str
@@ -117,7 +119,7 @@ def loads_of(
                         )
         pair = order[start], order[end]
         if pair in network.path_rates:
-            add("road", *pair, share / max(DEAD_RATE, network.path_rates[pair]))
+            add("path", *pair, share / max(DEAD_RATE, network.path_rates[pair]))
     return (
         loads | _of_nodes(order, sent, "out", network) | _of_nodes(order, received, "in", network)
     )

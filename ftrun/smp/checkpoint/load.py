@@ -4,9 +4,9 @@ Runs in:  the SMP, in its disk lane's thread.
 Takes in: a directory of checkpoints, or a URL.
 Gives:    a `LoadedCheckpoint` with one new arena per rank, or a `CheckpointError`.
 
-`latest` is tried first, then every other whole checkpoint, the last written first. Rejected ones
-are recorded with their reasons, and nothing with a digest mismatch is ever offered. The loaded
-version has generation -1, which is older than anything that generation 0 of the new run captures.
+`latest` is tried first, then every other whole checkpoint, the last written first. Rejected
+checkpoints are recorded with their reasons. Data with a digest mismatch is never used. The loaded
+version has generation -1, so it is older than every version that the new run captures.
 
 A node loads only its own ranks. If the world size differs, each node loads some of the previous
 ranks, as arenas of the previous world. It serves them to the workers of other nodes. Bytes that
@@ -48,11 +48,12 @@ class LoadJob:
     """What to load.
 
     Args:
-        world_size: of this run.
+        world_size: world size of this run.
+        ranks: local ranks.
         check: raises MemoryTooSmall if this number of bytes does not fit.
-        only: name of the one checkpoint that may be used; empty: any.
-        life: the life that must have written it; empty: any. See `GenerationPlan.life`.
-        group: the nodes that load it together; None: this one alone.
+        only: name of the only checkpoint that may be used; empty: any checkpoint.
+        life: life of the run that must have written it, see `GenerationPlan.life`; empty: any.
+        group: the nodes that load it together; None: this node loads it alone.
         excluded: names of checkpoints that no node of the run may load, and the reasons.
     """
 
@@ -66,7 +67,7 @@ class LoadJob:
 
     @property
     def together(self) -> LoadGroup:
-        """The nodes that load it. A single node takes all ranks of another world size."""
+        """The nodes that load it. A single node loads all ranks of a checkpoint."""
         return self.group or LoadGroup([list(self.ranks)], 0)
 
 
@@ -75,8 +76,8 @@ class LoadedCheckpoint:
     """Arenas filled from a checkpoint; the caller closes the descriptors.
 
     Args:
-        rejected: reasons, by name, for the checkpoints that this node cannot use.
-        rest: what other nodes have read of it and must still send; None: all of it is here.
+        rejected: checkpoints that this node cannot use: reasons by name.
+        rest: pieces that other nodes read and must still send; None: no piece is missing.
     """
 
     version: Version
@@ -93,11 +94,11 @@ def load_checkpoint(where: str, job: LoadJob, stop: threading.Event) -> LoadedCh
     `where` need not exist. `only` may be `latest`.
 
     Raises:
-        NoUsableCheckpoint: there are checkpoints, and none of them can be used.
-        NoneOfThisRun: none is of the requested life, except perhaps an unreadable one.
+        NoUsableCheckpoint: there are checkpoints, but none can be used.
+        NoneOfThisRun: no readable checkpoint is of the requested life.
         MemoryTooSmall: the arenas do not fit.
         CheckpointError: the store cannot be reached.
-        OSError: the directory cannot be read, not even at the second attempt.
+        OSError: the directory could not be read in two attempts.
     """
     with open_storage(where, stop) as storage:
         found = _listed(storage, job.only)

@@ -1,18 +1,18 @@
-"""Loads a checkpoint's bytes into arenas: this node's share, and room for other nodes' shares.
+"""Loads a checkpoint into arenas: reads this node's share, and receives the other nodes' shares.
 
 Runs in:  the SMP: begun in its disk lane's thread, called in the threads of links, finished in the
           thread of `ftrun.smp.restore.fetch`.
 Takes in: a checkpoint; the nodes that load it together, and the ranks of each.
 Gives:    one new arena per rank. If no other node reads a part of them, they are sealed at once.
-          Otherwise a `SharedLoad`, whose slots are invalid until all of it has arrived.
+          Otherwise a `SharedLoad`, whose slots are invalid until all pieces have arrived.
 
-Every piece is compared with its digest when it arrives, whatever its source. No slot is sealed
-before all of its pieces have been compared. The assignment of reads to nodes therefore affects only
-speed: a node that delivers nothing costs another read.
+Every piece from any source is compared with its digest when it arrives. A slot is sealed after all
+of its pieces have been compared. The assignment of reads to nodes therefore affects only speed: the
+pieces of a node that delivers nothing are read by other nodes.
 
 If a piece in a file is damaged, it is read from the file of another rank. Replicas of a tensor have
-equal digests in the tables of their ranks. Tables and headers of other ranks are read only then,
-each once, and compared with the index.
+equal digests in the tables of their ranks. Tables and headers of other ranks are read only in this
+case, each once, and compared with the index.
 """
 
 import logging
@@ -41,7 +41,7 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
 
 LOADED_GENERATION = -1
-"""The generation of what was loaded: older than all that the run captures."""
+"""Generation of a loaded version: lower than that of every version captured by a run."""
 
 _SLOT = 0
 _RUN_BYTES = 16 << 20
@@ -56,7 +56,9 @@ _log = logging.getLogger(__name__)
 class LoadGroup:
     """Nodes that load a checkpoint at the same time.
 
-    `ranks` are those of the new world, by node, in the same order everywhere.
+    Args:
+        ranks: ranks of the new world, by node. All nodes use the same order of nodes.
+        node: index of this node.
     """
 
     ranks: Sequence[Sequence[int]]
@@ -72,8 +74,9 @@ class LoadGroup:
 class SharedLoad:
     """The arenas of one node, some of whose pieces other nodes read.
 
-    `shards` are the files of this node's ranks, `fds` one new arena for each; the caller keeps
-    them.
+    Args:
+        shards: files of this node's ranks.
+        fds: one new arena for each shard; the caller owns the descriptors.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class SharedLoad:
         self.lock = threading.Lock()
         """Held while the arenas are filled and sealed."""
         self.left: dict[Place, int] = {}
-        """The pieces that are missing, with the node that reads each."""
+        """The missing pieces, with the node that reads each piece."""
         self.is_whole = False
         self.num_read = 0
         """Bytes that were read from storage."""
@@ -129,8 +132,8 @@ class SharedLoad:
     ) -> None:
         """Read this node's share.
 
-        `tables` are those of the ranks of other nodes. Raises CheckpointError, SnapshotCorrupt,
-        LayoutUnknown or OSError if the checkpoint cannot be used.
+        `tables` are the digest tables of the ranks of other nodes. Raises CheckpointError,
+        SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be used.
         """
         for rank in self.ranks:
             self._read_header(rank)
@@ -197,7 +200,7 @@ class SharedLoad:
                     self.took(position)
 
     def _read_piece(self, source: CheckpointFiles, position: Place) -> None:
-        """Read from the file of its rank, or from that of another rank that has the same piece."""
+        """Read a piece from the file of its rank, or of another rank that has the same piece."""
         try:
             self._read_runs(source, position[0], [position])
         except (CheckpointError, SnapshotCorrupt, OSError):
@@ -282,7 +285,8 @@ def load_share(
             others = {r: shards[r] for other, some in ranks.items() if other != node for r in some}
             tables = {rank: _table_of(source, shard) for rank, shard in others.items()}
         except (KeyError, CheckpointError, SnapshotCorrupt, OSError):
-            # Other nodes detect errors in their own files. Alone, this node may still succeed.
+            # A file of another node is damaged; that node detects it. This node loads its own ranks
+            # without the others, and may succeed.
             tables, ranks = {}, {node: ranks[node]}
         load.begin(node, ranks, tables)
     except BaseException:
@@ -316,7 +320,7 @@ _Head = tuple[ShardFile, Sequence[int], Layout, int]
 
 
 class PieceReplicas:
-    """The replicas of one checkpoint."""
+    """Finds replicas of a piece in the files of other ranks."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._shards = {shard.rank: shard for shard in index.shards}
@@ -325,7 +329,7 @@ class PieceReplicas:
     def read(
         self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
     ) -> int | None:
-        """Fill `room` with a piece; return the rank that has it, or None if no rank has.
+        """Fill `room` with a piece; return the rank from whose file it was read, or None.
 
         `but` is the rank whose file is damaged.
         """

@@ -83,7 +83,7 @@ class SealedSlot:
 
     @property
     def is_sound(self) -> bool:
-        """True if what is read of it is what was sealed, or is damaged."""
+        """Whether no later snapshot has overwritten the bytes read; a difference is then damage."""
         return self.is_copied or self.is_unchanged()
 
     def is_unchanged(self) -> bool:

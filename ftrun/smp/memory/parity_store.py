@@ -1,15 +1,15 @@
-"""Stores the parity regions of this node: two, and temporarily a third one.
+"""Stores the parity regions of this node: two, and temporarily a third region.
 
 Runs in:  the SMP: the server's thread, and a job that allocates memory.
 Takes in: mirrors and parity of the group, and the protection that must not be overwritten.
 Gives:    regions to fill and to serve from; their contents, for the inventory.
 Survives: the SMP's death if the agent holds duplicates of the descriptors.
 
-Rule 1: one region always keeps the protection that the run would be restored from. Only another
-        region is filled. At the commit the filled region becomes the kept one.
-Rule 2: if that protection is not committed, the newest committed one is kept as well. Unreachable
-        nodes hold their parts of the committed version, and may hold none of the newer one. A third
-        region is filled then. It is freed at the commit.
+Rule 1: one region retains the protection from which the run would be restored. Only other regions
+        are filled. At the commit, the filled region becomes the retained region.
+Rule 2: if the retained protection is not committed, the newest committed one is retained too.
+        Unreachable nodes hold their parts of the committed version, but may have no part of the
+        newer version. In this case a third region is filled. One region is freed at the commit.
 """
 
 import logging
@@ -39,7 +39,7 @@ class ParityStore:
         self._slots: list[ParityRegion | None] = [None] * _MAX_PARITY_REGIONS
         self._kept: int | None = None
         self._committed: int | None = None
-        """Slot of the newest committed protection, if the kept one is not committed."""
+        """Slot of the newest committed protection, if the one in `_kept` is not committed."""
 
     @property
     def slots(self) -> list[int]:
@@ -61,9 +61,9 @@ class ParityStore:
     def adopt(self, fd: int, slot: int) -> None:
         """Add a region of an earlier SMP, and take ownership of its descriptor.
 
-        It keeps its slot, because the agent names its duplicates by slots. Raises LayoutUnknown if
-        the descriptor is no parity region, or the slot is in use; the descriptor stays the
-        caller's.
+        The region keeps its slot, because the agent names its duplicates by slots. Raises
+        LayoutUnknown if the descriptor is no parity region, or the slot is in use; the caller then
+        still owns the descriptor.
         """
         if any(region and os.path.sameopenfile(fd, region.fd) for region in self._slots):
             os.close(fd)
@@ -78,11 +78,11 @@ class ParityStore:
         """Select the protection that must not be overwritten.
 
         Args:
-            version: that the run would be restored from.
-            protected_in: the generation of its protection; -1: the newest committed one, or the
-                newest complete one if none is committed.
-            committed: newest version that the run has committed. This node's part of it may not be
-                marked as committed, because the agent may end between the commits of two nodes.
+            version: the version from which the run would be restored.
+            protected_in: the generation of its protection; -1: of its newest committed protection,
+                or of the newest complete protection if none is committed.
+            committed: newest version that the run has committed. The part on this node may lack
+                the mark for that, because the agent may end between the commits of two nodes.
         """
         found: list[tuple[bool, bool, int, int]] = []
         for at, region in enumerate(self._slots):
@@ -122,19 +122,19 @@ class ParityStore:
     def free_slot(self) -> int:
         kept = {self._kept, self._committed}
         free = [at for at in range(_MAX_PARITY_REGIONS) if at not in kept]
-        # Prefer a slot that has a region: a third region is memory that the node often lacks.
+        # Prefer a slot that has a region, because the node may lack memory for a third region.
         return min(free, key=lambda at: (self._slots[at] is None, at))
 
     def give_up_committed(self) -> bool:
-        """Allow the older committed protection to be overwritten if no third region fits.
+        """Stop retaining the older committed protection, because no third region fits.
 
-        Returns whether there was one.
+        Returns whether there was such a protection.
         """
         had, self._committed = self._committed is not None, None
         return had
 
     def take(self, slot: int, record: ParityRecord) -> ParityRegion | None:
-        """The region of a slot; if it is too small for this record, free it and return None."""
+        """Return the region of a slot; if it is too small for the record, free it, return None."""
         region = self._slots[slot]
         if region is not None and parity_region_bytes(record) <= region.size:
             return region
@@ -144,7 +144,7 @@ class ParityStore:
         return None
 
     def put(self, slot: int, region: ParityRegion) -> None:
-        """Store a new region in a slot, and free the one that was there.
+        """Store a new region in a slot, and free the previous region.
 
         If two regions were allocated for one slot concurrently, the later call wins.
         """
@@ -152,15 +152,14 @@ class ParityStore:
         self._slots[slot] = region
 
     def commit(self, version: Version, protected_in: int) -> list[int]:
-        """Mark this protection as committed and keep it; return the slots that were freed."""
+        """Mark a protection as committed and retain it; return the slots that were freed."""
         before = {at for at, one in enumerate(self._slots) if one is not None}
         region = self.find(version, protected_in)
         if region is not None:
             region.mark(ParityRegionState.COMMITTED)
         self.keep(version, protected_in)
         if region is None:
-            # This node has no part of this protection, and its other parts are of superseded
-            # versions.
+            # This node has no part of this protection. Its other regions hold superseded versions.
             self._free_before(version)
         elif len(before) > NUM_PARITY_REGIONS:
             self._free(next(at for at in sorted(before) if at != self._kept))
@@ -185,9 +184,9 @@ class ParityStore:
         return count
 
     def drop_damaged_mirror(self, version: Version, protected_in: int, position: int) -> None:
-        """Remove a damaged mirror from the inventory. The parity of the same region stays.
+        """Remove a damaged mirror from the inventory; the parity of the region stays.
 
-        If the inventory still named it, the leader would choose the same restore forever.
+        Otherwise the leader would repeat the restore from this mirror, which fails each time.
         """
         region = self.find(version, protected_in)
         if (

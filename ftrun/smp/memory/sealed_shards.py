@@ -4,9 +4,9 @@ Runs in:  the SMP, on any of its threads.
 Takes in: descriptors of arenas, a version.
 Gives:    a `SealedShards`: the manifest of the version, views of pieces and blocks.
 
-A worker writes only to a slot whose version is superseded by a commit, or abandoned. The bytes read
-here therefore stay unchanged while they are needed. If they change, a digest differs, and the
-reader detects that before it uses the bytes.
+A worker writes only to a slot whose version is superseded by a commit, or abandoned. The bytes of a
+needed slot therefore do not change. If they change, a digest differs, and the reader detects that
+before it uses the bytes.
 """
 
 import os
@@ -41,7 +41,7 @@ class MappedArena:
 class ArenaMappings:
     """Mappings of arenas. Thread-safe.
 
-    A mapping is kept as long as its arena, because building page tables is expensive.
+    A mapping is retained while its arena exists, because building page tables is expensive.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class ArenaMappings:
         self._lock = threading.Lock()
 
     def get(self, fd: int) -> MappedArena:
-        """Raises LayoutUnknown if the descriptor is not one of an arena."""
+        """Raises LayoutUnknown if the descriptor is not that of an arena."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             if inode not in self._maps:
@@ -57,7 +57,7 @@ class ArenaMappings:
             return self._maps[inode]
 
     def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "SealedShards":
-        """Find the shards of a version; unreadable ones are listed in `problems`."""
+        """Find the shards of a version; `problems` has the errors of unreadable shards."""
         found: dict[Rank, SealedShard] = {}
         problems: dict[Rank, LayoutUnknown | SnapshotCorrupt] = {}
         for rank, some in fds.items():
@@ -104,7 +104,7 @@ class SealedShard:
             raise self._corrupt("digest table")
 
     def manifest(self) -> RankManifest:
-        """Raises SnapshotCorrupt if the image's header differs from that of the layout."""
+        """Raises SnapshotCorrupt if the image's header does not match the layout id."""
         shape = self.shape
         header_digest = xxhash.xxh3_64_intdigest(self.image[: self.start])
         if header_digest != shape.layout_id:
@@ -178,7 +178,7 @@ class SealedShards:
         return sorted(self.shards)
 
     def manifest(self, ranks: Sequence[Rank]) -> NodeManifest:
-        """Raises LayoutUnknown if a rank's shard is not here, SnapshotCorrupt if it has changed."""
+        """Raises LayoutUnknown if a rank's shard is missing, SnapshotCorrupt if it has changed."""
         return NodeManifest([self.shard(rank).manifest() for rank in sorted(ranks)])
 
     def views(self, extents: Iterable[Extent]) -> list[memoryview]:
@@ -193,8 +193,8 @@ class SealedShards:
     def find(self, digest: int) -> memoryview:
         """A checked piece with this digest, of any rank.
 
-        Raises LayoutUnknown if no piece here has this digest, SnapshotCorrupt if the piece has
-        changed.
+        Raises LayoutUnknown if no piece on this node has this digest, SnapshotCorrupt if the piece
+        has changed.
         """
         if self._by_digest is None:
             self._by_digest = {

@@ -1,4 +1,4 @@
-"""The blocks and the mirror that this node sends when a version is protected.
+"""Sends the blocks and the mirror of this node when a version is protected.
 
 Runs in:  the SMP, in the threads of the outgoing links.
 Takes in: the shards of a version, the gatherer of each block, and the window of each gatherer.
@@ -28,8 +28,10 @@ from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 class LocalBlocks:
     """The blocks of a node, read in place from its slots.
 
-    `of` is a stripe id of this version without a stripe number; `made_in` is the generation in
-    which the version is protected, `position` the position of this node in the group.
+    Args:
+        of: a stripe id of the version; the stripe number is not used.
+        made_in: the generation in which the version is protected.
+        position: the position of this node in the group.
     """
 
     shards: SealedShards
@@ -42,8 +44,8 @@ class LocalBlocks:
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
         """Return a block's packed header and views of its bytes, compared with their digests.
 
-        Raises SnapshotCorrupt if a piece has changed, LayoutUnknown if the shard of a rank is not
-        here.
+        Raises SnapshotCorrupt if a piece has changed, LayoutUnknown if this node lacks the shard of
+        a rank.
         """
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
@@ -71,9 +73,9 @@ def local_blocks(shards: SealedShards, record: ParityRecord, run: int) -> LocalB
 
 
 class BlockSender:
-    """One attempt to send one version. `stop` ends its streams.
+    """One attempt to send one version; `stop` ends its streams.
 
-    `failed` is called at most once, in a link's thread, if local data differs from what was sealed.
+    `failed` is called at most once, in a link's thread, if local data differs from the sealed data.
     """
 
     def __init__(self, blocks: LocalBlocks, *, attempt: int, failed: Callable[[str], None]) -> None:
@@ -95,7 +97,7 @@ class BlockSender:
 
 
 class BlockStream:
-    """The blocks of this node whose stripes one other node gathers, in stripe order."""
+    """Sends the blocks of this node whose stripes one other node gathers, in stripe order."""
 
     def __init__(self, sending: BlockSender, gatherer: int) -> None:
         self._sending = sending
@@ -115,7 +117,7 @@ class BlockStream:
         return self._sending.is_stopped or not self._left
 
     def let(self, below: int) -> None:
-        """Allow the gathered stripes of this gatherer below number `below` to be sent."""
+        """Allow to send blocks of the gatherer's stripes whose numbers are below `below`."""
         self._below = max(self._below, below)
 
     def take(self) -> OutgoingFrame | None:

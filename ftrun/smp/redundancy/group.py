@@ -1,4 +1,4 @@
-"""The protection group of a node: its members, its parity regions' records, and its notices.
+"""The protection group of this node: members, records of parity regions, and notices.
 
 Runs in:  the SMP, in the server thread.
 Takes in: the agent's BeginGeneration; the problems that `Protector` finds.
@@ -40,8 +40,8 @@ class LocalGroup:
 
     Args:
         position: the position of this node.
-        number: digest of the fields except `position` and `timeout_s`; identifies the session of
-            the SMPs.
+        number: digest of the other fields except `position` and `timeout_s`; identifies the session
+            of the SMPs.
     """
 
     generation: Generation
@@ -69,9 +69,9 @@ class LocalGroup:
         return next((at for at, one in enumerate(self.nodes) if one.node_id == node_id), None)
 
     def parity_positions(self, gatherer: int) -> list[int]:
-        """Positions, without this node's, of the parity nodes of the stripes that a node gathers.
+        """Positions of the parity nodes of the stripes that a node gathers, without this node.
 
-        This node is left out because its own parity region is ready already.
+        This node is left out because its parity region is already ready.
         """
         count = len(self.nodes)
         places = [(gatherer + j) % count for j in range(self.parity)]
@@ -79,18 +79,18 @@ class LocalGroup:
 
     @property
     def mirrored_here(self) -> list[int]:
-        """Positions whose small state this node stores: the m before this one."""
+        """Positions of the nodes whose small state this node stores: the m positions before it."""
         count = len(self.nodes)
         return [(self.position - back) % count for back in range(1, self.parity + 1)]
 
     @property
     def mirrors_at(self) -> list[int]:
-        """Positions that store this node's small state: the m after this one."""
+        """Positions of the nodes that store this node's small state: the m positions after it."""
         count = len(self.nodes)
         return [(self.position + ahead) % count for ahead in range(1, self.parity + 1)]
 
     def whole_part(self, wanted: Version, parts: Iterable[ProtectionPart]) -> int:
-        """Return the generation of the newest complete part of a version's protection, or -1."""
+        """Return the generation of the newest complete protection of a version, or -1."""
         mirrors = {self.nodes[at].node_id for at in self.mirrored_here}
         found = [
             part.protected_in
@@ -104,7 +104,7 @@ class LocalGroup:
 
 
 def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
-    """Return the group that a generation begins with; None if this node is alone.
+    """Return the group of this node at the start of a generation; None if it has no group.
 
     Raises ProtocolError if this node is not in its group exactly once.
     """

@@ -1,8 +1,8 @@
-"""The versions that are being protected, and what is known of each so far.
+"""The versions that are being protected, and the state of each.
 
 Runs in:  the SMP, in the server thread.
-Takes in: what `Protector` receives about a version.
-Gives:    a `ProtectionRound` for each version; the newest version that is over.
+Takes in: messages about a version that `Protector` receives.
+Gives:    a `ProtectionRound` for each version; the newest finished version.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +16,20 @@ from ftrun.snapshot.plan_agreement import ReplicaReport
 from ftrun.wire.messages.smp import NodeAddress
 
 MAX_ROUNDS = 4
-"""Limit of versions that other nodes have sealed and this node has not."""
+"""Limit of versions that other nodes have sealed but this node has not."""
 
 
 @dataclass
 class ProtectionRound:
-    """One version. If a link is lost on the way, it restarts with the next attempt.
+    """The protection of one version. If a link is lost, it restarts with the next attempt.
 
-    Fields keyed by position hold what that node of the group has sent.
+    Keys of dicts are positions in the group; the values were sent by the node at that position.
     """
 
     version: Version
     attempt: int = 1
     is_sealed: bool = False
-    """By all local ranks."""
+    """All local ranks have sealed this version."""
     shards: SealedShards | None = None
     manifest: NodeManifest | None = None
     manifest_is_sent: bool = False
@@ -37,9 +37,9 @@ class ProtectionRound:
     parts: dict[int, int] = field(default_factory=dict)
     manifests: dict[int, NodeManifest] = field(default_factory=dict)
     own_shares: int = 0
-    """What the ranks of this node may share, see `ReplicaMonitor.statement`."""
+    """Identifies the shares of this node; see `ReplicaMonitor.statement`."""
     shares: dict[int, int] = field(default_factory=dict)
-    """The same of each node; a new attempt does not change it."""
+    """Likewise for each node of the group. A new attempt does not change them."""
     windows: dict[int, tuple[int, int]] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
     exchange: Exchange | None = None
@@ -53,7 +53,7 @@ class ProtectionRound:
     """The progress at the last call of `has_moved`."""
 
     def restart(self, attempt: int) -> None:
-        """Start a new attempt: drop the exchange, and what the group has sent except manifests."""
+        """Start a new attempt: drop the exchange, and all content except manifests and shares."""
         self.stop()
         self.attempt = attempt
         self.reported, self.parts, self.windows, self.stored = {}, {}, {}, set()
@@ -70,7 +70,7 @@ class ProtectionRound:
         return before != self.seen
 
     def stop(self) -> None:
-        """End the exchange; when this returns, it receives and sends no more bytes."""
+        """End the exchange; after the return, it neither receives nor sends bytes."""
         if self.exchange is not None:
             self.exchange.stop()
         self.exchange = None

@@ -2,12 +2,12 @@
 
 Runs in:  the SMP, in the thread that fetches.
 Takes in: the version, the ranks, and the groups that protected it.
-Gives:    sealed arenas, equal in every byte to the lost ones; or an error that names rank, version,
-          nodes, and what is missing.
+Gives:    sealed arenas, equal in every byte to the lost arenas; or an error with the rank, the
+          version, the nodes, and the missing data.
 
 The ranks of a group with parity are restored from the mirror of their node, see `lost_node.py`.
-Without parity, or if only the node itself is left of it, whole slots are copied from the node that
-holds them.
+If a group has no parity, or only the owner of the slots is left, whole slots are copied from the
+node that holds them.
 """
 
 import os
@@ -38,11 +38,12 @@ class FetchJob:
     """What to fetch.
 
     Args:
-        ranks: the local ranks that have no slot of it.
-        groups: the groups that protected it; together they contain all these ranks.
+        wanted: the version.
+        ranks: the local ranks without a slot of the version.
+        groups: the groups that protected the version; together they contain all `ranks`.
         own: the address to which other nodes send their answers.
         check: raises MemoryTooSmall if this number of bytes does not fit.
-        notice: called with data that was rejected on the way.
+        notice: called with a text for each rejected block or piece.
     """
 
     wanted: Version
@@ -55,7 +56,7 @@ class FetchJob:
 
 
 class LostRanks:
-    """The ranks of one job."""
+    """Restores the ranks of one job."""
 
     def __init__(self, job: FetchJob, fetch: Fetch) -> None:
         self._job = job
@@ -137,7 +138,7 @@ class LostRanks:
     def _mirror(self, lost: LostNode) -> Steps[Mirror]:
         """Get the small state of the lost node from one of the nodes that store it.
 
-        Raises LayoutUnknown if no node can deliver it.
+        Raises LayoutUnknown if no node can deliver the mirror.
         """
         problems = []
         for node in lost.mirror_holders:
@@ -155,7 +156,7 @@ class LostRanks:
         return mirror
 
     def _begin(self, lost: LostNode, mirror: Mirror, fds: dict[Rank, int]) -> LostNodeRestore:
-        """Create arenas, add their descriptors to `fds`, and copy what is on this node."""
+        """Create arenas, add their descriptors to `fds`, and copy the data that is on this node."""
         shapes = {Rank(head.rank): head.shape for head in mirror.head.ranks}
         self._job.check(sum(shapes[rank].total_bytes for rank in lost.ranks))
         arenas: dict[Rank, Arena] = {}
@@ -174,7 +175,7 @@ class LostRanks:
     # --- without parity ----------------------------------------------------------------------
 
     def _copy_slots(self, lost: LostNode) -> Steps[dict[Rank, int]]:
-        yield from ()  # the calls below wait by themselves
+        yield from ()  # the calls below wait without a yield
         job, served = self._job, self._fetch.rpc.served
         assert served is not None
         world = PreviousWorld(job.wanted, job.groups, job.own, job.own.node_id)

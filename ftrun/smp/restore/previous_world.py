@@ -1,18 +1,18 @@
-"""Shards of a version for ranks that did not write them, read from any node.
+"""Reads the shards of a version, from any node, for ranks that did not write them.
 
 Runs in:  the SMP, in threads of jobs; answers of other nodes arrive in the threads of links.
 Takes in: the groups that held the version, and the present addresses of their nodes.
-Gives:    headers and pieces of the shard of any previous rank, limited to what each request names;
-          or an error that names rank, version and nodes.
-Survives: the loss of up to m nodes of each of those groups.
+Gives:    the requested headers and pieces of the shard of any previous rank; or an error with the
+          rank, the version and the nodes.
+Survives: the loss of up to m nodes of each group.
 
 If the node of a shard is reachable, the shard is read from it. If that node is lost, or the shard
-is damaged, the mirror of the node gives the location of each piece. A piece is in the mirror
-itself, on any node that has the same piece, or in blocks that are rebuilt from parity. This node
-checks its own memory first, because it may hold any of these.
+is damaged, a mirror of that node's small state gives the location of each piece. A piece is in the
+mirror itself, on any node that has an equal piece, or in blocks that are rebuilt from parity. This
+node checks its own memory first, because it may hold the piece, a mirror or parity.
 
-Blocks are longer than pieces. Each block is fetched once per request into memory of its own, and
-the requested bytes are copied from it. A request is bounded, so this memory is bounded too.
+Blocks are longer than pieces. Each block is fetched once per request into a separate buffer, and
+the requested bytes are copied from it. The size of a request is bounded, and so are its buffers.
 """
 
 import threading
@@ -63,7 +63,7 @@ class _Block:
 class MissingShards:
     """The shards of one lost node.
 
-    `rebuild` rebuilds a block with this node's own parity; None if it has none.
+    `rebuild` rebuilds a block from this node's parity; None if this node has no parity.
     """
 
     def __init__(self, lost: LostNode, mirror: Mirror, *, rebuild: Rebuild | None) -> None:
@@ -96,7 +96,7 @@ class MissingShards:
         return block
 
     def _is_rebuilt(self, item: DownloadItem) -> bool:
-        """Rebuild a block with this node's own parity; return False if that is not possible."""
+        """Rebuild a block from this node's parity; return False if that is not possible."""
         if self._rebuild is None:
             return False
         try:
@@ -120,12 +120,12 @@ class MissingShards:
 class ShardLocations:
     """The sources of the pieces of one request; a `FetchSource`.
 
-    `alive` are other nodes that can be asked for a piece, in any order.
+    `alive` are the other reachable nodes, in any order.
     """
 
     def __init__(self, wanted: Version, alive: Sequence[str]) -> None:
         self.missing: list[WantedPiece] = []
-        """The pieces that no node could deliver."""
+        """Pieces that no node could deliver."""
         self._wanted = wanted
         self._alive = list(alive)
         self._pieces: dict[DownloadItem, WantedPiece] = {}
@@ -169,7 +169,7 @@ class ShardLocations:
         return get_pieces(number, self._wanted, batch)
 
     def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
-        """Assemble what has arrived; return the blocks to request from their next source."""
+        """Assemble pieces whose blocks have arrived; return the blocks to request elsewhere."""
         for item in failed:
             if item in self._pieces:
                 self._lack(self._pieces[item], item.problems)
@@ -221,14 +221,15 @@ def _joined(one: WantedPiece, blocks: Sequence[_Block]) -> bool:
 
 
 _TIMES = 3
-"""Rounds of one read. They alternate between whole shards and shards assembled from parts."""
+"""Rounds of one read: after each, a shard changes between its whole copy and its parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousWorld:
-    """What is read, and from which nodes.
+    """The version to read, and the nodes that hold it.
 
-    The groups contain all previous ranks. `own` is the address of this SMP; None if it is alone.
+    The groups contain all previous ranks. `own` is the address of this SMP; None if there are no
+    other SMPs.
     """
 
     wanted: Version
@@ -239,9 +240,9 @@ class PreviousWorld:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A shard that is not on this node: its header, and the location of its bytes.
+    """A shard of a previous rank: its header, and the location of its bytes.
 
-    `node_id` is the node that has the whole shard; empty if it is assembled from parts.
+    `node_id` is the node that has the whole shard; empty if the shard is assembled from parts.
     """
 
     head: PackedShardHeader
@@ -265,9 +266,9 @@ class PreviousWorldShards:
         self._headers_lock = threading.Lock()
 
     def head(self, rank: Rank) -> PackedShardHeader:
-        """Return the header, compared with what was sealed.
+        """Return the header of a shard, compared with the digest of the sealed header.
 
-        Raises LayoutUnknown if no node has it.
+        Raises LayoutUnknown if no node has the shard.
         """
         with self._headers_lock:
             if rank not in self._shards:
@@ -279,9 +280,9 @@ class PreviousWorldShards:
         return self._shards[rank].layout
 
     def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
-        """Read pieces, given as (rank, index), one after the other; they must fill `out`.
+        """Read pieces, given as (rank, index), into `out`, one after the other, without a gap.
 
-        Raises LayoutUnknown if no node can deliver one of them.
+        Raises LayoutUnknown if no node can deliver one of the pieces.
         """
         left = self._places(wanted, out)
         for _ in range(_TIMES):
@@ -315,7 +316,7 @@ class PreviousWorldShards:
         return True
 
     def _fetch(self, wanted: Sequence[WantedPiece]) -> list[WantedPiece]:
-        """Fetch pieces from other nodes; return those that no node could deliver."""
+        """Fetch pieces from other nodes; return the pieces that no node could deliver."""
         locations = ShardLocations(self.world.wanted, self._alive)
         for one in wanted:
             shard = self._shards[one.rank]
@@ -345,7 +346,7 @@ class PreviousWorldShards:
             self.fetch.meet(group.nodes)
 
     def _find(self, rank: Rank) -> _Shard:
-        """Find a shard; raise LayoutUnknown if no node has it, whole or in parts."""
+        """Find a shard, whole or in parts; raise LayoutUnknown if no node has it."""
         problems: list[str] = []
         for group in self.world.groups:
             for node in group.nodes:
@@ -428,10 +429,10 @@ class PreviousWorldShards:
         return drive(self.fetch.ask(node_id, question))
 
     def _find_another_way(self, rank: Rank, left: Sequence[WantedPiece]) -> None:
-        """Switch a shard between its whole copy and its parts after pieces were missing.
+        """After pieces were missing: change from the whole copy of a shard to its parts, or back.
 
-        The parts of an old protection disappear when the version is protected again. In that case
-        some node has the whole shard.
+        When the version is protected again, the previous parity and mirrors are freed. Some node
+        then has the whole shard.
         """
         with self._headers_lock:
             try:

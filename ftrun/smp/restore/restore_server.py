@@ -3,8 +3,7 @@
 Runs in:  the SMP. The server thread creates it when a generation begins; the threads of links call
           it.
 Takes in: this node's slots and parity regions.
-Gives:    mirrors, pieces and blocks, each compared with its digest before it is sent; or the reason
-          why not.
+Gives:    mirrors, pieces and blocks, each compared with its digest before it is sent; or an error.
 
 Nothing is read before the first request, because in most generations no node has to fetch.
 """
@@ -34,8 +33,9 @@ from ftrun.wire.transport.bulk_socket import Bytes
 class RestoreServer:
     """Serves one version to other nodes.
 
-    Duplicates of `fds` are kept until `close`. `load` is what this node has read of a checkpoint;
-    its slots may be incomplete.
+    Args:
+        fds: descriptors of the arenas; duplicates stay open until `close`.
+        load: the part of a checkpoint that this node has loaded; its slots may be incomplete.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RestoreServer:
             self._replace({})
 
     def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """Replace the arenas, after pending ones have arrived; duplicates are kept."""
+        """Replace the arenas when pending arenas have arrived; duplicates of `fds` stay open."""
         with self._lock:
             self._replace(fds)
             self._held = None
@@ -90,20 +90,20 @@ class RestoreServer:
         return self.shards.find(digest)
 
     def region(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
-        """Return this node's complete part of a protection; raises LayoutUnknown if it has none."""
+        """Return the complete parity region of a version; raises LayoutUnknown if there is none."""
         found = self._parity_store.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
         if found is None or record is None or group_of(record).id != ask.group:
             raise LayoutUnknown(
-                f"this node has no complete part of {version(ask.generation, ask.step)} as "
-                f"protected in generation {ask.protected_in}"
+                f"this node has no complete parity region of {version(ask.generation, ask.step)} "
+                f"from generation {ask.protected_in}"
             )
         return found, record
 
     def mirror(self, ask: t.GetMirror) -> Sequence[Bytes]:
-        """Return a node's small state.
+        """Return the small state of the node at `ask.position`.
 
-        A request for this node's own position comes from a node that fetches a rank that has moved.
+        If that is this node, a rank has moved from it to the requesting node.
         Raises LayoutUnknown if this node does not store it, SnapshotCorrupt if it is damaged.
         """
         region, record = self.region(ask)
@@ -149,7 +149,7 @@ class RestoreServer:
     def row(
         self, region: ParityRegion, record: ParityRecord, stripe: int
     ) -> tuple[bytes, list[memoryview]]:
-        """Return this node's parity of a stripe; raises as `unit`."""
+        """Return this node's parity block of a stripe; raises as `unit`."""
         stripes = stripes_of(record)
         at = stripes.parity_block(record.position, stripe)
         if at is None or not 0 <= at < record.num_rows:

@@ -1,13 +1,13 @@
-"""Answers workers of a new world that read shards of the previous one.
+"""Answers workers of a new world that read shards of the previous world.
 
 Runs in:  the SMP: requests arrive in the server thread; a job lane for each local rank reads from
           other nodes.
-Takes in: OpenShards for the shards of this node; FetchShardHeaders and FetchPieces for others.
-Gives:    one read-only descriptor for each rank of the previous world whose shard is on this node;
-          memfds with just the requested bytes of others, which the SMP does not keep; or a refusal.
+Takes in: OpenShards for shards on this node; FetchShardHeaders and FetchPieces for other shards.
+Gives:    one read-only descriptor for each shard of the previous world that is on this node; memfds
+          with the requested bytes of other shards, which the SMP does not keep; or a refusal.
 
 The arenas of the previous world stay until the first version of the new world is committed. No
-process writes to them until then, because workers of the new world have arenas of their own.
+process writes to them, because workers of the new world have separate arenas.
 """
 
 import os
@@ -33,7 +33,7 @@ MAX_HEADERS = 200
 """Limit of descriptors per answer."""
 
 MAX_BYTES = 64 << 20
-"""Limit of one answer with more than one piece."""
+"""Limit of one answer with several pieces."""
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
 _BUG = messages.Refused("internal error in ftrun; see the SMP's log")
@@ -46,7 +46,7 @@ _LANES = 8
 
 
 class ShardReads:
-    """The requests of local workers."""
+    """Serves the read requests of local workers."""
 
     def __init__(self, memory: ArenaStore, jobs: JobLanes) -> None:
         self._memory = memory
@@ -66,7 +66,9 @@ class ShardReads:
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
             requester.send(
-                messages.Refused(f"{wanted} is not on this node, and no other node is read")
+                messages.Refused(
+                    f"{wanted} is not on this node, and cannot be read from other nodes"
+                )
             )
             return
         work: Work
@@ -81,7 +83,7 @@ class ShardReads:
         )
 
     def _open(self, requester: Requester, body: worker_messages.OpenShards) -> None:
-        """Answer with the shards on this node; shards on other nodes are left out."""
+        """Answer with descriptors of the shards on this node, without shards of other nodes."""
         wanted = version(body.generation, body.step)
         found = {
             Rank(arena.shape.rank): arena.fd
@@ -95,7 +97,7 @@ class ShardReads:
                 )
             )
             return
-        # Opening the files again gives file descriptions of their own, which can be read-only.
+        # Opening the memfds again gives new file descriptions, which can be read-only.
         fds: list[int] = []
         try:
             fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())

@@ -30,7 +30,7 @@ from ftrun.tools.logs.follow import (
     lines_of,
     read_lines,
     report_generation,
-    say,
+    write_notice,
 )
 from ftrun.tools.report.command import folder_of, raw_lines
 from ftrun.tools.report.facts import IncidentFacts
@@ -121,7 +121,9 @@ def _choice(wanted: LogRequest, lines: Sequence[Line], folder: Path) -> LogFilte
         return LogFilter(ranks, wanted.node, wanted.generation, wanted.lines)
     incident = _incident(wanted.incident, folder)
     culprits = _culprits_of(incident, lines)
-    say(f"incident {incident.number}, generation {incident.generation}: {incident.sentence}")
+    write_notice(
+        f"incident {incident.number}, generation {incident.generation}: {incident.sentence}"
+    )
     count = INCIDENT_LINES if wanted.lines is None else wanted.lines
     chosen = wanted.generation if wanted.generation is not None else incident.generation
     return LogFilter(ranks if ranks is not None else culprits, wanted.node, chosen, count)

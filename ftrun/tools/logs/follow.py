@@ -153,10 +153,10 @@ def report_generation(generation: int, lines: Sequence[Line]) -> None:
     starts = [line.record for line in of_kinds(lines, GenerationStartedRecord)]
     found = [one for one in starts if one.generation == generation]
     reason = f": {found[-1].reason}" if found and generation > 0 else ""
-    say(f"generation {generation}{reason}")
+    write_notice(f"generation {generation}{reason}")
 
 
-def say(text: str) -> None:
+def write_notice(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"--- {text}\n")
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""Where the time of a run has gone, and how often it fails.
+"""Divides the wall time of a run into useful time and classes of lost time; its failure rate.
 
-Goodput is useful step time over wall time. Useful is what is left of the wall time when every
-class below is taken off. A second is counted once: steps that are done again are not also useful,
-and time that is PAUSED is no part of a restart.
+Goodput is useful step time divided by wall time. Useful step time is the wall time minus all
+classes of `losses_of`. Each second counts once: repeated steps are not useful time, and PAUSED time
+is not part of a restart.
 """
 
 from collections.abc import Sequence

@@ -187,7 +187,7 @@ class RunFacts:
     script: str
     torch: str
     state: str
-    """`finished`, `failed`, `stopped`, `running`, or `ends without a word`."""
+    """`finished`, `failed`, `stopped`, `running`, or `no end in the journal`."""
     verdict: str
     began_t_s: float
     ended_t_s: float

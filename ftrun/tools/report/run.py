@@ -55,7 +55,7 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
     snapshots = snapshots_of(lines)
     losses = losses_of(launches, incidents, background, snapshots)
     useful_s = max(wall_s - sum(one.seconds for one in losses), 0.0)
-    state, exit_code, why = _state(lines, is_alive=is_alive)
+    state, exit_code, reason = _state(lines, is_alive=is_alive)
     unplanned = [one for one in incidents if not one.is_planned]
     failures = sum(1 for one in unplanned if not one.is_reported)
     runs = of_kinds(lines, RunStarted)
@@ -74,7 +74,7 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
         ended_t_s=lines[-1].t_s,
         wall_s=wall_s,
         exit_code=exit_code,
-        why=why,
+        why=reason,
         world_size=len(background.world) or None,
         step=step,
         step_s=background.step_s,
@@ -103,11 +103,11 @@ def _state(lines: Sequence[Line], *, is_alive: bool) -> tuple[str, int | None, s
     end = reported[-1].record if reported else None
     if not isinstance(end, RunEndedRecord | EndRun):
         return ("running" if is_alive else "no end in the journal"), None, ""
-    code, why = end.exit_code, clean(end.reason, 500)
+    code, reason = end.exit_code, clean(end.reason, 500)
     if code == 0:
-        return "finished", code, why
+        return "finished", code, reason
     stopped = bool(of_kinds(lines, StopRequested))
-    return ("stopped" if stopped and code > 128 else "failed"), code, why
+    return ("stopped" if stopped and code > 128 else "failed"), code, reason
 
 
 def _with_verdict(facts: RunFacts) -> RunFacts:

@@ -161,7 +161,7 @@ class PastRestart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     downtime_s: float | None = None
 
 
-class GoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class DepartedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A node that was lost or drained, and has not returned."""
 
     card: NodeCard
@@ -207,7 +207,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Checkpoints that no node loads, because one node cannot use them: names and reasons."""
     past_restarts: list[PastRestart] = []
     """The last restarts, for status."""
-    gone: list[GoneNode] = []
+    gone: list[DepartedNode] = []
 
 
 class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

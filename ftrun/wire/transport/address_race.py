@@ -147,7 +147,7 @@ class _Race:
         for target in self._left:
             self._failed[target] = PeerLost(peer=_name(target), how="silent")
         errors = [self._failed[target] for target in self._order]
-        return min(errors, key=_says)
+        return min(errors, key=_sort_key)
 
     def close(self) -> None:
         for sock, _ in self._pending.values():
@@ -216,7 +216,7 @@ def _leave_from(sock: socket.socket, source: str) -> None:
         sock.bind((source, 0))
 
 
-def _says(error: PeerError) -> int:
+def _sort_key(error: PeerError) -> int:
     """Sort key of an error: no answer first, then a refused handshake, then a refusal."""
     if isinstance(error, HandshakeRefused):
         return 1

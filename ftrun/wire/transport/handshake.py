@@ -132,13 +132,13 @@ def dial_handshake(
     does not speak this protocol, PeerLost, or PeerTimeout.
     """
     talk = _Talk(sock, deadline_s=deadline_s)
-    hello = talk.say(_Kind.HELLO, _hello(secret))
+    hello = talk.send(_Kind.HELLO, _hello(secret))
     theirs = talk.receive(_Kind.HELLO)
     _check_hello(talk, theirs, secret, own_nonce=hello[-NONCE_BYTES:])
     proof = _Proof(secret, hello[-NONCE_BYTES:], theirs[-NONCE_BYTES:])
-    talk.say(_Kind.CLAIM, proof.claim(b"dialler", talk.digest, own))
+    talk.send(_Kind.CLAIM, proof.claim(b"dialler", talk.digest, own))
     peer = _check_claim(talk, b"acceptor", proof, own, admit)
-    talk.say(_Kind.WELCOME, proof.code(b"welcome", talk.digest))
+    talk.send(_Kind.WELCOME, proof.code(b"welcome", talk.digest))
     talk.release()
     to_acceptor, to_dialler = proof.keys(talk.digest)
     return AuthSession(own, peer, to_acceptor, to_dialler, secret is not None)
@@ -159,10 +159,10 @@ def accept_handshake(
     talk.extend(deadline_s)
     nonce = os.urandom(NONCE_BYTES)
     _check_hello(talk, theirs, secret, own_nonce=nonce)
-    talk.say(_Kind.HELLO, _hello(secret, nonce))
+    talk.send(_Kind.HELLO, _hello(secret, nonce))
     proof = _Proof(secret, theirs[-NONCE_BYTES:], nonce)
     peer = _check_claim(talk, b"dialler", proof, own, admit)
-    talk.say(_Kind.CLAIM, proof.claim(b"acceptor", talk.digest, own))
+    talk.send(_Kind.CLAIM, proof.claim(b"acceptor", talk.digest, own))
     expected = proof.code(b"welcome", talk.digest)
     if not hmac.compare_digest(talk.receive(_Kind.WELCOME), expected):
         raise ProtocolError(f"{talk.peer} ends the handshake with a wrong code")
@@ -205,7 +205,7 @@ class _Talk:
     def digest(self) -> bytes:
         return self._received.digest()
 
-    def say(self, kind: _Kind, body: bytes) -> bytes:
+    def send(self, kind: _Kind, body: bytes) -> bytes:
         frame = _FRAME.pack(kind, len(body)) + body
         self._received.update(frame)
         try:

@@ -75,8 +75,8 @@ _UNDER_COPY = (
 )
 _BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
 _NO_DEVICE_MEMORY = (
-    "no snapshots until this is over: a device has no memory for a copy of small tensors, or of "
-    "tensors that are not contiguous; 128 MiB are enough"
+    "no snapshots: the device lacks memory to copy small or non-contiguous tensors. Free 128 MiB; "
+    "snapshots then resume"
 )
 _WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
 

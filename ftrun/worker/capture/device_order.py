@@ -81,7 +81,7 @@ class JudgedGraphs:
         self.harmless: WeakSet[Any] = WeakSet()
         self.changing: WeakSet[Any] = WeakSet()
         self.replayed: WeakSet[Any] = WeakSet()
-        """Since the verified snapshot whose sources are not compared yet."""
+        """Graphs replayed since the verified snapshot, whose sources are not compared yet."""
         self.are_new = False
         """A graph was replayed that is not judged yet."""
         self._sources: object = None

@@ -155,14 +155,14 @@ class ExplicitSaver:
             if clock.now_s() >= give_up_s:
                 raise SnapshotError(
                     f"{sealed} is sealed on this rank and was not committed in time: another rank "
-                    "has not sealed it, or other nodes take long to protect it. The snapshot "
-                    "before it stays; give the Writer a longer wait_s if that is the network"
+                    "has not sealed it, or other nodes take long to protect it. The previous "
+                    "snapshot is retained. If the network is slow, raise Writer(wait_s=...)"
                 )
             self.link.send_again()
             clock.sleep(_POLL_S)
         if not self._is_committed(sealed):
             raise SnapshotError(
-                f"{sealed} is given up: a rank has none of it. The snapshot before it stays"
+                f"{sealed} is given up: a rank has none of it. The previous snapshot is retained"
             )
 
     # --- details -----------------------------------------------------------------------------
@@ -192,9 +192,9 @@ class ExplicitSaver:
                 clock.sleep(_POLL_S)
             if clock.now_s() >= give_up_s:
                 raise SnapshotError(
-                    f"no snapshot was taken: the one before it, {last}, is not settled, because "
-                    "other nodes take long to protect it. Save less often, or give the Writer a "
-                    "longer wait_s"
+                    f"no snapshot was taken: the previous one, {last}, is not committed yet, "
+                    "because other nodes take long to protect it. Save less often, or raise "
+                    "Writer(wait_s=...)"
                 )
 
     def _is_pending(self, sealed: Version) -> bool:

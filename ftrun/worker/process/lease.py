@@ -1,13 +1,13 @@
 """Step lease: prevents a rank and its replacement from stepping at the same time.
 
-Runs in:  worker, in the thread that steps an optimizer or passes a boundary; also a thread of its
-          own if the agent is not the parent.
+Runs in:  worker, in the thread that steps an optimizer or passes a boundary. If the agent is not
+          the parent process, also a separate thread.
 Takes in: the lease on the command page, which the agent renews; the end of the agent.
 Gives:    a rank that waits while its lease is expired.
 
 If the agent is stopped, or cut off from the leader, it does not renew the lease, and its ranks
 wait. If the agent resumes, it renews the lease or ends its ranks. If the agent ends, its ranks end
-too: the kernel kills its children, and a rank behind a wrapper kills itself.
+too: the kernel kills the children of the agent, and a rank started through a wrapper kills itself.
 """
 
 import logging

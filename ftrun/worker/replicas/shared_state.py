@@ -1,16 +1,16 @@
 """Reads one version of a rank that shares its replicas.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: this rank's shard; the shards of the other members, in arenas of this node or from others.
+Takes in: this rank's shard; the shards of the other members, in arenas of this node or fetched.
 Gives:    the state of `LocalState`, with whole tensors in place of the shares.
 
-The members of one version may have stored shares or whole tensors. Each tensor is assembled from
-all of these parts, and each piece is compared with its digest before it is used.
+Some members may have stored shares of this version, others whole tensors. Each tensor is assembled
+from the parts of all members, and each piece is compared with its digest before it is used.
 
-Rule 1: no member writes to the slots of this version before all ranks have restored it. The first
-        snapshot of a rank goes into its other slot, and the next one waits for the commit of the
+Rule 1: no member writes to the slots of this version before all ranks have restored it. A rank
+        writes its first snapshot to its other slot. Its second snapshot waits for the commit of the
         first, which needs a seal of every rank.
-Rule 2: if the shards are not those of one state, this rank's slot is reported like a damaged one,
+Rule 2: if the shards do not belong to one state, this rank's slot is reported like a damaged one,
         so that an older version is restored. A restart from the same version would fail again.
 """
 
@@ -41,7 +41,7 @@ class SharedState(LocalState):
 
     Raises:
         SnapshotCorrupt: a digest does not match, here or later.
-        TensorIncomplete, RanksDiffer: the shares are not those of one state.
+        TensorIncomplete, RanksDiffer: the shares do not belong to one state.
         LayoutUnknown: a shard is missing.
         PeerError: the SMP does not answer.
     """
@@ -52,7 +52,7 @@ class SharedState(LocalState):
         super().__init__(arena, wanted, context)
         shares = [entry for entry in self._entries.values() if entry.part is not None]
         for entry in shares:
-            if not entry.is_small:  # the pieces of small ones hold other entries too
+            if not entry.is_small:  # a piece of a small entry holds other entries too
                 self._unchecked.difference_update(self._layout.pieces_of(entry))
             self._entries[entry.name] = _whole_entry(entry)
         source = _shards_of(self.members, wanted, context, link)
@@ -66,7 +66,7 @@ class SharedState(LocalState):
         except BaseException as error:
             source.close()
             if isinstance(error, TensorIncomplete | RanksDiffer):  # Rule 2
-                context.page.note = f"the shares of {wanted} do not fit together: {error}"
+                context.page.note = f"the shares of {wanted} do not belong to one state: {error}"
                 context.page.set(HeartbeatField.CORRUPT_RANK, 1 + context.rank)
                 context.page.set(HeartbeatField.CORRUPT_SLOT, 1)
             raise
@@ -108,7 +108,7 @@ def _tensor(index: SourceIndex, name: str) -> WholeTensor:
 def _shards_of(
     members: Sequence[Rank], wanted: Version, context: WorkerContext, link: WorkerSmpClient
 ) -> JoinedShards:
-    """The shards of all members: those of this node in place, others fetched when they are read."""
+    """The shards of all members. Shards of other nodes are fetched when they are read."""
     fds = link.open_images(wanted, context.world_size)
     for rank in fds.keys() - set(members):
         os.close(fds.pop(rank))

@@ -62,7 +62,7 @@ DEVICE_BLOCK_BYTES = 1 << 25
 _log = logging.getLogger(__name__)
 
 _GOLDEN = 0.6180339887498949
-"""Multiples of it are spread evenly over the fractions of 1."""
+"""The golden ratio minus 1. The fractional parts of its multiples are spread evenly over [0, 1)."""
 
 
 class ReplicaShares:

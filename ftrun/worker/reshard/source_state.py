@@ -147,19 +147,20 @@ class SourceState:
             f"not bitwise: {self.version} was taken by {ranks(before.size)} ({before}) and "
             f"continues in {now.size} ({now}); parameters and optimizer state are those of that "
             "step, later sums are taken in another order",
-            "buffers that no optimizer owns: a rank has those of the old rank of its coordinates, "
-            "counted round where there were fewer",
+            "buffers that no optimizer owns: each rank takes the buffers of the old rank with the "
+            "same mesh coordinates, modulo the old mesh size",
         ]
         found += self._shares.notes()
         found += [
-            f"{one.path} is {one.one} on old rank 0 and {one.other} elsewhere: a rank has what the "
-            f"old rank of its coordinates had of {_SHOULD_AGREE[name]}"
+            f"{one.path} is {one.one} on old rank 0 and {one.other} on another rank. Each rank "
+            f"takes the {_SHOULD_AGREE[name]} of the old rank with its coordinates"
             for name, one in self._differing.items()
         ]
         if now.num_batches > before.num_batches:
             found.append(
-                f"{now.num_batches} ranks see data of their own, and {before.num_batches} did: the "
-                "random numbers of the others follow from an old rank's and from their own number"
+                f"{now.num_batches} ranks read different data; the snapshot has "
+                f"{before.num_batches} such ranks. The additional ranks derive their random states "
+                "from an old rank's state and their own number"
             )
         return found
 

@@ -121,7 +121,7 @@ class AttachedState:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     wrappers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    """Optimizers without a state of their own; the one inside is attached in their place."""
+    """Optimizers without a separate state; the inner optimizer is attached in their place."""
     stateful: dict[str, Stateful] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)
@@ -130,15 +130,15 @@ class AttachedState:
     """`Session.state`."""
     skip: Skip = field(default_factory=Skip)
     layout: "DeclaredSharding | None" = None
-    """How ranks share plain tensors and data, if the script declares it."""
+    """The sharding of plain tensors and data over ranks, if the script declares it."""
     casts: bool = False
-    """Values saved in another floating dtype are rounded to the present one."""
+    """A value saved in another floating dtype is rounded to the dtype of its tensor."""
 
     def add(self, name: str, thing: object) -> None:
         """Add one object to the dict of its kind.
 
         Raises:
-            UsageError: it has no state that ftrun can capture.
+            UsageError: the object has no state that ftrun can capture.
         """
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
@@ -221,7 +221,7 @@ class DeclaredSharding:
         return carried(self.rules)
 
     def is_that_of(self, saved: Mapping[str, Any] | None) -> bool:
-        """Whether a snapshot is of this layout; a snapshot without a layout counts as such."""
+        """Whether a snapshot has this layout; true for a snapshot without a layout."""
         return saved is None or read_carried(saved).layout == self.rules.layout
 
 
@@ -231,9 +231,9 @@ def declared(
     """Read the rules of this run.
 
     Args:
-        path: of the file; None: there are no rules, and `mesh` has all axes.
+        path: the file of rules; None: there are no rules, and `mesh` has all axes.
         mesh: sizes of axes that differ from those in the file.
-        world_size: of this run; the batch axis is resized to fit it. None: not known.
+        world_size: world size of this run, to which the batch axis is resized; None: not known.
 
     Raises:
         UsageError: the file has mistakes, or its mesh does not fit.
@@ -246,8 +246,8 @@ def declared(
         resized = fitted.resized(world_size)
         if resized is None:
             raise UsageError(
-                f"{rules.source} has a mesh of {fitted.size} ranks ({fitted}), and there are "
-                f"{world_size}: say the sizes of its axes, such as mesh={{'tp': 2}}"
+                f"{rules.source} has a mesh of {fitted.size} ranks ({fitted}), but the run has "
+                f"{world_size}: give the sizes of the axes, such as mesh={{'tp': 2}}"
             )
         fitted = resized
     return DeclaredSharding(rules.on(fitted))
@@ -260,6 +260,6 @@ def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:
         except OSError as error:
             raise UsageError(f"layout={str(path)!r}: {error.strerror}") from error
     if any(size < 1 for size in mesh.values()):
-        raise UsageError(f"mesh={dict(mesh)}: its axes have sizes of 1 and more")
+        raise UsageError(f"mesh={dict(mesh)}: the size of an axis must be at least 1")
     batches = [name for name in mesh if name.startswith("dp")]
     return json.dumps({"mesh": dict(mesh), "batches": batches})

@@ -2,17 +2,17 @@
 
 Runs in:  worker, training thread.
 Takes in: a DataLoader, torchdata's StatefulDataLoader or any iterable of batches.
-Gives:    its batches, starting at the restored one; plain values of the position.
+Gives:    batches from the restored position on; plain values of the position.
 
-A StatefulDataLoader stores its position itself. For a plain DataLoader the random states at the
-start of the pass are kept. A restore sets these states, recreates the loader's iterator, and draws
-the indices of the used batches from its sampler without loading them. That gives the same indices
-in the same order without reading a sample. An iterable data set has no indices to skip, so its
-batches are loaded and dropped. So are those of a DataLoader with an `__iter__` of its own, which
-may draw its indices at any time.
+A StatefulDataLoader stores its position itself. For a plain DataLoader, the snapshot holds the
+random states at the start of the pass. A restore sets these states, recreates the iterator of the
+loader, and draws the indices of the used batches from the sampler without loading these batches.
+The result is the same order of indices without reading a sample. An iterable data set has no
+indices to skip, so its batches are loaded and dropped. This also applies to a DataLoader with its
+own `__iter__`, which may draw its indices at any time.
 
-Between two passes only the next pass matters. It begins as in the undisturbed run, so its random
-draws are kept.
+Between two passes, only the next pass matters. It begins as in the undisturbed run, and makes the
+same random draws.
 """
 
 import copy
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataPosition:
-    """One loader and the position in it."""
+    """A loader, and the position in its data."""
 
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
@@ -50,13 +50,13 @@ class DataPosition:
         self._iterations = 0
         self._has_started = False
         self._began_with_workers = False
-        """Persistent workers existed when this pass began, so it drew no seed for them."""
+        """Persistent workers existed when this pass began, so no seed was drawn for them."""
         self._clone: Any = None
         self._resume: dict[str, Any] | None = None
         self._generators_now: dict[str, Any] = {}
         self._to_leave_out = 0
         self._in_use: dict[weakref.ref[_BaseDataLoaderIter], int] = {}
-        """Iterators that the script created itself, with the number of batches each had given."""
+        """Iterators created by the script, with the number of batches that each has yielded."""
         self._turns_in_use = 0
 
     def state(self) -> dict[str, Any]:
@@ -122,10 +122,10 @@ class DataPosition:
     def batches(
         self, epoch: int | None, after_start: Callable[[], None], *, ends_if_left: bool = False
     ) -> Iterator[Any]:
-        """Yield the batches of one pass, or of the rest of a restored one.
+        """Yield the batches of one pass, or of the rest of a restored pass.
 
         Args:
-            epoch: for the sampler; None: the number of passes.
+            epoch: epoch for the sampler; None: use the number of passes.
             after_start: called before the first batch is loaded; it may restore random states.
             ends_if_left: if the iteration is left early, the pass is over.
         """
@@ -138,8 +138,8 @@ class DataPosition:
             iterator = self._new_pass(resume)
             self._has_started = True
         else:
-            # Inside `steps()` the loop has begun already, so its random states must not change.
-            # A generator may also have other users.
+            # Inside `steps()` the loop has already begun, so the random states must not change.
+            # Other code may also use these generators.
             now = self._random_states()
             iterator = self._again(resume)
             self._put_back(now)
@@ -174,17 +174,17 @@ class DataPosition:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the position is known: batches are taken here, or the loader has a state_dict."""
+        """Whether the position is known: `batches` was used, or the loader has a state_dict."""
         return self._has_started or self._has_own_position
 
     def is_by_hand(self, boundaries: int) -> bool:
         """Whether the script takes a batch directly from a DataLoader in each of two turns.
 
-        The search for its iterators visits all objects of the process, which is slow. It therefore
-        runs only at boundaries 2, 4, 8, 16 and so on.
+        The search for iterators visits all objects of the process, which is slow. It therefore runs
+        only at boundaries 2, 4, 8, 16 and so on.
 
         Args:
-            boundaries: number passed in this process; this is called at each of them.
+            boundaries: number of boundaries in this process; the method is called at each boundary.
         """
         if self._turns_in_use < _TURNS_BY_HAND and isinstance(self.loader, DataLoader):
             given = {iterator: _given_by(iterator) for iterator in self._in_use}
@@ -234,7 +234,7 @@ class DataPosition:
         began = self._started_with = self._random_states()
         if restored is None or not had_workers:
             return self._iterator_over(self.loader if self._clone is None else self._clone)
-        # The workers are started again, without the draw of their seed.
+        # The workers are started again, but no seed is drawn for them.
         if self._is_indexed:
             return self._skipping(0, began)
         iterator = self._iterator_over(self.loader)
@@ -242,7 +242,7 @@ class DataPosition:
         return iterator
 
     def _end_own_pass(self) -> None:
-        """Make a torchdata loader apply its restored state, which is that of the pass before."""
+        """Make a torchdata loader apply its restored state, which is of the previous pass."""
         if hasattr(self.loader, "_iterator"):
             now = self._random_states()
             self._iterator_over(self.loader)
@@ -252,7 +252,7 @@ class DataPosition:
         self._began_with_workers = resume["had_workers"]
         if self._is_stateful or resume["started_with"] is None:
             iterator = self._iterator_over(self.loader)
-            # Its own position was that of one rank in a world of another size.
+            # The loader's state is that of one rank in a world of another size.
             for _ in range(resume["handed_out"] if resume.get("resized") else 0):
                 next(iterator, None)
             return iterator
@@ -275,7 +275,7 @@ class DataPosition:
         clone.__dict__[inner] = skipping  # DataLoader refuses a plain assignment
         clone.__dict__["_iterator"] = None
         if self._keeps_workers and loader.num_workers > 0:
-            self._clone = clone  # its workers are the persistent ones
+            self._clone = clone  # owns the persistent workers
         iterator = self._iterator_over(clone)
         skipping.skip()
         return iterator
@@ -312,7 +312,7 @@ class DataPosition:
 
 
 def generators_within(parts: list[tuple[str, Any]]) -> dict[str, torch.Generator]:
-    """Every generator of these loaders and of their samplers, by the path to it."""
+    """Every generator of these loaders and of their samplers, by path."""
     found: dict[str, torch.Generator] = {}
     waiting = list(parts)
     seen: set[int] = set()
@@ -342,7 +342,7 @@ def _given_by(iterator: "weakref.ref[_BaseDataLoaderIter]") -> int:
 
 
 class _SkippingSampler:
-    """A sampler that skips its first items, once, in the first pass that items are drawn from."""
+    """A sampler that skips its first items, once, in the first pass over it."""
 
     def __init__(
         self, inner: Iterable[Any], to_skip: int, before: Callable[[], None] | None

@@ -1,17 +1,18 @@
-"""Optimizers inside attached ones, such as in SAM and Lookahead, and those that are not attached.
+"""Finds optimizers inside attached optimizers (SAM, Lookahead), and optimizers not attached.
 
 Runs in:  worker, training thread.
 Takes in: an `AttachedState`; torch's global hook before each optimizer step.
-Gives:    inner optimizers as attached ones, named by the attribute that holds them, such as
+Gives:    attached inner optimizers, named by the attribute that holds them, such as
           `optimizer.base_optimizer`; after a load, groups and state shared as before; reasons for
           lost protection.
 
-A wrapper shares its groups with the inner optimizer, so that a scheduler of one sets the learning
-rate of both. A `load_state_dict` of its own may end this sharing. It is restored after each load.
+A wrapper shares its groups with the inner optimizer, so that a scheduler of one of them sets the
+learning rate of both. The wrapper's own `load_state_dict` may end this sharing, so the sharing is
+restored after each load.
 
-An optimizer that is created and used within one turn of the loop, and keeps no state, loses
-nothing. An optimizer is therefore reported at a boundary only if it has state, or if it also
-stepped in an earlier turn.
+If an optimizer is created and used within one turn of the loop, and has no state, nothing is lost.
+An optimizer is therefore reported at a boundary only if it has state, or if it also stepped in an
+earlier turn.
 """
 
 import logging
@@ -30,7 +31,7 @@ from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.unprotected import UnprotectedReasons, shown
 
 _REFERRING = ("scheduler", "scaler")
-"""Objects in these arguments refer to an optimizer and do not contain it."""
+"""Arguments of `attach` whose objects refer to an optimizer without containing it."""
 _MAX_DEPTH = 4
 
 _log = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ class InnerOptimizers:
 
     @contextmanager
     def leaving_out(self, saved: Container[str]) -> Iterator[None]:
-        """Detach inner optimizers that a version does not contain, while it is loaded.
+        """During a load, detach inner optimizers that the version does not contain.
 
-        Either the script did not wrap its optimizer then, or an older ftrun took the version.
+        The version is of a script without the wrapper, or of an older ftrun.
         """
         missing = {name: one for name, one in self._added.items() if name not in saved}
         for name in missing:
@@ -113,7 +114,7 @@ class InnerOptimizers:
         found = list(_optimizers_in(outer))
         states = [inner.state for _, inner in found]
         if found and (not hasattr(outer, "state") or any(outer.state is one for one in states)):
-            # A wrapper without a state of its own, such as Accelerate's.
+            # The wrapper has no separate state, such as Accelerate's wrapper.
             del self._attached.optimizers[name]
             free = f"{name}.wrapper"
             while free in self._attached.wrappers:
@@ -171,7 +172,7 @@ def _is_optimizer(thing: object) -> bool:
 
 
 def _holds_groups_of(optimizer: Optimizer, saved: object, depth: int = 0) -> bool:
-    """Whether a state_dict() contains that of this optimizer, at any depth up to `_MAX_DEPTH`."""
+    """Whether a state_dict() contains this optimizer's, at any depth up to `_MAX_DEPTH`."""
     if isinstance(saved, Mapping):
         if "state" in saved and "param_groups" in saved:
             sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -185,7 +186,7 @@ def _holds_groups_of(optimizer: Optimizer, saved: object, depth: int = 0) -> boo
 def tensors_outside_state(optimizer: Optimizer) -> list[str]:
     """Attributes that hold tensors of a parameter's shape: state that no snapshot contains.
 
-    ZeroRedundancyOptimizer has none, because its buckets are the memory of parameters.
+    Buckets of ZeroRedundancyOptimizer are not such attributes: they are memory of parameters.
     """
     groups = getattr(optimizer, "param_groups", None) or []
     parameters = [p for group in groups for p in group["params"]]
@@ -201,7 +202,7 @@ def tensors_outside_state(optimizer: Optimizer) -> list[str]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Address of its memory; a sparse tensor has no single one and gets its id."""
+    """Address of the tensor's memory; for a sparse tensor, which has several, its id."""
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -272,9 +273,9 @@ class OptimizerWatch:
         elif not self._has_logged:
             self._has_logged = True
             _log.warning(
-                "optimizer %s updates %d parameters that are not attached: a restart begins with "
-                "new ones; pass their model and this optimizer to attach() if the training needs "
-                "them",
+                "optimizer %s updates %d parameters that are not attached: a restart does not "
+                "restore them. If the training needs them, pass their model and this optimizer to "
+                "attach()",
                 kind,
                 len(parameters),
             )

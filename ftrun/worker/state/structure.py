@@ -126,7 +126,7 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
         *_fit_attached(wanted, tree.attached),
     ]
     if changed:
-        _log.info("made as they were saved, not as the script has built them: %s", shown(changed))
+        _log.info("dtype, shape or strides were set to those of the snapshot: %s", shown(changed))
 
 
 _Wanted = Callable[[str], _Saved | None]

@@ -27,7 +27,7 @@ class UnprotectedReasons:
     """The reasons of one process; the process is protected if there are none.
 
     Args:
-        page: shows them; None: no agent reads them, and the log reports what status would show.
+        page: page on which the reasons are shown; None: no agent reads it, so the log shows them.
     """
 
     def __init__(self, page: SharedPage | None) -> None:
@@ -57,7 +57,7 @@ class UnprotectedReasons:
 
         Args:
             where: the part that failed, such as "the optimizer hook".
-            error: for an unexpected one the traceback is logged, once for each part.
+            error: unless it is an `FtrunError`, its traceback is logged, once for each `where`.
         """
         is_new = (key := f"bug in {where}") not in self
         is_bug = not isinstance(error, FtrunError)

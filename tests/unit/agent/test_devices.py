@@ -189,7 +189,7 @@ assert len(faults(made)) == 1, "names are not compared"
 def test_a_driver_that_hangs_is_reported_and_blocks_nothing(tmp_path: Path) -> None:
     code = """
 import time
-devices._SILENT_S = 0.3
+devices._UNRESPONSIVE_S = 0.3
 made = DeviceCounters(Path(sys.argv[2]))
 now = iter(range(0, 1000, int(EVERY_S)))
 def poll():
@@ -197,7 +197,7 @@ def poll():
     found = made.poll(1.0 + next(now), on_device=True)
     assert time.monotonic() - began_s < 60.0
     return tuple(report.text for report in found)
-while made._gpus is None or made._gpus.silent_s:
+while made._gpus is None or made._gpus.unresponsive_s:
     assert poll() == ()
 gpus.hang(True)
 assert poll() == ()

@@ -81,8 +81,8 @@ def test_a_bad_one_is_excluded_and_the_next_one_is_used() -> None:
     done = rebuild_stripe(CODEC, FACTS, [bad, *map(fragment, (2, 3, 4, 5))], found)
     assert_right(found)
     assert done.used == (2, 3, 4, 5)
-    assert len(done.excluded) == 1
-    assert "n0" in done.excluded[0]
+    assert len(done.rejected) == 1
+    assert "n0" in done.rejected[0]
 
 
 def test_a_good_copy_from_elsewhere_takes_the_place_of_a_bad_one() -> None:
@@ -155,7 +155,7 @@ def test_a_forged_fragment_is_found_by_what_is_rebuilt(wrong: int) -> None:
     assert_right(found)
     assert wrong not in done.used
     assert done.verified == {1}
-    assert done.excluded
+    assert done.rejected
 
 
 def test_a_forged_fragment_whose_digest_is_known_is_not_even_decoded() -> None:
@@ -221,7 +221,7 @@ def test_a_fragment_of_a_node_without_a_block_is_excluded() -> None:
     found = wanted(1)
     done = rebuild_stripe(CODEC, facts, fragments, found)
     assert found[1] == blocks[1]
-    assert "no block in this stripe" in done.excluded[0]
+    assert "no block in this stripe" in done.rejected[0]
 
 
 def test_only_empty_blocks_give_zeros_without_any_fragment() -> None:
@@ -235,7 +235,7 @@ def test_a_fragment_longer_than_a_block_is_excluded() -> None:
     long = fragment(0, DATA[0] + b"x")
     found = wanted(1)
     done = rebuild_stripe(CODEC, FACTS, [long, *map(fragment, (2, 3, 4, 5))], found)
-    assert f"{BLOCK_BYTES + 1} bytes" in done.excluded[0]
+    assert f"{BLOCK_BYTES + 1} bytes" in done.rejected[0]
     assert_right(found)
 
 

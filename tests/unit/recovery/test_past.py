@@ -43,7 +43,7 @@ def test_a_node_that_was_drained_has_left_and_is_not_lost() -> None:
     assert made["a"].member.leader.monitor.history(now_s=made.now_s).node_failures == {}
 
 
-def test_a_node_that_was_asked_to_leave_and_dies_with_its_ranks_is_lost_but_has_not_failed() -> (
+def test_a_node_that_was_asked_to_drain_and_dies_with_its_ranks_is_lost_but_has_not_failed() -> (
     None
 ):
     made = with_spares()
@@ -148,7 +148,7 @@ def test_what_a_leader_has_seen_itself_stays() -> None:
     assert [(one.cause, one.at_s, one.downtime_s) for one in third.restarts] == [
         ("old", 10.0, 0.5), ("later", 12.0, None),
     ]  # fmt: skip
-    assert not third.was_asked_to_leave("c")
+    assert not third.was_asked_to_drain("c")
 
 
 def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:

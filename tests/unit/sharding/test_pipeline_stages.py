@@ -188,9 +188,11 @@ def test_what_all_ranks_of_a_stage_have_too_many_is_reported_once_and_without_it
 
 def test_layers_that_no_process_has() -> None:
     found = problems(ANEW.format(10, ""), ["l.0.w", "l.1.w"], ["l.0.w", "l.1.w"])
-    assert found[0].startswith(f"{UNIQUE} has 10 layers, and 2, 3, 4, 7, 8 and 1 more are on no")
+    assert found[0].startswith(
+        f"{UNIQUE} declares 10 layers, but no rank holds layers 2, 3, 4, 7, 8 and 1 more:"
+    )
     text = ANEW.format(4, ", empty: [1]")
-    assert ", and 3 is on no rank" in problems(text, ["l.0.w"], ["l.0.w"])[0]
+    assert ", but no rank holds layer 3: " in problems(text, ["l.0.w"], ["l.0.w"])[0]
     both = [[StoredEntry("l.0.w", "F32", (2,))]] * 2
     assert list(read_world(rules(ANEW.format(4, ", empty: [1, 3]")), both).wholes) == [
         "l.0.w",

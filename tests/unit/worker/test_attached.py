@@ -60,7 +60,7 @@ def test_a_mesh_alone_reports_ranks_with_the_same_data() -> None:
     assert found.rules.mesh.has_stages
     assert found.is_that_of(found.saved)
     assert not declared(None, {"pp": 1, "dp": 2}, 2).rules.mesh.has_stages
-    with pytest.raises(UsageError, match="sizes of 1 and more"):
+    with pytest.raises(UsageError, match="must be at least 1"):
         declared(None, {"dp": 0}, 2)
     with pytest.raises(UsageError, match="mesh has a mesh of 4 ranks"):
         declared(None, {"tp": 4}, 3)

@@ -1,13 +1,12 @@
 """Calls into a library that may never return.
 
-Runs in:  the SMP, called in its disk lane's thread; a thread of its own makes the calls.
-Takes in: functions; a time limit for each of them; an event that ends all waiting.
+Runs in:  the SMP, called in its disk lane's thread; a separate thread makes the calls.
+Takes in: functions; a time limit for each call; an event that cancels all calls.
 Gives:    their results in order, or a `CheckpointError`.
 Survives: a store that hangs. The caller gets an error, and the thread stays in its call. It is a
-          daemon, so that the SMP ends without it.
+          daemon thread, so the SMP can end.
 
-The libraries behind fsspec raise exceptions of any type. All of them are caught here and nowhere
-else.
+The libraries behind fsspec raise exceptions of any type. Only this module catches all of them.
 """
 
 import queue
@@ -28,10 +27,10 @@ _Job = Callable[[], None]
 
 
 class CallResult(Generic[_T]):
-    """The result of a call, taken once.
+    """The result of a call; `take` may be called once.
 
-    `take` drops the error, because its frames refer to the store and its connection. Otherwise an
-    owner of this object would keep them alive.
+    `take` drops the error. The frames of the error refer to the store and its connection, and this
+    object would keep both alive.
     """
 
     def __init__(self) -> None:
@@ -59,10 +58,13 @@ class CallResult(Generic[_T]):
 
 
 class CallThread:
-    """The calls of one thread, made one after another.
+    """One thread that makes calls, one after another.
 
-    Each call may take `answer_s`. `where` is the store, for messages; `secret` is removed from
-    them.
+    Args:
+        where: name of the store in error messages.
+        stop: cancels all calls.
+        answer_s: limit of one call, in seconds.
+        secret: is removed from error messages.
     """
 
     def __init__(

@@ -1,18 +1,18 @@
 """The ownership of a checkpoint directory: one run at a time, for its whole life.
 
-Runs in:  the SMP: claimed and checked in its disk lane's thread, renewed in a thread of its own.
+Runs in:  the SMP: claimed and checked in its disk lane's thread, renewed in a separate thread.
 Takes in: a `CheckpointClaim` on the node of rank 0; the id of the run.
-Gives:    a `CheckpointsTaken` for the second run; the runs whose checkpoints belong to this one.
+Gives:    a `CheckpointsTaken` for the second run; the runs whose checkpoints belong to this run.
 Survives: a killed owner: its record is no longer renewed.
 
 Rule 1: clocks of two machines are never compared. An owner is alive if its record changes while it
         is watched. It is dead if the record does not change for `STALE_RENEWALS` intervals.
 Rule 2: a claim takes over at once a record of the same life (another SMP or node of this run) or of
-        this process. It also takes over a record that has ended, and one whose process no longer
-        exists, see `_is_gone`. The same run id is not enough: two jobs of one script on one port
-        have the same.
+        this process. It also takes over a record whose run has ended, and a record whose process no
+        longer exists, see `_is_gone`. The same run id is not enough, because two jobs of one script
+        on one port have the same run id.
 Rule 3: an owner whose record another life has taken over writes no more checkpoints.
-Rule 4: a record that cannot be written stops no run. It is tried again with each renewal.
+Rule 4: if a record cannot be written, the run continues. Each renewal tries again to write it.
 """
 
 import logging
@@ -67,7 +67,7 @@ class _Place(Protocol):
         """Replace the previous record."""
 
     def claiming(self) -> AbstractContextManager[None]:
-        """Read and write a claim inside; when the context exits, the valid claim is decided."""
+        """Context in which a claim is read and written; after it, only one claim is valid."""
 
 
 class _Folder:
@@ -132,9 +132,9 @@ class _Url:
 
 
 class CheckpointOwnership:
-    """This run's right to write checkpoints. Its methods may block for as long as storage does.
+    """This run's right to write checkpoints. Methods may block as long as the storage blocks.
 
-    `is_attended` returns whether an agent exists. An SMP without one renews nothing.
+    `is_attended` returns whether an agent exists. An SMP without an agent renews nothing.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class CheckpointOwnership:
     def claim(self, claim: CheckpointClaim) -> None:
         """Own the directory from now on.
 
-        Raises CheckpointsTaken if another run that is alive owns it. After CheckpointError or
+        Raises CheckpointsTaken if another running run owns it. After CheckpointError or
         OSError the owner is unknown, and `renew` tries again.
         """
         with self._lock:
@@ -173,11 +173,10 @@ class CheckpointOwnership:
             self._start()
 
     def check(self, where: str, life: str) -> frozenset[str]:
-        """Return the runs whose checkpoints may be removed there.
+        """Return the runs whose checkpoints this run may remove in the directory.
 
-        Raises CheckpointError if taken over.
-
-        `life` is that of this run, because nodes without rank 0 have made no claim.
+        Raises CheckpointError if another run has taken over the directory. `life` is the life of
+        this run; nodes without rank 0 have no claim that names it.
         """
         if self._taken:
             raise CheckpointError(self._taken)
@@ -274,9 +273,9 @@ class CheckpointOwnership:
         return _is_gone(record, self._run_id)
 
     def _await_death(self, position: _Place, before: CheckpointOwner) -> None:
-        """Wait until the record counts as that of a dead owner.
+        """Wait until the owner of the record counts as dead.
 
-        Raises CheckpointsTaken if renewed.
+        Raises CheckpointsTaken if the owner renews the record.
         """
         limit_s = STALE_RENEWALS * position.renew_s
         _log.warning(
@@ -350,9 +349,9 @@ def _machine() -> str:
 def _is_gone(record: CheckpointOwner, run_id: RunId) -> bool:
     """True if its process was on this machine and no longer exists, and its run has no other node.
 
-    A run of a single node has no other node. Neither has a record with this run's own id. Its node
-    was this one, because only one stub at a time holds the run folder of that id here. If its other
-    nodes still ran, they would have admitted this node, and it would claim with their life.
+    A run of a single node has no other node. If the record has this run's id, its node was this
+    node, because only one stub at a time holds the run folder of an id. If other nodes of that run
+    still existed, they would have admitted this node, and it would claim with their life.
     """
     if not record.machine or record.machine != _machine():
         return False

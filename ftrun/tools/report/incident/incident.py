@@ -260,10 +260,10 @@ def _event(line: JournalLine[Record]) -> TimelineEvent:
     match line.record:
         case WorkersExited(exits=exits):
             text = "; ".join(clean(one.text, 120) for one in exits[:6])
-        case ActionTaken(action=action, text=why):
-            text = f"{action}: {why}"
-        case LifecycleChanged(old=old, new=new, text=why):
-            text = f"{old} to {new}: {why}"
+        case ActionTaken(action=action, text=reason):
+            text = f"{action}: {reason}"
+        case LifecycleChanged(old=old, new=new, text=reason):
+            text = f"{old} to {new}: {reason}"
         case Recovered(generation=generation, restored=restored):
             text = f"generation {generation} from {restored or 'start'}"
         case record:

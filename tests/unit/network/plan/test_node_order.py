@@ -281,8 +281,8 @@ def test_slow_nodes_and_bad_paths_count_by_their_rates() -> None:
     network = NetworkModel(node_rates={"b": 0.5}, path_rates={("a", "b"): 0.25, ("b", "a"): 0.0})
     loads = loads_of("ab", ring_flows(2), network)
     assert loads[DirectedLink("node", "b", "in")] == 2.0
-    assert loads[DirectedLink("road", "a", "b")] == 4.0
-    assert loads[DirectedLink("road", "b", "a")] == 1000.0
+    assert loads[DirectedLink("path", "a", "b")] == 4.0
+    assert loads[DirectedLink("path", "b", "a")] == 1000.0
 
 
 def test_one_node_costs_nothing() -> None:

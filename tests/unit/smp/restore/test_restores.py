@@ -252,7 +252,7 @@ def test_an_owner_without_slots_and_mirror_is_named(net: Net) -> None:
     own.begin([0], [group_of(other, own, parity=1)])
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "cannot fetch its small state (other: this node has no complete part" in failed.reason
+    assert "cannot fetch its small state (other: this node has no complete parity" in failed.reason
     assert "nor its slots (rank 0, step 4 (generation 1): its shard cannot be" in failed.reason
 
 
