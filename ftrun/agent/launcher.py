@@ -190,10 +190,14 @@ def launch(
     journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
     preflight.first()
     node.start(run.control_loop, run.rpc, run.workers, preflight, wake=run.wake)
+    is_over = False
     try:
         elastic.run(args, config, run.workers.starter, loop.drive)
+        is_over = True
     except RunEnded as ended:
         _report_end(ended.command, spec, run)
+        # With too few nodes here, the others may train.
+        is_over = ended.command.exit_code != ExitCode.NOT_ENOUGH_NODES
         return int(ended.command.exit_code)
     finally:
         server.stop()
@@ -202,7 +206,8 @@ def launch(
         run.rank_observer.close()
         run.observers.close()
         preflight.close()
-        node.forget_secret(is_over=run.control_loop.leads and not loop.executor.has_left)
+        leads = run.control_loop.leads and not loop.executor.has_left
+        node.forget_secret(is_over=is_over and leads)
         run.control_loop.close()
     journal.write(RunEndedRecord(0))
     return 0

@@ -122,21 +122,22 @@ class Maintenance:
             return
         is_stop = command.exit_code > 128 and command.cause is None
         limit_s = self._spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
-        self._await_smp(limit_s, is_cancelled)
+        give_up_s = clock.now_s() + limit_s
+        self._await_smp(give_up_s, is_cancelled)
         versions = self._last_versions()
         if versions or self._smp.committed:
-            if not self._write_last(versions, limit_s, is_cancelled):
-                self._await_smp(limit_s, is_cancelled)  # it has ended just now
-                if not self._write_last(versions, limit_s, is_cancelled):
+            if not self._write_last(versions, give_up_s, is_cancelled):
+                self._await_smp(give_up_s, is_cancelled)  # it has ended just now
+                if not self._write_last(versions, give_up_s, is_cancelled):
                     self._smp.refused = "the snapshot manager was lost twice"
             self._report_checkpoint()
         self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
 
-    def _await_smp(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
+    def _await_smp(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for an SMP that starts, or that replaces one that has just been lost."""
         if not self._spec.profile.snapshot.enabled:
             return
-        give_up_s = clock.now_s() + min(SMP_WAIT_S, limit_s)
+        give_up_s = min(give_up_s, clock.now_s() + SMP_WAIT_S)
         while self._smp.channel is None and not self.smp_given_up:
             if clock.now_s() >= give_up_s or is_cancelled():
                 return
@@ -146,7 +147,7 @@ class Maintenance:
             clock.sleep(SMP_POLL_S)
 
     def _write_last(
-        self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
+        self, versions: Sequence[Version], give_up_s: float, is_cancelled: Callable[[], bool]
     ) -> bool:
         """Return False if the SMP was lost."""
         directory, settings = self._spec.checkpoint_directory, self._spec.profile.checkpoint
@@ -155,13 +156,13 @@ class Maintenance:
             self._smp.refused = self.smp_given_up or "there is no snapshot manager"
             return True
         try:
-            if self._smp.finish_checkpoint(limit_s, is_cancelled):
+            if self._smp.finish_checkpoint(give_up_s, is_cancelled):
                 if self._spec.nodes is None:
                     life = self._generations.life
                     self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
-                    self._smp.finish_checkpoint(limit_s, is_cancelled)
+                    self._smp.finish_checkpoint(give_up_s, is_cancelled)
                 else:
-                    self._write_last_part(versions, limit_s, is_cancelled)
+                    self._write_last_part(versions, give_up_s, is_cancelled)
         except PeerLost:
             self._smp.lost()
             return False
@@ -183,13 +184,13 @@ class Maintenance:
         return self._smp.whole_versions
 
     def _write_last_part(
-        self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
+        self, versions: Sequence[Version], give_up_s: float, is_cancelled: Callable[[], bool]
     ) -> None:
         """Write the parts of these versions in turn, until a complete checkpoint results."""
         written = self._smp.num_checkpoints
         for wanted in versions:
             self.write_part(wanted, is_urgent=True)
-            is_over = self._smp.finish_checkpoint(limit_s, is_cancelled)
+            is_over = self._smp.finish_checkpoint(give_up_s, is_cancelled)
             if not is_over or self._smp.num_checkpoints > written:
                 return
 

@@ -103,7 +103,7 @@ def runs_folder() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
         return _own_folder(Path(base) / "ftrun")
-    return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-{os.getuid()}")
+    return _own_folder(Path(_temporary()) / f"ftrun-{os.getuid()}")
 
 
 def spare_log_folder() -> Path:
@@ -111,7 +111,17 @@ def spare_log_folder() -> Path:
 
     It is not inside a run folder, because logs outlive the run. Raises as `runs_folder`.
     """
-    return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-logs-{os.getuid()}")
+    return _own_folder(Path(_temporary()) / f"ftrun-logs-{os.getuid()}")
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise NotSupportedHere(
+            "no folder for sockets can be written (TMPDIR, /tmp, /var/tmp or the current one). Set "
+            "TMPDIR or XDG_RUNTIME_DIR; a container with a read-only root needs a volume at /tmp"
+        ) from error
 
 
 def _own_folder(path: Path) -> Path:

@@ -35,7 +35,7 @@ from ftrun.network.detect.rails import VARIABLES
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
-from ftrun.wire.transport.tcp import bind_address, is_local_address, listen_tcp
+from ftrun.wire.transport.tcp import bind_address, is_local_address, is_own_name, listen_tcp
 
 NAME_CHECK_S = 0.5
 """Seconds between two name look-ups of the endpoint."""
@@ -258,7 +258,7 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
 
 def _bind_address(nodes: NodesSpec) -> str:
     endpoints = nodes.endpoints
-    mine = [one for one in endpoints if is_local_address(one[0])][:1]
+    mine = [one for one in endpoints if is_local_address(one[0]) or is_own_name(one[0])][:1]
     lost: PeerLost | None = None
     for host, port in mine or endpoints:
         try:
@@ -272,9 +272,11 @@ def _bind_address(nodes: NodesSpec) -> str:
 def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     """The number of the first endpoint that this node can listen on, and its listener."""
     for number, (endpoint_host, port) in enumerate(nodes.endpoints):
-        if is_local_address(endpoint_host):
-            with suppress(AddressTaken):
+        if is_local_address(endpoint_host) or is_own_name(endpoint_host):
+            try:
                 return number, listen_tcp(host, port)
+            except AddressTaken as error:
+                _log.warning("%s. This node looks for the run there", error)
     return 0, None
 
 

@@ -277,13 +277,12 @@ class AgentSmpClient:
             self.channel.send(body)
             self.writing = True
 
-    def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait at most `limit_s` seconds for the checkpoint in progress.
+    def finish_checkpoint(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> bool:
+        """Wait for the checkpoint in progress, until `give_up_s` of the monotonic clock.
 
         Returns:
             Whether it has ended; False also if it was cancelled.
         """
-        give_up_s = clock.now_s() + limit_s
         if self.writing and self.channel is not None:
             self.channel.send(checkpoint_messages.ExpediteCheckpoint())
         while self.writing and self.channel is not None:

@@ -32,7 +32,8 @@ _NCCL_BYTES = GIB
 _PREFETCH = 2
 _HELD_BATCHES = 2
 _EXIT_CODES = {
-    "final": [int(c) for c in (ExitCode.USAGE, ExitCode.STATE_LOST, ExitCode.DO_NOT_RESTART)],
+    # Not 2: a pod that replaces another one may fail by its node, and must not end the others.
+    "final": [int(c) for c in (ExitCode.STATE_LOST, ExitCode.DO_NOT_RESTART)],
     "by_signal": [138, int(ExitCode.TERMINATED)],
 }
 

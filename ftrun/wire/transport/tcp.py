@@ -214,6 +214,13 @@ def interface_for(host: str, port: int) -> str:
     raise PeerLost(peer=peer, how="unreachable")
 
 
+def is_own_name(host: str) -> bool:
+    """Whether it is this machine's name; its address in the DNS may be that of an earlier pod."""
+    label = host.partition(".")[0].lower()
+    is_name = bool(label) and not label.isdigit() and ":" not in host and label != "localhost"
+    return is_name and label == socket.gethostname().partition(".")[0].lower()
+
+
 def is_local_address(host: str) -> bool:
     try:
         found = _addresses(host, 0)
