@@ -122,9 +122,7 @@ def _without_smp(run: FoundRun, pids: Sequence[int]) -> StatusView:
         f"of the run that have not ended: {listed(names, _MAX_NAMED)}. `ftrun stop {run.name}` "
         f"ends them, and so does a start with `--run-id {run.run_id}`"
     )
-    return StatusView(
-        run_id=run.run_id, state="orphaned", summary=summary, script=_script_of(run)
-    )
+    return StatusView(run_id=run.run_id, state="orphaned", summary=summary, script=_script_of(run))
 
 
 def _script_of(run: FoundRun) -> str:
