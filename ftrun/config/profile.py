@@ -186,8 +186,7 @@ class HangConfig(_Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description="the same limit for work that may take long: session.phase(), between "
-            "loops, computing at changing places, saving, compiling, waiting for data or for "
-            "another process, a debugger",
+            "loops, evaluating, saving, compiling, waiting for data or other processes",
         ),
     ] = 1800.0
     no_activity_s: Annotated[
