@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "profiles": ("cli.commands.profiles", "List profiles, and show where each value comes from."),
     "checkpoints": (
         "tools.checkpoints.command",
-        "List, verify, prune, export and convert checkpoints, in a directory or at a URL."),
+        "List, verify, prune, export and convert checkpoints."),
     "manifest": ("tools.manifests.command",
                  "Write a batch script for Slurm or a manifest for Kubernetes."),
 }

@@ -128,7 +128,10 @@ class StopConfig(_Section, frozen=True, kw_only=True):
     ] = 10.0
     forward_signals: Annotated[
         list[str],
-        Meta(description="signals that are passed to the ranks instead, such as [SIGUSR1]"),
+        Meta(
+            description="signals that are passed to the ranks instead, such as [SIGUSR1]; possible "
+            "are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
+        ),
     ] = field(default_factory=list)
 
 
@@ -171,8 +174,8 @@ class HangConfig(_Section, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="a culprit without proof of a hang (it computes, loads data, evaluates) is "
-            "killed after this time",
+            description="a culprit without proof of a hang, such as a busy loop, is killed after "
+            "this time",
         ),
     ] = 120.0
     kill_p99_factor: Annotated[
@@ -184,7 +187,7 @@ class HangConfig(_Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description="the same limit for work that may take long: session.phase(), between "
-            "loops, saving, compiling, waiting for data",
+            "loops, evaluating, saving, compiling, waiting for data or other processes",
         ),
     ] = 1800.0
     no_activity_s: Annotated[

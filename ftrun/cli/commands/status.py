@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Annotated
@@ -15,12 +16,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ftrun import clock
+from ftrun import clock, process_tree
 from ftrun.cli.completion import AsJson, RunIdArgument, option
 from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run
 from ftrun.cli.screen.status_page import StyledLine, page
 from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
-from ftrun.cli.screen.text import duration, size
+from ftrun.cli.screen.text import duration, listed, size
+from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, PeerError, ProtocolError, UsageError
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
 from ftrun.wire.messages.status import (
@@ -34,6 +36,7 @@ from ftrun.wire.transport.channel import Channel
 
 MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
 _ANSWER_S = 10.0
+_MAX_NAMED = 5
 _NO_LIMIT = sys.maxsize
 """Width and height if stdout is not a terminal."""
 
@@ -95,7 +98,13 @@ def _between_agents(run: FoundRun) -> StatusView:
 
 
 def _orphan(run: FoundRun) -> StatusView:
-    document = _ask(run.to_smp())
+    try:
+        document = _ask(run.to_smp())
+    except PeerError:
+        pids = process_tree.left_behind(run.folder.path)
+        if not pids or answers(run.folder.smp_socket):
+            raise
+        return _without_smp(run, pids)
     smp = decode_status(document, SmpStatus, source=f"the SMP of run {run.name}")
     since = "" if smp.orphaned_for_s is None else f" for {duration(smp.orphaned_for_s)}"
     summary = (
@@ -106,19 +115,32 @@ def _orphan(run: FoundRun) -> StatusView:
     return _held_by_smp(run, smp, document, state="orphaned", summary=summary)
 
 
+def _without_smp(run: FoundRun, pids: Sequence[int]) -> StatusView:
+    names = [f"{pid} ({process_tree.name_of(pid)})" for pid in pids]
+    summary = (
+        "ORPHANED: the launcher and the SMP have ended, so no snapshots are in memory. Processes "
+        f"of the run that have not ended: {listed(names, _MAX_NAMED)}. `ftrun stop {run.name}` "
+        f"ends them, and so does a start with `--run-id {run.run_id}`"
+    )
+    return StatusView(run_id=run.run_id, state="orphaned", summary=summary, script=_script_of(run))
+
+
+def _script_of(run: FoundRun) -> str:
+    try:
+        return str(json.loads(run.folder.spec.read_text())["script"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
 def _held_by_smp(
     run: FoundRun, smp: SmpStatus, document: bytes, *, state: str, summary: str
 ) -> StatusView:
-    try:
-        script = str(json.loads(run.folder.spec.read_text())["script"])
-    except (OSError, ValueError, KeyError):
-        script = ""
     generation, step = smp.committed or (None, None)
     return StatusView(
         run_id=run.run_id,
         state=state,
         summary=summary,
-        script=script,
+        script=_script_of(run),
         snapshots=SnapshotStatus(
             protected=step is not None, generation=generation, step=step, memory_bytes=smp.bytes
         ),

@@ -34,7 +34,8 @@ _MAX_WRITERS = 4
 _Word = TypeVar("_Word", bound=str)
 
 app = typer.Typer(
-    help="List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
+    help="List, verify and prune checkpoints in a directory or at a URL. Export and convert "
+    "checkpoints in a directory.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,

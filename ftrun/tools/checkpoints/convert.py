@@ -31,6 +31,7 @@ from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
 from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, next_serial, sweep_started
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
+from ftrun.urls import is_url, located, without_password
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 
 MAX_WORKERS = 4
@@ -58,8 +59,8 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ftrun.tools.checkpoints.convert", description="another layout"
     )
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("source")
+    parser.add_argument("out")
     parser.add_argument("--rules", type=Path, required=True)
     parser.add_argument("--to", type=Path)
     parser.add_argument("--ranks", type=int)
@@ -74,8 +75,8 @@ def _convert(arguments: argparse.Namespace) -> ConvertReport:
     wanted = target_rules(arguments, rules)
     if arguments.workers < 0:
         raise UsageError(f"--workers is at least 1, or 0 for the default, not {arguments.workers}")
-    out = arguments.out.absolute()
-    folder = _folder_of(arguments.source.absolute())
+    out = _directory(arguments.out, "copy the new checkpoint from a directory to it")
+    folder = _folder_of(_directory(arguments.source, "copy the checkpoint into a directory first"))
     if out == folder:
         raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
     workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
@@ -189,6 +190,16 @@ def new_dtypes(orders: Sequence[str], world: WorldLayout) -> Mapping[str, str]:
             raise UsageError(f"--dtype {order} names no floating tensor of the checkpoint")
         found |= {one.name: dtype for one in floats}
     return {name: dtype for name, dtype in found.items() if world.wholes[name].dtype != dtype}
+
+
+def _directory(text: str, advice: str) -> Path:
+    where = located(text, cwd=str(Path.cwd()))
+    if is_url(where):
+        raise UsageError(
+            f"{without_password(where)} is a URL, and a conversion reads and writes directories: "
+            f"{advice}"
+        )
+    return Path(where).absolute()
 
 
 def _folder_of(path: Path) -> Path:

@@ -8,7 +8,7 @@ import re
 import secrets
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,13 @@ _STOP_S = 60.0
 _GRACE_S = 2
 _LAST_LINES = 12
 _MEBIBYTE = 1 << 20
+_LIMITS_OF_RESTARTS = ("FTRUN_MAX_RESTARTS", "PET_MAX_RESTARTS")
+_SETTINGS = {
+    "checkpoint.directory": "null",
+    "checkpoint.resume": "never",
+    "hooks.on_incident": "null",
+    "hooks.webhook": "null",
+}
 _RECORD_FILE = re.compile(r"rank(\d+)\.(\d+)\.jsonl")
 
 
@@ -79,6 +86,19 @@ class Finished:
         return "\n".join(self.output.splitlines()[-_LAST_LINES:]) or "(nothing was written)"
 
 
+def variables_of_run(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without a limit of restarts, which kills could exhaust."""
+    return {name: value for name, value in variables.items() if name not in _LIMITS_OF_RESTARTS}
+
+
+def words_of_run(run_id: str, words: Sequence[str]) -> list[str]:
+    """Adds the flags of a verification: no checkpoints, no hooks, a snapshot after each step."""
+    own = ["--run-id", run_id, "--grace", str(_GRACE_S), "--snapshot-every", "1"]
+    for key, value in _SETTINGS.items():
+        own += ["--set", f"{key}={value}"]
+    return [*own, *words]
+
+
 class VerifyRun:
     """One run of the script. Use it in a `with` block."""
 
@@ -96,16 +116,11 @@ class VerifyRun:
 
     def __enter__(self) -> "VerifyRun":
         Path(self._plan.folder).mkdir(parents=True)
-        variables = {
-            **os.environ,
+        variables = variables_of_run(os.environ) | {
             env.VERIFY: msgspec.json.encode(self._plan).decode(),
             env.LOG_FOLDER: str(self._folder / "logs"),
         }
-        command = python_command(
-            "ftrun", "run", "--run-id", self._run_id, "--grace", str(_GRACE_S),
-            "--set", "checkpoint.directory=null", "--set", "checkpoint.resume=never",
-            "--snapshot-every", "1", *self._words,
-        )  # fmt: skip
+        command = python_command("ftrun", "run", *words_of_run(self._run_id, self._words))
         try:
             with self._output.open("wb") as output:
                 # A session of its own: ^C comes to this process only, which then ends the run.
