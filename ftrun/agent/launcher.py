@@ -182,12 +182,8 @@ def launch(
     if spec.profile.monitor.enabled:
         run.rank_observer.start()
     run.observers.start()
-    if one_oom_ends_all():
-        _log.warning(
-            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
-        )
-    logs = os.path.abspath(args.log_dir)
-    journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
+    _warn_of_oom()
+    journal.write(_started(spec, args))
     preflight.first()
     node.start(run.control_loop, run.rpc, run.workers, preflight, wake=run.wake)
     is_over = False
@@ -196,8 +192,7 @@ def launch(
         is_over = True
     except RunEnded as ended:
         _report_end(ended.command, spec, run)
-        # With too few nodes here, the others may train.
-        is_over = ended.command.exit_code != ExitCode.NOT_ENOUGH_NODES
+        is_over = ended.command.exit_code != ExitCode.NOT_ENOUGH_NODES  # others may train
         return int(ended.command.exit_code)
     finally:
         server.stop()
@@ -211,6 +206,18 @@ def launch(
         run.control_loop.close()
     journal.write(RunEndedRecord(0))
     return 0
+
+
+def _warn_of_oom() -> None:
+    if one_oom_ends_all():
+        _log.warning(
+            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
+        )
+
+
+def _started(spec: RunSpec, args: Namespace) -> RunStarted:
+    logs = os.path.abspath(args.log_dir)
+    return RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id)
 
 
 @dataclass

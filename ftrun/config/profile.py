@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 FORWARDED_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-"""Signals that ftrun handles, and therefore can pass to the ranks."""
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True):

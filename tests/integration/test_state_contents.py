@@ -749,3 +749,30 @@ def test_lazy_modules_get_their_shape_from_the_snapshot(run: Run) -> None:
     things, _ = ends_equal(run, build, turn)
     assert type(things["model"][0]) is nn.Linear
     assert things["model"][0].in_features == 6
+
+
+class Forwarding:
+    """A wrapper whose methods are those of the object in it."""
+
+    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self._scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def test_an_object_that_forwards_its_methods_is_attached(run: Run) -> None:
+    def build() -> Things:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = Forwarding(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    def turn(things: Things, at: int) -> None:
+        things["model"](torch.ones(1, 2)).sum().backward()
+        things["optimizer"].step()
+        things["optimizer"].zero_grad()
+        things["scheduler"].step()
+
+    ends_equal(run, build, turn)

@@ -94,6 +94,9 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
             # No rank runs yet: the files of ranks are opened by `WorkerStarter`.
             _log.warning("no log files from generation %d on: %s", generation, error)
             self._store = self._worker_group.store = None
+            for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):  # torch 2.10
+                if hasattr(self._worker_group.spec, name):
+                    setattr(self._worker_group.spec, name, None)
             self._logs_specs = multiprocessing_api.DefaultLogsSpecs(log_dir=os.devnull)
             self._initialize_workers(self._worker_group)
 

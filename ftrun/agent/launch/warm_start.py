@@ -15,7 +15,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, cast
+from inspect import signature
+from typing import IO, Any
 
 import msgspec
 
@@ -118,13 +119,14 @@ def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> 
         return command
     try:
         from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as wrapped
-    except ImportError:
+    except ImportError:  # torch 2.9
         _log.warning("--numa-binding has no effect: this torch has no command for it")
         return command
+    # Torch 2.14 has renamed it.
+    index = "gpu_index" if "gpu_index" in signature(wrapped).parameters else "device_index"
     try:
-        return list(
-            wrapped(tuple(command), gpu_index=local_rank, numa_options=cast("Any", numa_options))
-        )
+        options: dict[str, Any] = {index: local_rank, "numa_options": numa_options}
+        return list(wrapped(tuple(command), **options))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise UsageError(f"--numa-binding cannot bind local rank {local_rank}: {text}") from error
@@ -225,8 +227,13 @@ class WorkerStarter:
                 is_module=is_module,
                 variables=variables,
                 cwd=os.getcwd(),
-            )
+            ),
+            self._local_rank(slot),
         )
+
+    def _local_rank(self, slot: LaunchSlot) -> int:
+        """With --virtual-local-rank, LOCAL_RANK is 0 in each rank."""
+        return next(number for number, one in self.slots.items() if one is slot)
 
     def _fresh(
         self,
@@ -245,7 +252,7 @@ class WorkerStarter:
             kind = ["command", entrypoint, *argv]
         command = python_command("ftrun.worker.process.startup", *kind)
         return spawn(
-            bound_to_cpus(command, int(variables["LOCAL_RANK"]), numa_options),
+            bound_to_cpus(command, self._local_rank(slot), numa_options),
             name=f"rank {slot.rank}",
             variables={**variables, LAUNCH: encode_launch(slot.request).decode()},
             pass_fds=list(slot.request.descriptors.values()),

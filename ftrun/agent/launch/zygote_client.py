@@ -118,11 +118,8 @@ class ZygoteClient:
     def refill(self) -> None:
         self._order(self._wanted - len(self._standbys) - self._ordered)
 
-    def launch(self, request: LaunchRequest) -> ChildProcess:
+    def launch(self, request: LaunchRequest, local_rank: int) -> ChildProcess:
         """Turn a standby into a worker.
-
-        Args:
-            request: its variables include torch's LOCAL_RANK.
 
         Raises:
             ZygoteUnavailable: there is no standby, and none came.
@@ -131,7 +128,6 @@ class ZygoteClient:
             data = encode_launch(request)
         except UnicodeEncodeError as error:
             raise ZygoteUnavailable("a variable or an argument is not UTF-8") from error
-        local_rank = int(request.variables["LOCAL_RANK"])
         self._launched[local_rank] = read_by_device(request.variables)
         if local_rank in self._without_step:
             self.unbind("a rank of a bound standby has made no step")

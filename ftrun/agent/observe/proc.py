@@ -317,11 +317,14 @@ def _has_thread_in_kernel(pid: int) -> bool:
     return False
 
 
-def _bad_child(pid: int) -> str:
-    for word in _first_line(f"/proc/{pid}/task/{pid}/children").split():
+def _bad_child(pid: int, depth: int = 1) -> str:
+    """A child, or a child of a fork server, that does no more work."""
+    for word in _first_line(f"/proc/{pid}/task/{pid}/children").split()[:64]:
         fields = _stat(int(word))
         if fields is not None and fields[0] in _BAD_STATES:
             return f"its child process {word} {_BAD_STATES[fields[0]]} (state {fields[0]})"
+        if depth and (found := _bad_child(int(word), depth - 1)):
+            return found
     return ""
 
 

@@ -35,7 +35,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -139,7 +139,6 @@ Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 """Gradients with their version counters, by id."""
 
 
-@runtime_checkable
 class AccumulationAware(Protocol):
     """An attached object with gradients that are not in `grad` of an optimizer's parameters."""
 
@@ -162,7 +161,12 @@ class AccumulationTracker:
         objects: Iterable[object] = (),
         guarded: Callable[[Hook], Hook] = lambda hook: hook,
     ) -> None:
-        self._reporting = [one for one in objects if isinstance(one, AccumulationAware)]
+        # By the attribute, because isinstance does not see `__getattr__` from Python 3.12 on.
+        self._reporting: list[AccumulationAware] = [
+            cast("AccumulationAware", one)
+            for one in objects
+            if callable(getattr(one, "is_within_accumulation", None))
+        ]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self.waiting_turns = 0
         """Turns with a step of some optimizer, since the last boundary without an accumulation."""

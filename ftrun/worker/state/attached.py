@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -31,13 +31,17 @@ from ftrun.worker.state import determinism as rng
 from ftrun.worker.state.module_state import named_parts
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """An object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> object: ...
+
+
+def is_stateful(thing: object) -> TypeGuard[Stateful]:
+    """Also for a method from `__getattr__`, which isinstance does not see from Python 3.12 on."""
+    return all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
 SESSION_STATE = "session.state"
@@ -150,7 +154,7 @@ class AttachedState:
             self.tensors[name] = thing
         elif isinstance(thing, np.ndarray):
             self.tensors[name] = torch.from_numpy(thing)  # shares the array's memory
-        elif isinstance(thing, Stateful):
+        elif is_stateful(thing):
             self.stateful[name] = thing
         elif isinstance(thing, MutableMapping):
             self.dicts[name] = thing
@@ -170,7 +174,7 @@ def by_name(argument: str, given: object) -> dict[str, Any]:
     """One object, or several in a dict or a list, as `{full name: object}`; empty for None."""
     if given is None:
         return {}
-    if isinstance(given, Mapping) and not isinstance(given, Stateful):
+    if isinstance(given, Mapping) and not is_stateful(given):
         return {f"{argument}.{name}": thing for name, thing in given.items()}
     if isinstance(given, list | tuple):
         return {f"{argument}.{index}": thing for index, thing in enumerate(given)}

@@ -38,7 +38,10 @@ def take_all() -> dict[str, Any]:
         "torch": generator_bytes(torch.default_generator),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        taken["numpy"] = _numpy_state(numpy.random.get_state())
+        state = numpy.random.get_state(legacy=False)
+        is_usual = state["bit_generator"] == "MT19937"
+        legacy = numpy.random.get_state
+        taken["numpy"] = _numpy_state(legacy()) if is_usual else _arrays_as_bytes(state)
     if (module := _device_module()) is not None and module.is_initialized():
         taken[_device_type()] = [_to_bytes(state) for state in module.get_rng_state_all()]
     return taken
@@ -53,8 +56,11 @@ def put_back(taken: dict[str, Any]) -> None:
     if "numpy" in taken:
         import numpy
 
-        name, raw, *rest = taken["numpy"]
-        numpy.random.set_state((name, numpy.frombuffer(raw, numpy.uint32), *rest))
+        if isinstance(taken["numpy"], dict):  # the script has set another bit generator
+            numpy.random.set_state(_bytes_as_arrays(taken["numpy"]))
+        else:
+            name, raw, *rest = taken["numpy"]
+            numpy.random.set_state((name, numpy.frombuffer(raw, numpy.uint32), *rest))
     if (states := taken.get(_device_type())) and (module := _device_module()) is not None:
         _set_devices(module, [_from_bytes(state) for state in states])
 
@@ -201,6 +207,9 @@ def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
     """
     made: dict[str, Any] = {}
     for stream, state in taken.items():
+        if isinstance(state, dict):
+            made[stream] = state  # numpy cannot seed that bit generator without changing it
+            continue
         seed = derived_seed(state, number)
         if stream == "python":
             made[stream] = random.Random(seed).getstate()

@@ -280,11 +280,13 @@ def _by_index(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None
     """Like `_offsets`, for other placements: apply their split to the item indices."""
     offsets = []
     for dim, size in enumerate(shape):
-        items = torch.arange(size, device="cpu")
+        # Torch splits along `placement.dim`, so the items lie along that dimension.
+        items = torch.arange(size, device="cpu").view([1] * dim + [size])
         for placement, count, index in cuts:
             if getattr(placement, "dim", None) == dim:
                 chunks, _ = placement._split_tensor(items, count, with_padding=False)
                 items = chunks[index]
+        items = items.flatten()
         num_items = items.numel()
         first = int(items[0]) if num_items else size
         if num_items != local[dim] or (num_items and int(items[-1]) - first + 1 != num_items):

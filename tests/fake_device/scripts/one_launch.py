@@ -66,7 +66,7 @@ def wait_until(client: ZygoteClient, is_so: Callable[[], bool]) -> None:
 
 
 def run(client: ZygoteClient, request: LaunchRequest) -> None:
-    child = client.launch(request)
+    child = client.launch(request, int(request.variables["LOCAL_RANK"]))
     if not child.wait(WAIT_S):
         raise SystemExit("the rank is still there")
 

@@ -170,7 +170,7 @@ def test_codes_that_no_other_start_mends_end_it() -> None:
     (jobset,) = documents(FOUR)
     rules = job_of_pods(jobset)["podFailurePolicy"]["rules"]
     by_code = {c: r["action"] for r in rules for c in r.get("onExitCodes", {}).get("values", [])}
-    assert by_code == {2: "FailJob", 77: "FailJob", 93: "FailJob", 138: "Ignore", 143: "Ignore"}
+    assert by_code == {77: "FailJob", 93: "FailJob", 138: "Ignore", 143: "Ignore"}
     (outer,) = jobset["spec"]["failurePolicy"]["rules"]
     assert outer["action"] == "FailJobSet"
     assert "PodFailurePolicy" in outer["onJobFailureReasons"]

@@ -4,16 +4,20 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ftrun.snapshot.plain_values import decode, encode
 from ftrun.worker.state.determinism import (
     DdpWrapperTracker,
     _set_devices,
+    put_back,
     ready_order,
+    take_all,
     warm_buckets,
 )
 
@@ -134,3 +138,17 @@ def test_states_of_devices_come_after_the_seeds_that_the_script_has_queued() -> 
     _set_devices(module, [torch.tensor([7])])
     module.initialise()
     assert module.states == {0: [7]}
+
+
+def test_another_bit_generator_of_numpy_continues() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        np.random.random()
+        taken = take_all()
+        wanted = np.random.random(4)
+        np.random.set_bit_generator(np.random.PCG64(9))
+        put_back(decode(encode(taken)))
+        assert np.array_equal(np.random.random(4), wanted)
+    finally:
+        np.random.set_bit_generator(before)

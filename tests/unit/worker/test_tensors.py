@@ -53,6 +53,7 @@ PLACEMENTS = [
     (Shard(1), Replicate()),
     (Replicate(), Replicate()),
     (_StridedShard(0, split_factor=2), Shard(0)),
+    (_StridedShard(1, split_factor=2), Shard(1)),
 ]
 
 
