@@ -180,7 +180,8 @@ class AccumulationTracker:
         self._hooked: set[int] = set()
         self._sampled: dict[int, list[torch.Tensor]] = {}
         self._at_boundary: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
-        self._at_step: dict[int, Signature] = {}
+        self._at_step: dict[int, _Gradients] = {}
+        self._sampled_at_step: dict[int, Signature] = {}
         self._versions: dict[int, list[int]] = {}
         self._hook = register_optimizer_step_pre_hook(guarded(self.before_step))
 
@@ -190,7 +191,7 @@ class AccumulationTracker:
     def restored(self) -> None:
         """Treat the present gradients, which a restore has created, as those of the last step."""
         for key, optimizer in self._optimizers.items():
-            self._at_step[key] = _signature(p.grad for p in _parameters(optimizer))
+            self._at_step[key] = _Gradients(_present(p.grad for p in _parameters(optimizer)))
 
     @property
     def waits_long(self) -> bool:
@@ -208,7 +209,7 @@ class AccumulationTracker:
         self.waiting_turns = self.waiting_turns + bool(self._stepped) if is_pending else 0
         self._turns = self._turns + 1 if is_pending else 0
         for key in self._stepped:
-            then = self._at_step[key]
+            then = self._sampled_at_step[key]
             grads = [p.grad for p in self._sampled[key] if p.grad is not None]
             new = [(weakref.ref(one), version_of(one)) for one in grads if _is_new(one, then)]
             self._at_boundary[key] = new
@@ -229,11 +230,18 @@ class AccumulationTracker:
             held = [(reference(), version) for reference, version in new]
             if any(id(g) in grads and version_of(g) == v for g, v in held if g is not None):
                 self.crossing.append(optimizer)
-        with_grad = [p for p in _parameters(optimizer) if p.grad is not None]
-        self._sampled[key] = with_grad[:: max(1, len(with_grad) // _SAMPLED)]
+        # This runs at each step for each parameter: one access of `grad`, and no tuples.
+        parameters = _parameters(optimizer)
+        every = [parameter.grad for parameter in parameters]
+        present = _present(every)
+        if len(present) < len(every):
+            parameters = [p for p, g in zip(parameters, every, strict=True) if g is not None]
+        apart = max(1, len(present) // _SAMPLED)
+        self._sampled[key] = parameters[::apart]
+        self._sampled_at_step[key] = _signature(present[::apart])
         self._stepped.add(key)
         self._hooked.add(key)
-        self._at_step[key] = _signature(p.grad for p in with_grad)
+        self._at_step[key] = _Gradients(present)
 
     def _is_pending(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
@@ -242,11 +250,11 @@ class AccumulationTracker:
         parameters = _parameters(optimizer)
         grads = [parameter.grad for parameter in parameters]
         if key not in self._hooked and self._has_compiled_step(key, parameters, grads):
-            self._at_step[key] = _signature(grads)
+            self._at_step[key] = _Gradients(_present(grads))
             return False
-        then = self._at_step.get(key, {})
-        new = [grad for grad in grads if grad is not None and _is_new(grad, then)]
-        return bool(new) and not (self._stepped and all(map(_is_zero, new)))
+        then = at_step.signature if (at_step := self._at_step.get(key)) is not None else {}
+        new = (grad for grad in grads if grad is not None and _is_new(grad, then))
+        return any(not (self._stepped and _is_zero(grad)) for grad in new)
 
     def _has_compiled_step(
         self, key: int, parameters: list[torch.Tensor], grads: list[torch.Tensor | None]
@@ -258,6 +266,24 @@ class AccumulationTracker:
         return bool(
             len(before) == len(versions) and used and all(before[i] != versions[i] for i in used)
         )
+
+
+class _Gradients:
+    """The gradients of an optimizer at its step; their signature is seldom needed."""
+
+    def __init__(self, grads: list[torch.Tensor]) -> None:
+        self._references = list(map(weakref.ref, grads))
+        self._versions = list(map(version_of, grads))
+
+    @property
+    def signature(self) -> Signature:
+        """Without the gradients that no longer exist."""
+        pairs = zip(self._references, self._versions, strict=True)
+        return {id(one): (r, version) for r, version in pairs if (one := r()) is not None}
+
+
+def _present(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [grad for grad in grads if grad is not None]
 
 
 def _is_new(grad: torch.Tensor, then: Signature) -> bool:
@@ -272,8 +298,8 @@ def _is_zero(grad: torch.Tensor) -> bool:
     return is_readable and not bool(grad.any())
 
 
-def _signature(grads: Iterable[torch.Tensor | None]) -> Signature:
-    return {id(one): (weakref.ref(one), version_of(one)) for one in grads if one is not None}
+def _signature(grads: Iterable[torch.Tensor]) -> Signature:
+    return {id(one): (weakref.ref(one), version_of(one)) for one in grads}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
