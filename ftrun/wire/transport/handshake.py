@@ -328,7 +328,10 @@ def _check_claim(
     cut = len(proof.code(role, before))
     code, reported = body[:cut], body[cut:]
     if not hmac.compare_digest(code, proof.code(role, before + reported)):
-        reason = "the secret differs. Use the same --secret-file on every node of the run"
+        reason = (
+            "the secret differs. Use the same --secret-file on every node of the run; without one, "
+            "nodes of a Slurm step need the same home folder, also in containers"
+        )
         raise talk.refuse(reason, reported=reason)
     peer = decode_body(_DECODER, reported)
     if peer == own:
