@@ -328,11 +328,9 @@ def _check_claim(
     cut = len(proof.code(role, before))
     code, reported = body[:cut], body[cut:]
     if not hmac.compare_digest(code, proof.code(role, before + reported)):
-        reason = (
-            "the secret differs. Use the same --secret-file on every node of the run; without one, "
-            "nodes of a Slurm step need the same home folder, also in containers"
-        )
-        raise talk.refuse(reason, reported=reason)
+        reason = "the secret differs. Use the same --secret-file on every node of the run"
+        slurm = "; without one, nodes of a Slurm step need one home folder, also in containers"
+        raise talk.refuse(reason + slurm, reported=reason)
     peer = decode_body(_DECODER, reported)
     if peer == own:
         # No refusal: an address of several nodes may lead to another one the next time.
