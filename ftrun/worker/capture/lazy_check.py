@@ -51,8 +51,11 @@ class _Sampler(ABC):
         self._names = [one.name for one in tensors]
         self._sources = [view(one.source) for one in tensors]
         self._targets = [view(one.target) for one in tensors]
-        sizes = [len(_in_memory(self.read([one], 0.0))) for one in self._targets]
-        self._ends = np.cumsum(sizes)
+        self._ends = np.cumsum([self.length(one) for one in self._targets])
+
+    @abstractmethod
+    def length(self, view: Any) -> int:
+        """Length of the samples of one tensor in the array of all."""
 
     @abstractmethod
     def read(self, views: Sequence[Any], where: float) -> Any: ...
@@ -74,6 +77,9 @@ class _Sampler(ABC):
 class _LineSampler(_Sampler):
     """Reads lines of contiguous tensors in CPU memory."""
 
+    def length(self, view: np.ndarray) -> int:
+        return len(view)
+
     def read(self, views: Sequence[np.ndarray], where: float) -> np.ndarray:
         return np.concatenate([line_of(rows, where) for rows in views])
 
@@ -84,8 +90,21 @@ class _ItemSampler(_Sampler):
     On a device, reads are queued without waiting; `differing` waits for them.
     """
 
+    _cut: tuple[float, list[torch.Tensor]] | None = None
+    """The views of the last read of the sources: a step is read at the places of its boundary."""
+
+    def length(self, view: torch.Tensor) -> int:
+        _, count = _places(view)
+        return count * view.itemsize
+
     def read(self, views: Sequence[torch.Tensor], where: float) -> HostCopy:
-        return HostCopy(torch.cat([items_at(bits, where) for bits in views]).view(torch.uint8))
+        if views is self._sources and self._cut is not None and self._cut[0] == where:
+            items = self._cut[1]
+        else:
+            items = [items_at(bits, where) for bits in views]
+            if views is self._sources and all(bits.is_contiguous() for bits in views):
+                self._cut = where, items
+        return HostCopy(torch.cat(items).view(torch.uint8))
 
 
 class LazySamples:
@@ -196,11 +215,16 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def items_at(bits: torch.Tensor, where: float) -> torch.Tensor:
     """Read evenly spaced items: one line's worth per row, or per tensor smaller than a row."""
-    per_row = LINE_BYTES // bits.itemsize
-    step = max(1, min(ROW_BYTES // bits.itemsize, bits.numel()) // per_row)
-    count = bits.numel() // step
+    step, count = _places(bits)
     first = int(where * step)
     if bits.is_contiguous():
         return bits.view(-1)[first : first + count * step : step]
     index = torch.arange(first, first + count * step, step, device=bits.device)
     return torch.take(bits, index)
+
+
+def _places(bits: torch.Tensor) -> tuple[int, int]:
+    """Distance and number of the items that are read."""
+    per_row = LINE_BYTES // bits.itemsize
+    step = max(1, min(ROW_BYTES // bits.itemsize, bits.numel()) // per_row)
+    return step, bits.numel() // step
