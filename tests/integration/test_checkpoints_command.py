@@ -108,7 +108,7 @@ def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(catalog: Path) -> 
 
 def test_prune_keeps_the_newest_whole_one_if_the_latest_lacks_a_file(catalog: Path) -> None:
     (catalog / NEWEST / "rank-00001.safetensors").unlink()
-    reported = ftrun("prune", str(catalog), "--keep", "1")
+    reported = ftrun("prune", str(catalog), "--keep", "1", code=1)
     assert "removed  step-00000001-g0" in reported
     assert f"not whole  {NEWEST}: rank-00001.safetensors" in reported
     assert f"kept  {OLDER}: the newest whole one" in reported

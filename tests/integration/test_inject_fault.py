@@ -365,7 +365,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
         ended(run, slow)
         words = ("slow", "--rank", 1, "--amount", 8, "--for", 600, "--json", run.run_id)
         answer = json.loads(asked(run, *words).stdout)
-        assert "this slows nothing" in answer["how"]
+        assert "this does not slow it" in answer["how"]
         assert float(re.findall(r"such as ([\d.]+)", answer["how"])[0]) < 8
         slow = answer["id"]
     assert asked(run, "--cancel", slow, run.run_id).stdout.endswith(": it is taken back\n")

@@ -119,9 +119,9 @@ def test_snapshots_lists_verifies_and_prunes(full: FtpServer, root: Path) -> Non
     (newest(root) / "rank-00001.digests").unlink()
     assert "rank-00001" in ftrun("list", url, code=1)
     whole = next(one["name"] for one in found["checkpoints"] if one["step"] == 2)
-    assert "1 would be removed" in ftrun("prune", url, "--keep", "1", "--dry-run")
+    assert "1 would be removed" in ftrun("prune", url, "--keep", "1", "--dry-run", code=1)
     assert len(list(root.glob("run/*/index.json"))) == 3
-    assert "1 removed, 2 left" in ftrun("prune", url, "--keep", "1")
+    assert "1 removed, 2 left" in ftrun("prune", url, "--keep", "1", code=1)
     left = {index.parent.name for index in root.glob("run/*/index.json")}
     assert left == {newest(root).name, whole}
     assert "there is no checkpoint other" in ftrun("verify", url, "other", code=1)

@@ -135,7 +135,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 def reap_strangers(known: Sequence[ChildProcess]) -> None:
     """Read the status of adopted orphans, so that no zombie stays.
 
-    A known child is reaped as itself, because orphans behind it are seen only then.
+    A known child that ends between the two calls of waitid is reaped as itself.
     """
     mine = {child.pid: child for child in known}
     for _ in range(MAX_REAPED):
@@ -145,11 +145,8 @@ def reap_strangers(known: Sequence[ChildProcess]) -> None:
             return
         if found is None:
             return
-        if found.si_pid in mine:
-            mine[found.si_pid].reap()
-            continue
-        if found.si_pid in awaited:
-            return  # a thread waits for it; orphans behind it wait for the next call
+        if found.si_pid in mine or found.si_pid in awaited:
+            return  # its own event follows; orphans behind it wait for the next call
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found.si_pid, os.WNOHANG)
 

@@ -171,9 +171,9 @@ class ZygoteClient:
             pass
         self._dropped = [child for child in self._dropped if not child.reap()]
         for standby in list(self._standbys):
-            if standby.child is not None and standby.binding is None and standby.child.reap():
-                self._standbys.remove(standby)  # such as by the kernel, for its memory
-                standby.orders.close()
+            child, is_idle = standby.child, standby.binding is None or standby.is_bound
+            if child is not None and is_idle and standby in self._standbys and child.reap():
+                self._ended(standby)
                 continue
             is_expected = standby.child is None or (standby.binding and not standby.is_bound)
             if is_expected and standby in self._standbys:  # the one before may have unbound all
@@ -232,6 +232,14 @@ class ZygoteClient:
             self._journal.write(
                 StandbyBound(standby.binding.local_rank, answer.device, answer.free_bytes)
             )
+
+    def _ended(self, standby: Standby) -> None:
+        """Forget a standby that has died, for example by the kernel for its memory."""
+        if standby.binding is not None:
+            self._drop(standby, "it has ended")
+        else:
+            self._standbys.remove(standby)
+            standby.orders.close()
 
     def _drop(self, standby: Standby, reason: str) -> None:
         assert standby.binding is not None
