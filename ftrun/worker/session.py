@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from ftrun import clock
 from ftrun.errors import UsageError
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.loops import Loops, SessionPhase, after_optimizer_step, left_pass
@@ -394,6 +395,7 @@ class Session(Loops):
         if self._context is None:
             return "train"
         before, self._context.page.phase = self._context.page.phase, name
+        self._context.page.show_life(clock.now_ns())
         return before or "train"
 
     def _begin(self) -> None:

@@ -808,4 +808,6 @@ def test_a_phase_ends_with_the_next_boundary_and_a_block_with_itself(run: Run) -
     with session.phase("eval"):
         session.step_done()
         assert run.page.phase == "eval"
+        stepped_ns = run.page.get(HeartbeatField.HEARTBEAT_NS)
     assert run.page.phase == before
+    assert run.page.get(HeartbeatField.HEARTBEAT_NS) > stepped_ns, "its end is progress"

@@ -302,6 +302,8 @@ _FEW_STEPS = 5
 """Before this number of steps, the time up to the first one limits what is known of a step."""
 
 _OF_FIRST = 0.5
+_MOST_FIRST_S = 300.0
+"""The time before the first step may be that of a data set, which is loaded once."""
 
 
 def _first_step_s(page: SharedPage) -> float:
@@ -314,7 +316,7 @@ def _first_step_s(page: SharedPage) -> float:
         HeartbeatField.RESTORE_END_NS,
     )  # fmt: skip
     began_ns = max(map(page.get, began))
-    return max(0.0, (first_ns - began_ns) / 1e9) if began_ns else 0.0
+    return min(_MOST_FIRST_S, max(0.0, (first_ns - began_ns) / 1e9)) if began_ns else 0.0
 
 
 def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:

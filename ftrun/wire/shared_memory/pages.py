@@ -147,6 +147,11 @@ class SharedPage:
         self._floats[HeartbeatField.LOSS] = value
         self._words[HeartbeatField.LOSS_STEP] = step
 
+    def show_life(self, now_ns: int) -> None:
+        """Progress without a step; before the first step there is no limit."""
+        if self._words[HeartbeatField.FIRST_STEP_NS]:
+            self._words[HeartbeatField.HEARTBEAT_NS] = now_ns
+
     def count_step(self, duration_ns: int) -> None:
         """Only for the one writer of the page."""
         self._words[_TIMES_AT + bucket_of(duration_ns)] += 1

@@ -136,9 +136,8 @@ def _after_step(context: WorkerContext) -> Callable[..., None]:
             page.set(HeartbeatField.OPTIMIZER_STEPS, done + 1)
             if not page.get(HeartbeatField.ATTACHED):
                 step_done(page, done + 1)
-        if page.get(HeartbeatField.FIRST_STEP_NS):
-            # A second optimizer, and steps outside of the session's loops, show life too.
-            page.set(HeartbeatField.HEARTBEAT_NS, clock.now_ns())
+        # Also of a second optimizer, and outside of the session's loops.
+        page.show_life(clock.now_ns())
 
     return context.unprotected.guarded(after_step)
 
