@@ -16,6 +16,7 @@ from ftrun.wire.transport.tcp import (
     how_lost,
     interface_for,
     is_local_address,
+    is_own_name,
     listen_tcp,
     tune,
 )
@@ -161,6 +162,14 @@ def test_a_lack_of_descriptors_is_a_connection_that_cannot_be_made(
 ) -> None:
     with no_descriptors():
         assert lost("127.0.0.1", port_of(listener)) == "closed"
+
+
+def test_a_name_of_this_node_is_its_own_whatever_its_address_is() -> None:
+    name = socket.gethostname()
+    assert is_own_name(name)
+    assert is_own_name(f"{name.upper()}.train.default.svc.cluster.local")
+    for other in ("localhost", "10.1.2.3", "::1", f"{name}x", f"x.{name}", ""):
+        assert not is_own_name(other)
 
 
 def test_addresses_of_this_node_are_known() -> None:

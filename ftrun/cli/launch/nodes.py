@@ -166,7 +166,9 @@ def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None
             )
     else:
         least = most = 1
-    if step is not None and not is_alone and step.num_nodes < least:
+    # With an endpoint, several steps may be one run.
+    meets_others = given.torchrun("rdzv-endpoint") or given.torchrun("master-addr")
+    if step is not None and not (is_alone or meets_others) and step.num_nodes < least:
         raise UsageError(
             f"the Slurm step has {step.num_nodes} nodes, and {least} are needed to train. Give the "
             "step more nodes (srun -N), or a smaller --nnodes"

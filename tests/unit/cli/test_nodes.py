@@ -120,6 +120,12 @@ def test_a_number_of_nodes_that_is_none(text: str) -> None:
     assert text in said
 
 
+def test_a_slurm_step_with_too_few_nodes_is_refused_if_no_others_can_join() -> None:
+    assert "5 nodes, and 6 are needed" in refused("--nnodes 6", SLURM)
+    assert nodes("--nnodes 5", SLURM).min_nodes == 5
+    assert nodes(MEET + "--nnodes 6", SLURM).min_nodes == 6
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "part"),
     [
