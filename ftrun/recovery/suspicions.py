@@ -25,6 +25,7 @@ from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
 from ftrun.monitor.verdicts import (
+    COMPUTES,
     Confidence,
     RankView,
     Verdict,
@@ -114,6 +115,9 @@ class HangSuspicions:
         if not self.is_suspicious and _are_in_phase(views, deadlines):
             return None
         verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.sample_s)
+        is_early = not self.is_suspicious and unresponsive_s < deadlines.kill_s
+        if is_early and verdict is not None and _is_own_work(verdict, views):
+            return None
         lost = lost_links(heartbeats, plan, cut)
         may_take_long = verdict is not None and verdict.may_take_long
         if lost is not None and not may_take_long:
@@ -177,6 +181,13 @@ def _are_in_phase(views: Mapping[int, RankView], deadlines: HangDeadlines) -> bo
         and all(view.process not in ("", "T", "t", "D") for view in late)
         and all(_no_progress(view) < deadlines.leave_s for view in declared)
     )
+
+
+def _is_own_work(verdict: Verdict, views: Mapping[int, RankView]) -> bool:
+    """Whether all late ranks compute and none waits, as in an evaluation that is not declared."""
+    is_busy = all(views[rank].cpu >= COMPUTES for rank in verdict.culprits)
+    kind = VerdictKind.HANG_IN_COMPUTATION
+    return is_busy and verdict.kind is kind and verdict.may_take_long and not verdict.victims
 
 
 def _make_steps(views: Mapping[int, RankView], limit_s: float) -> bool:

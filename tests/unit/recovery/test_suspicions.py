@@ -104,6 +104,28 @@ def test_a_rank_that_computes_at_changing_places_gets_the_time_of_a_phase() -> N
     assert last.acts
 
 
+def test_ranks_that_compute_while_none_waits_are_named_after_the_limit_of_computation() -> None:
+    made = watch()
+
+    def evaluation(unresponsive_s: float, **changes: object) -> dict[int, RankView]:
+        busy = {"still_s": 0.0, "cpu": 1.0, "unmoved_s": 2.0, **changes}
+        ranks = {rank: view(rank, **busy) for rank in range(4)}
+        return {
+            rank: msgspec.structs.replace(one, unresponsive_s=unresponsive_s)
+            for rank, one in ranks.items()
+        }
+
+    for unresponsive_s in (9.0, 60.0, 119.0):
+        assert poll(made, evaluation(unresponsive_s)) is None
+        assert not made.is_suspicious
+    named = poll(made, evaluation(120.5))
+    assert named is not None
+    assert named.verdict is not None
+    assert "are still computing; no other rank waits" in named.verdict.text
+    assert not named.acts
+    assert poll(watch(), evaluation(9.0, cpu=0.0, still_s=5.0)) is not None
+
+
 def test_a_declared_phase_opens_no_incident_before_its_limit() -> None:
     made = watch()
     evaluates = {"still_s": 0.0, "cpu": 1.0, "phase": "eval"}
