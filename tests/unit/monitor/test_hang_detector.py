@@ -156,12 +156,27 @@ def test_a_rank_that_no_process_waits_for_may_be_at_something_of_its_own() -> No
 
 
 @pytest.mark.parametrize(
-    "frame", ["/lib/python3.11/subprocess.py:9 in wait", "/lib/ssl.py:9 in read"]
+    "frame",
+    [
+        "/lib/python3.11/subprocess.py:9 in wait",
+        "/lib/ssl.py:9 in read",
+        "/lib/python3.11/pdb.py:9 in interaction",
+        "/lib/python3.11/queue.py:9 in get",
+    ],
 )
 def test_a_rank_that_waits_for_the_outside_has_leave(frame: str) -> None:
     outside = behind(1, stack=(frame, "/me/t.py:4 in upload"))
     found = judged({0: waiting(0), 1: outside, 2: waiting(2), 3: waiting(3)})
     assert (found.may_take_long, found.act_immediately) == (True, False)
+
+
+def test_several_ranks_are_named_by_what_they_do() -> None:
+    def words(**changes: object) -> str:
+        return judged({rank: view(rank, **changes) for rank in range(4)}).text
+
+    assert words(phase="eval") == "ranks 0 to 3 are in phase eval; no other rank waits"
+    assert words(cpu=1.0, still_s=0.0) == "ranks 0 to 3 are still computing; no other rank waits"
+    assert words() == "ranks 0 to 3 have stopped making progress; no other rank waits"
 
 
 def test_a_node_that_computes_during_a_collective_does_not_wait_for_it() -> None:
