@@ -248,7 +248,8 @@ class Maintenance:
     def _refill(self, now_s: float) -> None:
         if self._zygote is None:
             return
-        self._zygote.collect()
+        if self._zygote.collect():
+            self._refill_due_s = self._refill_due_s or now_s + REFILL_AFTER_S
         if self._refill_due_s is not None and now_s > self._refill_due_s:
             self._refill_due_s = None
             try:

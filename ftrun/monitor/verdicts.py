@@ -108,7 +108,8 @@ _COMPILING = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/tr
 _OUTSIDE = (
     "/subprocess.py", "/socket.py", "/ssl.py", "/http/client.py", "/urllib3/", "/requests/",
     "/multiprocessing/", "/selectors.py", "/asyncio/", "/boto", "/fsspec/", "/concurrent/futures/",
-    "/queue.py", "/ray/", "/grpc/", "/filelock/", "/nvidia/dali/",
+    "/queue.py", "-packages/ray/", "-packages/grpc/", "-packages/filelock/",
+    "-packages/nvidia/dali/",
 )  # fmt: skip
 _DEBUGGING = ("/pdb.py", "/bdb.py", "/debugpy/", "/IPython/")
 _HELD_UP = (*_COMMUNICATION, "/torch/autograd/", "/torch/cuda/streams.py", " in synchronize")

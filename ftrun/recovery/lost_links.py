@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from ftrun.config.profile import HangConfig
 from ftrun.events import Progress
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_text
@@ -154,13 +156,11 @@ class HungLinks:
             self._lost_s = None
             limit_s = max(self._settings.kill_after_s, _FIRST_STEP_FACTOR * self.longest_s)
             if not self.nodes:
-                limit_s = max(self._settings.phase_timeout_s, limit_s)
-            if not (self.nodes or self.longest_s) or for_s < limit_s:
+                return self._of_restart(plan, reports, for_s, limit_s)
+            if for_s < limit_s:
                 return None
-            what = f"a generation before this one made its first step after {self.longest_s:.0f} s"
-            if self.nodes:
-                nodes = ", ".join(self.nodes)
-                what = f"the restart after a hang between nodes {nodes} did not help"
+            nodes = ", ".join(self.nodes)
+            what = f"the restart after a hang between nodes {nodes} did not help"
             return _no_first_step(what, plan, for_s, None)
         if self._lost_s is None:
             self._lost_s = now_s
@@ -168,6 +168,22 @@ class HungLinks:
         if now_s - self._lost_s < limit_s:
             return None
         return _no_first_step(lost.words, plan, for_s, lost)
+
+    def _of_restart(
+        self, plan: GenerationPlan, reports: MemberReports, for_s: float, limit_s: float
+    ) -> Verdict | None:
+        """No link or node is suspected. Work after the last loop makes no step either."""
+        ranks = [rank for heartbeat in reports.current for rank in heartbeat.ranks]
+        works = any(one.phase not in ("", "train") or one.state == "finished" for one in ranks)
+        limit_s = max(self._settings.phase_timeout_s, limit_s)
+        if works or not self.longest_s or for_s < limit_s:
+            return None
+        what = f"an earlier generation made its first step after {self.longest_s:.0f} s"
+        kind = VerdictKind.HANG_IN_COMPUTATION
+        found = _no_first_step(what, plan, for_s, None)
+        return msgspec.structs.replace(
+            found, kind=kind, nodes=(), fingerprint=f"{kind.value} start"
+        )
 
     def node_out(
         self,

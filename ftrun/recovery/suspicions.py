@@ -112,13 +112,12 @@ class HangSuspicions:
         if unresponsive_s < deadlines.suspect_after_s:
             self._forget()
             return None
-        if not self.is_suspicious and _are_in_phase(views, deadlines):
-            return None
         verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.sample_s)
-        is_early = not self.is_suspicious and unresponsive_s < deadlines.kill_s
-        if is_early and verdict is not None and _is_own_work(verdict, views):
-            return None
         lost = lost_links(heartbeats, plan, cut)
+        if verdict is not None and lost is None and not self.is_suspicious:
+            until_s = _quiet_until(verdict, views, deadlines)
+            if unresponsive_s < until_s:
+                return None
         may_take_long = verdict is not None and verdict.may_take_long
         if lost is not None and not may_take_long:
             late = [rank for rank, view in sorted(views.items()) if _no_progress(view)]
@@ -171,23 +170,19 @@ def _no_progress(view: RankView) -> float:
     return view.unresponsive_s if view.has_stepped and not view.is_finished else 0.0
 
 
-def _are_in_phase(views: Mapping[int, RankView], deadlines: HangDeadlines) -> bool:
-    """Whether no rank is late but those in a phase that the script declared, and those waiting."""
-    late = [view for view in views.values() if _no_progress(view) >= deadlines.sample_s]
-    declared = [view for view in late if view.has_reported]
-    return (
-        bool(declared)
-        and all(view.has_reported or view.waiting for view in late)
-        and all(view.process not in ("", "T", "t", "D") for view in late)
-        and all(_no_progress(view) < deadlines.leave_s for view in declared)
-    )
-
-
-def _is_own_work(verdict: Verdict, views: Mapping[int, RankView]) -> bool:
-    """Whether all late ranks compute and none waits, as in an evaluation that is not declared."""
-    is_busy = all(views[rank].cpu >= COMPUTES for rank in verdict.culprits)
-    kind = VerdictKind.HANG_IN_COMPUTATION
-    return is_busy and verdict.kind is kind and verdict.may_take_long and not verdict.victims
+def _quiet_until(
+    verdict: Verdict, views: Mapping[int, RankView], deadlines: HangDeadlines
+) -> float:
+    """The time without a step before which this is no news; 0: it is news now."""
+    if verdict.act_immediately or not verdict.may_take_long or not verdict.culprits:
+        return 0.0
+    culprits = [views[rank] for rank in verdict.culprits]
+    if all(view.has_reported for view in culprits):
+        return deadlines.leave_s  # a phase that the script declares
+    is_busy = all(view.cpu >= COMPUTES for view in culprits)
+    # All late ranks compute, and none waits: for example an evaluation that is not declared.
+    is_own_work = is_busy and not verdict.victims
+    return deadlines.kill_s if is_own_work else 0.0
 
 
 def _make_steps(views: Mapping[int, RankView], limit_s: float) -> bool:

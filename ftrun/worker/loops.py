@@ -57,9 +57,10 @@ class _Loop(Iterator[Any]):
 class SessionPhase:
     """Context manager of `Session.phase`; its exit sets the previous phase."""
 
-    def __init__(self, session: "Loops", before: str) -> None:
+    def __init__(self, session: "Loops", before: str, *, was_plain: bool) -> None:
         self._session = session
         self._before = before
+        self._was_plain = was_plain
 
     def __enter__(self) -> "SessionPhase":
         self._session._is_plain_phase = False
@@ -72,6 +73,7 @@ class SessionPhase:
         trace: TracebackType | None,
     ) -> None:
         self._session._set_phase(self._before)
+        self._session._is_plain_phase = self._was_plain
 
 
 class Loops(ABC):

@@ -241,12 +241,12 @@ class Session(Loops):
         Before another phase than "train" begins, this call waits until the snapshot in progress is
         copied. The script may then change weights until the next step, also through .data.
         """
-        self._is_plain_phase = name != "train"
+        was_plain, self._is_plain_phase = self._is_plain_phase, name != "train"
         before = self._set_phase(name)
         # phase("train") at the top of each turn must not wait for the lazy copy in progress.
         if self._protection is not None and not name == before == "train":
             self._protection.resolve()
-        return SessionPhase(self, before)
+        return SessionPhase(self, before, was_plain=was_plain)
 
     def report(self, *, loss: "float | torch.Tensor") -> None:
         """Show the loss in `ftrun status`; does not wait for a device.
@@ -419,6 +419,8 @@ class Session(Loops):
         if self._check is not None:
             self._check.boundary(self._own_state)
         if self._protection is None:
+            if self._context is not None:
+                _count_step(self._context)
             return
         force, self._force = self._force, False
         self._watch_loaders()
@@ -484,3 +486,12 @@ class Session(Loops):
         rank = self._context.rank if self._context else 0
         if self._context is not None and rank == 0 and (text := feed.warning()):
             _log.warning("%s", text)
+
+
+def _count_step(context: WorkerContext) -> None:
+    """Count a boundary of a later session, after those of the first one."""
+    from ftrun.wire.shared_memory.pages import HeartbeatField
+    from ftrun.worker.process.heartbeat import step_done
+
+    done = map(context.page.get, (HeartbeatField.STEP, HeartbeatField.RESTORED_STEP))
+    step_done(context.page, max(done) + 1)

@@ -385,15 +385,16 @@ class SnapshotSession:
                 "snapshot holds gradients: a restart would step without them; run backward() and "
                 "step() in the same turn of the loop",
             )
-        if accumulation.waiting_turns == 0:
+        waited = accumulation.waits_long
+        if not waited:
             reasons.remove("accumulation")
-        elif accumulation.waits_long and "accumulation" not in reasons:
+        elif "accumulation" not in reasons:
             pending = accumulation.pending
             names = [name for name, one in self._attached.optimizers.items() if one in pending]
             reasons.add(
                 "accumulation",
                 f"{shown(names) or 'an optimizer'} has gradients but has not stepped during "
-                f"{accumulation.waiting_turns} steps of other optimizers. No snapshot is taken. "
+                f"{waited}. No snapshot is taken. "
                 "Call its zero_grad(), or requires_grad_(False) on its parameters",
             )
 

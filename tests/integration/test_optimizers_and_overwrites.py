@@ -21,6 +21,7 @@ from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.process import lease
 from ftrun.worker.session import Session
+from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.data_position import DataPosition
 from tests.integration.in_process_worker import Run
 
@@ -811,3 +812,36 @@ def test_a_phase_ends_with_the_next_boundary_and_a_block_with_itself(run: Run) -
         stepped_ns = run.page.get(HeartbeatField.HEARTBEAT_NS)
     assert run.page.phase == before
     assert run.page.get(HeartbeatField.HEARTBEAT_NS) > stepped_ns, "its end is progress"
+
+
+def test_a_second_session_counts_its_steps_after_those_of_the_first(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(3):
+        turn(model, optimizer, at)
+    context = session._context
+    session.close()
+    attached = AttachedState(modules={"model": model}, optimizers={"optimizer": optimizer})
+    later = Session(attached, {}, context, None, is_first=False)
+    for at in later.steps(4):
+        turn(model, optimizer, at)
+    later.close()
+    assert run.page.get(HeartbeatField.STEP) == 7
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 3
+    assert "a second session is in no snapshot" in run.page.note
+
+
+def test_a_block_in_a_plain_phase_returns_to_it_and_the_boundary_ends_it(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(2):
+        turn(model, optimizer, at)
+        session.phase("eval")
+        with session.phase("save"):
+            assert run.page.phase == "save"
+        assert run.page.phase == "eval"
+        if at == 0:
+            session.snapshot()
+    assert run.page.phase != "eval"

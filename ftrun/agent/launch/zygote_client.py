@@ -166,7 +166,9 @@ class ZygoteClient:
                 child.wait(5.0)
         self._standbys.clear()
 
-    def collect(self) -> None:
+    def collect(self) -> bool:
+        """Take what zygote and standbys have sent; return whether a standby has died."""
+        num_standbys = len(self._standbys)
         while self._receive(0.0):
             pass
         self._dropped = [child for child in self._dropped if not child.reap()]
@@ -178,6 +180,7 @@ class ZygoteClient:
             is_expected = standby.child is None or (standby.binding and not standby.is_bound)
             if is_expected and standby in self._standbys:  # the one before may have unbound all
                 self._receive_answer(standby)
+        return len(self._standbys) < num_standbys
 
     # --- devices ----------------------------------------------------------------------------
 
@@ -217,6 +220,8 @@ class ZygoteClient:
         if standby.child is None:
             with contextlib.suppress(OSError):  # it has ended, or there are no descriptors left
                 standby.child = _child_of(data)
+            if standby.child is None:
+                self._ended(standby)
         elif standby.binding is not None:
             try:
                 answer = (

@@ -31,7 +31,8 @@ MAX_REASONS = 3
 SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
-_FIGURES = re.compile(r"[\d.,]+")
+_FIGURES = re.compile(r"(?<![\w-])\d[\d.,]*")
+"""Not those of names, such as gpu-3."""
 
 
 @dataclass(frozen=True)

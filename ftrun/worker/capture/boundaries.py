@@ -194,12 +194,14 @@ class AccumulationTracker:
             self._at_step[key] = _Gradients(_present(p.grad for p in _parameters(optimizer)))
 
     @property
-    def waits_long(self) -> bool:
-        """Whether an optimizer that does not step keeps all others from being protected.
+    def waits_long(self) -> str:
+        """For how long an optimizer that does not step prevents snapshots; empty: not for long.
 
         Steps inside a graph that was captured in C++ are not seen.
         """
-        return self.waiting_turns >= _MOST_WAITING or self._turns >= _MOST_TURNS
+        if self.waiting_turns >= _MOST_WAITING:
+            return f"{self.waiting_turns} steps of other optimizers"
+        return f"{self._turns} turns of the loop" if self._turns >= _MOST_TURNS else ""
 
     def boundary(self) -> bool:
         """End a turn; return whether an accumulation is in progress."""

@@ -259,7 +259,7 @@ def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
     if not parameters:
         return
     parameter = parameters[_turn % len(parameters)]
-    if not parameter.requires_grad:
+    if not parameter.requires_grad and parameter.grad is None:
         return  # no step changes it; it may be a mask of -inf
     local = getattr(parameter, "_local_tensor", parameter).detach()
     if local.device.type != "cpu" or not local.numel() or not local.is_floating_point():

@@ -98,6 +98,7 @@ class Run:
         *,
         is_cut: bool = True,
         knows: str = "",
+        phase: str = "",
     ) -> None:
         """All nodes report; `knows` are ranks that have not entered the collective."""
         for rank, one in enumerate("abcd"):
@@ -107,7 +108,7 @@ class Run:
                 made,
                 generation=self.generation,
                 p99_s=0.1,
-                ranks=(msgspec.structs.replace(made.ranks[0], rank=rank),),
+                ranks=(msgspec.structs.replace(made.ranks[0], rank=rank, phase=phase),),
                 views=(poll,) if unresponsive_s else (),
                 unreachable=({"b": ("c",), "c": ("b",)}.get(one, ())) if is_cut else (),
             )
@@ -208,6 +209,21 @@ def test_a_restart_that_makes_no_first_step_ends_after_the_limit_of_a_phase() ->
     run.at(1811.0, 0, 0.0, is_cut=False)
     assert len(run.reasons) == 1
     assert "no rank has made a step in 1801 s" in run.reasons[0]
+    assert run.excluded() == set(), "no node is suspected"
+    run.begin()
+    for at_s in (1900.0, 3600.0):
+        run.at(at_s, 0, 0.0, is_cut=False)
+    assert len(run.reasons) == 1, "the limit is the same again"
+
+
+def test_work_behind_the_last_loop_makes_no_step_and_is_left_alone() -> None:
+    run = Run()
+    run.at(1.0, 0, 0.0, is_cut=False)
+    run.at(5.0, 40, 0.0, is_cut=False)
+    run.begin()
+    for at_s in (10.0, 1900.0, 9000.0):
+        run.at(at_s, 0, 0.0, is_cut=False, phase="between loops")
+    assert not run.reasons
 
 
 def test_a_restart_that_changes_nothing_is_not_repeated_with_the_same_nodes() -> None:

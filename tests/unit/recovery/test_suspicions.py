@@ -137,6 +137,19 @@ def test_a_declared_phase_opens_no_incident_before_its_limit() -> None:
     assert last.acts
 
 
+def test_a_hang_of_ranks_in_a_declared_phase_is_named() -> None:
+    made = watch()
+    ranks = {rank: waiting(rank) for rank in range(4)}
+    late = {
+        rank: msgspec.structs.replace(one, unresponsive_s=9.0, phase="eval")
+        for rank, one in ranks.items()
+    }
+    found = poll(made, late)
+    assert found is not None
+    assert found.verdict is not None
+    assert found.verdict.kind is VerdictKind.HANG_IN_COMMUNICATION
+
+
 def test_a_rank_that_is_stopped_in_a_declared_phase_is_named() -> None:
     made = watch()
     found = poll(made, hang(9.0, phase="eval", process="T"))

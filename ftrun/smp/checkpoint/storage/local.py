@@ -227,6 +227,8 @@ class LocalStorage:
     def remove(self, name: str) -> None:
         """Rename it first: no reader sees it, and no node completes it, from then on."""
         gone = self._directory / f"{_GONE}{_OWN}-{name}"
+        while gone.exists():  # the rest of an earlier one, such as files that NFS keeps
+            gone = gone.with_name(f"{gone.name}-")
         with contextlib.suppress(FileNotFoundError):
             (self._directory / name).rename(gone)
         crash_point("smp.checkpoint.pruning")
@@ -248,6 +250,8 @@ class LocalStorage:
         for path in self._directory.glob(f"{_PENDING}*"):
             if parse_tagged(path.name.removeprefix(_PENDING)) is not None:
                 continue
+            if path in (self._gone or ()):
+                continue  # removed after the lock
             is_over = path.name.startswith(_GONE) or path.name.endswith(f"-{LATEST_NAME}")
             if is_alone or is_over or is_stale(self.changed_s(path.name)):
                 _remove(path)
