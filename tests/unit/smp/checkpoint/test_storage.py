@@ -344,6 +344,18 @@ def test_files_are_removed_after_the_lock_is_released(
     assert not seen[0].exists()
 
 
+def test_what_was_begun_is_not_completed_by_others_while_it_is_removed(root: Path) -> None:
+    with open_storage(str(root), NEVER) as storage:
+        name = begin(storage, 1)
+        with storage.lock():
+            storage.remove(name)
+            storage.sweep_rest(is_alone=False)
+            assert not (root / name).exists()
+            (gone,) = root.glob(".tmp-gone-*")
+            assert list(gone.iterdir()), "its files are removed after the lock"
+        assert not gone.exists()
+
+
 def test_a_writer_waits_for_a_removal(root: Path) -> None:
     with open_storage(str(root), NEVER) as first, open_storage(str(root), NEVER) as second:
         locked, ended = threading.Event(), threading.Event()
