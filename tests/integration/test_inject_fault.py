@@ -374,7 +374,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
 
     later = order(run, "segv", rank=0, at_step=step_of(run) + 100_000)
     assert asked(run, "--cancel", later, run.run_id).stdout.endswith(": it will not fire\n")
-    assert "no order" in refused(run, "--cancel", later, run.run_id)
+    assert "neither pending nor active" in refused(run, "--cancel", later, run.run_id)
 
     hang = order(run, "hang", rank=0)
     fired(run, hang)
