@@ -48,7 +48,8 @@ def test_turns_that_wait_for_other_nodes_count(pages: tuple[SharedPage, SharedPa
     made = SnapshotSchedule(SnapshotConfig(overhead_budget=0.02), *pages)
     for _ in range(5):
         snapshot(made, STEP_S * 1.1, *[STEP_S * 1.05] * 10)
-    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) == 30
+    # From Python 3.12 on, sum() rounds otherwise.
+    assert pages[0].get(HeartbeatField.REQUESTED_EVERY) in (30, 31)
 
 
 def test_time_that_the_training_was_paused_is_the_least(
