@@ -128,7 +128,7 @@ def _may_take_long(view: RankView) -> bool:
 def _moves(view: RankView) -> bool:
     """Whether it computes at changing places, as in an evaluation that the script does not report.
 
-    A rank in a busy loop stays in one function.
+    A loop that stays in one function is a busy loop. One that calls others looks like work.
     """
     is_at_places = view.unmoved_s < _MOVED_WITHIN_S and view.spins_s < _A_MOMENT_S
     return bool(view.stack) and view.cpu >= COMPUTES and is_at_places

@@ -25,7 +25,6 @@ class CollectiveCounts:
     def __init__(self) -> None:
         self._at: dict[int, dict[int, int]] = {}
         self._agreed: list[int] = []
-        self._newest: dict[int, int] = {}
         self._is_off = False
 
     def poll(
@@ -36,11 +35,6 @@ class CollectiveCounts:
     ) -> Verdict | None:
         """Add reports as (rank, ((step, calls), ...)), and judge; returns one verdict only."""
         for rank, counts in reported:
-            newest = max((step for step, _ in counts), default=0)
-            if newest < self._newest.get(rank, 0):  # a second session counts from 1
-                self._at.clear()
-                self._agreed.clear()
-            self._newest[rank] = newest
             for step, calls in counts:
                 self._at.setdefault(step, {})[rank] = calls
         while len(self._at) > KEPT:

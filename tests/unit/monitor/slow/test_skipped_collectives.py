@@ -67,13 +67,3 @@ def test_a_rank_that_has_not_reported_yet_is_waited_for() -> None:
 
 def test_one_rank_has_no_other_to_differ_from() -> None:
     assert counted(CollectiveCounts(), 8, [8]) is None
-
-
-def test_a_second_session_counts_its_steps_from_one() -> None:
-    made = CollectiveCounts()
-    for step in (8, 16, 24):
-        counted(made, step, [3 * step] * 2)
-    made.poll([(0, ((25, 75),))], 2, NODES)
-    for step in range(1, 40):
-        for rank in (1, 0):
-            assert made.poll([(rank, ((step, 80 + 3 * step),))], 2, NODES) is None
