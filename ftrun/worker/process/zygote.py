@@ -166,7 +166,9 @@ def main() -> None:
     ignore_user_signals()
     # is_available() must not call cuInit in this process, because CUDA then fails in every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    gc.disable()  # collections take a fifth of these imports
     preload(PRELOAD)
+    gc.enable()
     reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
     if reserve_fd >= 0 and begin_reserve(reserve_fd, control, variables):
         return  # this process is an agent that was forked later, or its rank, and has ended
