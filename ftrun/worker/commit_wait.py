@@ -33,15 +33,11 @@ class CommitWait:
         self._commands = commands
         self._generation = generation
         self._restored = restored
-        self._sealed = restored
+        self.newest_sealed = restored
         self._skipped = -1
 
-    @property
-    def newest_sealed(self) -> Version | None:
-        return self._sealed
-
     def sealed(self, step: int) -> None:
-        self._sealed = version(self._generation, step)
+        self.newest_sealed = version(self._generation, step)
 
     def skipped(self, step: int) -> None:
         """Record that this rank has no snapshot of a due step, or withdraws its own."""
@@ -50,7 +46,7 @@ class CommitWait:
     @property
     def is_free(self) -> bool:
         """Whether this rank awaits no commit and may take the next snapshot."""
-        is_over = self._sealed is None or self.is_over(self._sealed)
+        is_over = self.newest_sealed is None or self.is_over(self.newest_sealed)
         return not self._awaits_recommit and is_over and not self._awaits_others
 
     @property
@@ -59,7 +55,7 @@ class CommitWait:
 
         The training must not wait for this, because its duration depends on the network.
         """
-        protecting, last = self._commands.get(CommandField.PROTECTING_STEP), self._sealed
+        protecting, last = self._commands.get(CommandField.PROTECTING_STEP), self.newest_sealed
         is_protected = last is not None and self.is_ours(last) and protecting >= last.step
         return self._awaits_recommit or self._awaits_others or is_protected
 

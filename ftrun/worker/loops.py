@@ -65,12 +65,7 @@ class SessionPhase:
         self._session._is_plain_phase = False
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._session._set_phase(self._before)
         self._session._is_plain_phase = self._was_plain
 

@@ -407,7 +407,7 @@ class SnapshotSession:
         self._graphs.listen()
         self._streams.close()
         self._accumulation.close()
-        self._checked.close()
+        self._checked.watch.close()
         if self._capture is not None:
             self._capture.close()
             atexit.unregister(self._capture.finish)

@@ -72,8 +72,6 @@ class Recording:
     """The recorder of one process."""
 
     def __init__(self, context: Any, plan: VerifyPlan) -> None:
-        self._rank: int = context.rank
-        self._world_size: int = context.world_size
         self._context = context
         self._plan = plan
         self._pid = os.getpid()
@@ -309,10 +307,11 @@ class Recording:
     def _end(self) -> None:
         """End this process when all ranks are here, without the code after the script's loop."""
         folder = Path(self._plan.folder)
-        (folder / f"ended.{self._rank}").touch()
+        num_ranks: int = self._context.world_size
+        (folder / f"ended.{self._context.rank}").touch()
         give_up_s = clock.now_s() + _END_WAIT_S
         # A rank that is still in a collective of the last step needs its peers.
-        while len(list(folder.glob("ended.*"))) < self._world_size and clock.now_s() < give_up_s:
+        while len(list(folder.glob("ended.*"))) < num_ranks and clock.now_s() < give_up_s:
             clock.sleep(_POLL_S)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -91,7 +91,29 @@ class RankState(SavedState, Protocol):
         return groups
 
     def load_tensors(self, tree: StateTree, persistent: PersistentSources, groups: Named) -> None:
-        _load_tensors(self, persistent, tree.attached)
+        names = {*persistent.names.values(), *tree.attached.tensors}
+        wanted = [source for source in persistent.sources if source.name in names]
+        _check_entries(self, wanted, casts=tree.attached.casts)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        large, expanded = [], []
+        for source in wanted:
+            if is_expanded(source.tensor):
+                expanded.append(source)
+            elif source.entry.is_small:
+                targets.append(source.tensor)
+                sources.append(self.tensor(source.name))
+            else:
+                large.append(source)
+        pairs = zip(persistent.sources, persistent.originals, strict=True)
+        originals = {source.name: original for source, original in pairs}
+        with torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            for source in large:
+                self.copy_into(source.name, source.tensor)
+            for source in expanded:
+                fill_expanded(originals[source.name], self.tensor(source.name))
 
     def optimizer_states(self) -> Named:
         saved = self.part("optimizer_state")
@@ -154,33 +176,6 @@ def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
     page.set(HeartbeatField.RESTORED_STEP, saved.version.step)
     page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
-
-
-def _load_tensors(saved: RankState, persistent: PersistentSources, attached: AttachedState) -> None:
-    names = {*persistent.names.values(), *attached.tensors}
-    wanted = [source for source in persistent.sources if source.name in names]
-    _check_entries(saved, wanted, casts=attached.casts)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    large, expanded = [], []
-    for source in wanted:
-        if is_expanded(source.tensor):
-            expanded.append(source)
-        elif source.entry.is_small:
-            targets.append(source.tensor)
-            sources.append(saved.tensor(source.name))
-        else:
-            large.append(source)
-    with torch.no_grad():
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for source in large:
-            saved.copy_into(source.name, source.tensor)
-        originals = {
-            s.name: t for s, t in zip(persistent.sources, persistent.originals, strict=True)
-        }
-        for source in expanded:
-            fill_expanded(originals[source.name], saved.tensor(source.name))
 
 
 def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ _CHECKED_BOUNDARIES = 2
 
 
 class CheckedState:
-    """The state of all attached objects, and the watch of optimizers. Closed by `close`.
+    """The state of all attached objects, and the watch of optimizers, which the owner closes.
 
     `attached` receives the optimizers inside the attached ones, and `reasons` what a snapshot would
     lose. `before_first_step` is called once, before the first step of a known optimizer.
@@ -57,9 +57,6 @@ class CheckedState:
         self._reasons.remove("structure")
         return state
 
-    def close(self) -> None:
-        self.watch.close()
-
 
 class PlainCheck:
     """Without an agent, finds what a snapshot would lose: at `attach` and the first boundaries."""
@@ -94,4 +91,4 @@ class PlainCheck:
 
     def close(self) -> None:
         self._left = 0
-        self._state.close()
+        self._state.watch.close()
