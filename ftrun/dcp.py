@@ -75,8 +75,7 @@ _NUMBER = re.compile(r"\d{1,15}")
 def exists(fallback: AnyPath | None = None) -> bool:
     """Whether there is a snapshot to load; equal on every rank.
 
-    Args:
-        fallback: as for `Reader`. Outside ftrun the answer is whether a torch checkpoint is there.
+    Outside ftrun the answer is whether the folder `fallback` has a checkpoint of torch.
     """
     if _context() is None:
         return fallback is not None and (Path(fallback) / ".metadata").exists()
@@ -118,7 +117,6 @@ class _InMemory:
         self._label: str | None = None
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
-        """Starts another save or load under this label."""
         self._label = None if checkpoint_id is None else str(checkpoint_id)
 
     @classmethod
@@ -158,7 +156,13 @@ class Writer(_InMemory, StorageWriter):
         return self._meta
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
-        _check_rank(self._context, is_coordinator)
+        rank = self._context.rank
+        if is_coordinator != (rank == COORDINATOR):
+            raise UsageError(
+                f"rank {rank} {'is' if is_coordinator else 'is not'} the coordinator of this save, "
+                "which is rank 0 of all ranks: a snapshot is of the whole run. Leave out no_dist, "
+                "and give a process_group of all ranks or none"
+            )
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False saves each rank by itself, and a snapshot is of all ranks: "
@@ -173,7 +177,11 @@ class Writer(_InMemory, StorageWriter):
     # --- rank 0 ------------------------------------------------------------------------------
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        _check_world(self._context, len(plans))
+        if len(plans) != self._context.world_size:
+            raise UsageError(
+                f"{len(plans)} of {self._context.world_size} ranks save: a snapshot is of the "
+                "whole run. Leave out no_dist, and give a process_group of all ranks or none"
+            )
         names = Counter(item.index.fqn for plan in plans for item in plan.items)
         self._saver.room_bytes = max(self._saver.room_bytes, room_for(names))
         reported = [plan.storage_data for plan in plans if isinstance(plan.storage_data, int)]
@@ -339,23 +347,6 @@ def _outside(fallback: AnyPath | None, what: str) -> AnyPath:
             "the script with `ftrun`, or pass fallback=FOLDER for torch's own files"
         )
     return fallback
-
-
-def _check_rank(context: WorkerContext, is_coordinator: bool) -> None:
-    if is_coordinator != (context.rank == COORDINATOR):
-        raise UsageError(
-            f"rank {context.rank} {'is' if is_coordinator else 'is not'} the coordinator of this "
-            "save, which is rank 0 of all ranks: a snapshot is of the whole run. Leave out "
-            "no_dist, and give a process_group of all ranks or none"
-        )
-
-
-def _check_world(context: WorkerContext, count: int) -> None:
-    if count != context.world_size:
-        raise UsageError(
-            f"{count} of {context.world_size} ranks save: a snapshot is of the whole run. Leave "
-            "out no_dist, and give a process_group of all ranks or none"
-        )
 
 
 def _name(label: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ftrun.errors import UsageError
-from ftrun.integrations.libraries import require
+from ftrun.integrations.libraries import numbered, require
 from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
@@ -66,9 +66,9 @@ def attach(
             raise UsageError(f"ftrun.integrations.accelerate does not support {reason}")
     feeds = {str(at): PreparedLoader(f"loader.{at}", one) for at, one in enumerate(loaders)}
     return attach_parts(
-        model=_numbered(accelerator._models),
-        optimizer=_numbered([getattr(o, "optimizer", o) for o in accelerator._optimizers]),
-        scheduler=_numbered(accelerator._schedulers),
+        model=numbered(accelerator._models),
+        optimizer=numbered([getattr(o, "optimizer", o) for o in accelerator._optimizers]),
+        scheduler=numbered(accelerator._schedulers),
         scaler=accelerator.scaler,
         loader=feeds or None,
         warmup=warmup,
@@ -105,10 +105,6 @@ def refusal_of_loader(loader: Any) -> str | None:
         "and a last incomplete batch is filled from the first one; leave it out, so that each rank "
         "loads its own batches"
     )
-
-
-def _numbered(things: list[Any]) -> dict[str, Any]:
-    return {str(at): thing for at, thing in enumerate(things)}
 
 
 class AcceleratorCounters:

@@ -28,9 +28,10 @@ import yaml
 from ftrun.errors import ShapeChanged, UsageError
 from ftrun.integrations.libraries import require
 from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.rules import ShardingRules
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
-from ftrun.worker.state.attached import DeclaredSharding, held_by
+from ftrun.worker.state.attached import held_by
 
 require("deepspeed", at_least="0.19")
 
@@ -86,7 +87,6 @@ def attach(
 
 
 def _refused(engine: DeepSpeedEngine) -> Iterator[str]:
-    """The unsupported features of this engine."""
     optimizer = engine.optimizer
     if isinstance(engine, PipelineEngine):
         yield "a pipeline: its stages have modules of their own"
@@ -199,12 +199,10 @@ class Stage3:
         }
 
 
-def _layout(engine: DeepSpeedEngine, others: list[str]) -> DeclaredSharding | None:
+def _layout(engine: DeepSpeedEngine, others: list[str]) -> ShardingRules | None:
     """How ranks share the flat rows of stages 1 and 2; None if no rule can describe it.
 
-    Args:
-        engine: of stage 1 or 2.
-        others: names of the other attached objects, which are equal on all ranks.
+    `others`: names of the other attached objects, which are equal on all ranks.
     """
     zero = engine.optimizer
     is_spaced = any(map(any, getattr(zero, "round_robin_bit16_padding", ())))
@@ -224,4 +222,4 @@ def _layout(engine: DeepSpeedEngine, others: list[str]) -> DeclaredSharding | No
     mesh = {"dp": engine.dp_world_size}
     rules = {"mesh": mesh, "replicate": patterns, "own": ["loader*"], "flat": rows}
     text = yaml.safe_dump(rules, sort_keys=False)
-    return DeclaredSharding(read_rules(text, source="ftrun.integrations.deepspeed"))
+    return read_rules(text, source="ftrun.integrations.deepspeed")

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from importlib import metadata
+from typing import Any
 
 from ftrun.errors import NotSupportedHere
 from ftrun.worker.context import worker_context
@@ -12,24 +13,17 @@ _log = logging.getLogger(__name__)
 
 
 def require(package: str, *, at_least: str) -> None:
-    """Checks the installed version of a package before it is imported.
-
-    Raises:
-        NotSupportedHere: the package is missing or too old.
-    """
+    """Raises NotSupportedHere if the package is missing or too old, before it is imported."""
+    need = f"ftrun.integrations.{package} needs {package} {at_least} or newer"
     remedy = f"pip install 'ftrun[{package}]'"
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError as error:
         raise NotSupportedHere(
-            f"ftrun.integrations.{package} needs {package} {at_least} or newer, and none is "
-            f"installed for this Python: {remedy}"
+            f"{need}, and none is installed for this Python: {remedy}"
         ) from error
     if _numbers(found) < _numbers(at_least):
-        raise NotSupportedHere(
-            f"ftrun.integrations.{package} needs {package} {at_least} or newer, and {found} is "
-            f"installed: {remedy}"
-        )
+        raise NotSupportedHere(f"{need}, and {found} is installed: {remedy}")
 
 
 def is_inside(what: str) -> bool:
@@ -39,6 +33,10 @@ def is_inside(what: str) -> bool:
     if os.environ.get("RANK", "0") == "0":
         _log.warning("%s has no effect: ftrun did not start this process", what)
     return False
+
+
+def numbered(things: list[Any]) -> dict[str, Any]:
+    return {str(at): thing for at, thing in enumerate(things)}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -28,18 +28,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftrun.errors import UsageError
-from ftrun.integrations.libraries import is_inside, require
+from ftrun.integrations.libraries import is_inside, numbered, require
 from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.worker.session import Session, attach
 
 require("lightning", at_least="2.6")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import (  # noqa: E402
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy  # noqa: E402
 
 _log = logging.getLogger(__name__)
 
@@ -57,16 +53,12 @@ class FtrunCallback(Callback):
     def __init__(self, *, warmup: Callable[[], object] | None = None, **named: Any) -> None:
         self._warmup = warmup
         self._named = named
-        self._session: Session | None = None
+        self.session: Session | None = None
+        """The session after the training has begun; None outside ftrun."""
         self._feed: PrefetchingPosition | None = None
         self._has_started = False
         self._has_trained = False
         self._is_first_pass = True
-
-    @property
-    def session(self) -> Session | None:
-        """The session after the training has begun; None outside ftrun."""
-        return self._session
 
     # --- hooks, in the order in which Lightning calls them ---------------------------------------
 
@@ -85,8 +77,8 @@ class FtrunCallback(Callback):
         feed = _feed_of(trainer) if is_run else None
         session = attach(
             model=trainer.strategy.model,
-            optimizer=_numbered(trainer.optimizers),
-            scheduler=_numbered([config.scheduler for config in trainer.lr_scheduler_configs]),
+            optimizer=numbered(trainer.optimizers),
+            scheduler=numbered([config.scheduler for config in trainer.lr_scheduler_configs]),
             loader=feed,
             warmup=self._warmup,
             loops=LoopCounters(trainer),
@@ -98,7 +90,7 @@ class FtrunCallback(Callback):
         if not is_run:
             session.close()  # attach() has checked the state
             return
-        self._feed, self._session = feed, session
+        self._feed, self.session = feed, session
         _report_unsaved(trainer, self)
         if feed is not None and feed.is_indexed:
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
@@ -108,9 +100,9 @@ class FtrunCallback(Callback):
             self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is None or self._feed is None:
+        if self.session is None or self._feed is None:
             return
-        self._feed.begin_pass(self._session.begin)
+        self._feed.begin_pass(self.session.begin)
         if self._is_first_pass:
             # Lightning has created its first iterator before the restored position was known. A
             # second iterator replaces it, and the random states from before its own draws are put
@@ -124,41 +116,41 @@ class FtrunCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._session is None:
+        if self.session is None:
             return
         if self._feed is not None:
             self._feed.resolve()
-        self._session.begin()
+        self.session.begin()
         if self._has_trained:
-            self._session.step_done()
+            self.session.step_done()
         self._has_trained = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._session is None:
+        if self.session is None:
             return
         self._has_trained = True
         if self._feed is not None:
             self._feed.trained()
         if isinstance(outputs, Mapping) and "loss" in outputs:
-            self._session.report(loss=outputs["loss"])
+            self.session.report(loss=outputs["loss"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.phase("eval")
+        if self.session is not None:
+            self.session.phase("eval")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.phase("train")
+        if self.session is not None:
+            self.session.phase("train")
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None and self._has_trained:
-            self._session.snapshot()
-            self._session.step_done()
+        if self.session is not None and self._has_trained:
+            self.session.snapshot()
+            self.session.step_done()
             self._has_trained = False
 
 
@@ -293,7 +285,3 @@ def _feed_of(trainer: Trainer) -> PrefetchingPosition | None:
     if trainer.is_global_zero:
         _log.warning("not bitwise: a restart repeats the pass over %d loaders", len(loaders))
     return None
-
-
-def _numbered(things: list[Any]) -> dict[str, Any]:
-    return {str(at): thing for at, thing in enumerate(things)}

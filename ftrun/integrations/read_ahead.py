@@ -1,7 +1,6 @@
 """Tracks the position in data that a framework reads ahead of the training.
 
 Runs in:  worker, training thread.
-Takes in: a DataLoader, plain or as accelerate wraps it.
 Gives:    after a restart the batches that would have come, each with its original random numbers.
 
 A framework requests a batch before it has trained on the last one: accelerate reads one batch
@@ -34,7 +33,6 @@ class PrefetchingPosition(DataPosition):
     def __init__(self, name: str, loader: Any, *, leaves_out: bool = True) -> None:
         """As `DataPosition`; `leaves_out` is false if the framework skips trained batches."""
         super().__init__(name, loader)
-        self._leaves_out = leaves_out
         self._base: Any = getattr(loader, "base_dataloader", loader)
         self._is_open = False
         """A pass has begun, and `end_pass` was not called since."""
@@ -44,7 +42,10 @@ class PrefetchingPosition(DataPosition):
         self._resolved: Callable[[], None] | None = None
         self._is_pass_awaited = False
         """A pass has begun, and no iterator of the sampler has started since."""
-        self._watch()
+        if self.is_indexed:
+            inner = "sampler" if self._base.batch_sampler is None else "batch_sampler"
+            tracked = TrackedSampler(getattr(self._base, inner), self, leaves_out=leaves_out)
+            self._base.__dict__[inner] = tracked  # DataLoader refuses a plain assignment
 
     @property
     def is_indexed(self) -> bool:
@@ -54,7 +55,6 @@ class PrefetchingPosition(DataPosition):
 
     @property
     def trained_on(self) -> int:
-        """Batches of this pass that have been trained on."""
         return self._handed_out
 
     # --- what the framework does ---------------------------------------------------------------
@@ -62,9 +62,8 @@ class PrefetchingPosition(DataPosition):
     def begin_pass(self, resolved: Callable[[], None], *, behind: int | None = None) -> None:
         """Begins a pass or continues a restored one, before the framework creates an iterator.
 
-        Args:
-            resolved: called once, when the loader has reached the position of the snapshot.
-            behind: number of batches that the framework itself skips, by its own count.
+        `resolved` is called once, when the loader has reached the position of the snapshot.
+        `behind`: number of batches that the framework itself skips, by its own count.
         """
         again, self._resume = self._resume, None
         self._resolved = resolved
@@ -119,8 +118,11 @@ class PrefetchingPosition(DataPosition):
             rng.put_back(self._begun_with["rng"])
         if index < self._handed_out:
             return False
-        if self._resumed is not None:
-            self._rewind_to(index, self._resumed)
+        if (again := self._resumed) is not None:
+            if again.get("resized") or index >= again["asked"]:
+                self.resolve()
+            elif index in again["before"]:
+                rng.put_back(again["before"][index])
         if self._base.num_workers == 0:
             self._before[index] = rng.take_all()
         self._asked = index + 1
@@ -169,20 +171,6 @@ class PrefetchingPosition(DataPosition):
     def _begun_with(self) -> dict[str, Any]:
         assert self._started_with is not None
         return self._started_with
-
-    def _rewind_to(self, index: int, again: dict[str, Any]) -> None:
-        if again.get("resized") or index >= again["asked"]:
-            self.resolve()
-        elif index in again["before"]:
-            rng.put_back(again["before"][index])
-
-    def _watch(self) -> None:
-        if self.is_indexed:
-            inner = "sampler" if self._base.batch_sampler is None else "batch_sampler"
-            # DataLoader refuses a plain assignment.
-            self._base.__dict__[inner] = TrackedSampler(
-                getattr(self._base, inner), self, leaves_out=self._leaves_out
-            )
 
     def _generators(self) -> dict[str, torch.Generator]:
         return generators_within([("loader", self.loader), ("base", self._base)])

@@ -115,7 +115,6 @@ class CheckpointManager(titan.CheckpointManager):
             underway.result()
 
     def _everything(self) -> dict[str, Any]:
-        """All state that the training resumes from."""
         states: dict[str, Any] = self._flattened_model_states_sd()
         return {**states, _RANDOM.format(dist.get_rank()): RandomStates()}
 

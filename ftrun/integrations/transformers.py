@@ -68,18 +68,14 @@ class FtrunCallback(TrainerCallback):
         self._warmup = warmup
         self._named = named
         self._trainer: Any = None
-        self._session: Session | None = None
+        self.session: Session | None = None
+        """The session after the training has begun; None outside ftrun."""
         self._feed: PrefetchingPosition | None = None
         self._progress: TrainerProgress | None = None
         self.place = (0, 0)
         """Epoch to begin with, and the number of its batches that were trained on before."""
         is_inside("FtrunCallback")
         _wrap()
-
-    @property
-    def session(self) -> Session | None:
-        """The session after the training has begun; None outside ftrun."""
-        return self._session
 
     # --- the Trainer's own methods ---------------------------------------------------------------
 
@@ -107,12 +103,12 @@ class FtrunCallback(TrainerCallback):
     @property
     def is_before_restored_epoch(self) -> bool:
         """Whether the work before the first epoch is part of the restored snapshot."""
-        is_restored = self._session is not None and self._session.restored
+        is_restored = self.session is not None and self.session.restored
         return is_restored and self._progress is not None and self._progress.epoch is None
 
     def epoch_begins(self, epoch: int, loader: Any) -> bool:
         """Prepares for an epoch; False if nothing of it is left to train."""
-        assert self._session is not None
+        assert self.session is not None
         assert self._feed is not None
         assert self._progress is not None
         if self._progress.is_finished:
@@ -142,8 +138,8 @@ class FtrunCallback(TrainerCallback):
             )
         if self._progress is not None and self._progress.is_finished:
             raise UsageError("FtrunCallback supports one train() per run of ftrun")
-        if self._session is not None:
-            self._session.close()  # the Trainer has restarted, with smaller batches
+        if self.session is not None:
+            self.session.close()  # the Trainer has restarted, with smaller batches
         if reason := accelerate.refusal_of_loader(now["train_dataloader"]):
             raise UsageError(f"FtrunCallback does not support {reason}")
         feed = None
@@ -163,18 +159,18 @@ class FtrunCallback(TrainerCallback):
         if feed is None:
             session.close()  # attach() has checked the state
             return
-        self._feed, self._session = feed, session
+        self._feed, self.session = feed, session
         context, epoch = worker_context(), self._progress.restored_epoch
         if epoch is not None and context is not None and not context.is_resized:
             self.place = epoch, feed.trained_on
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
-        if self._session is None or self._feed is None:
+        if self.session is None or self._feed is None:
             return
         self._feed.resolve()
-        self._session.phase("train")
-        if state.global_step > self._session.step:
-            self._session.step_done()
+        self.session.phase("train")
+        if state.global_step > self.session.step:
+            self.session.step_done()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._feed is not None:
@@ -183,24 +179,24 @@ class FtrunCallback(TrainerCallback):
     on_step_end = on_substep_end
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
-        if self._session is not None:
-            self._session.phase("eval")
+        if self.session is not None:
+            self.session.phase("eval")
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         loss = (now.get("logs") or {}).get("loss")
-        if self._session is not None and isinstance(loss, int | float):
-            self._session.report(loss=float(loss))
+        if self.session is not None and isinstance(loss, int | float):
+            self.session.report(loss=float(loss))
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **now: Any) -> None:
         if self._progress is not None:
             self._progress.is_finished = True
-        if self._session is not None and state.global_step > self._session.step:
-            self._session.snapshot()
-            self._session.step_done()
+        if self.session is not None and state.global_step > self.session.step:
+            self.session.snapshot()
+            self.session.step_done()
 
     def _begin(self) -> None:
-        assert self._session is not None
-        self._session.begin(done=self._trainer.state.global_step)
+        assert self.session is not None
+        self.session.begin(done=self._trainer.state.global_step)
 
 
 class TrainerProgress:
@@ -253,11 +249,7 @@ class TrainerProgress:
 
 
 def _wrap() -> None:
-    """Makes Trainers with this callback begin where the snapshot was taken.
-
-    Raises:
-        NotSupportedHere: this version of transformers lacks one of the methods.
-    """
+    """Makes Trainers with this callback begin where the snapshot was taken."""
     missing = [name for name in _WRAPPED if not hasattr(Trainer, name)]
     if missing:
         raise NotSupportedHere(
@@ -323,10 +315,8 @@ def _run_epoch(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:
 def refusal(trainer: Any, batches_done: int) -> str | None:
     """The unsupported setting of a Trainer, and the remedy; None if it is supported.
 
-    Args:
-        trainer: about to train.
-        batches_done: batches of the epoch at the checkpoint that the script resumes from; 0 if a
-            restore by ftrun takes precedence.
+    `batches_done`: batches of the epoch at the checkpoint that the script resumes from; 0 if a
+    restore by ftrun takes precedence.
     """
     accelerator = trainer.accelerator
     is_fsdp2 = getattr(accelerator, "is_fsdp2", False)

@@ -33,15 +33,11 @@ class CommitWait:
         self._commands = commands
         self._generation = generation
         self._restored = restored
-        self._sealed = restored
+        self.newest_sealed = restored
         self._skipped = -1
 
-    @property
-    def newest_sealed(self) -> Version | None:
-        return self._sealed
-
     def sealed(self, step: int) -> None:
-        self._sealed = version(self._generation, step)
+        self.newest_sealed = version(self._generation, step)
 
     def skipped(self, step: int) -> None:
         """Record that this rank has no snapshot of a due step, or withdraws its own."""
@@ -50,7 +46,8 @@ class CommitWait:
     @property
     def is_free(self) -> bool:
         """Whether this rank awaits no commit and may take the next snapshot."""
-        return not self._awaits_recommit and self._is_over() and not self._awaits_others
+        is_over = self.newest_sealed is None or self.is_over(self.newest_sealed)
+        return not self._awaits_recommit and is_over and not self._awaits_others
 
     @property
     def is_under_way(self) -> bool:
@@ -58,9 +55,8 @@ class CommitWait:
 
         The training must not wait for this, because its duration depends on the network.
         """
-        protecting = self._commands.get(CommandField.PROTECTING_STEP)
-        last = self._sealed if self._is_ours else None
-        is_protected = last is not None and protecting >= last.step
+        protecting, last = self._commands.get(CommandField.PROTECTING_STEP), self.newest_sealed
+        is_protected = last is not None and self.is_ours(last) and protecting >= last.step
         return self._awaits_recommit or self._awaits_others or is_protected
 
     @property
@@ -76,11 +72,7 @@ class CommitWait:
         return max(known, default=None)
 
     def slot_to_fill(self, find: Callable[[Version], int | None]) -> int:
-        """Slot of an arena that may be overwritten: rule 3.
-
-        Args:
-            find: returns the slot in which a version is sealed, or None.
-        """
+        """Slot that may be overwritten: rule 3. `find` returns the slot with a sealed version."""
         commands = self._commands
         before = version(
             commands.get(CommandField.RETAINED_GENERATION), commands.get(CommandField.RETAINED_STEP)
@@ -91,9 +83,20 @@ class CommitWait:
                 return (slot + 1) % NUM_SLOTS
         return 0
 
-    @property
-    def _is_ours(self) -> bool:
-        return self._sealed is not None and self._sealed.generation == self._generation
+    def is_ours(self, sealed: Version) -> bool:
+        return sealed.generation == self._generation
+
+    def is_over(self, sealed: Version) -> bool:
+        """Whether a seal of this rank is resolved: rule 1."""
+        if self.is_committed(sealed):
+            return True
+        return self.is_ours(sealed) and (
+            self._commands.get(CommandField.ABANDONED_STEP) >= sealed.step
+        )
+
+    def is_committed(self, sealed: Version) -> bool:
+        committed = self.committed
+        return committed is not None and committed >= sealed
 
     @property
     def _awaits_recommit(self) -> bool:
@@ -106,14 +109,3 @@ class CommitWait:
     def _awaits_others(self) -> bool:
         """This rank has skipped a step that others may have taken: rule 2."""
         return 0 <= self._commands.get(CommandField.TAKE_FROM) <= self._skipped
-
-    def _is_over(self) -> bool:
-        """The newest seal of this rank is resolved: rule 1."""
-        last = self._sealed
-        if last is None or self._is_committed():
-            return True
-        return self._is_ours and self._commands.get(CommandField.ABANDONED_STEP) >= last.step
-
-    def _is_committed(self) -> bool:
-        committed = self.committed
-        return self._sealed is not None and committed is not None and committed >= self._sealed

@@ -1,7 +1,6 @@
 """The launch request and the shared pages of this worker.
 
 Runs in:  worker.
-Takes in: the launch request in the environment, and the descriptors that it names.
 Gives:    one `WorkerContext` per process, or None if no agent started this process: under
           plain python, plain torchrun, in a notebook, on macOS and Windows.
 """

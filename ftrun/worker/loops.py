@@ -1,7 +1,6 @@
 """The loops of a session over steps, epochs and batches, from the restored step on.
 
 Runs in:  worker, training thread; also under plain python.
-Takes in: the step, epoch and data position to begin at.
 Gives:    turns that end in a step boundary each; at the end of a loop, the last snapshot.
 
 The step counter counts boundaries. Each turn of `steps()` or `batches()` ends in a boundary, also
@@ -66,12 +65,7 @@ class SessionPhase:
         self._session._is_plain_phase = False
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._session._set_phase(self._before)
         self._session._is_plain_phase = self._was_plain
 
@@ -240,8 +234,7 @@ class Loops(ABC):
         """Prepare the first turn; it may restore random states."""
 
     @abstractmethod
-    def _boundary(self, *, allowed: bool) -> None:
-        """End a step."""
+    def _boundary(self, *, allowed: bool) -> None: ...
 
     @abstractmethod
     def _keep(self) -> None:
@@ -252,8 +245,7 @@ class Loops(ABC):
         """Step of this rank's newest snapshot; -1: no snapshot yet; None: snapshots are off."""
 
     @abstractmethod
-    def _feed_of(self, loader: Any) -> DataPosition:
-        """Return the data position of this loader."""
+    def _feed_of(self, loader: Any) -> DataPosition: ...
 
     def _enter(self, driver: str) -> None:
         if self._driver is not None:
@@ -327,7 +319,7 @@ _YIELDS = frozenset({"YIELD_VALUE", "RESUME"})
 
 
 def frames_of_loop() -> tuple[int, ...]:
-    """Return ids of the frames that request items from the calling generator, nearest first.
+    """Ids of the frames that request items from the calling generator, nearest first.
 
     All frames except the last one are generators.
     """
@@ -342,8 +334,7 @@ def frames_of_loop() -> tuple[int, ...]:
 def is_left_by_break(frames: tuple[int, ...]) -> bool:
     """Whether the calling generator is closed because its loop was left by `break` or `return`.
 
-    Args:
-        frames: result of `frames_of_loop` at the last item.
+    `frames`: from `frames_of_loop` at the last item.
     """
     try:
         frame: FrameType | None = sys._getframe(2)

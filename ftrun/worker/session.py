@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader
 
 from ftrun import clock
 from ftrun.errors import UsageError
+from ftrun.sharding.rules import ShardingRules
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.loops import Loops, SessionPhase, after_optimizer_step, left_pass
-from ftrun.worker.state.attached import AttachedState, Skip, by_name
+from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
 from ftrun.worker.state.tensors import HostCopy, is_capturing
@@ -31,7 +32,6 @@ from ftrun.worker.state.tensors import HostCopy, is_capturing
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
     from ftrun.worker.snapshot_session import SnapshotSession
-    from ftrun.worker.state.attached import DeclaredSharding
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def attach(  # noqa: PLR0913 - what a script has
     scaler: object = None,
     loader: object = None,
     warmup: Callable[[], object] | None = None,
-    layout: "str | Path | DeclaredSharding | None" = None,
+    layout: str | Path | ShardingRules | None = None,
     mesh: Mapping[str, int] | None = None,
     cast: bool = False,
     skip: Sequence[str] = (),
@@ -101,12 +101,10 @@ def attach(  # noqa: PLR0913 - what a script has
     attached = AttachedState(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
     _sort_in(attached, parts, named)
     context = worker_context()
-    if layout is not None or mesh:
-        from ftrun.worker.state.attached import DeclaredSharding, declared
-
-        if not isinstance(layout, DeclaredSharding):
-            layout = declared(layout, mesh, context.world_size if context else None)
+    if isinstance(layout, ShardingRules):
         attached.layout = layout
+    elif layout is not None or mesh:
+        attached.layout = declared(layout, mesh, context.world_size if context else None)
     session = Session(attached, _feeds_of(loader), context, warmup, is_first=_live is None)
     _live = weakref.ref(session)
     return session
@@ -346,7 +344,6 @@ class Session(Loops):
         protection.put_back_random_states()
 
     def _leave_out(self, count: int) -> None:
-        """Skip the batches that led to NaN or infinite values."""
         for feed in self._feeds.values():
             feed.leave_out(count)
         if count and not (self._feeds or self._waiting):
@@ -357,11 +354,7 @@ class Session(Loops):
             )
 
     def _explain(self, before: str) -> None:
-        """Log once per run what a restore does not restore.
-
-        Args:
-            before: id of the run that last logged it, from the restored version.
-        """
+        """Log once per run what a restore does not restore; `before`: the run that logged it."""
         self._explained_in = self.id
         if before == self.id or (self._context is not None and self._context.rank):
             return

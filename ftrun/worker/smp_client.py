@@ -60,7 +60,12 @@ _FETCH_S = 24 * 3600.0
 
 
 class WorkerSmpClient:
-    """Sends requests and notifications to the SMP of this node."""
+    """Sends requests and notifications to the SMP of this node.
+
+    Raises:
+        PeerError: in each request, if the SMP does not answer.
+        LayoutUnknown: in each request for shards, if the SMP refuses it.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -84,7 +89,6 @@ class WorkerSmpClient:
 
         Raises:
             MemoryTooSmall: two slots do not fit.
-            PeerError: the SMP does not answer.
         """
         self.reserved_bytes = image_bytes
         body = ReserveMemory(self._context.rank, image_bytes)
@@ -94,14 +98,7 @@ class WorkerSmpClient:
     def request_arena(
         self, *, image_bytes: int, num_pieces: int, layout_id: int, frozen_bytes: int = 0
     ) -> int:
-        """Return the descriptor of a new arena; the caller closes it.
-
-        The deadline is `allocation_limit_s`, which allows for a slow node with all its ranks.
-
-        Raises:
-            MemoryTooSmall: the arena does not fit.
-            PeerError: the SMP does not answer.
-        """
+        """Return the descriptor of a new arena; the caller closes it. Raises MemoryTooSmall."""
         context = self._context
         received = self._ask(
             RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id),
@@ -115,12 +112,7 @@ class WorkerSmpClient:
     def request_shares(self, key: int, members: Sequence[Rank]) -> tuple[Rank, ...]:
         """Return the ranks that share their replicas with this one; empty if the SMP refuses.
 
-        Args:
-            key: of this rank's tensors, see `key_of`.
-            members: of the restored shard; empty: the SMP decides.
-
-        Raises:
-            PeerError: the SMP does not answer.
+        `key`: see `key_of`. `members`: of the restored shard; empty: the SMP decides.
         """
         body = RequestShares(self._context.rank, key, list(members))
         received = self._ask(body, deadline_s=_WITHDRAW_S)
@@ -191,44 +183,28 @@ class WorkerSmpClient:
 
         The deadline is 24 h, because the SMP answers if the version cannot be fetched, and the
         connection closes if the SMP ends.
-
-        Raises:
-            LayoutUnknown: the version cannot be fetched.
-            PeerError: the SMP does not answer.
         """
         body = AwaitRestored(self._context.rank, wanted.generation, wanted.step)
         refusal = f"{wanted} cannot be fetched: "
         return self._fetch(body, ArenaGranted, refusal, num_fds=1, deadline_s=_FETCH_S).fds[0]
 
     def open_images(self, wanted: Version, world_size: int) -> dict[Rank, int]:
-        """Return descriptors of a version's shards on this node, by rank; the caller closes them.
-
-        Raises:
-            LayoutUnknown: the SMP refuses.
-            PeerError: the SMP does not answer.
-        """
+        """Return descriptors of a version's shards on this node; the caller closes them."""
         body = OpenShards(self._context.rank, wanted.generation, wanted.step, world_size)
         received = self._fetch(body, ShardsOpened, f"the shards of {wanted} cannot be opened: ")
         assert isinstance(received.body, ShardsOpened)
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
     def fetch_headers(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
-        """Return descriptors of shard headers from other nodes, in the order of `ranks`.
-
-        Raises:
-            LayoutUnknown: a header cannot be fetched.
-            PeerError: the SMP does not answer.
-        """
+        """Return descriptors of shard headers from other nodes, in the order of `ranks`."""
         rank = self._context.rank
         body = FetchShardHeaders(rank, wanted.generation, wanted.step, list(ranks))
         return self._fetch(body, ShardHeadersFetched, num_fds=len(ranks), deadline_s=_FETCH_S).fds
 
     def fetch_pieces(self, wanted: Version, pieces: Sequence[tuple[int, int, int]]) -> int:
-        """Return a descriptor of concatenated pieces from other nodes; raises as `fetch_headers`.
+        """Return a descriptor of concatenated pieces from other nodes.
 
-        Args:
-            wanted: the version.
-            pieces: (rank, index of the first piece, number of pieces).
+        They are given as (rank, index of the first piece, number of pieces).
         """
         rank = self._context.rank
         body = FetchPieces(rank, wanted.generation, wanted.step, list(pieces))

@@ -32,7 +32,7 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.attached import AttachedState, has_rules, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
 from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
@@ -87,11 +87,7 @@ class SnapshotSession:
     # --- attach ----------------------------------------------------------------------------
 
     def restore(self) -> dict[str, Any] | None:
-        """Restore the attached state; return the session's own values, or None without a version.
-
-        Raises:
-            SnapshotError: the version cannot be restored.
-        """
+        """Restore the attached state; return the session's own values, None without a version."""
         context = self._context
         lease.install(context)  # if a wrapper started the worker, `heartbeat.install` has not run
         context.page.set(HeartbeatField.ATTACHED, 1)
@@ -120,22 +116,20 @@ class SnapshotSession:
             saved = LocalState(self._inherited, wanted, self._context, right, copied)
         if saved.members:
             self._members = saved.members
-            saved = self._open_shared(self._inherited, wanted)
+            # Imported here, because the readers of several shards are needed in few runs.
+            from ftrun.worker.replicas.shared_state import SharedState
+
+            saved = SharedState(self._inherited, wanted, self._context, self._link)
         if self._is_of_this_layout(saved):
             return saved
         self._inherited, self._members = None, ()
         return self._open_other()
 
-    def _open_shared(self, arena: Arena, wanted: Version) -> LocalState:
-        # Imported here, because the readers of several shards are needed in few runs.
-        from ftrun.worker.replicas.shared_state import SharedState
-
-        return SharedState(arena, wanted, self._context, self._link)
-
     def _is_of_this_layout(self, saved: LocalState) -> bool:
-        layout = self._attached.layout
-        if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
-            return layout.is_that_of(saved.layout)
+        if (layout := self._attached.layout) is not None:
+            is_same = is_layout_of(layout, saved.layout)
+            if has_rules(layout) or not is_same:
+                return is_same
         if self._context.world_size == 1:
             return True
         # With the same world size, ranks may still hold other tensor parts or be other pipeline
@@ -160,32 +154,19 @@ class SnapshotSession:
         return Arena(self._link.await_restored(wanted), writable=True)
 
     def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
-        """Reserve memory and prepare to take snapshots.
-
-        Raises:
-            MemoryTooSmall: two slots do not fit, and the profile requires snapshots.
-            ValueNotStorable: an attached object holds a value that a snapshot cannot store.
-        """
+        """Reserve memory and prepare to take snapshots."""
         context = self._context
         if not context.settings.enabled:
             return
         state = self._checked.begin(extra())  # raises ValueNotStorable
         if self._inherited is None:
             self._reserve(state)
+        is_undeclared = self._attached.layout is None
         shares = ReplicaShares(
-            context,
-            self._link,
-            restored=self._members,
-            is_allowed=self._attached.layout is None,
+            context, self._link, restored=self._members, is_allowed=is_undeclared
         )
-        self._capture = Capture(
-            context,
-            self._tree,
-            self._link,
-            shares,
-            self._streams,
-            self._graphs.outside_captures,
-        )
+        of_steps = self._graphs.outside_captures
+        self._capture = Capture(context, self._tree, self._link, shares, self._streams, of_steps)
         atexit.register(self._capture.finish)
         if self._inherited is not None:
             self._capture.warm(self._inherited)
@@ -224,11 +205,7 @@ class SnapshotSession:
         self._saved = self._marks = self._settings = None
 
     def _reserve(self, state: BoundaryState) -> None:
-        """Request memory for the state. If it does not fit, snapshots are still attempted.
-
-        Raises:
-            MemoryTooSmall: the state does not fit, and the profile requires snapshots.
-        """
+        """Request memory for the state. If it does not fit, snapshots are still attempted."""
         context = self._context
         try:
             self._link.reserve(needed_bytes(self._tree, state), frozen_bytes=frozen_bytes(state))
@@ -266,16 +243,16 @@ class SnapshotSession:
 
     def _load_if_overwritten(self) -> None:
         assert self._marks is not None
-        found = self._marks.compare()
-        if not found.touched:
+        touched = self._marks.compare()
+        if not touched:
             return
         self.finish()
         self._put_in_place()
-        if found.changed:
+        if changed := [name for name, is_other in touched.items() if is_other]:
             _log.warning(
                 "the script has overwritten the restored %s after attach (load_state_dict?); the "
                 "state of step %d is put back; load before attach",
-                shown(found.changed, limit=1),
+                shown(changed, limit=1),
                 self._restored_step,
             )
 
@@ -318,11 +295,7 @@ class SnapshotSession:
     def boundary(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
-        """Process a step boundary.
-
-        Raises:
-            MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
-        """
+        """Process a step boundary. Raises MemoryTooSmall if the profile requires snapshots."""
         lease.wait(self._context.commands)
         stops = False
         try:
@@ -346,7 +319,7 @@ class SnapshotSession:
         is_good = self._is_good()
         allowed, force = allowed and is_good, force and is_good
         is_between = not self._accumulation.boundary()
-        self._checked.boundary()
+        self._checked.watch.boundary()
         self._report_waiting()
         stops = is_between and self._context.commands.get(CommandField.STOP_AFTER_STEP) <= step
         if self._capture is not None:
@@ -371,7 +344,6 @@ class SnapshotSession:
 
     @property
     def newest_step(self) -> int | None:
-        """Step of this rank's newest snapshot; -1: no snapshot yet; None: snapshots are off."""
         return None if self._capture is None else self._capture.newest_step
 
     def _report_waiting(self) -> None:
@@ -410,7 +382,6 @@ class SnapshotSession:
         return not since
 
     def resolve(self) -> None:
-        """Wait for the copy in progress, before the script begins another phase."""
         if self._capture is not None and not self._graphs.is_capturing:
             self._capture.resolve()
 
@@ -428,7 +399,6 @@ class SnapshotSession:
             self._capture.before_replay(graph, is_step=bool(stepping))
 
     def finish(self) -> None:
-        """Wait until the last snapshot is sealed."""
         if self._capture is not None:
             self._capture.finish()
 
@@ -437,7 +407,7 @@ class SnapshotSession:
         self._graphs.listen()
         self._streams.close()
         self._accumulation.close()
-        self._checked.close()
+        self._checked.watch.close()
         if self._capture is not None:
             self._capture.close()
             atexit.unregister(self._capture.finish)

@@ -1,11 +1,6 @@
 """Decides at which step boundaries a snapshot is due and possible.
 
 Runs in:  worker, training thread.
-Takes in: the profile's `snapshot.every`, the command page, the measured cost of snapshots; torch's
-          global hook before each optimizer step, the gradients at a boundary, the answers of
-          attached objects that hold gradients themselves.
-Gives:    whether a snapshot is due, and the interval that this rank requests; whether the boundary
-          is in the middle of a gradient accumulation.
 
 All ranks must take snapshots at the same steps, otherwise no version is committed. The ranks do not
 communicate about it. Therefore `auto` uses only values that are equal on all ranks: the agent
@@ -35,7 +30,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -86,17 +81,14 @@ class SnapshotSchedule:
         """Durations of the turns of the last snapshot, beginning with the turn of its copy."""
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is a multiple of the interval, and not before TAKE_FROM.
-
-        The leader sets TAKE_FROM; from this step on, all nodes take the same steps.
-        """
+        # From TAKE_FROM on, which the leader sets, all nodes take the same steps.
         if not isinstance(self._settings.every, int):
             every = self._commands.get(CommandField.SNAPSHOT_EVERY)
             if every > 0 and step > self._commands.get(CommandField.EVERY_FROM_STEP):
                 self._every = every
-        return step % max(1, self._every) == 0 and step >= self._commands.get(
-            CommandField.TAKE_FROM
-        )
+        if step % max(1, self._every):
+            return False
+        return step >= self._commands.get(CommandField.TAKE_FROM)
 
     def learn(self, turn: StepActivity, *, step_s: float, copy_s: float, blocked_s: float) -> None:
         """Record the duration of one turn, and publish the interval that this rank requests.
@@ -110,7 +102,10 @@ class SnapshotSchedule:
         if turn is StepActivity.QUIET:
             self._quiet_s.add(step_s)
         if turn is not StepActivity.PROTECT and self._turns_s:
-            self._close()
+            # That was the last turn of the last snapshot.
+            turns_s, self._turns_s = self._turns_s, []
+            if self._quiet_s.count:
+                self._added_s.add(sum(turns_s) - len(turns_s) * self._quiet_s.value)
         if turn is not StepActivity.QUIET:
             self._turns_s.append(step_s)
         if self._quiet_s.count:
@@ -124,12 +119,6 @@ class SnapshotSchedule:
             requested = max(requested, 2 * len(self._turns_s))  # leaves quiet turns to compare with
         self._page.set(HeartbeatField.REQUESTED_EVERY, min(max(requested, 1), _LONGEST))
 
-    def _close(self) -> None:
-        """Add the cost of the last snapshot, after its last turn."""
-        turns_s, self._turns_s = self._turns_s, []
-        if self._quiet_s.count:
-            self._added_s.add(sum(turns_s) - len(turns_s) * self._quiet_s.value)
-
 
 # --- gradient accumulation ----------------------------------------------------------------------
 
@@ -137,14 +126,6 @@ _SAMPLED = 16
 
 Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 """Gradients with their version counters, by id."""
-
-
-class AccumulationAware(Protocol):
-    """An attached object with gradients that are not in `grad` of an optimizer's parameters."""
-
-    def is_within_accumulation(self) -> bool:
-        """Whether an accumulation is in progress; called once at each boundary."""
-        ...
 
 
 _MOST_WAITING = 100
@@ -161,12 +142,10 @@ class AccumulationTracker:
         objects: Iterable[object] = (),
         guarded: Callable[[Hook], Hook] = lambda hook: hook,
     ) -> None:
-        # By the attribute, because isinstance does not see `__getattr__` from Python 3.12 on.
-        self._reporting: list[AccumulationAware] = [
-            cast("AccumulationAware", one)
-            for one in objects
-            if callable(getattr(one, "is_within_accumulation", None))
+        self._reporting: list[Any] = [
+            one for one in objects if callable(getattr(one, "is_within_accumulation", None))
         ]
+        """Attached objects with gradients that are in no optimizer; asked once at each boundary."""
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self.waiting_turns = 0
         """Turns with a step of some optimizer, since the last boundary without an accumulation."""
@@ -195,10 +174,8 @@ class AccumulationTracker:
 
     @property
     def waits_long(self) -> str:
-        """For how long an optimizer that does not step prevents snapshots; empty: not for long.
-
-        Steps inside a graph that was captured in C++ are not seen.
-        """
+        """For how long an optimizer that does not step prevents snapshots; empty: not for long."""
+        # Steps inside a graph that was captured in C++ are not seen.
         if self.waiting_turns >= _MOST_WAITING:
             return f"{self.waiting_turns} steps of other optimizers"
         return f"{self._turns} turns of the loop" if self._turns >= _MOST_TURNS else ""
@@ -289,7 +266,6 @@ def _present(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def _is_new(grad: torch.Tensor, then: Signature) -> bool:
-    """Whether the gradient was created or written after the last step."""
     reference, version = then.get(id(grad), (None, -1))
     return reference is None or reference() is not grad or version != version_of(grad)
 

@@ -1,7 +1,6 @@
 """Records digests at each step boundary, so that a repeated step can be compared.
 
 Runs in:  worker, training thread.
-Takes in: the reported loss, and a few bytes of some parameters.
 Gives:    boundary records in the heartbeat page; the agent compares them (monitor/repeat_check.py).
 Survives: the worker; the agent reads the page of a dead worker.
 
@@ -70,8 +69,6 @@ class _Taken:
 
 @dataclass
 class _Record:
-    """Values recorded at one boundary."""
-
     step: int
     loss: int | None
     """Bits of the loss as a 64-bit float."""

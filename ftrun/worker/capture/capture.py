@@ -43,12 +43,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
-from ftrun.errors import (
-    FtrunError,
-    MemoryTooSmall,
-    PeerError,
-    StructureChanged,
-)
+from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, StructureChanged
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
@@ -84,16 +79,7 @@ _log = logging.getLogger(__name__)
 
 
 class Capture:
-    """Takes snapshots at step boundaries.
-
-    Args:
-        context: of this rank.
-        tree: collects the state.
-        link: to the SMP.
-        shares: of the replicas of this node.
-        streams: wait for the boundary copies of devices.
-        of_steps: wraps a hook so that it runs only if a step runs.
-    """
+    """Takes snapshots at step boundaries; `of_steps` leaves out hooks of steps that do not run."""
 
     def __init__(
         self,
@@ -192,7 +178,6 @@ class Capture:
         self._thread.start(arena.populate)
 
     def finish(self) -> None:
-        """Wait for the copy in progress, at the end of the loop and of the process."""
         if os.getpid() == self._pid:
             self._thread.wait()
 
@@ -228,17 +213,16 @@ class Capture:
         self.resolve()
 
     def before_replay(self, graph: Any, *, is_step: bool) -> None:
-        """Called before the replay of a graph: rule 6."""
+        # Rule 6
         graphs = self._graphs
         if is_step or graph in graphs.changing:
             self.before_step()
-        elif graph in graphs.harmless:
-            pass
-        elif self._verified is not None:
-            graphs.replayed.add(graph)
-        else:
-            graphs.are_new = True
-            self.before_step()
+        elif graph not in graphs.harmless:
+            if self._verified is not None:
+                graphs.replayed.add(graph)
+            else:
+                graphs.are_new = True
+                self.before_step()
 
     def before_step(self, *_: Any) -> None:
         """Called by torch before an optimizer steps, and before a replay that may change state."""
@@ -310,11 +294,7 @@ class Capture:
     def _try(
         self, step: int, collect: Callable[[], BoundaryState], *, is_due: bool, is_last: bool
     ) -> None:
-        """Take a snapshot if one is due; otherwise check that there is memory for one.
-
-        Raises:
-            PeerError, StructureChanged, MemoryTooSmall: no snapshot of this step is possible.
-        """
+        """Take a snapshot if one is due; otherwise check that there is memory for one."""
         try:
             if is_due:
                 self._take(step, collect, is_last=is_last)
@@ -391,8 +371,7 @@ class Capture:
     def _may_overwrite(self, *, is_last: bool) -> bool:
         """Wait until the last seal is committed, else withdraw it; return whether a slot is free.
 
-        Args:
-            is_last: this rank is about to stop, so it waits 5 s in place of `commit_timeout_s`.
+        If this rank is about to stop (`is_last`), it waits 5 s in place of `commit_timeout_s`.
         """
         wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_timeout_s
         # A slower rank seals later, and this rank would wait for it in the next collective anyway.
@@ -451,7 +430,6 @@ class Capture:
         return False
 
     def _demote(self, names: list[str], what: str) -> None:
-        """Copy these tensors at each boundary from now on."""
         new = [name for name in names if name not in self._at_boundary]
         if not new:
             return

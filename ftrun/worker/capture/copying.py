@@ -1,8 +1,6 @@
 """Copies tensors into a slot, and computes the digests.
 
 Runs in:  worker: boundary copies in the training thread, lazy copies in the copy thread.
-Takes in: a layout, the sources, a slot's image.
-Gives:    bytes in the slot and a digest per piece.
 
 Rule: digests are computed from the slot, never from a source. A source may change between copy and
       digest, but a sealed slot always matches its digests.
@@ -48,13 +46,11 @@ samples."""
 
 
 def is_lazy(source: TensorSource, boundary_names: Collection[str]) -> bool:
-    """Whether a source is copied while the next forward and backward run."""
     tensor = source.tensor
     if source.when is not CopyTiming.LAZY or source.name in boundary_names or not tensor.numel():
         return False
-    if tensor.device.type != "cpu":
-        return device_at(tensor.device) is not None and not tensor.is_inference()
-    if tensor.nbytes <= BOUNDARY_BYTES:
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= BOUNDARY_BYTES
+    if is_small or (tensor.device.type != "cpu" and device_at(tensor.device) is None):
         return False
     return not tensor.is_inference()  # it has no version counter
 
@@ -174,12 +170,9 @@ class SlotViews:
         fresh: Sequence[TensorSource],
         boundary_names: Collection[str],
     ) -> SlotCopy:
-        """Prepare the copies of these sources.
+        """Prepare the copies of these sources; `fresh` ones are new objects at each boundary.
 
-        Args:
-            persistent: sources of the layout that stay the same objects.
-            fresh: sources that are new objects at each boundary; always few.
-            boundary_names: names of lazy sources that are copied at the boundary nevertheless.
+        Lazy sources of `boundary_names` are copied at the boundary nevertheless.
         """
         made = SlotCopy()
         index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
@@ -207,8 +200,7 @@ class SlotViews:
                 made.cuts += cuts
                 hashed.update(one.index for one in cuts)
         made.on_devices = DeviceCopies(on_devices)
-        for source in fresh:
-            made.boundary_targets.append(self.target(source.name))
+        made.boundary_targets += [self.target(source.name) for source in fresh]
         made.packed = [
             (index, self._bytes_of(piece))
             for index, piece in enumerate(self.layout.pieces)
@@ -224,9 +216,8 @@ class SlotViews:
         made = []
         for piece in cut(entry.offset, entry.num_bytes, self.layout.piece_bytes):
             start = piece.offset - entry.offset
-            end = start + piece.num_bytes
+            part = slice(start, start + piece.num_bytes)
             index = index_at[piece.offset]
-            part = slice(start, end)
             made.append(CopyPiece(source[part], target[part], index, entry.name))
         return made
 
@@ -247,7 +238,7 @@ class SlotViews:
 
 
 def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
-    """Return an entry of a shard's data as a tensor that shares its memory."""
+    """An entry of a shard's data as a tensor that shares its memory."""
     dtype = DTYPES[entry.dtype]
     raw = data[entry.offset : entry.offset + entry.num_bytes]
     if raw.numel() == 0:

@@ -1,8 +1,6 @@
 """Copies tensors of devices into a slot and back, through buffers in page-locked memory.
 
 Runs in:  worker: marks and boundary copies in the training thread, other copies in the copy thread.
-Takes in: tensors of any accelerator that torch knows, and the bytes of a slot.
-Gives:    the bytes in the slot and their digests; events for the streams of the training.
 
 A copy between a device and page-locked memory runs while the device works. The copy thread
 waits for its event without the interpreter lock. It then copies the bytes from the buffer to the
@@ -54,18 +52,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a chunk, and their target in the slot.
-
-    Args:
-        index: of the piece that these bytes complete; -1: none.
-        piece: all bytes of that piece in the slot.
-    """
+    """Bytes of a chunk, and their target in the slot."""
 
     name: str
     begin: int
     target: Bytes
     index: int = -1
+    """Of the piece that these bytes complete; -1: none."""
     piece: Bytes | None = None
+    """All bytes of that piece in the slot."""
 
     @property
     def end(self) -> int:
@@ -152,9 +147,7 @@ class Device:
     def has_room(self, num_bytes: int, *, reusable_bytes: int) -> bool:
         """Whether these bytes fit, and a tenth of the device stays free.
 
-        Args:
-            num_bytes: to allocate.
-            reusable_bytes: earlier allocations that the allocator of torch may still hold.
+        `reusable_bytes`: earlier allocations that the allocator of torch may still hold.
         """
         memory = getattr(torch.get_device_module(self.device), "mem_get_info", None)
         if memory is None:
@@ -163,7 +156,6 @@ class Device:
         return bool(free_bytes + reusable_bytes - num_bytes >= total_bytes / 10)
 
     def prepare(self) -> None:
-        """Allocate the buffers now."""
         while self._num_made < self._num_buffers:
             self._buffers.append(self._made(BUFFER_BYTES))
             self._num_made += 1
@@ -174,24 +166,21 @@ class Device:
         """Queue a copy into the boundary buffer, which holds one chunk until `drain`."""
         if self._boundary is None or self._boundary.memory.numel() < chunk.num_bytes:
             self._boundary = self._made(chunk.num_bytes)
-        self._queue(chunk, take, self._boundary, is_free_after=False)
+        self._queue(chunk, take, self._boundary, freed=None)
 
     def fetch(self, chunk: DeviceChunk, take: Take) -> None:
         """Queue the copy of a chunk; if no buffer is free, deliver the oldest chunk first.
 
-        Args:
-            chunk: of this device.
-            take: receives the bytes in `fetch` or `drain`; they are valid during the call.
+        `take` receives the bytes in `fetch` or `drain`; they are valid during the call.
         """
         buffer = self._free_buffer(chunk.num_bytes)
         try:
-            self._queue(chunk, take, buffer, is_free_after=True)
+            self._queue(chunk, take, buffer, freed=buffer)
         except BaseException:
             self._give_back(buffer)
             raise
 
     def drain(self) -> None:
-        """Deliver all chunks; waits for them."""
         while self._pending:
             self._deliver()
 
@@ -203,14 +192,13 @@ class Device:
             self._give_back(self._pending.popleft().buffer)
 
     def _queue(
-        self, chunk: DeviceChunk, take: Take, buffer: _Buffer, *, is_free_after: bool
+        self, chunk: DeviceChunk, take: Take, buffer: _Buffer, *, freed: _Buffer | None
     ) -> None:
         with on_device(self.device), self.side:
             source = chunk.joined()
             memory = buffer.memory[: chunk.num_bytes]
             memory.copy_(source, non_blocking=True)
             buffer.done.record(self.side)
-        freed = buffer if is_free_after else None
         self._pending.append(_InFlight(buffer.done, source, memory.numpy(), take, freed))
 
     def _deliver(self) -> None:
@@ -228,12 +216,10 @@ class Device:
     # --- to the device ----------------------------------------------------------------------
 
     def put(self, target: torch.Tensor, fill: Callable[[int, int, Bytes], None]) -> None:
-        """Fill a tensor of this device; whatever reads it must wait for `record` then.
+        """Fill a tensor of this device, with any strides; its readers must wait for `record` then.
 
-        Args:
-            target: with any strides.
-            fill: writes the bytes from the first to the second offset of the contiguous tensor
-                into a buffer; the offsets are multiples of `BUFFER_BYTES`.
+        `fill` writes the bytes from the first to the second offset of the contiguous tensor into a
+        buffer; the offsets are multiples of `BUFFER_BYTES`.
         """
         with on_device(self.device), self.side:
             dense = target
@@ -285,7 +271,6 @@ def device_at(device: torch.device) -> Device | None:
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for all work on the devices of these tensors, in whatever stream it is."""
     for device in {one.device for one in tensors if not one.is_cpu}:
         if (found := device_at(device)) is not None:
             found.synchronize()
@@ -307,9 +292,7 @@ def _opened(device: torch.device) -> Device | None:
 def in_two_threads(work: Callable[[Sequence[T]], None], items: Sequence[T]) -> None:
     """Do the work on all items, half of them in a second thread; returns when both have ended.
 
-    Args:
-        work: on some items, that holds the interpreter lock for a small part of its time.
-        items: of about equal cost.
+    Items are of about equal cost. The work holds the interpreter lock for a small part of its time.
     """
     second = _second_thread() if len(items) > 1 else None
     if second is None:

@@ -1,8 +1,6 @@
 """Orders the reads of a snapshot after the work that the script has queued on a device.
 
 Runs in:  worker, training thread: hooks and boundaries.
-Takes in: the streams in which optimizers step and graphs are replayed.
-Gives:    streams that wait for the steps.
 
 Streams of a device run independently of each other. Without an event, a read in one stream may
 return the bytes before a step that another stream has not reached yet.
@@ -24,17 +22,12 @@ from ftrun.worker.state.unprotected import Hook
 
 
 class StepStreams:
-    """The streams in which steps were queued since the last boundary.
-
-    Args:
-        guarded: wraps the hook so that its exceptions do not reach the script.
-    """
+    """The streams in which steps were queued since the last boundary."""
 
     def __init__(self, guarded: Callable[[Hook], Hook]) -> None:
         self._streams: set[torch.Stream] = set()
         self._joined: list[torch.Stream] = []
-        self._devices: WeakKeyDictionary[Optimizer, tuple[int, list[torch.device]]]
-        self._devices = WeakKeyDictionary()
+        self._devices = WeakKeyDictionary[Optimizer, tuple[int, list[torch.device]]]()
         """With the number of parameter groups, which the script may add to."""
         self._hook = register_optimizer_step_pre_hook(guarded(self._before_step))
 

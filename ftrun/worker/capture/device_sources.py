@@ -1,8 +1,6 @@
 """Copies the sources of one snapshot from their devices into a slot.
 
 Runs in:  worker: `begin` and `precede` in the training thread, `copy` in the copy thread.
-Takes in: sources on devices, and the bytes of a slot.
-Gives:    the bytes in the slot and the digests of the pieces of large sources.
 
 Small sources are joined on the device, because a copy per tensor costs more than its bytes. A large
 source is cut at multiples of the piece size, so that each digest is computed while its piece is in
@@ -46,17 +44,14 @@ _COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class DeviceSource:
-    """A lazy source on a device.
-
-    Args:
-        target: its bytes in the slot.
-        pieces: index and bytes in the slot of each piece; empty if it shares a piece with others.
-    """
+    """A lazy source on a device."""
 
     name: str
     tensor: torch.Tensor
     target: Bytes
+    """Its bytes in the slot."""
     pieces: Sequence[tuple[int, Bytes]] = ()
+    """Index and bytes in the slot of each piece; empty if it shares a piece with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +59,11 @@ class SumChunk(DeviceChunk):
     """Sums over tensors of one device, four numbers of 8 bytes for each, in place of their bytes.
 
     Equal tensors have equal sums on every device, because the sums are of integers.
-
-    Args:
-        sampled: views of more tensors by `bits_of`, those of one item size together. The sums of
-            each group are over some items of every tensor.
-        where: see `items_at`.
     """
 
     sampled: Sequence[Sequence[torch.Tensor]] = ()
+    """Views of more tensors by `bits_of`, those of one item size together. The sums of each group
+    are over some items of every tensor, see `items_at`."""
     where: float = 0.0
 
     @property
@@ -115,7 +107,6 @@ class _OfDevice:
         self._reusable_bytes = 0
 
     def stage(self) -> bool:
-        """Clone the sources if there is room; return whether there is."""
         chunks = (*self.packs, *self.chunks)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
         if self.device.has_room(num_bytes, reusable_bytes=self._reusable_bytes):
@@ -129,7 +120,6 @@ class _OfDevice:
         self.is_staged, self._clones = False, []
 
     def to_read(self) -> tuple[list[DeviceChunk], list[DeviceChunk]]:
-        """The packs and chunks to copy to the host."""
         if not self.is_staged:
             return self.packs, self.chunks
         return self._clones[: len(self.packs)], self._clones[len(self.packs) :]
@@ -167,15 +157,8 @@ class DeviceCopies:
     def read_sums(self, key: torch.device, chunk: SumChunk, take: Take) -> bool:
         """Also read the sums of lazy sources, or of parts of them, as of the present boundary.
 
-        Called after `begin`, and before `copy` is.
-
-        Args:
-            key: the device of the chunk.
-            chunk: of some lazy sources.
-            take: receives the sums in `copy`.
-
-        Returns:
-            Whether they will be read.
+        Called after `begin`, and before `copy`, in which `take` receives the sums. Returns whether
+        they will be read.
         """
         one = next((one for one in self._of_device if one.device.device == key), None)
         if one is None:
@@ -201,12 +184,8 @@ class DeviceCopies:
         """Queue the boundary copies; the copies of `copy` see the state of this moment.
 
         The streams of the training wait on the device. This thread waits only if the sources do
-        not fit the boundary buffer.
-
-        Args:
-            sources: of the boundary copies.
-            targets: their tensors in the slot.
-            is_staged: clone the lazy sources on their devices, if there is room.
+        not fit the boundary buffer. `is_staged`: clone the lazy sources on their devices, if there
+        is room.
         """
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for pair in zip(sources, targets, strict=True):
@@ -256,9 +235,8 @@ class DeviceCopies:
     def copy(self, table: memoryview, digest_packs: Callable[[], None]) -> None:
         """Copy the lazy sources; returns when all bytes are in the slot.
 
-        Args:
-            table: receives the digests of the pieces of large sources.
-            digest_packs: called once all small and boundary sources are in the slot.
+        `table` receives the digests of the pieces of large sources. `digest_packs` is called once
+        all small and boundary sources are in the slot.
         """
         devices = list({id(one): one for one in (*self._kept, *self.devices)}.values())
         self._num_waiting += sum(len(one.packs) for one in self._of_device)
@@ -326,7 +304,6 @@ class DeviceCopies:
 def _in_turn(
     chunks: Sequence[tuple[_OfDevice, Sequence[DeviceChunk]]],
 ) -> Iterator[tuple[_OfDevice, DeviceChunk]]:
-    """The chunks of several devices in turn."""
     pairs = [[(one, chunk) for chunk in its] for one, its in chunks]
     for turn in itertools.zip_longest(*pairs):
         yield from (pair for pair in turn if pair is not None)
@@ -352,7 +329,6 @@ def _compare(chunk: DeviceChunk, found: set[str], content: Bytes) -> None:
 
 
 def _packs(sources: Sequence[DeviceSource]) -> Iterator[DeviceChunk]:
-    """Chunks of many small sources, each of at most `BUFFER_BYTES`."""
     group: list[DeviceSource] = []
     num_bytes = 0
     for one in sources:

@@ -19,7 +19,6 @@ Rule 3: every wait ends at a deadline that the caller sets.
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ftrun import clock
 from ftrun.errors import PeerError, SnapshotError
@@ -27,7 +26,6 @@ from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
-from ftrun.wire.shared_memory.pages import CommandField
 from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
@@ -41,7 +39,7 @@ _saver: "ExplicitSaver | None" = None
 
 
 def saver_of(context: WorkerContext) -> "ExplicitSaver":
-    """Return the only saver of this process; create it on first use and after a fork."""
+    """The only saver of this process, created on first use and after a fork."""
     global _saver
     if _saver is None or _saver.pid != os.getpid():
         _saver = ExplicitSaver(context)
@@ -50,15 +48,6 @@ def saver_of(context: WorkerContext) -> "ExplicitSaver":
 
 def is_in_use() -> bool:
     return _saver is not None and _saver.pid == os.getpid()
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A slot that is copied but not sealed."""
-
-    slots: ArenaSlots
-    slot: int
-    step: int
 
 
 class ExplicitSaver:
@@ -70,7 +59,8 @@ class ExplicitSaver:
         self.link = WorkerSmpClient(context)
         self._store = SlotProvider(context)
         self._commit_wait = self._store.commit_wait
-        self._copied: _Copied | None = None
+        self._copied: tuple[ArenaSlots, int, int] | None = None
+        """Slots, slot and step that are copied but not sealed."""
         self._step = -1 if context.restore is None else context.restore.step
         self.room_bytes = 0
         """Bytes that the caller reserves for plain values that are known only after the copy."""
@@ -82,41 +72,32 @@ class ExplicitSaver:
     def begin(self, wanted: int, *, is_new: bool = True) -> int:
         """Return the step of a save: `wanted`, or the next step if `wanted` is not newer.
 
-        Args:
-            wanted: requested step; a negative value requests the next step.
-            is_new: if false, this save has begun already, and only its step may increase.
+        If `is_new` is false, this save has begun already, and only its step may increase.
         """
         self._step = max(self._step + is_new, wanted)
         return self._step
 
     def newest(self, *, give_up_s: float) -> Version | None:
-        """Return the version that all ranks would load now.
+        """The version that all ranks would load now.
 
         Waits for the commit of this rank's last seal, because another node may already see it.
         """
         sealed = self._commit_wait.newest_sealed
-        while sealed is not None and not self._is_over(sealed) and clock.now_s() < give_up_s:
+        wait = self._commit_wait
+        while sealed is not None and not wait.is_over(sealed) and clock.now_s() < give_up_s:
             clock.sleep(_POLL_S)
-        return self._commit_wait.committed
+        return wait.committed
 
     def copy(
         self, step: int, sources: Sequence[TensorSource], plain: bytes, *, give_up_s: float
     ) -> None:
-        """Copy the state into the free slot.
+        """Copy the state into the free slot; `give_up_s`: deadline on the monotonic clock.
 
-        Args:
-            step: the step that `begin` returned.
-            sources: sources with unique names.
-            plain: packed values; `seal` may replace them by others of at most the same capacity.
-            give_up_s: deadline on the monotonic clock.
-
-        Raises:
-            SnapshotError: the memory does not suffice, or no slot is free in time.
-            PeerError: the SMP does not answer in time.
+        `seal` may replace the packed values by others of at most the same capacity.
         """
         self._copied = None
         self._await_free(give_up_s)
-        state = BoundaryState(_persistent(sources), (), plain)
+        state = BoundaryState(PersistentSources(tuple(sources)), (), plain)
         slots = self._await_slots(state, give_up_s)
         slot = self._store.begin_copy(slots, step)
         views = slots.views[slot]
@@ -129,29 +110,19 @@ class ExplicitSaver:
         finally:
             slots.forget_copies()  # they hold references to tensors, also to copies of async_save
         crash_point("worker.capture.copied")
-        self._copied = _Copied(slots, slot, step)
+        self._copied = (slots, slot, step)
 
     def seal(self, plain: bytes | None = None) -> Version:
-        """Seal the copied slot, and report it to the SMP.
-
-        Raises:
-            SnapshotError: the new values do not fit.
-        """
         assert self._copied is not None
-        copied, self._copied = self._copied, None
-        slots, slot, step = copied.slots, copied.slot, copied.step
+        (slots, slot, step), self._copied = self._copied, None
         if plain is not None:
             _replace_plain(slots, slot, plain)
         self._store.seal(slots, slot, step, self.link)
         return version(self.context.generation, step)
 
     def await_commit(self, sealed: Version, *, give_up_s: float) -> None:
-        """Wait until a version of this rank is committed.
-
-        Raises:
-            SnapshotError: the version is abandoned, or not committed in time.
-        """
-        while not self._is_over(sealed):
+        """Wait until a version of this rank is committed; else raise SnapshotError."""
+        while not self._commit_wait.is_over(sealed):
             if clock.now_s() >= give_up_s:
                 raise SnapshotError(
                     f"{sealed} is sealed on this rank and was not committed in time: another rank "
@@ -160,30 +131,19 @@ class ExplicitSaver:
                 )
             self.link.send_again()
             clock.sleep(_POLL_S)
-        if not self._is_committed(sealed):
+        if not self._commit_wait.is_committed(sealed):
             raise SnapshotError(
                 f"{sealed} is given up: a rank has none of it. The previous snapshot is retained"
             )
 
     # --- details -----------------------------------------------------------------------------
 
-    def _is_committed(self, sealed: Version) -> bool:
-        committed = self._commit_wait.committed
-        return committed is not None and committed >= sealed
-
-    def _is_over(self, sealed: Version) -> bool:
-        is_given_up = (
-            sealed.generation == self.context.generation
-            and self.context.commands.get(CommandField.ABANDONED_STEP) >= sealed.step
-        )
-        return is_given_up or self._is_committed(sealed)
-
     def _await_free(self, give_up_s: float) -> None:
         """Wait until a slot may be overwritten: rule 2."""
         commit_wait = self._commit_wait
         while not commit_wait.is_free:
             last = commit_wait.newest_sealed
-            if last is not None and self._is_pending(last):
+            if last is not None and commit_wait.is_ours(last) and not commit_wait.is_over(last):
                 if self.link.withdraw(last.step):
                     commit_wait.skipped(last.step)
                 else:
@@ -196,9 +156,6 @@ class ExplicitSaver:
                     "because other nodes take long to protect it. Save less often, or raise "
                     "Writer(wait_s=...)"
                 )
-
-    def _is_pending(self, sealed: Version) -> bool:
-        return sealed.generation == self.context.generation and not self._is_over(sealed)
 
     def _await_slots(self, state: BoundaryState, give_up_s: float) -> ArenaSlots:
         while True:
@@ -228,19 +185,3 @@ def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes) -> None:
     for index, piece in enumerate(slots.layout.pieces):
         if piece.offset >= start:
             table[index] = digest_of(views.bytes[piece.offset : piece.offset + piece.num_bytes])
-
-
-def _persistent(sources: Sequence[TensorSource]) -> PersistentSources:
-    """Wrap sources for one copy, without the fields that detect changes between steps."""
-    return PersistentSources(
-        sources=tuple(sources),
-        originals=(),
-        addresses=[],
-        held=(),
-        num_held=0,
-        parameters=[],
-        state_values=[],
-        optimizer_state=b"",
-        modules=b"",
-        names={},
-    )

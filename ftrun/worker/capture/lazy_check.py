@@ -1,15 +1,12 @@
 """Proves that a lazy copy equals the state at the step boundary.
 
 Runs in:  worker: samples in the training thread, the comparison with the copies in the copy thread.
-Takes in: the sources of lazy copies, and their targets in a slot.
-Gives:    the names of tensors that changed before their copy was complete, or before the step.
 
-A version counter
-counts each in-place change that autograd records. `p.data.copy_()` is not recorded, and a script
-that swaps average weights in and out leaves no trace. Therefore one cache line of every 64 KiB is
-read at the boundary, at an offset that is random for each snapshot. The copy must hold the same
-lines, and the tensor must still hold them when the optimizer steps. Changes of fewer bytes can be
-missed; the verified snapshots of capture.py find those.
+A version counter counts each in-place change that autograd records. `p.data.copy_()` is not
+recorded, and a script that swaps average weights in and out leaves no trace. Therefore one cache
+line of every 64 KiB is read at the boundary, at an offset that is random for each snapshot. The
+copy must hold the same lines, and the tensor must still hold them when the optimizer steps. Changes
+of fewer bytes can be missed; the verified snapshots of capture.py find those.
 """
 
 import random
@@ -116,8 +113,7 @@ class LazySamples:
         alike: dict[tuple[torch.device, int], list[LazyTensor]] = {}
         for one in tensors:
             if not _has_lines(one.source):
-                kind = (one.source.device, one.source.itemsize)
-                alike.setdefault(kind, []).append(one)
+                alike.setdefault((one.source.device, one.source.itemsize), []).append(one)
         self.samplers: list[_Sampler] = [_ItemSampler(group, bits_of) for group in alike.values()]
         if in_lines:
             self.samplers.append(_LineSampler(in_lines, rows_of))
@@ -177,12 +173,8 @@ class LazyCopyCheck:
         return {tensor.name for tensor, before, after in trios if before != after}
 
     def _differing(self, samples: list[object]) -> set[str]:
-        names: set[str] = set()
-        for one, before, after in zip(
-            self._samples.samplers, self._at_boundary, samples, strict=True
-        ):
-            names |= one.differing(before, after)
-        return names
+        trios = zip(self._samples.samplers, self._at_boundary, samples, strict=True)
+        return {name for one, before, after in trios for name in one.differing(before, after)}
 
 
 def _has_lines(tensor: torch.Tensor) -> bool:

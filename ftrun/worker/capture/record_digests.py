@@ -229,10 +229,7 @@ def _state_of(value: object) -> object:
 
 
 def _position_of(generator: "types.GeneratorType[Any, Any, Any]") -> object:
-    """The position of a generator.
-
-    None if it has ended, or if it delegates to a loop of the session, whose position is restored.
-    """
+    """None if it has ended, or delegates to a loop of the session, whose position is restored."""
     innermost: object = generator
     while isinstance(innermost, types.GeneratorType):
         if innermost.gi_code.co_filename.startswith(_FTRUN):

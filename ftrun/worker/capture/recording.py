@@ -72,8 +72,6 @@ class Recording:
     """The recorder of one process."""
 
     def __init__(self, context: Any, plan: VerifyPlan) -> None:
-        self._rank: int = context.rank
-        self._world_size: int = context.world_size
         self._context = context
         self._plan = plan
         self._pid = os.getpid()
@@ -81,6 +79,8 @@ class Recording:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         kills = plan.kills
         self._kill = kills[context.generation] if context.generation < len(kills) else None
+        is_killed_here = context.rank == (context.generation + 1) % context.world_size
+        self._own_kill = self._kill if is_killed_here else None
         self._steps = 0
         self._num_forwards = self._num_checked = 0
         self._has_variables = False
@@ -111,7 +111,6 @@ class Recording:
         known: Iterable[object],
         step: int,
     ) -> None:
-        """Record the state when `attach` is about to return, after a restore."""
         self._attached, self._extra = attached, extra
         self._tree = StateTree(attached)
         self._steps = step
@@ -136,18 +135,17 @@ class Recording:
 
     def boundary(self, step: int) -> bool:
         """Record a completed step before its snapshot; return whether a snapshot may be taken."""
-        kill = self._kill
-        if kill is not None and self._is_killed_here and step > kill.step:
+        if self._own_kill is not None and step > self._own_kill.step:
             self._die()  # no optimizer has stepped in this turn
         self._steps = step
         self._write_state(records.BOUNDARY, step)
         self._num_forwards = self._num_checked = 0
+        kill = self._kill
         return kill is None or not kill.step - kill.without_snapshot < step <= kill.step
 
     def passed(self, step: int) -> None:
-        """Kill or end the process, if that is planned after this boundary."""
-        kill = self._kill
-        if kill is not None and self._is_killed_here and not kill.is_in_step and step == kill.step:
+        kill = self._own_kill
+        if kill is not None and not kill.is_in_step and step == kill.step:
             self._die()
         if step >= self._plan.steps:
             self._end()
@@ -189,11 +187,10 @@ class Recording:
 
     @_observing
     def loss(self, tensor: torch.Tensor) -> None:
-        frame = digests.script_frame(sys._getframe(1))
+        place = digests.where(digests.script_frame(sys._getframe(1)))
         found = {"loss": digests.tensor_digest(tensor)}
         values = {"loss": digests.shown(tensor) or ""}
-        record = VerifyRecord(records.LOSS, self._steps + 1, found, values, digests.where(frame))
-        self._write(record)
+        self._write(VerifyRecord(records.LOSS, self._steps + 1, found, values, place))
 
     @_observing
     def batch(self, iterator: Any, batch: object) -> None:
@@ -201,15 +198,13 @@ class Recording:
         found = digests.input_digests("batch", batch)
         if drawn:
             found["indices"] = drawn.popleft()
-        kind = type(iterator).__name__
+        is_stateful = type(iterator).__name__.startswith("_Stateful")
         notes = {
             "workers": str(getattr(iterator, "_num_workers", 0)),
-            "kind": "stateful" if kind.startswith("_Stateful") else "plain",
+            "kind": "stateful" if is_stateful else "plain",
         }
-        frame = digests.script_frame(sys._getframe(1))
-        place = digests.where(frame)
-        record = VerifyRecord(records.BATCH, self._steps + 1, found, where=place, notes=notes)
-        self._write(record)
+        place = digests.where(digests.script_frame(sys._getframe(1)))
+        self._write(VerifyRecord(records.BATCH, self._steps + 1, found, where=place, notes=notes))
 
     @_observing
     def drawn(self, iterator: Any, indices: object) -> None:
@@ -218,9 +213,8 @@ class Recording:
 
     @_observing
     def _before_optimizer(self, optimizer: Any, *_: object) -> None:
-        kill = self._kill
-        is_due = kill is not None and self._is_killed_here and kill.is_in_step
-        if kill is not None and is_due and self._steps >= kill.step:
+        kill = self._own_kill
+        if kill is not None and kill.is_in_step and self._steps >= kill.step:
             self._die()
         frame = digests.script_frame(sys._getframe(1))
         names = self._persistent.names if self._persistent is not None else {}
@@ -251,11 +245,6 @@ class Recording:
 
     # --- details -------------------------------------------------------------------------------
 
-    @property
-    def _is_killed_here(self) -> bool:
-        generation: int = self._context.generation
-        return self._rank == (generation + 1) % self._world_size
-
     def _changed(self) -> str:
         if self._persistent is None or not self._at_boundary:
             return ""
@@ -284,8 +273,7 @@ class Recording:
     def _state_digests(self) -> dict[str, str]:
         """Digests of everything that a snapshot of this boundary would contain.
 
-        Raises:
-            ValueNotStorable: and any error that a `state_dict` of the script raises.
+        Raises ValueNotStorable, and any error that a `state_dict` of the script raises.
         """
         assert self._tree is not None
         state = self._tree.collect(self._extra())
@@ -319,10 +307,11 @@ class Recording:
     def _end(self) -> None:
         """End this process when all ranks are here, without the code after the script's loop."""
         folder = Path(self._plan.folder)
-        (folder / f"ended.{self._rank}").touch()
+        num_ranks: int = self._context.world_size
+        (folder / f"ended.{self._context.rank}").touch()
         give_up_s = clock.now_s() + _END_WAIT_S
         # A rank that is still in a collective of the last step needs its peers.
-        while len(list(folder.glob("ended.*"))) < self._world_size and clock.now_s() < give_up_s:
+        while len(list(folder.glob("ended.*"))) < num_ranks and clock.now_s() < give_up_s:
             clock.sleep(_POLL_S)
         sys.stdout.flush()
         sys.stderr.flush()

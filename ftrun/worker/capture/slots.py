@@ -1,7 +1,6 @@
 """Provides the arena for snapshots, and seals its slots.
 
 Runs in:  worker: the training thread, and a thread of its own during an allocation.
-Takes in: the state of a boundary, an arena inherited from the last worker.
 Gives:    `ArenaSlots` that fit the state, or None during an allocation: those of the inherited
           arena if it fits, else of a new one.
 
@@ -29,13 +28,7 @@ from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.replica_shares import Group, ReplicaCheck, written
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import (
-    NUM_SLOTS,
-    Arena,
-    SlotHeader,
-    SlotState,
-    table_digest,
-)
+from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
 from ftrun.worker.commit_wait import CommitWait
@@ -76,7 +69,7 @@ class ArenaSlots:
         return shape == self._shape and plain_bytes <= self.layout.plain_capacity
 
     def copy_of(self, slot: int, state: BoundaryState, boundary_names: set[str]) -> SlotCopy:
-        """Return the copies into a slot; prepared again if the sources are other objects."""
+        """The copies into a slot, prepared again if the sources are other objects."""
         cached = self._copies[slot]
         if cached is None or cached[0] is not state.persistent:
             made = self.views[slot].prepare(state.persistent.sources, state.fresh, boundary_names)
@@ -136,14 +129,12 @@ class SlotProvider:
         self.commit_wait = CommitWait(context.commands, context.generation, context.restore)
 
     def inherit(self, arena: Arena) -> None:
-        """Set the arena to reuse if the layout of the state is still the same."""
         self._inherited = arena
 
     def slots_for(self, state: BoundaryState, *, is_last: bool = False) -> ArenaSlots | None:
-        """Return slots that fit this state; None while their arena is being allocated.
+        """Slots that fit this state; None while their arena is being allocated.
 
-        Raises:
-            MemoryTooSmall, PeerError, OSError: the arena cannot be allocated.
+        Raises MemoryTooSmall, PeerError or OSError if it cannot be allocated.
         """
         if is_last and self._maker is not None:
             self._maker.join(_LAST_WAIT_S)
@@ -199,9 +190,6 @@ class SlotProvider:
         """Reserve more memory if the state is larger than estimated at attach; report a refusal.
 
         The size is known after the first optimizer step, possibly long before the first snapshot.
-
-        Raises:
-            MemoryTooSmall: the state does not fit, and the profile requires snapshots.
         """
         if self._is_size_known or self.current is not None:
             return
@@ -375,7 +363,6 @@ def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
 
 
 def frozen_bytes(state: BoundaryState) -> int:
-    """Bytes of parameters that no attached optimizer updates."""
     persistent = state.persistent
     sizes = {entry.name: entry.num_bytes for entry in persistent.entries}
     owned = set(map(id, persistent.parameters))

@@ -51,8 +51,7 @@ def _initialise(device: torch.device) -> DeviceBound:
     if (problem := _too_full(device, memory_of)) is not None:
         return problem
     _load_libraries(device)
-    copies = device_at(device)
-    if copies is not None:
+    if (copies := device_at(device)) is not None:
         copies.prepare()
     torch.accelerator.synchronize(device)
     _forget_allocations(module)

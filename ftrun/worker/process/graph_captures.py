@@ -63,12 +63,7 @@ class GraphObserver:
             setattr(kind, name, functools.wraps(original)(getattr(self, f"_{name}")(original)))
 
     def show(self, page: SharedPage, after_step: Hook = _nothing) -> None:
-        """Show captures and replays on the heartbeat page from now on.
-
-        Args:
-            page: of this process.
-            after_step: called for each optimizer whose step was replayed.
-        """
+        """Show captures and replays on the page; call `after_step` for each replayed step."""
         self._page, self._after_step = page, after_step
         page.note_capture(is_in_progress=self.is_capturing)
 
@@ -77,9 +72,8 @@ class GraphObserver:
     ) -> None:
         """Set the functions to call; they must not raise.
 
-        Args:
-            before_capture: takes the graph. Until its end, nothing may wait for a device.
-            before_replay: takes the graph, and the optimizers that stepped in its capture.
+        From `before_capture` to the end of the capture, nothing may wait for a device.
+        `before_replay` takes the graph, and the optimizers that stepped in its capture.
         """
         self._before_capture, self._before_replay = before_capture, before_replay
 
@@ -116,9 +110,10 @@ class GraphObserver:
             self._before_capture(graph)
             stepping: list[Optimizer] = []
             self._set_capture(stepping)
+            page = self._page
             try:
-                if self._page is not None:
-                    _await_dump(self._page)
+                while page is not None and page.get(HeartbeatField.READING_NS) > clock.now_ns():
+                    clock.sleep(_POLL_S)
                 original(graph, *args, **kwargs)
             except BaseException:
                 self._set_capture(None)
@@ -152,7 +147,6 @@ class GraphObserver:
 
 @functools.cache
 def observer() -> GraphObserver:
-    """The observer of this process, created by the first call."""
     return GraphObserver()
 
 
@@ -160,8 +154,3 @@ def observe(page: SharedPage, after_step: Hook) -> None:
     """Show captures and replays on the page; nothing on a machine without a device."""
     if torch.accelerator.current_accelerator() is not None:
         observer().show(page, after_step)
-
-
-def _await_dump(page: SharedPage) -> None:
-    while page.get(HeartbeatField.READING_NS) > clock.now_ns():
-        clock.sleep(_POLL_S)

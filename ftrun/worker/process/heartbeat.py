@@ -58,9 +58,8 @@ _report_missed_now: Callable[[], None] | None = None
 def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None = None) -> None:
     """Install all hooks of this worker; do nothing if no agent started the process.
 
-    Args:
-        started_with: the environment with which torch was imported.
-        bound_with: the variables with which a standby initialised the device; None: it did not.
+    Torch was imported with the environment `started_with`, and a standby has initialised the
+    device with the variables `bound_with` (None: it has not).
     """
     # A fresh start imports this module before the script imports torch, so nothing here may do so.
     from ftrun.worker.process import lease
@@ -107,17 +106,6 @@ def step_done(page: SharedPage, step: int) -> None:
         page.set(HeartbeatField.FIRST_STEP_NS, now_ns)
 
 
-def script_begins(now_ns: int) -> None:
-    context = worker_context()
-    if context is not None:
-        context.page.set(HeartbeatField.STARTED_NS, now_ns)
-
-
-def script_failed(context: WorkerContext, now_ns: int) -> None:
-    if not context.page.get(HeartbeatField.FAILED_NS):
-        context.page.set(HeartbeatField.FAILED_NS, now_ns)
-
-
 def _after_step(context: WorkerContext) -> Callable[..., None]:
     from ftrun.worker.restore import early_restore
 
@@ -158,7 +146,6 @@ def _changed(names: Iterable[str], before: Mapping[str, str], now: Mapping[str, 
 
 
 def report_missed() -> None:
-    """Name the variables that the script has set without effect; once."""
     global _report_missed_now
     report, _report_missed_now = _report_missed_now, None
     if report is not None:

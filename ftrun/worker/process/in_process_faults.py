@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,6 @@ _TOP_OF_MANTISSA = {"float64": 51, "float32": 22, "float16": 9, "bfloat16": 6}
 
 _TORN_AT = "worker.capture.marked"
 """Here the slot header says COPYING, and the image is incomplete."""
-
-
-@dataclass(frozen=True, slots=True)
-class FaultProgress:
-    """Callbacks by which a fault reports its progress and reads when to end.
-
-    Args:
-        fired: reports that the fault has begun.
-        ended: reports that the fault is over.
-        now_s: monotonic time in seconds; infinite after the order is cancelled.
-    """
-
-    fired: Callable[[], None]
-    ended: Callable[[], None]
-    now_s: Callable[[], float]
 
 
 def install(context: WorkerContext) -> None:
@@ -126,11 +110,11 @@ class InProcessFaults:
             self._page.mark_ended(number)
 
         def now_s() -> float:
-            # A cancelled fault with a duration ends at its next poll.
+            # Infinite for a cancelled fault, so that one with a duration ends at its next poll.
             return math.inf if self._page.is_cancelled(number) else clock.now_s()
 
         try:
-            is_act = self._prepare(order, optimizer, FaultProgress(fired, ended, now_s))
+            is_act = self._prepare(order, optimizer, fired, ended, now_s)
         except Exception as error:  # noqa: BLE001 - rule 3
             self._page.mark_failed(number, f"{type(error).__name__}: {error}")
             return
@@ -143,22 +127,24 @@ class InProcessFaults:
         self,
         order: FaultOrder,
         optimizer: Any,
-        send: FaultProgress,
+        fired: Callable[[], None],
+        ended: Callable[[], None],
+        now_s: Callable[[], float],
     ) -> bool:
         """Inject a fault that needs training objects; return whether `_act` must inject it."""
         match order.kind:
             case "collective-skip":
-                self._later += skip_collective(send.fired)
+                self._later += skip_collective(fired)
             case "slow-input":
-                slow_input(order.amount, order.for_s, send)
+                slow_input(order.amount, order.for_s, fired, ended, now_s)
             case "oom":
                 # If not, the cgroup was created for an earlier process of this rank.
                 return _is_in_group_of(order)
             case "torn-snapshot":
-                crash_points.arm(_TORN_AT, before=send.fired)
+                crash_points.arm(_TORN_AT, before=fired)
             case "nan" | "spike" | "weight-bitflip":
                 found = _to_corrupt(order, optimizer)
-                send.fired()
+                fired()
                 _corrupt(order, found)
             case _:
                 return True
@@ -257,11 +243,7 @@ def _allocate(limit_bytes: int) -> None:
 
 
 def _to_corrupt(order: FaultOrder, optimizer: Any) -> list[Any]:
-    """Return the local data of all parameters that can be changed.
-
-    Raises:
-        RuntimeError: there are none.
-    """
+    """Return the local data of all parameters that can be changed; raise if there are none."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     local = [_local(tensor) for tensor in tensors if tensor.is_floating_point()]
     found = [one for one in local if one.numel() and _type_of(one) in _TOP_OF_MANTISSA]
@@ -308,7 +290,12 @@ def skip_collective(fired: Callable[[], None]) -> list[Callable[[], None]]:
     With DDP, the whole next step has no synchronisation. Without DDP, the next explicit all_reduce
     returns at once.
     """
-    wrapped = _live_ddp()
+    import gc
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
+    wrapped: Any = next((one for one in found if one.require_backward_grad_sync), None)
     if wrapped is not None:
         wrapped.require_backward_grad_sync = False
         fired()
@@ -319,15 +306,6 @@ def skip_collective(fired: Callable[[], None]) -> list[Callable[[], None]]:
         return [sync_again]
     _skip_one_all_reduce(fired)
     return []
-
-
-def _live_ddp() -> Any:
-    import gc
-
-    from torch.nn.parallel import DistributedDataParallel
-
-    found = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
-    return next((one for one in found if one.require_backward_grad_sync), None)
 
 
 def _skip_one_all_reduce(fired: Callable[[], None]) -> None:
@@ -359,7 +337,13 @@ class _Skipped:
         return True
 
 
-def slow_input(more_s: float, for_s: float, send: FaultProgress) -> None:
+def slow_input(
+    more_s: float,
+    for_s: float,
+    fired: Callable[[], None],
+    ended: Callable[[], None],
+    now_s: Callable[[], float],
+) -> None:
     """Delay each batch of torch's DataLoader by `more_s`, for `for_s` after the first batch."""
     from torch.utils.data import dataloader
 
@@ -376,13 +360,13 @@ def slow_input(more_s: float, for_s: float, send: FaultProgress) -> None:
         def late_next_data(self: Any) -> Any:
             if not until_s:
                 until_s.append(clock.now_s() + (for_s or _FOR_EVER_S))
-                send.fired()
-            if send.now_s() <= until_s[0]:
+                fired()
+            if now_s() <= until_s[0]:
                 clock.sleep(more_s)
             elif kinds[0]._next_data is not originals[kinds[0]]:
                 for kind in kinds:
                     kind._next_data = originals[kind]
-                send.ended()
+                ended()
             return original(self)
 
         return late_next_data

@@ -106,7 +106,6 @@ def write_calls_on_request(context: WorkerContext) -> None:
 
 
 def publish_groups(page: SharedPage) -> None:
-    """Write ranks and backends of all process groups to the page, if the groups have changed."""
     global _known_groups
     c10d = sys.modules.get(_C10D)
     if c10d is None:
@@ -142,7 +141,6 @@ def _backends(groups: Iterable[Any]) -> Backends:
 
 
 def calls_so_far() -> int:
-    """Number of collectives called on the default group; 0 if its backend does not count them."""
     c10d = sys.modules.get(_C10D)
     group = c10d.GroupMember.WORLD if c10d is not None else None
     if group is None:

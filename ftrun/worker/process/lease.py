@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 
 def install(context: WorkerContext) -> None:
-    """Check the lease before each optimizer step of this process."""
     commands = context.commands
     if commands in _installed:
         return

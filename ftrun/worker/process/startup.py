@@ -66,9 +66,7 @@ from ftrun.worker.process import introspection as visibility
 MAX_ORDER_BYTES = 1 << 20
 _PYC_HEAD = 16
 """Bytes before the code in a .pyc file."""
-_SIGNALS = (
-    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD,
-)  # fmt: skip
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(orders: socket.socket) -> None:
@@ -136,7 +134,7 @@ def become_worker(
         fd = descriptors.pop(name)
         os.dup2(fd, number)
         os.close(fd)
-    for number in _SIGNALS:
+    for number in (*_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,16 +154,15 @@ def _open_streams() -> None:
     before = sys.__stdout__
     encoding = before.encoding if before is not None else "utf-8"
     strict = before.errors if before is not None and before.errors else "strict"
-    found: dict[str, TextIO | None] = {"stdin": None}
+    stdin: TextIO | None = None
     with contextlib.suppress(OSError):  # closed, as under some schedulers
-        found["stdin"] = open(0, encoding=encoding, errors=strict, closefd=False)  # noqa: SIM115
+        stdin = open(0, encoding=encoding, errors=strict, closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = stdin  # type: ignore[assignment, misc]
     for fd, name, errors in ((1, "stdout", strict), (2, "stderr", "backslashreplace")):
         stream = open(fd, "w", 1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
         stream.reconfigure(write_through=True)
-        found[name] = stream
-    for name, stream_or_none in found.items():
-        setattr(sys, name, stream_or_none)
-        setattr(sys, f"__{name}__", stream_or_none)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _reseed() -> None:
@@ -183,7 +180,8 @@ def _reseed() -> None:
 def run_script(argv: list[str], *, is_module: bool) -> None:
     """Run the user's program to its end, with the exit code that it would have by itself."""
     try:
-        heartbeat.script_begins(clock.now_ns())
+        if (context := worker_context()) is not None:
+            context.page.set(HeartbeatField.STARTED_NS, clock.now_ns())
         if is_module:
             _run_module(argv)
         else:
@@ -192,13 +190,8 @@ def run_script(argv: list[str], *, is_module: bool) -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself would do
         report_error(error)
-        raise SystemExit(_exit_code(error)) from None
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return error.exit_code if isinstance(error, FtrunError) else 1
+        code = error.exit_code if isinstance(error, FtrunError) else 1
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else code) from None
 
 
 def _search_first(folder: str) -> None:
@@ -241,12 +234,12 @@ _PACKAGE = os.path.abspath(__file__).rpartition(_OWN_FOLDER)[0] + os.sep
 
 
 def report_error(error: BaseException) -> None:
-    """Write the error file, then print the traceback as the interpreter would."""
     trace = _users_part(error.__traceback__)
     context = worker_context()
     if context is not None:
         explain_missing_name(error, context.page)
-        heartbeat.script_failed(context, clock.now_ns())
+        if not context.page.get(HeartbeatField.FAILED_NS):
+            context.page.set(HeartbeatField.FAILED_NS, clock.now_ns())
         with contextlib.suppress(Exception):  # nothing may take the place of the script's error
             heartbeat.report_missed()
         visibility.dump_calls(context)
@@ -347,7 +340,7 @@ def main() -> None:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # this interpreter ignores them
         os.execvp(argv[0], argv)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
     name_process(f"ftrun-rank{request.rank}")

@@ -75,7 +75,6 @@ takes 0.8 s."""
 
 
 def preload(modules: Sequence[str]) -> dict[str, str]:
-    """Import the modules; return the error of each that failed."""
     failed = {}
     for name in modules:
         try:
@@ -88,10 +87,8 @@ def preload(modules: Sequence[str]) -> dict[str, str]:
 def preload_for_user(modules: Sequence[str], folder: str) -> tuple[dict[str, str], str]:
     """Import modules while a fork is safe, from `folder` first, as the script does.
 
-    What the modules add to the path stays, because the ranks do not execute them again.
-
-    Returns:
-        The errors, and the module that made a fork unsafe; empty if none did.
+    What the modules add to the path stays, because the ranks do not execute them again. Returns
+    the errors, and the module that made a fork unsafe; empty if none did.
     """
     failed: dict[str, str] = {}
     is_safe = not unfit_to_fork()

@@ -1,7 +1,6 @@
 """Reads one version of a rank that shares its replicas.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: this rank's shard; the shards of the other members, in arenas of this node or fetched.
 Gives:    the state of `LocalState`, with whole tensors in place of the shares.
 
 Some members may have stored shares of this version, others whole tensors. Each tensor is assembled
@@ -23,13 +22,12 @@ import torch
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank, Version
 from ftrun.sharding.replica_check import check_replicas
-from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.sharding.source_index import ShardSource, SourceIndex, WholeTensor
 from ftrun.snapshot.boxes import whole
-from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
+from ftrun.worker.reshard.source import CheckedShards, open_shards
 from ftrun.worker.reshard.tensor_reader import fill
 from ftrun.worker.restore.loader import LocalState, reporting_corruption
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -39,11 +37,7 @@ from ftrun.worker.state.tensors import DTYPES
 class SharedState(LocalState):
     """One version of a rank that shares its replicas with the ranks in `members`.
 
-    Raises:
-        SnapshotCorrupt: a digest does not match, here or later.
-        TensorIncomplete, RanksDiffer: the shares do not belong to one state.
-        LayoutUnknown: a shard is missing.
-        PeerError: the SMP does not answer.
+    Raises TensorIncomplete or RanksDiffer if the shares do not belong to one state.
     """
 
     def __init__(
@@ -54,7 +48,8 @@ class SharedState(LocalState):
         for entry in shares:
             if not entry.is_small:  # a piece of a small entry holds other entries too
                 self._unchecked.difference_update(self._layout.pieces_of(entry))
-            self._entries[entry.name] = _whole_entry(entry)
+            # The offset of the whole entry has no meaning.
+            self._entries[entry.name] = replace(entry, shape=entry.whole_shape, part=None)
         source = _shards_of(self.members, wanted, context, link)
         try:
             with reporting_corruption(context):
@@ -92,12 +87,6 @@ class SharedState(LocalState):
         self._shards.close()
 
 
-def _whole_entry(entry: LayoutEntry) -> LayoutEntry:
-    """The entry of the whole tensor; its offset has no meaning."""
-    assert entry.part is not None
-    return replace(entry, shape=entry.part.shape, part=None)
-
-
 def _tensor(index: SourceIndex, name: str) -> WholeTensor:
     found = index.tensor(name)
     assert found is not None, name
@@ -107,8 +96,7 @@ def _tensor(index: SourceIndex, name: str) -> WholeTensor:
 
 def _shards_of(
     members: Sequence[Rank], wanted: Version, context: WorkerContext, link: WorkerSmpClient
-) -> JoinedShards:
-    """The shards of all members. Shards of other nodes are fetched when they are read."""
+) -> ShardSource:
     fds = link.open_images(wanted, context.world_size)
     for rank in fds.keys() - set(members):
         os.close(fds.pop(rank))
@@ -116,5 +104,4 @@ def _shards_of(
         for fd in fds.values():
             os.close(fd)
         raise LayoutUnknown(f"the shard of rank {context.rank} is not on this node")
-    elsewhere = [rank for rank in members if rank not in fds]
-    return JoinedShards(LocalShards(fds, wanted), RemoteShards(link, wanted, elsewhere))
+    return open_shards(fds, members, wanted, link)

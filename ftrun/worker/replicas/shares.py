@@ -68,9 +68,8 @@ _GOLDEN = 0.6180339887498949
 class ReplicaShares:
     """The shares of one rank.
 
-    Args:
-        restored: members of the restored shard; empty if it held whole tensors.
-        is_allowed: the script has declared no layout, whose rules describe whole tensors.
+    `restored`: members of the restored shard; empty if it held whole tensors. Sharing is allowed if
+    the script has declared no layout, because its rules describe whole tensors.
     """
 
     def __init__(
@@ -97,11 +96,9 @@ class ReplicaShares:
         self._cut: _Cut | None = None
 
     def cut(self, state: BoundaryState, at_boundary: Collection[str]) -> BoundaryState:
-        """Return the state that this rank stores.
+        """The part of a state of whole tensors that this rank stores.
 
-        Args:
-            state: with whole tensors.
-            at_boundary: names of tensors of optimizers that are copied at the boundary.
+        `at_boundary`: names of tensors of optimizers that are copied at the boundary.
         """
         try:
             return replace(state, persistent=self._stored(state.persistent, at_boundary))
@@ -179,7 +176,6 @@ class ReplicaShares:
         self._key = key
 
     def _key_of(self, persistent: PersistentSources) -> int:
-        """The key of these sources; 0 if they cannot be shared."""
         if self._present is None or self._present[0] is not persistent:
             key = key_of(persistent.entries)
             self._present = (persistent, key if _are_together(persistent) else 0)
@@ -223,7 +219,6 @@ class _Cut:
 def shares_of_rank(
     persistent: PersistentSources, members: Group, rank: int, left_out: Collection[str] = ()
 ) -> PersistentSources:
-    """The sources with this rank's rows in place of each shared tensor."""
     rows = shares_of(persistent.entries, len(members))[members.index(Rank(rank))]
 
     def share(source: TensorSource) -> TensorSource:
@@ -255,11 +250,8 @@ class CheckedReplicas:
     def begin(self, count: int, on_devices: DeviceCopies) -> Callable[[], int] | None:
         """Return the function that returns the digest of one part; None if it cannot be read.
 
-        On a device, the copies that begin now read the part.
-
-        Args:
-            count: number of commits, which determines the part and the lines.
-            on_devices: the copies of the same snapshot.
+        On a device, the copies that begin now read the part. `count`: number of commits, which
+        determines the part and the lines.
         """
         blocks = self._blocks[count % NUM_PHASES :: NUM_PHASES]
         where = count * _GOLDEN % 1.0

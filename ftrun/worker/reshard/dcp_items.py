@@ -1,10 +1,6 @@
 """Converts DCP's items to shards and its description to plain values, and loads both.
 
 Runs in:  worker, in the thread that saves or loads; no collective.
-Takes in: a save plan and its planner; a version, a load plan and its planner; the `Metadata` from
-          DCP's planner, with the location of each item.
-Gives:    sources and bytes of one rank's shard; tensors and objects that the planner fills in; the
-          `Metadata`, with the locations as its storage_data.
 
 Each item is stored in the shard of the one rank to which DCP's plan assigns it. Tensors are
 entries. Serialized objects are plain values, because their length changes during a run and must not
@@ -54,7 +50,6 @@ from ftrun.sharding.source_index import (
     OURS,
     BoxCopy,
     Holder,
-    ShardSource,
     chunk_of,
     copies_into,
 )
@@ -62,7 +57,7 @@ from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Box, Shape, TensorPart, strides_of, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming
 from ftrun.worker.capture.explicit_save import ExplicitSaver
-from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
+from ftrun.worker.reshard.source import CheckedShards, open_shards
 from ftrun.worker.reshard.tensor_reader import copy_boxes, ranges_of
 from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, local_tensor
@@ -82,11 +77,7 @@ COORDINATOR = Rank(0)
 
 
 class ItemsToSave:
-    """One rank's items of a save plan.
-
-    Raises:
-        ValueNotStorable: an item has no bytes that can be copied.
-    """
+    """One rank's items of a save plan."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, rank: Rank) -> None:
         self.sources: list[TensorSource] = []
@@ -111,29 +102,16 @@ class ItemsToSave:
             self.results.append(WriteResult(item.index, size, (int(rank), name)))
 
     def packed(self, described: bytes) -> bytes:
-        """The plain values of the shard.
-
-        Args:
-            described: from `packed_metadata` if this rank stores it; else empty.
-        """
+        """The plain values of the shard; `described`: from `packed_metadata`, on rank 0 only."""
         return plain.encode({OBJECTS: plain.encode(self.objects), METADATA: described})
 
 
 def packed_metadata(metadata: Metadata, places: Places) -> bytes:
-    """DCP's description of the snapshot, with the location of each item.
-
-    Raises:
-        ValueNotStorable: a value that a planner has added is not plain.
-    """
     return plain.encode(pack(metadata, places), root="metadata")
 
 
 class SavedItems:
-    """One version, to load items from. Closed by `close`.
-
-    Raises:
-        SnapshotError, PeerError: it is not available.
-    """
+    """One version, to load items from. Closed by `close`."""
 
     def __init__(self, saver: ExplicitSaver, wanted: Version) -> None:
         context = saver.context
@@ -154,12 +132,7 @@ class SavedItems:
             raise
 
     def load(self, load_plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Fill in every item.
-
-        Raises:
-            SnapshotCorrupt: bytes differ from the saved ones; `rank` is the owner of the shard.
-            SnapshotError, PeerError: a shard is not available.
-        """
+        """Fill in every item. Raises SnapshotCorrupt with the rank that owns the damaged shard."""
         find = self.metadata.storage_data
         places = [place_of(find, item.storage_index) for item in load_plan.items]
         images = self._images({rank for rank, _ in places})
@@ -172,7 +145,9 @@ class SavedItems:
                         objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
                     planner.load_bytes(item, io.BytesIO(objects[rank][name]))
                     continue
-                self._check_is_tensor(item.storage_index.fqn)
+                fqn = item.storage_index.fqn
+                if not isinstance(self.metadata.state_dict_metadata[fqn], TensorStorageMetadata):
+                    raise ShapeChanged(key=fqn, saved="an object", present="a tensor")
                 tensors.append((item, Holder(rank, images.headers[rank].entries[name])))
             load_tensors(tensors, planner, images)
         finally:
@@ -201,19 +176,12 @@ class SavedItems:
     def _images(self, ranks: Iterable[Rank]) -> CheckedShards:
         wanted = sorted(ranks)
         here = {rank: os.dup(self._fds[rank]) for rank in wanted if rank in self._fds}
-        source: ShardSource = LocalShards(here, self.version)
-        elsewhere = [rank for rank in wanted if rank not in here]
-        if elsewhere:
-            source = JoinedShards(source, RemoteShards(self._link, self.version, elsewhere))
+        source = open_shards(here, wanted, self.version, self._link)
         try:
             return CheckedShards(source, str(self.version))
         except BaseException:
             source.close()
             raise
-
-    def _check_is_tensor(self, name: str) -> None:
-        if not isinstance(self.metadata.state_dict_metadata[name], TensorStorageMetadata):
-            raise ShapeChanged(key=name, saved="an object", present="a tensor")
 
 
 def load_tensors(
@@ -223,9 +191,6 @@ def load_tensors(
 
     A planner may stage tensors, also in one buffer. Each is therefore committed before the next one
     is resolved, as in torch's own reader.
-
-    Raises:
-        SnapshotCorrupt, SnapshotError, PeerError: as `SavedItems.load`.
     """
     ordered = sorted(items, key=lambda one: (one[1].rank, one[1].entry.offset))
     copies = [_copies(*one, strides_of(tuple(one[0].lengths))) for one in ordered]
@@ -282,20 +247,15 @@ def _check(source: TensorSource, item: WriteItem) -> None:
 
 
 def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
-    """Convert the description to plain values.
-
-    Raises:
-        ValueNotStorable: a dtype or a kind of metadata cannot be stored.
-        KeyError: an item has no location.
-    """
     meta = metadata.storage_meta
+    label = None if meta is None else meta.checkpoint_id
     return {
         "items": {
             name: _pack_item(name, about, places)
             for name, about in metadata.state_dict_metadata.items()
         },
         "planner_data": metadata.planner_data,
-        "checkpoint_id": None if meta is None else _text(meta.checkpoint_id),
+        "checkpoint_id": None if label is None else str(label),
         "save_id": None if meta is None else meta.save_id,
         "modules": [] if meta is None else list(meta.modules),
         "version": getattr(metadata, "version", None),
@@ -303,11 +263,6 @@ def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> Metadata:
-    """Convert plain values to the description for DCP's planners.
-
-    Raises:
-        LayoutUnknown: the values have another form.
-    """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, Place] = {}
     try:
@@ -339,20 +294,11 @@ def unpack(packed: dict[str, Any]) -> Metadata:
 
 
 def room_for(names: Mapping[str, int]) -> int:
-    """Estimated size of the description in bytes, before DCP has made it.
-
-    Args:
-        names: of all items, with the number of chunks of each.
-    """
+    """Estimated size of the description in bytes; `names`: of all items, with their chunks."""
     return sum(_NAME_TIMES * len(name) + _ITEM_BYTES * count for name, count in names.items())
 
 
 def place_of(places: Places, index: MetadataIndex) -> tuple[Rank, str]:
-    """The rank and the entry that hold an item.
-
-    Raises:
-        LayoutUnknown: no shard holds it.
-    """
     found = places.get(index)
     if found is None:
         raise LayoutUnknown(f"{index.fqn} at {list(index.offset or ())} is in no shard")
@@ -390,7 +336,3 @@ def _tensor(item: dict[str, Any]) -> TensorStorageMetadata:
             for offsets, sizes, _, _ in item["chunks"]
         ],
     )
-
-
-def _text(checkpoint_id: object) -> str | None:
-    return None if checkpoint_id is None else str(checkpoint_id)

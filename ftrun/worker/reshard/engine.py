@@ -1,9 +1,6 @@
 """Loads a version that ranks of another layout took into the attached objects, in place.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: the shards of all ranks that took the version, the attached objects.
-Gives:    this rank's part of the parameters, buffers and optimizer state of the previous world; all
-          other state as in `loader`.
 
 Without rules, the parts that the shards state are indexed. Optimizer state is created before it is
 filled, because most optimizers have none before their first step. State of its parameter's shape is
@@ -28,25 +25,27 @@ from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import check_replicas, differing
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import ShardingRules, ranks_alone
-from ftrun.sharding.source_index import BoxCopy, ShardSource, WholeTensor
+from ftrun.sharding.source_index import BoxCopy, WholeTensor
 from ftrun.sharding.world_layout import lay_out, read_world, stored_entries
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
-from ftrun.worker.reshard.source_state import NewRank, SourceState
+from ftrun.worker.reshard.source import CheckedShards, open_shards
+from ftrun.worker.reshard.source_state import SourceState
 from ftrun.worker.reshard.tensor_reader import copy_boxes, fill
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import RankState, fill_expanded, reporting_corruption
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import DeclaredSharding
+from ftrun.worker.state.attached import has_rules
+from ftrun.worker.state.optimizer_state import mapped
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.tensors import (
     DTYPE_NAMES,
     DTYPES,
+    LocalPart,
     at_home,
     box_of,
     is_expanded,
@@ -61,42 +60,30 @@ _log = logging.getLogger(__name__)
 
 
 def open_resharded(
-    context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding | None = None
+    context: WorkerContext, link: WorkerSmpClient, layout: ShardingRules | None
 ) -> "ReshardedState | RuledState":
-    """Open the version to restore from the shards of ranks of another layout.
-
-    Raises:
-        SnapshotError, PeerError: a shard is missing, or differs from the sealed one.
-        RulesMismatch: the version cannot be converted to this layout.
-    """
+    """Open the version to restore from the shards of ranks of another layout."""
     wanted = context.restore
     assert wanted is not None
     previous_size = context.restore_world_size
-    source = _shards_of(wanted, link, previous_size)
+    fds = link.open_images(wanted, previous_size)
+    source = open_shards(fds, map(Rank, range(previous_size)), wanted, link)
     found: ReshardedState | RuledState
     try:
         with reporting_corruption(context):
             shards = CheckedShards(source, str(wanted))
-            if layout is not None and layout.has_rules:
-                found = RuledState(shards, wanted, context.rank, layout.rules)
+            if layout is not None and has_rules(layout):
+                found = RuledState(shards, wanted, context.rank, layout)
             else:
-                mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
-                found = ReshardedState(shards, wanted, previous_size, NewRank(context.rank, mesh))
+                mesh = ranks_alone(context.world_size) if layout is None else layout.mesh
+                found = ReshardedState(shards, wanted, previous_size, context.rank, mesh)
     except BaseException:
         source.close()
         raise
     if context.rank == 0:
-        for note in found.notes():
+        for note in found.notes:
             _log.warning("%s", note)
     return found
-
-
-def _shards_of(wanted: Version, link: WorkerSmpClient, previous_size: int) -> ShardSource:
-    """All shards: those of this node in place, those of other nodes fetched when they are read."""
-    fds = link.open_images(wanted, previous_size)
-    here = LocalShards(fds, wanted)
-    elsewhere = [Rank(rank) for rank in range(previous_size) if rank not in fds]
-    return JoinedShards(here, RemoteShards(link, wanted, elsewhere)) if elsewhere else here
 
 
 class ReshardedState(SourceState):
@@ -153,16 +140,7 @@ class _Wanted:
         for name, tensor in wanted:
             self.add(name, tensor)
 
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: DTYPES[saved.dtype] for name, saved in self.saved.items()}
-
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor to fill.
-
-        Raises:
-            ShapeChanged: the tensor saved under this name does not fit it.
-        """
         if (changed := self._changed(name, tensor)) is not None:
             check_fits([changed])
         found = self.world.whole(name)
@@ -204,13 +182,10 @@ def _states(
 
 
 def _made(values: Any, parameter: torch.Tensor | None, wanted: _Wanted) -> Any:
-    if isinstance(values, TensorRef):
-        return _made_tensor(values, parameter, wanted)
-    if isinstance(values, dict):
-        return {key: _made(value, parameter, wanted) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(_made(value, parameter, wanted) for value in values)
-    return values
+    def made(leaf: Any) -> Any:
+        return _made_tensor(leaf, parameter, wanted) if isinstance(leaf, TensorRef) else leaf
+
+    return mapped(values, made)
 
 
 def _made_tensor(ref: TensorRef, parameter: torch.Tensor | None, wanted: _Wanted) -> object:
@@ -223,7 +198,9 @@ def _made_tensor(ref: TensorRef, parameter: torch.Tensor | None, wanted: _Wanted
         return made.numpy()
     is_like = parameter is not None and saved.shape == tuple(parameter.shape) and saved.shape
     if parameter is not None and is_sharded(parameter) and is_like:
-        made = _like(parameter, dtype)
+        local = local_tensor(parameter, "a parameter")
+        shape, stride = tuple(local.shape), stride_of(local)
+        made = LocalPart(early_restore.empty(shape, dtype, local.device, stride)).like(parameter)
     elif ref.kind.startswith("sharded") and parameter is not None and not is_like:
         raise ShapeChanged(
             key=ref.name, saved=f"a sharded {saved}", present=f"state of {list(parameter.shape)}"
@@ -236,27 +213,8 @@ def _made_tensor(ref: TensorRef, parameter: torch.Tensor | None, wanted: _Wanted
     return made
 
 
-def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    local = local_tensor(parameter, "a parameter")
-    return DTensor.from_local(
-        early_restore.empty(tuple(local.shape), dtype, local.device, stride_of(local)),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 class RuledState(RankState):
-    """One version, assembled for one rank of another layout.
-
-    Raises:
-        LayoutUnknown: the version contains no layout.
-        RulesMismatch: the version cannot be converted to this layout.
-    """
+    """One version, assembled for one rank of another layout."""
 
     def __init__(
         self, shards: CheckedShards, wanted: Version, rank: Rank, rules: ShardingRules
@@ -284,20 +242,17 @@ class RuledState(RankState):
         self._placed = {own(name): one for name, one in after.entries[rank].items()}
         values = RankValues(parts, before, after)
         self._parts: dict[str, bytes] = plain.decode(values.of(rank))
-        self._notes = [
+        self.notes = [
             f"not bitwise: {self.version} was taken by {before.mesh} and continues in "
             f"{after.mesh}; parameters and optimizer state are those of that step, later sums are "
             "taken in another order",
             *values.notes(),
         ]
+        """As `SourceState.notes`."""
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
         offset = self._shards.headers[Rank(rank)].entries[name].offset
         return self._shards.read(Rank(rank), offset + first_byte, num_bytes)
-
-    def notes(self) -> list[str]:
-        """Differences from a restore into the same layout: one log line each."""
-        return self._notes
 
     def part(self, name: str) -> Any:
         return plain.decode(self._parts[name], deref=self._deref)
@@ -309,12 +264,9 @@ class RuledState(RankState):
         self._shards.close()
 
     def entry(self, name: str) -> LayoutEntry | None:
-        placed = self._placed.get(name)
-        return (
-            None
-            if placed is None
-            else LayoutEntry(name, placed.dtype, placed.shape, CopyTiming.LAZY)
-        )
+        if (placed := self._placed.get(name)) is None:
+            return None
+        return LayoutEntry(name, placed.dtype, placed.shape, CopyTiming.LAZY)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Assemble a tensor of this rank; if divergent copies are stored, return their mean."""

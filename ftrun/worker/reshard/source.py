@@ -18,7 +18,7 @@ Rule 3: a reader of a checkpoint on disk opens all files at once, because a run 
 import mmap
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -30,7 +30,7 @@ from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.shard_header import ShardHeader, unpack_header
 from ftrun.wire.messages.checkpoint import ShardFileLocation
-from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.arena import Arena, table_digest
 from ftrun.worker.smp_client import WorkerSmpClient
 
 WINDOW_BYTES = 32 << 20
@@ -39,12 +39,7 @@ _MOST_RANGES = 4096  # a message has at most 1 MiB
 
 
 class LocalShards:
-    """Shards in arenas of this node.
-
-    Args:
-        fds: read-only descriptors, by rank; this closes them.
-        wanted: the version.
-    """
+    """Shards in arenas of this node; the constructor closes the descriptors."""
 
     def __init__(self, fds: Mapping[Rank, int], wanted: Version) -> None:
         self._wanted = wanted
@@ -65,7 +60,16 @@ class LocalShards:
                 if slot is None:
                     raise LayoutUnknown(f"the arena of rank {rank} does not hold {self._wanted}")
                 self._slots[rank] = slot
-                self._headers[rank] = _head(arena, slot, f"{self._wanted} of rank {rank}", rank)
+                sealed = arena.header(slot)
+                self._headers[rank] = make_header(
+                    arena.image(slot),
+                    arena.table(slot),
+                    layout_id=arena.shape.layout_id,
+                    image_bytes=sealed.image_bytes,
+                    sealed_digest=sealed.table_digest,
+                    what=f"{self._wanted} of rank {rank}",
+                    rank=rank,
+                )
         return self._headers
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
@@ -82,23 +86,13 @@ class LocalShards:
         self._arenas.clear()
 
 
-def _head(arena: Arena, slot: int, what: str, rank: Rank) -> ShardHeader:
-    return make_header(
-        arena.image(slot),
-        arena.table(slot),
-        layout_id=arena.shape.layout_id,
-        sealed=arena.header(slot),
-        what=what,
-        rank=rank,
-    )
-
-
 def make_header(
     image: memoryview,
     table: memoryview,
     *,
     layout_id: int,
-    sealed: SlotHeader,
+    image_bytes: int,
+    sealed_digest: int,
     what: str,
     rank: Rank,
 ) -> ShardHeader:
@@ -107,8 +101,9 @@ def make_header(
     Args:
         image: the shard, or only its header.
         table: u64 per piece.
-        layout_id: of the arena; the digest of the header.
-        sealed: the slot's header.
+        layout_id: digest of the header.
+        image_bytes: size of the whole shard.
+        sealed_digest: of the table.
         what: name of the shard, for errors.
         rank: owner of the shard.
 
@@ -120,8 +115,8 @@ def make_header(
     end = 8 + int.from_bytes(image[:8], "little")
     if end > len(image) or xxhash.xxh3_64_intdigest(image[:end]) != layout_id:
         raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=count, rank=rank)
-    layout, start = parse_header(image, image_bytes=sealed.image_bytes)
-    if count != len(layout.pieces) or table_digest(table) != sealed.table_digest:
+    layout, start = parse_header(image, image_bytes=image_bytes)
+    if count != len(layout.pieces) or table_digest(table) != sealed_digest:
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=count, rank=rank)
     return ShardHeader(layout, start, table)
 
@@ -142,7 +137,16 @@ class RemoteShards:
             ranks = self._ranks[at : at + _HEADERS_AT_ONCE]
             fds = self._link.fetch_headers(self._wanted, ranks)
             for rank, fd in zip(ranks, fds, strict=True):
-                self._headers[rank] = self._head(rank, _mapped(fd))
+                packed = unpack_header(_mapped(fd))
+                self._headers[rank] = make_header(
+                    packed.header,
+                    packed.table,
+                    layout_id=packed.layout_id,
+                    image_bytes=packed.image_bytes,
+                    sealed_digest=packed.table_digest,
+                    what=f"{self._wanted} of rank {rank}",
+                    rank=rank,
+                )
         return self._headers
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
@@ -158,21 +162,6 @@ class RemoteShards:
         self._headers.clear()
         self._window.clear()
         self._expected.clear()
-
-    def _head(self, rank: Rank, raw: memoryview) -> ShardHeader:
-        packed = unpack_header(raw)
-        generation, step = self._wanted.generation, self._wanted.step
-        sealed = SlotHeader(
-            SlotState.SEALED, generation, step, packed.image_bytes, packed.table_digest, 0
-        )
-        return make_header(
-            packed.header,
-            packed.table,
-            layout_id=packed.layout_id,
-            sealed=sealed,
-            what=f"{self._wanted} of rank {rank}",
-            rank=rank,
-        )
 
     def _fetch(self, first: ByteRange) -> None:
         if first in self._expected:
@@ -223,6 +212,15 @@ class JoinedShards:
         self._elsewhere.close()
 
 
+def open_shards(
+    fds: Mapping[Rank, int], ranks: Iterable[Rank], wanted: Version, link: WorkerSmpClient
+) -> ShardSource:
+    """The shards of these ranks: those of `fds` in place, others fetched when they are read."""
+    here = LocalShards(fds, wanted)
+    elsewhere = [rank for rank in ranks if rank not in fds]
+    return JoinedShards(here, RemoteShards(link, wanted, elsewhere)) if elsewhere else here
+
+
 def _mapped(fd: int) -> memoryview:
     """Map the bytes behind a descriptor and close it; the mapping lives as long as its views."""
     try:
@@ -254,12 +252,7 @@ class CheckedShards:
         self._source.expect(found)
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a shard's data.
-
-        Raises:
-            SnapshotCorrupt: a piece that contains them differs from the captured one; `rank` is
-                set.
-        """
+        """Bytes of a shard's data; SnapshotCorrupt if a piece that contains them differs."""
         head = self.headers[rank]
         pieces = head.pieces_under(offset, num_bytes)
         if not pieces:
@@ -284,9 +277,8 @@ class CheckedShards:
             piece = head.layout.pieces[index]
             at = piece.offset - start
             if xxhash.xxh3_64_intdigest(data[at : at + piece.num_bytes]) != head.digests[index]:
-                what = f"{self._what} of rank {rank}"
-                pieces_in_all = len(head.digests)
-                raise SnapshotCorrupt(what=what, piece=index, pieces=pieces_in_all, rank=rank)
+                what, count = f"{self._what} of rank {rank}", len(head.digests)
+                raise SnapshotCorrupt(what=what, piece=index, pieces=count, rank=rank)
 
 
 _LENGTH_BYTES = 8
@@ -294,11 +286,7 @@ _LONGEST_HEADER = 1 << 30
 
 
 class DiskImages:
-    """Shards of one checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing, or differs from the index.
-    """
+    """Shards of one checkpoint. Raises CheckpointError if a file is missing, or is another one."""
 
     def __init__(self, places: Sequence[ShardFileLocation]) -> None:
         self._places = {Rank(place.rank): place for place in places}
@@ -339,7 +327,6 @@ class DiskImages:
 
 
 def _file_head(fd: int, place: ShardFileLocation) -> ShardHeader:
-    """Read the header and digest table of a shard, and check both against the index."""
     size = os.fstat(fd).st_size
     if size != place.num_bytes:
         raise CheckpointError(f"{place.path} has {size:,} bytes of {place.num_bytes:,}")
@@ -347,13 +334,13 @@ def _file_head(fd: int, place: ShardFileLocation) -> ShardHeader:
     num_bytes = _LENGTH_BYTES + min(length, size - _LENGTH_BYTES, _LONGEST_HEADER)
     header = _read(fd, 0, num_bytes, place.path)
     table = Path(place.digests_path).read_bytes()
-    sealed = SlotHeader(SlotState.SEALED, 0, 0, size, int(place.table_digest, 16), 0)
     try:
         return make_header(
             memoryview(header),
             memoryview(table[: len(table) // 8 * 8]).cast("Q"),
             layout_id=int(place.header_digest, 16),
-            sealed=sealed,
+            image_bytes=size,
+            sealed_digest=int(place.table_digest, 16),
             what=place.path,
             rank=Rank(place.rank),
         )

@@ -1,8 +1,6 @@
 """The state of a version in the shards of a previous world: its plain values, and its tensors.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: the source of the shards, the rank and the mesh of the new world.
-Gives:    one state: values that are equal on all ranks once, values of single ranks by rank.
 
 Rule 1: step, epoch and parameter groups must be equal on all old ranks. Only the
         parameters in the groups may differ, because pipeline stages have different ones. If other
@@ -14,7 +12,6 @@ Rule 3: state and flags of modules and of their tensors are taken from the same 
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -54,28 +51,15 @@ _BY_MODULE = ("extra_state", "own_keys")
 """Parts with state of modules, by their paths."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewRank:
-    """A rank of the new world, and the mesh of all its ranks."""
-
-    rank: Rank
-    mesh: Mesh
-
-
 class SourceState:
-    """One version, in the shards of all ranks that took it.
-
-    Raises:
-        SnapshotError, PeerError: a shard is missing or differs from the sealed one, or the ranks
-            have no single state.
-    """
+    """One version, in the shards of all ranks that took it, for a rank of the new mesh."""
 
     def __init__(
-        self, shards: CheckedShards, wanted: Version, previous_size: int, new_rank: NewRank
+        self, shards: CheckedShards, wanted: Version, previous_size: int, rank: Rank, mesh: Mesh
     ) -> None:
         self.version = wanted
         self.shards = shards
-        self._new_rank = new_rank
+        self._rank, self._mesh = rank, mesh
         self._used: set[str] = set()
         _check_ranks(shards, previous_size)
         self._parts = {
@@ -83,7 +67,7 @@ class SourceState:
             for rank, head in sorted(shards.headers.items())
         }
         self._before = self._mesh_before()
-        self._own = Rank(self._before.counterpart(new_rank.mesh, new_rank.rank))
+        self._own = Rank(self._before.counterpart(mesh, rank))
         self.index = SourceIndex(shards.headers, prefer=self._own)
         self._check_agreement()
 
@@ -91,11 +75,6 @@ class SourceState:
     def ranks(self) -> list[Rank]:
         """Old ranks; the first is the one whose own state this rank takes over."""
         return [self._own, *(rank for rank in self._parts if rank != self._own)]
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether the new mesh has pipeline stages, so that other ranks hold other parameters."""
-        return self._new_rank.mesh.has_stages
 
     # --- plain values ------------------------------------------------------------------------
 
@@ -119,9 +98,8 @@ class SourceState:
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """Parameter groups; with pipeline stages, the groups of all ranks reduced to `present`."""
         first, *others = every = self._different("groups")
-        if not self.has_stages and all(
-            parameters_of(one) == parameters_of(first) for one in others
-        ):
+        is_same = all(parameters_of(one) == parameters_of(first) for one in others)
+        if is_same and not self._mesh.has_stages:
             return dict(first)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in first}
         for name, groups in first.items():
@@ -140,9 +118,10 @@ class SourceState:
     def optimizer_state(self, rank: Rank) -> Any:
         return plain.decode(self._parts[rank]["optimizer_state"])
 
+    @property
     def notes(self) -> list[str]:
         """Differences from a restore into the same world: one log line each."""
-        before, now = self._before, self._new_rank.mesh
+        before, now = self._before, self._mesh
         found = [
             f"not bitwise: {self.version} was taken by {ranks(before.size)} ({before}) and "
             f"continues in {now.size} ({now}); parameters and optimizer state are those of that "
@@ -167,14 +146,9 @@ class SourceState:
     # --- tensors -----------------------------------------------------------------------------
 
     def whole(self, name: str) -> WholeTensor | None:
-        """The tensor of this name, which counts as used; None if there is none.
-
-        Raises:
-            RanksDiffer, TensorIncomplete: it cannot be assembled.
-        """
-        found = self.index.tensor(name)
+        """The tensor of this name, which counts as used; None if there is none."""
         self._used.add(name)
-        if found is not None:
+        if (found := self.index.tensor(name)) is not None:
             found.check_is_whole()
         return found
 
@@ -184,18 +158,12 @@ class SourceState:
         dtype = DTYPES[entry.dtype]
         raw = bytearray(self.shards.read(rank, entry.offset, entry.num_bytes))
         empty = torch.empty(0, dtype=dtype, device="cpu")
-        flat = readable(memoryview(raw), dtype) if raw else empty
-        copied = flat.view(entry.shape)
+        copied = (readable(memoryview(raw), dtype) if raw else empty).view(entry.shape)
         if ref.stride:
             copied = early_restore.empty(entry.shape, dtype, "cpu", ref.stride).copy_(copied)
         return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:
-        """Check that every needed tensor was used.
-
-        Raises:
-            ShapeChanged: names the tensors that were not used.
-        """
         self._used.update(self._referred(self._own, but="optimizer_state"))
         check_used({name: str(self.index.tensor(name)) for name in self.needed}, self._used)
 
@@ -209,10 +177,10 @@ class SourceState:
         With pipeline stages, another rank may use them. Ranks without declared stages may be stages
         too, but a single rank has the whole model.
         """
-        if self.has_stages:
+        if self._mesh.has_stages:
             return []
         common = self.index.common_names
-        if self._new_rank.mesh.size > 1:
+        if self._mesh.size > 1:
             return common
         # An old rank may have further tensors in its objects and in its optimizer.
         further = {name for rank in self._parts for name in self._referred(rank)}
@@ -236,7 +204,7 @@ class SourceState:
         def part(rank: int, name: str) -> Any:
             return self._decode(Rank(rank), name)
 
-        return DataShares(self._before, self._new_rank.mesh, self._new_rank.rank, part)
+        return DataShares(self._before, self._mesh, self._rank, part)
 
     @cached_property
     def _merges(self) -> dict[str, Callable[[], Any]]:
@@ -353,7 +321,6 @@ class SourceState:
         return None
 
     def _compared(self, rank: Rank, name: str) -> tuple[Any, bool]:
-        """A part with comparable values in place of tensors, and whether it has tensors."""
         refs: list[TensorRef] = []
 
         def deref(ref: TensorRef) -> TensorContent:

@@ -1,7 +1,6 @@
 """Copies boxes from the shards of a version into tensors.
 
 Runs in:  worker, training thread; no collective.
-Takes in: the shards; copies of boxes, each with the tensor that it fills.
 Gives:    the tensors, filled in place: plain ones whole, DTensors their local part.
 
 All reads are announced in one order, that of the shards. Each run of items is read from one holder
@@ -26,12 +25,7 @@ _log = logging.getLogger(__name__)
 def fill(
     wanted: Mapping[str, torch.Tensor], saved: Mapping[str, WholeTensor], shards: CheckedShards
 ) -> int:
-    """Copy saved tensors into the wanted ones; return the number of shard bytes read.
-
-    Args:
-        wanted: by name, plain tensors or DTensors of the shape of the saved ones.
-        saved: by the same names; their chunks cover the tensors.
-        shards: that hold the chunks.
+    """Copy saved tensors into the wanted ones of the same names and shapes; return bytes read.
 
     Raises:
         SnapshotCorrupt: a piece differs from the captured one, and no other rank holds a copy; some
@@ -58,15 +52,10 @@ def copy_boxes(
     *,
     is_announced: bool = False,
 ) -> int:
-    """Copy boxes; return the number of shard bytes read.
+    """Copy boxes, each into its target; return the number of shard bytes read. Raises as `fill`.
 
-    Args:
-        copies: each with its target. Items of a target count from its first one, in its memory.
-        shards: that hold the boxes.
-        is_announced: the caller has announced these reads, and further ones.
-
-    Raises:
-        SnapshotCorrupt: as `fill`.
+    Items of a target count from its first one, in its memory. `is_announced`: the caller has
+    announced these reads, and further ones.
     """
     parts = [(part, target) for copy, target in copies for part in copy.cut_to(MOST_BYTES)]
     reads = [(part.bytes_in(part.holders[0]), part, target) for part, target in parts]

@@ -34,8 +34,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
-from operator import mul
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,19 +83,15 @@ class EarlyRestore:
         """Indices of pieces that match their digests."""
         self.copied: dict[str, torch.Tensor] = {}
         """Optimizer state that was copied completely and matched its digests, by name."""
-        self._slot = slot
+        self.slot = slot
         self._is_taken = threading.Event()
-
-    def map_pages(self) -> None:
-        self.arena.map_slot(self._slot)
 
     def read(self, *, with_state: bool) -> None:
         """Compare each piece with its digest, until all are done or `attach` takes over.
 
-        Args:
-            with_state: also copy optimizer state, as far as prefaulted memory is available.
+        `with_state`: also copy optimizer state, as far as prefaulted memory is available.
         """
-        layout, data, table = open_slot(self.arena, self._slot, what=str(self.wanted))
+        layout, data, table = open_slot(self.arena, self.slot, what=str(self.wanted))
         content = np.frombuffer(data, dtype=np.uint8)
         shard = _Pieces(layout, content, table.tolist(), self.right)
         if with_state:
@@ -202,7 +197,7 @@ def _opened(context: WorkerContext) -> EarlyRestore | None:
 def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
     try:
         if ahead is not None:
-            ahead.map_pages()
+            ahead.arena.map_slot(ahead.slot)
         is_ready = make_ready(context)
         if ahead is not None:
             ahead.read(with_state=is_ready)
@@ -217,11 +212,7 @@ def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
 
 
 class PrefaultedMemory:
-    """A range of anonymous memory, prefaulted and handed out from its beginning.
-
-    Raises:
-        OSError: the address space has no such range.
-    """
+    """A range of anonymous memory, prefaulted and handed out from its beginning."""
 
     def __init__(self, num_bytes: int) -> None:
         self._end = _pages(num_bytes)
@@ -291,13 +282,9 @@ def expect() -> None:
 
 
 def make_ready(context: WorkerContext) -> bool:
-    """Determine the size of the optimizer state of the version to restore, and prefault it.
+    """Prefault memory for the optimizer state of the version; return whether all pages exist now.
 
-    Returns:
-        Whether all pages exist now.
-
-    Raises:
-        FtrunError, OSError: the size cannot be determined, or there is no memory.
+    Raises FtrunError or OSError if the size cannot be determined, or there is no memory.
     """
     global _ready
     num_bytes = _needed_bytes(context)
@@ -312,7 +299,7 @@ def make_ready(context: WorkerContext) -> bool:
 
 def ready_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """An uninitialized tensor in prefaulted memory; None if it is small or too little is left."""
-    num_bytes = reduce(mul, shape, 1) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     ready = _ready
     taken = ready.take(num_bytes) if ready is not None and num_bytes >= LEAST_BYTES else None
     return None if taken is None else taken.view(dtype).view(shape)
@@ -326,11 +313,7 @@ def empty(
 ) -> torch.Tensor:
     """Like torch.empty, in prefaulted memory if there is enough.
 
-    Args:
-        shape: of the tensor.
-        dtype: of its items.
-        device: of the tensor.
-        stride: of a tensor with this number of dimensions; the result gets its dimension order.
+    `stride`: of a tensor with this number of dimensions; the result gets its dimension order.
     """
     found = ready_tensor(shape, dtype) if torch.device(device).type == "cpu" else None
     made = torch.empty(shape, dtype=dtype, device=device) if found is None else found
@@ -351,7 +334,6 @@ def release() -> None:
 
 
 def _needed_bytes(context: WorkerContext) -> int:
-    """Bytes of this rank's optimizer state, estimated from the shards on this node."""
     wanted = context.restore
     assert wanted is not None
     previous_size = context.restore_world_size
@@ -376,31 +358,24 @@ def _needed_bytes(context: WorkerContext) -> int:
 
 
 def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
-    entries = images.headers()[rank].entries
-    at = entries[PLAIN_NAME].offset
-    length = int.from_bytes(images.read(rank, at, 8), "little")
-    names = state_names(plain.decode(images.read(rank, at + 8, length)))
-    if members_of(images.headers()[rank].layout.metadata):
-        shared = [entries[name] for name in names]
-        sizes = [math.prod(one.whole_shape) * ITEM_BYTES[one.dtype] for one in shared]
+    head = images.headers()[rank]
+    parts = plain.plain_bytes(head, partial(images.read, rank))
+    entries = [head.entries[name] for name in state_names(parts)]
+    if members_of(head.layout.metadata):
+        sizes = [math.prod(one.whole_shape) * ITEM_BYTES[one.dtype] for one in entries]
         return sum(_pages(size) for size in sizes if size >= LEAST_BYTES), 0
-    large = [one for name in names if (one := entries[name]).num_bytes >= LEAST_BYTES]
+    large = [one for one in entries if one.num_bytes >= LEAST_BYTES]
     whole = sum(_pages(one.num_bytes) for one in large if one.part is None)
     return whole, sum(_pages(one.num_bytes) for one in large if one.part is not None)
 
 
 def state_names(parts: Mapping[str, bytes]) -> list[str]:
     """Names of the optimizer state in main memory, in the order in which a restore reads it."""
-    names: list[str] = []
     if "optimizer_state" not in parts:
-        return names  # saved by ftrun.dcp, which fills existing tensors
-
-    def note(ref: TensorRef) -> None:
-        if "@" not in ref.kind:
-            names.append(ref.name)
-
-    plain.decode(parts["optimizer_state"], deref=note)
-    return names
+        return []  # saved by ftrun.dcp, which fills existing tensors
+    refs: list[TensorRef] = []
+    plain.decode(parts["optimizer_state"], deref=refs.append)
+    return [ref.name for ref in refs if "@" not in ref.kind]
 
 
 def _pages(num_bytes: int) -> int:

@@ -1,8 +1,6 @@
 """Loads a restored version into the attached objects, in place.
 
 Runs in:  worker, training thread, inside `attach`.
-Takes in: this rank's arena, which outlived the last worker, and the version to restore.
-Gives:    modules, optimizers and all other objects as at that boundary, and ftrun's own values.
 
 Modules are written in place. Optimizer state is passed as copies, because an optimizer that kept
 views of the arena would change the snapshot. Random states are restored last and separately,
@@ -28,15 +26,8 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
-from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip
-from ftrun.worker.state.loss_scale import loadable
-from ftrun.worker.state.optimizer_state import (
-    OptimizerValues,
-    groups_for,
-    load_optimizer,
-    load_wrapper,
-    put_back_gradients,
-)
+from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip, loadable
+from ftrun.worker.state.optimizer_state import load_optimizer, load_wrapper, put_back_gradients
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
@@ -46,24 +37,20 @@ _NOTHING = "nothing"
 Named = Mapping[str, Any]
 
 
-class Parts(Protocol):
-    """The plain values of a version."""
+class SavedState(Protocol):
+    """The state of one rank, as `reload` loads it; more than once."""
 
-    def part(self, name: str) -> Any: ...
+    version: Version
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values."""
+        ...
 
     def optional_part(self, name: str) -> Any:
         """Like `part`; None if an older version of ftrun did not save it."""
         ...
 
-
-class SavedState(Parts, Protocol):
-    """The state of one rank, as `reload` loads it; more than once."""
-
-    version: Version
-
-    def described(self, name: str) -> tuple[str, Shape] | None:
-        """Dtype and whole shape of a tensor; None if it was not saved."""
-        ...
+    def described(self, name: str) -> tuple[str, Shape] | None: ...
 
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]: ...
 
@@ -76,11 +63,7 @@ class SavedState(Parts, Protocol):
         ...
 
     def check_all_used(self) -> None:
-        """Check that every saved tensor was used.
-
-        Raises:
-            ShapeChanged: names the tensors that were not used.
-        """
+        """Raise ShapeChanged with the names of saved tensors that were not used."""
         ...
 
     def close(self) -> None: ...
@@ -108,7 +91,29 @@ class RankState(SavedState, Protocol):
         return groups
 
     def load_tensors(self, tree: StateTree, persistent: PersistentSources, groups: Named) -> None:
-        _load_tensors(self, persistent, tree.attached)
+        names = {*persistent.names.values(), *tree.attached.tensors}
+        wanted = [source for source in persistent.sources if source.name in names]
+        _check_entries(self, wanted, casts=tree.attached.casts)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        large, expanded = [], []
+        for source in wanted:
+            if is_expanded(source.tensor):
+                expanded.append(source)
+            elif source.entry.is_small:
+                targets.append(source.tensor)
+                sources.append(self.tensor(source.name))
+            else:
+                large.append(source)
+        pairs = zip(persistent.sources, persistent.originals, strict=True)
+        originals = {source.name: original for source, original in pairs}
+        with torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            for source in large:
+                self.copy_into(source.name, source.tensor)
+            for source in expanded:
+                fill_expanded(originals[source.name], self.tensor(source.name))
 
     def optimizer_states(self) -> Named:
         saved = self.part("optimizer_state")
@@ -120,7 +125,7 @@ class LocalState(LocalShardReader, RankState):
 
     @property
     def layout(self) -> Any:
-        """The declared layout, as `DeclaredSharding.saved`; None if the script declared none."""
+        """The declared layout, as `carried` packs it; None if the script declared none."""
         return self.optional_part("layout")
 
     def close(self) -> None:
@@ -129,7 +134,6 @@ class LocalState(LocalShardReader, RankState):
 
 @contextlib.contextmanager
 def reporting_corruption(context: WorkerContext) -> Iterator[None]:
-    """Report a corrupt shard on the heartbeat page, so that the agent rejects it."""
     try:
         yield
     except SnapshotCorrupt as error:
@@ -140,7 +144,7 @@ def reporting_corruption(context: WorkerContext) -> Iterator[None]:
         raise
 
 
-def put_back_random_states(saved: Parts, attached: AttachedState) -> None:
+def put_back_random_states(saved: SavedState, attached: AttachedState) -> None:
     for name, state in saved.part("generators").items():
         if name in attached.generators:
             rng.set_generator(attached.generators[name], state)
@@ -148,12 +152,7 @@ def put_back_random_states(saved: Parts, attached: AttachedState) -> None:
 
 
 def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
-    """Load everything except the random states.
-
-    Raises:
-        ShapeChanged: the attached objects do not match the saved ones.
-        SnapshotCorrupt, TensorIncomplete, RanksDiffer: the saved state is damaged or incomplete.
-    """
+    """Load everything except the random states."""
     with reporting_corruption(context):
         _reload(saved, tree, context.page)
 
@@ -170,40 +169,13 @@ def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     saved.load_tensors(tree, persistent, groups)
     crash_point("worker.restore.tensors_loaded")
     _load_optimizers(saved, tree, persistent, groups)
-    load_objects(saved, tree.attached, persistent)
+    _load_objects(saved, tree.attached, persistent)
     saved.check_all_used()
     synchronize(persistent.originals)
     crash_point("worker.restore.loaded")
     page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
     page.set(HeartbeatField.RESTORED_STEP, saved.version.step)
     page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
-
-
-def _load_tensors(saved: RankState, persistent: PersistentSources, attached: AttachedState) -> None:
-    names = {*persistent.names.values(), *attached.tensors}
-    wanted = [source for source in persistent.sources if source.name in names]
-    _check_entries(saved, wanted, casts=attached.casts)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    large, expanded = [], []
-    for source in wanted:
-        if is_expanded(source.tensor):
-            expanded.append(source)
-        elif source.entry.is_small:
-            targets.append(source.tensor)
-            sources.append(saved.tensor(source.name))
-        else:
-            large.append(source)
-    with torch.no_grad():
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for source in large:
-            saved.copy_into(source.name, source.tensor)
-        originals = {
-            s.name: t for s, t in zip(persistent.sources, persistent.originals, strict=True)
-        }
-        for source in expanded:
-            fill_expanded(originals[source.name], saved.tensor(source.name))
 
 
 def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
@@ -221,35 +193,20 @@ def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def _check_entries(saved: RankState, wanted: Sequence[TensorSource], *, casts: bool) -> None:
-    """Check that the saved entries match the wanted ones.
-
-    Raises:
-        ShapeChanged: names the entries that differ, or exist on one side only.
-    """
+    """Raise ShapeChanged with the entries that differ, or exist on one side only."""
     changed = []
     for source in wanted:
         entry, now = saved.entry(source.name), source.entry
         if entry is None or entry.shape != now.shape or not fits(entry.dtype, now.dtype, casts):
             changed.append((source.name, str(entry) if entry else _NOTHING, str(now)))
     names = {source.name for source in wanted}
-    left = [
-        name
-        for groups in saved.part("groups").values()
-        for group in groups
-        for name in group["params"]
-        if name not in names
-    ]
+    groups = (group for some in saved.part("groups").values() for group in some)
+    left = [name for group in groups for name in group["params"] if name not in names]
     check_fits([*changed, *((name, str(saved.entry(name)), _NOTHING) for name in left)])
 
 
-def put_back_flags(part: Callable[[str], Any], persistent: PersistentSources) -> None:
-    """Restore `requires_grad`, the presence of gradients, and the training flags of modules.
-
-    Args:
-        part: returns a part of the plain values by its name; None if an older version of ftrun did
-            not save it.
-        persistent: the sources of the attached objects.
-    """
+def _put_back_flags(part: Callable[[str], Any], persistent: PersistentSources) -> None:
+    """Restore `requires_grad`, the presence of gradients, and the training flags of modules."""
     frozen = set(part("frozen"))
     for name, parameter in persistent.learned:
         if parameter.requires_grad == (name in frozen):
@@ -272,22 +229,16 @@ def _load_optimizers(
     keys = saved.optional_part("optimizer_keys") or {}
     described = {name: saved.described(name) for name in persistent.names.values()}
     dtypes = {name: DTYPES[found[0]] for name, found in described.items() if found is not None}
-    for name, optimizer in attached.optimizers.items():
-        own = groups_for(name, optimizer, groups)
-        load_optimizer(
-            name,
-            optimizer,
-            OptimizerValues(own, states[name], keys.get(name, {})),
-            names=persistent.names,
-            dtypes=dtypes,
-            skip=attached.skip,
-        )
+    for name in attached.optimizers:
+        load_optimizer(name, attached, groups, states, keys, names=persistent.names, dtypes=dtypes)
     for name, wrapper in attached.wrappers.items():
         if name in keys:
             load_wrapper(wrapper, keys[name], attached.optimizers.values())
 
 
-def load_objects(saved: Parts, attached: AttachedState, persistent: PersistentSources) -> None:
+def _load_objects(
+    saved: SavedState, attached: AttachedState, persistent: PersistentSources
+) -> None:
     """Load the state of all objects that are neither tensor nor optimizer, and all flags."""
     stateful = saved.part("stateful")
     dicts = saved.part("dicts")
@@ -297,10 +248,9 @@ def load_objects(saved: Parts, attached: AttachedState, persistent: PersistentSo
     _check_names(stateful, attached.stateful, skip)
     _check_names(dicts, holders, skip)
     for name, thing in attached.stateful.items():
-        if skip(name):
-            continue
-        its = _completed(stateful[name], thing.state_dict, name, attached)
-        thing.load_state_dict(loadable(thing, its))
+        if not skip(name):
+            its = _completed(stateful[name], thing.state_dict, name, attached)
+            thing.load_state_dict(loadable(thing, its))
     for name, holder in holders.items():
         if skip(name):
             continue
@@ -315,7 +265,7 @@ def load_objects(saved: Parts, attached: AttachedState, persistent: PersistentSo
     module_state.put_back_own_keys(
         saved.optional_part("own_keys") or {}, persistent.submodules, skip.completed
     )
-    put_back_flags(saved.optional_part, persistent)
+    _put_back_flags(saved.optional_part, persistent)
 
 
 def _completed(saved: Any, present: Callable[[], Any], name: str, attached: AttachedState) -> Any:

@@ -1,10 +1,6 @@
 """Detects what the script overwrites between a restore and its first step.
 
 Runs in:  worker, training thread; created right after a restore.
-Takes in: the restored tensors: identity, version counter, address, a few elements; the restored
-          flags of modules and tensors, and the values of parameter groups.
-Gives:    the names of tensors that were replaced or have other values now; restored flags and group
-          values.
 
 Moving a module to a device is no change: the version counter stays, and the new memory is on
 another device. This module keeps no reference to the tensors.
@@ -13,14 +9,14 @@ another device. This module keeps no reference to the tensors.
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ftrun.errors import ValueNotStorable
 from ftrun.snapshot.layout import CopyTiming
 from ftrun.worker.state.module_state import content
-from ftrun.worker.state.optimizer_state import into, is_identity
+from ftrun.worker.state.optimizer_state import into, is_identity, mapped
 from ftrun.worker.state.state_tree import StateTree, TensorSource
 from ftrun.worker.state.tensors import address_of, version_of
 
@@ -35,15 +31,6 @@ class _Mark:
     place: tuple[torch.device, torch.dtype]
     sample: torch.Tensor
     is_owned: bool
-
-
-class Overwritten(NamedTuple):
-    """Names of restored tensors."""
-
-    touched: list[str]
-    """Replaced or written to; the values may be the same."""
-    changed: list[str]
-    """The names in `touched` whose values differ."""
 
 
 class RestoredMarks:
@@ -63,26 +50,22 @@ class RestoredMarks:
             for source, original in self._now()
         }
 
-    def compare(self, *, owned_only: bool = False) -> Overwritten:
-        """Find the tensors that were touched or changed since the restore.
+    def compare(self, *, owned_only: bool = False) -> dict[str, bool]:
+        """The tensors that were replaced or written to, and whether their values differ.
 
-        Args:
-            owned_only: check only tensors that optimizers own, because a forward changes buffers.
+        `owned_only`: check only tensors that optimizers own, because a forward changes buffers.
         """
         now = {source.name: (source.tensor, original) for source, original in self._now()}
-        found = Overwritten([], [])
+        found: dict[str, bool] = {}
         for name, mark in self._marks.items():
             if owned_only and not mark.is_owned:
                 continue
             if name not in now:
-                found.touched.append(name)
-                found.changed.append(name)
+                found[name] = True
                 continue
             tensor, original = now[name]
             if _is_touched(mark, original):
-                found.touched.append(name)
-                if not torch.equal(_sample(tensor).cpu(), mark.sample.cpu()):
-                    found.changed.append(name)
+                found[name] = not torch.equal(_sample(tensor).cpu(), mark.sample.cpu())
         return found
 
     def mostly_overwritten(self) -> list[str]:
@@ -90,7 +73,7 @@ class RestoredMarks:
 
         The two are counted separately, because a script may load only one of them.
         """
-        changed = self.compare(owned_only=True).changed
+        changed = [n for n, is_other in self.compare(owned_only=True).items() if is_other]
         parameters = set(self._tree.persistent().names.values())
         owned = [name for name, mark in self._marks.items() if mark.is_owned]
         found = []
@@ -115,7 +98,7 @@ class RestoredSettings:
         self._training = self._present_training()
         self._groups = {
             (name, at): {
-                key: _copied(value)
+                key: mapped(value, _copied)
                 for key, value in group.items()
                 if key != "params" and not is_identity(value)
             }
@@ -159,10 +142,6 @@ class RestoredSettings:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(one) for one in value)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,8 +1,6 @@
 """Reads one version of this rank's shard, and checks the bytes while it reads them.
 
 Runs in:  worker, training thread, inside `attach`.
-Takes in: this rank's arena, which outlived the last worker, and the version to restore.
-Gives:    tensors and plain values; an error that names the slot if a digest does not match.
 
 A piece is compared with its digest when it is first read, or before that by `early_restore`. In a
 large tensor the comparison of a piece directly precedes its copy, while the piece is in the CPU
@@ -46,17 +44,12 @@ class LocalShardReader:
     ) -> None:
         """Check the digest table and the plain values.
 
-        Args:
-            arena: of this rank.
-            wanted: the version.
-            context: of this rank.
-            right: indices of pieces that were already compared with their digests.
-            copied: tensors that were already copied, by name; each is returned once.
+        Pieces in `right` were already compared with their digests. Tensors in `copied` were already
+        copied, and each is returned once.
 
         Raises:
             SnapshotCorrupt: a digest does not match, here or later. The heartbeat page names the
                 slot, so that the agent rejects it and restores another version.
-            LayoutUnknown: the version is missing or not readable.
         """
         self.version = wanted
         self._what = f"{wanted} of rank {context.rank}"
@@ -85,11 +78,7 @@ class LocalShardReader:
         self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
 
     def part(self, name: str) -> Any:
-        """A part of the plain values, with its tensors; each tensor is a separate copy.
-
-        Raises:
-            LayoutUnknown: the version has no such part, because it was not saved by `ftrun.attach`.
-        """
+        """A part of the plain values, with its tensors; each tensor is a separate copy."""
         if name not in self._parts:
             raise LayoutUnknown(
                 f"{self._what} has no {name}: it was saved by ftrun.dcp, not by a session of "
@@ -106,8 +95,7 @@ class LocalShardReader:
     def is_cut_like(self, entries: Sequence[LayoutEntry]) -> bool:
         """Whether this rank saved the same parts of the same tensors; True if that is not known.
 
-        Args:
-            entries: the present ones, without optimizer state.
+        `entries`: the present ones, without optimizer state.
         """
         if not self._layout.knows_parts:
             return True
@@ -172,11 +160,7 @@ class LocalShardReader:
         device.precede(device.record())
 
     def check_all_used(self) -> None:
-        """Check that every saved tensor was used, and compare the remaining pieces.
-
-        Raises:
-            ShapeChanged: names the tensors that were not used.
-        """
+        """Check that every saved tensor was used, and compare the remaining pieces."""
         names = (name for name in self._entries if not name.startswith("ftrun."))
         check_used({name: str(self._entries[name]) for name in names}, self._used)
         with self._reporting_to_agent():
@@ -226,11 +210,7 @@ class LocalShardReader:
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
-    """Check that every saved tensor was used.
-
-    Raises:
-        ShapeChanged: names the tensors that were not used.
-    """
+    """Raise ShapeChanged with the names of saved tensors that were not used."""
     used = set(used)
     check_fits([(name, was, "nothing") for name, was in saved.items() if name not in used])
 
@@ -241,11 +221,7 @@ def fits(saved: str, now: str, casts: bool) -> bool:
 
 
 def check_fits(changed: Sequence[tuple[str, str, str]]) -> None:
-    """Refuse changed tensors: (name, saved entry, present entry) for each.
-
-    Raises:
-        ShapeChanged: `changed` is not empty.
-    """
+    """Raise ShapeChanged for changed tensors: (name, saved entry, present entry) for each."""
     if changed:
         (key, saved, present), *others = changed
         raise ShapeChanged(key=key, saved=saved, present=present, others=others)

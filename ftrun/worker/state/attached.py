@@ -1,10 +1,6 @@
 """The attached objects, sorted by how they are captured and restored, and their declared layout.
 
 Runs in:  worker; also under plain python, on any system.
-Takes in: the arguments of `ftrun.attach`; for the layout a file of sharding rules, if there is one,
-          sizes of mesh axes, the world size.
-Gives:    an `AttachedState`: modules, optimizers, objects with a state_dict, tensors, dicts and
-          generators, each under its name in a snapshot; the rules on the mesh of this run.
 
 DTensors need no rules. A mesh without a file declares which ranks see the same data, because
 DTensors do not contain that.
@@ -24,7 +20,7 @@ import torch
 from torch import nn
 
 from ftrun.errors import UsageError
-from ftrun.sharding.rule_parser import carried, read_carried, read_rules
+from ftrun.sharding.rule_parser import read_carried, read_rules
 from ftrun.sharding.rules import ShardingRules
 from ftrun.snapshot.plain_values import join
 from ftrun.worker.state import determinism as rng
@@ -44,6 +40,38 @@ def is_stateful(thing: object) -> TypeGuard[Stateful]:
     return all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
+# --- the state of a GradScaler on a device -------------------------------------------------------
+
+
+def scaler_state(thing: Any) -> dict[str, Any]:
+    """Like `state_dict()`, with tensors in place of the values that are on a device.
+
+    `state_dict()` would make the training thread wait at each boundary until the device gets there.
+    """
+    kind = torch.amp.GradScaler
+    if type(thing).state_dict is kind.state_dict and thing.is_enabled():
+        scale, tracker = thing._scale, thing._growth_tracker
+        if scale is not None and not scale.is_cpu:
+            return {
+                "scale": scale,
+                "growth_factor": thing.get_growth_factor(),
+                "backoff_factor": thing.get_backoff_factor(),
+                "growth_interval": thing.get_growth_interval(),
+                "_growth_tracker": tracker,
+            }
+    found: dict[str, Any] = thing.state_dict()
+    return found
+
+
+def loadable(thing: Any, saved: Any) -> Any:
+    """The saved state as the `load_state_dict()` of this object takes it."""
+    if not isinstance(thing, torch.amp.GradScaler) or not isinstance(saved, dict):
+        return saved
+    return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
+
+
+# --- what the script leaves out ------------------------------------------------------------------
+
 SESSION_STATE = "session.state"
 """The name of `Session.state` in snapshots; no argument of attach can have it."""
 
@@ -51,8 +79,7 @@ SESSION_STATE = "session.state"
 class Skip:
     """Names that the script leaves out of its snapshots: `attach(skip=[...])`.
 
-    Args:
-        patterns: exact names, or patterns in which `*` matches any text, dots included.
+    They are exact names, or patterns in which `*` matches any text, dots included.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -95,12 +122,7 @@ class Skip:
 
 
 class SkipWithin:
-    """A `Skip` that never skips the names that a part of a snapshot needs.
-
-    Args:
-        skip: of the script.
-        needed: regular expression that matches these names completely.
-    """
+    """A `Skip` that never skips what a part of a snapshot needs: names that `needed` matches."""
 
     def __init__(self, skip: Skip, needed: str) -> None:
         self._skip = skip
@@ -133,17 +155,13 @@ class AttachedState:
     state: dict[str, Any] = field(default_factory=dict)
     """`Session.state`."""
     skip: Skip = field(default_factory=Skip)
-    layout: "DeclaredSharding | None" = None
+    layout: ShardingRules | None = None
     """The sharding of plain tensors and data over ranks, if the script declares it."""
     casts: bool = False
     """A value saved in another floating dtype is rounded to the dtype of its tensor."""
 
     def add(self, name: str, thing: object) -> None:
-        """Add one object to the dict of its kind.
-
-        Raises:
-            UsageError: the object has no state that ftrun can capture.
-        """
+        """Add one object to the dict of its kind."""
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -210,37 +228,23 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
                     yield HeldTensor(holder, key, f"{path}.{key}", tensor, is_buffer)
 
 
-@dataclass(frozen=True)
-class DeclaredSharding:
-    """The declared layout of this run."""
+def has_rules(layout: ShardingRules) -> bool:
+    return bool(layout.rules or layout.placements)
 
-    rules: ShardingRules
 
-    @property
-    def has_rules(self) -> bool:
-        return bool(self.rules.rules or self.rules.placements)
-
-    @property
-    def saved(self) -> dict[str, object]:
-        return carried(self.rules)
-
-    def is_that_of(self, saved: Mapping[str, Any] | None) -> bool:
-        """Whether a snapshot has this layout; true for a snapshot without a layout."""
-        return saved is None or read_carried(saved).layout == self.rules.layout
+def is_layout_of(layout: ShardingRules, saved: Mapping[str, Any] | None) -> bool:
+    return saved is None or read_carried(saved).layout == layout.layout
 
 
 def declared(
     path: str | Path | None, mesh: Mapping[str, int] | None, world_size: int | None
-) -> DeclaredSharding:
+) -> ShardingRules:
     """Read the rules of this run.
 
     Args:
         path: the file of rules; None: there are no rules, and `mesh` has all axes.
         mesh: sizes of axes that differ from those in the file.
         world_size: world size of this run, to which the batch axis is resized; None: not known.
-
-    Raises:
-        UsageError: the file has mistakes, or its mesh does not fit.
     """
     rules = read_rules(_text_of(path, mesh or {}), source=str(path or "mesh"))
     if unknown := [name for name in mesh or {} if name not in rules.mesh.names]:
@@ -254,7 +258,7 @@ def declared(
                 f"{world_size}: give the sizes of the axes, such as mesh={{'tp': 2}}"
             )
         fitted = resized
-    return DeclaredSharding(rules.on(fitted))
+    return rules.on(fitted)
 
 
 def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:

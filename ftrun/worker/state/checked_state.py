@@ -1,8 +1,6 @@
 """The attached state, with checks that are the same with and without an agent.
 
 Runs in:  worker, training thread; also under plain python, on any system.
-Takes in: an `AttachedState`; step boundaries.
-Gives:    the state at each boundary; reasons why it could not be restored.
 """
 
 import logging
@@ -22,15 +20,10 @@ _CHECKED_BOUNDARIES = 2
 
 
 class CheckedState:
-    """The state of all attached objects. Closed by `close`.
+    """The state of all attached objects, and the watch of optimizers, which the owner closes.
 
-    Args:
-        attached: receives the optimizers inside the attached ones.
-        reasons: receives what a snapshot would lose.
-        before_first_step: called once, before the first step of a known optimizer.
-
-    Raises:
-        UsageError: an optimizer steps where ftrun cannot observe it.
+    `attached` receives the optimizers inside the attached ones, and `reasons` what a snapshot would
+    lose. `before_first_step` is called once, before the first step of a known optimizer.
     """
 
     def __init__(
@@ -43,29 +36,15 @@ class CheckedState:
         self.tree = StateTree(attached)
         self._reasons = reasons
         self._has_collected = False
-        self._watch = OptimizerWatch(
-            self.inner.every(), self.tree.names, reasons, before_first_step
-        )
+        names = self.tree.names
+        self.watch = OptimizerWatch(self.inner.every(), names, reasons, before_first_step)
 
     def begin(self, extra: dict[str, Any]) -> BoundaryState:
-        """The state at `attach`.
-
-        Raises:
-            SnapshotError, UsageError: it cannot be stored.
-        """
         state = self.tree.collect(extra)
         self.tree.check_skip()
         return state
 
-    def boundary(self) -> None:
-        self._watch.boundary()
-
     def collect(self, extra: dict[str, Any]) -> BoundaryState:
-        """The state at a boundary.
-
-        Raises:
-            SnapshotError: it cannot be stored, or cannot be restored.
-        """
         state = self.tree.collect(extra)
         if not self._has_collected and (unmatched := self.tree.attached.skip.unmatched):
             _log.warning(
@@ -78,16 +57,9 @@ class CheckedState:
         self._reasons.remove("structure")
         return state
 
-    def close(self) -> None:
-        self._watch.close()
-
 
 class PlainCheck:
-    """Without an agent, finds what a snapshot would lose: at `attach` and at the first boundaries.
-
-    Raises:
-        SnapshotError, UsageError: as under an agent.
-    """
+    """Without an agent, finds what a snapshot would lose: at `attach` and the first boundaries."""
 
     def __init__(self, attached: AttachedState, extra: dict[str, Any]) -> None:
         self._reasons = UnprotectedReasons(None)
@@ -107,7 +79,7 @@ class PlainCheck:
         if not self._left:
             return
         try:
-            self._state.boundary()
+            self._state.watch.boundary()
             self._state.collect(extra())
         except FtrunError as error:
             self._reasons.add("value", str(error))
@@ -119,4 +91,4 @@ class PlainCheck:
 
     def close(self) -> None:
         self._left = 0
-        self._state.close()
+        self._state.watch.close()

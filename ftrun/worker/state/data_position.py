@@ -1,8 +1,6 @@
 """The position of a loader in its data, and how to resume from it.
 
 Runs in:  worker, training thread.
-Takes in: a DataLoader, torchdata's StatefulDataLoader or any iterable of batches.
-Gives:    batches from the restored position on; plain values of the position.
 
 A StatefulDataLoader stores its position itself. For a plain DataLoader, the snapshot holds the
 random states at the start of the pass. A restore sets these states, recreates the iterator of the
@@ -60,11 +58,7 @@ class DataPosition:
         self._turns_in_use = 0
 
     def state(self) -> dict[str, Any]:
-        """The position as plain values, with the loader's own state_dict.
-
-        Raises:
-            StateDictFailed: the loader's own state_dict() raised.
-        """
+        """The position as plain values, with the loader's own state_dict."""
         if self._resume is not None and not self._has_own_position:
             # No batch was taken since the restore.
             return {**self._resume, "generators": self._generator_states()}
@@ -89,7 +83,6 @@ class DataPosition:
             self.loader.load_state_dict(state["own"])
 
     def put_back_generators(self) -> None:
-        """Set the generators of the loader and its samplers to their restored states."""
         self._set_generators(self._generators_now)
 
     def pause(self) -> None:
@@ -181,10 +174,7 @@ class DataPosition:
         """Whether the script takes a batch directly from a DataLoader in each of two turns.
 
         The search for iterators visits all objects of the process, which is slow. It therefore runs
-        only at boundaries 2, 4, 8, 16 and so on.
-
-        Args:
-            boundaries: number of boundaries in this process; the method is called at each boundary.
+        only at boundaries 2, 4, 8, 16 and so on; the method is called at each boundary.
         """
         if self._turns_in_use < _TURNS_BY_HAND and isinstance(self.loader, DataLoader):
             given = {iterator: _given_by(iterator) for iterator in self._in_use}

@@ -2,9 +2,6 @@
 
 Runs in:  worker, training thread. numpy and devices are accessed only if the script has loaded
           them, because a first access takes time, or makes a later fork unsafe.
-Takes in: random states of Python, numpy, torch and each device; the order in which gradients became
-          ready, recorded at earlier boundaries.
-Gives:    the same states; a DDP whose next forward builds the same buckets.
 
 DDP rebuilds its buckets after its first backward, in the order in which gradients became ready. The
 first step of a restored run would therefore sum gradients in other buckets than the step it
@@ -48,7 +45,6 @@ def take_all() -> dict[str, Any]:
 
 
 def put_back(taken: dict[str, Any]) -> None:
-    """Restore every random state of `taken`; derived states are computed first."""
     taken = resolved(taken)
     version, words, gauss = taken["python"]
     random.setstate((version, tuple(words), gauss))
@@ -191,7 +187,6 @@ def _from_bytes(state: bytes) -> torch.Tensor:
 
 
 def resolved(taken: dict[str, Any]) -> dict[str, Any]:
-    """Compute derived random states; see `rank_values.streams`."""
     if DERIVED not in taken:
         return taken
     base = resolved(taken[DERIVED])
@@ -199,12 +194,7 @@ def resolved(taken: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
-    """Random states that are determined by `taken` and a number, and differ from both.
-
-    Args:
-        taken: from `take_all`; the result has the same streams.
-        number: each number gives another result.
-    """
+    """Random states with the streams of `taken` (see `take_all`), others for each number."""
     made: dict[str, Any] = {}
     for stream, state in taken.items():
         if isinstance(state, dict):
@@ -302,24 +292,14 @@ def warm_buckets(ddp: DistributedDataParallel, order: list[int]) -> None:
         _log.warning("not bitwise: the recorded order of gradients is of another model")
         return
     in_order = [learned[index] for index in order]
-    with _forward_replaced(ddp, lambda: _chain(in_order)):
+    # In place of the forward inside DDP, so that the module and its hooks do not run.
+    ddp.__dict__["_run_ddp_forward"] = lambda *_, **__: _chain(in_order)
+    try:
         ddp().backward()
+    finally:
+        del ddp.__dict__["_run_ddp_forward"]
     for parameter in learned:
         parameter.grad = None
-
-
-class _forward_replaced:  # noqa: N801 - a context manager used like a function
-    """Replaces the forward inside DDP, so that the module and its hooks do not run."""
-
-    def __init__(self, ddp: DistributedDataParallel, forward: Callable[[], torch.Tensor]) -> None:
-        self._ddp = ddp
-        self._forward = forward
-
-    def __enter__(self) -> None:
-        self._ddp.__dict__["_run_ddp_forward"] = lambda *_, **__: self._forward()
-
-    def __exit__(self, *_: object) -> None:
-        del self._ddp.__dict__["_run_ddp_forward"]
 
 
 class _MakeReady(torch.autograd.Function):

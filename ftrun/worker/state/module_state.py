@@ -1,7 +1,6 @@
 """The submodules of a module, and their state in addition to parameters and buffers.
 
 Runs in:  worker, training thread: at each step boundary, and inside `attach`.
-Takes in: the attached modules.
 Gives:    submodules by path; training flags, extra state, and keys that a module adds to its own
           `state_dict()`; restores them.
 """
@@ -128,10 +127,7 @@ def with_own_code(submodules: Submodules) -> Submodules:
 def own_keys(part: nn.Module, path: str, known: Collection[int]) -> dict[str, object]:
     """Entries of a module's `state_dict()` that are no parameter, buffer or extra state.
 
-    Args:
-        part: the module.
-        path: of the module.
-        known: ids of all parameters and buffers. A hook may give them other names.
+    `known`: ids of all parameters and buffers. A hook may give them other names.
     """
     standard = set(_standard_keys(part))
     return {
@@ -156,11 +152,7 @@ def put_back_own_keys(
     submodules: Submodules,
     completed: Callable[[Any, Any, str], Any],
 ) -> None:
-    """Call `load_state_dict()` of each module whose additional keys differ from the saved ones.
-
-    Raises:
-        ShapeChanged: a module does not load its additional keys.
-    """
+    """Call `load_state_dict()` of each module whose additional keys differ from the saved ones."""
     parts = dict(submodules)
     for path, values in saved.items():
         part = parts.get(path)
@@ -182,11 +174,7 @@ def put_back_own_keys(
 
 
 def given_by(method: Callable[[], Any], name: str) -> Any:
-    """Call a method of an attached object.
-
-    Raises:
-        StateDictFailed: the method raised; its exception is the cause.
-    """
+    """Call a method of an attached object; its exception is the cause of a StateDictFailed."""
     try:
         return method()
     except Exception as error:
@@ -244,8 +232,8 @@ def _differing(part: nn.Module, saved: Mapping[str, Any], *, unknown: bool) -> l
 def content(value: object, path: str = "", skip: Skips | None = None) -> bytes:
     """Bytes that are equal for bitwise equal values, tensors included.
 
-    Raises:
-        ValueNotStorable: a value is neither a tensor nor plain; its key begins with the path.
+    Raises ValueNotStorable for a value that is neither a tensor nor plain; its key begins with the
+    path.
     """
 
     def refer(leaf: object, _: str) -> TensorRef | None:

@@ -1,9 +1,6 @@
 """Captures and restores parameter groups and state of optimizers, and which gradients exist.
 
 Runs in:  worker, training thread: at each step boundary, and inside `attach`.
-Takes in: optimizers, and the names of parameters.
-Gives:    groups and state with names in place of parameters; restored optimizers; after a restore,
-          gradients of zeros.
 
 The values of gradients are no part of a snapshot. No snapshot is taken inside an accumulation, so
 the script sets gradients to zero or None before it adds to them. Their existence matters: an
@@ -14,14 +11,13 @@ decay.
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ftrun.errors import ShapeChanged, ValueNotStorable
-from ftrun.worker.state.attached import Skip
+from ftrun.worker.state.attached import AttachedState, Skip
 from ftrun.worker.state.tensors import LocalPart
 
 Groups = list[dict[str, Any]]
@@ -61,8 +57,7 @@ class GroupReader:
     ) -> dict[str, Groups]:
         """The groups of all optimizers, with names instead of parameters.
 
-        Raises:
-            ValueNotStorable: a value that is left out differs from the one at `attach`.
+        Raises ValueNotStorable if a value that is left out differs from the one at `attach`.
         """
         left_out: dict[tuple[str, int, str], object] = {}
         found: dict[str, Groups] = {}
@@ -116,11 +111,7 @@ def state_of(
     names: Mapping[int, str],
     skip: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """The state, by name of the parameter. Other keys belong to the optimizer as a whole.
-
-    Raises:
-        ValueNotStorable: it contains state of a tensor that has no name.
-    """
+    """The state, by name of the parameter. Other keys belong to the optimizer as a whole."""
     found: dict[Any, Any] = {}
     key: Any
     for key, state in optimizer.state.items():
@@ -198,59 +189,36 @@ def _leaves(value: object) -> Iterator[object]:
 # --- at a restore ------------------------------------------------------------------------------
 
 
-def groups_for(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Groups]) -> Groups:
-    """The saved parameter groups of an optimizer.
-
-    Raises:
-        ShapeChanged: the version has none of this optimizer.
-    """
-    if name not in saved:
-        raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
-    return saved[name]
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerValues:
-    """What a version holds of one optimizer.
-
-    Args:
-        groups: with names in place of parameters.
-        state: by name of the parameter, or by any other key.
-        keys: that its class adds to `state_dict()`.
-    """
-
-    groups: Groups
-    state: Mapping[Any, Any]
-    keys: Mapping[str, Any]
-
-
 def load_optimizer(
     name: str,
-    optimizer: torch.optim.Optimizer,
-    saved: OptimizerValues,
+    attached: AttachedState,
+    groups: Mapping[str, Groups],
+    states: Mapping[str, Mapping[Any, Any]],
+    keys: Mapping[str, Mapping[str, Any]],
     *,
     names: Mapping[int, str],
     dtypes: Mapping[str, torch.dtype],
-    skip: Skip,
 ) -> None:
-    """Load groups, state and additional keys.
+    """Load groups, state and additional keys of one optimizer, from those of all.
 
     Args:
         name: under which it is attached.
-        optimizer: receives them.
-        saved: what it receives.
+        attached: holds it.
+        groups: with names in place of parameters.
+        states: by name of the parameter, or by any other key.
+        keys: that its class adds to `state_dict()`.
         names: of parameters, by id.
         dtypes: saved dtypes of parameters, by name.
-        skip: names of values that stay unchanged.
-
-    Raises:
-        ShapeChanged: its groups hold other parameters.
     """
+    optimizer, skip = attached.optimizers[name], attached.skip
+    if name not in groups:
+        raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
+    saved = groups[name]
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     index = {one: at for at, one in enumerate(parameters)}
     ordered = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    _check_groups(name, saved.groups, ordered)
-    state = {key: _sharded_like(parameters.get(key), value) for key, value in saved.state.items()}
+    _check_groups(name, saved, ordered)
+    state = {k: _sharded_like(parameters.get(k), value) for k, value in states[name].items()}
     # A key that is no parameter belongs to the optimizer as a whole, but torch treats an int key as
     # a parameter.
     later = {k: values for k, values in state.items() if k not in index and isinstance(k, int)}
@@ -259,17 +227,17 @@ def load_optimizer(
     state_before = dict(optimizer.state) if skip else {}
     optimizer.load_state_dict(
         {
-            **saved.keys,
+            **keys.get(name, {}),
             "state": {
                 index.get(k, k): _castable(values) for k, values in state.items() if k not in later
             },
             "param_groups": [
                 {**group, "params": [index[one] for one in present]}
-                for group, present in zip(saved.groups, ordered, strict=True)
+                for group, present in zip(saved, ordered, strict=True)
             ],
         }
     )
-    _put_back_groups(name, optimizer, before, saved.groups, skip)
+    _put_back_groups(name, optimizer, before, saved, skip)
     _keep_groups(optimizer, present_groups, before)
     for key, values in state.items():
         parameter = parameters.get(key)
@@ -360,13 +328,16 @@ def _check_groups(name: str, saved: Groups, ordered: list[list[str]]) -> None:
 
 
 def _sharded_like(parameter: torch.Tensor | None, values: Any) -> Any:
-    if isinstance(values, LocalPart):
-        return values.like(parameter)
+    return mapped(values, lambda one: one.like(parameter) if isinstance(one, LocalPart) else one)
+
+
+def mapped(values: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same tree of dicts, lists and tuples, with other leaves."""
     if isinstance(values, dict):
-        return {key: _sharded_like(parameter, value) for key, value in values.items()}
+        return {key: mapped(value, leaf) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(_sharded_like(parameter, value) for value in values)
-    return values
+        return type(values)(mapped(value, leaf) for value in values)
+    return leaf(values)
 
 
 _TAKEN_APART = (str, bytes, set, frozenset, np.ndarray)
@@ -375,11 +346,7 @@ _TAKEN_APART = (str, bytes, set, frozenset, np.ndarray)
 
 def _castable(values: Any) -> Any:
     """Replace the values that a cast would split by None; `_exact` restores them."""
-    if isinstance(values, dict):
-        return {key: _castable(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(_castable(value) for value in values)
-    return None if isinstance(values, _TAKEN_APART) else values
+    return mapped(values, lambda one: None if isinstance(one, _TAKEN_APART) else one)
 
 
 def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
@@ -388,10 +355,7 @@ def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
     `load_state_dict` casts state to the parameter's dtype: with parameters in bf16, an fp32
     `exp_avg` would lose its lower half.
 
-    Args:
-        saved: a value, or a tree of them.
-        loaded: the same after the optimizer loaded it.
-        follows: the saved dtype of the parameter; state of that dtype keeps the cast.
+    Both may be trees. `follows`: saved dtype of the parameter; state of it keeps the cast.
     """
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         is_cast = loaded.dtype != saved.dtype and saved.dtype != follows

@@ -1,7 +1,6 @@
 """Finds optimizers inside attached optimizers (SAM, Lookahead), and optimizers not attached.
 
 Runs in:  worker, training thread.
-Takes in: an `AttachedState`; torch's global hook before each optimizer step.
 Gives:    attached inner optimizers, named by the attribute that holds them, such as
           `optimizer.base_optimizer`; after a load, groups and state shared as before; reasons for
           lost protection.
@@ -51,8 +50,7 @@ class _Pair:
 class InnerOptimizers:
     """Finds the optimizers inside attached objects, and attaches them.
 
-    Raises:
-        UsageError: an optimizer steps where ftrun cannot observe it.
+    Raises UsageError if an optimizer steps where ftrun cannot observe it.
     """
 
     def __init__(self, attached: AttachedState) -> None:
@@ -161,14 +159,9 @@ def _optimizers_in(thing: object) -> Iterator[tuple[str, Optimizer]]:
     for name, value in list(getattr(thing, "__dict__", {}).items()):
         if isinstance(value, Optimizer):
             yield name, value
-        elif isinstance(value, list | tuple):
-            yield from ((f"{name}.{k}", v) for k, v in enumerate(value) if _is_optimizer(v))
-        elif isinstance(value, Mapping):
-            yield from ((f"{name}.{k}", v) for k, v in value.items() if _is_optimizer(v))
-
-
-def _is_optimizer(thing: object) -> bool:
-    return isinstance(thing, Optimizer)
+        elif isinstance(value, list | tuple | Mapping):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            yield from ((f"{name}.{k}", v) for k, v in items if isinstance(v, Optimizer))
 
 
 def _holds_groups_of(optimizer: Optimizer, saved: object, depth: int = 0) -> bool:

@@ -1,7 +1,6 @@
 """The state of all attached objects, as named tensors and one tree of plain values.
 
 Runs in:  worker, training thread, at each step boundary.
-Takes in: an `AttachedState`.
 Gives:    a `BoundaryState`: the sources that an optimizer owns (lazy copy), the other sources
           (boundary copy), and the packed plain values.
 
@@ -12,7 +11,7 @@ the same addresses. The state_dict of other objects is read each time, because i
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import is_
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.ids import Rank
+from ftrun.sharding.rule_parser import carried
 from ftrun.snapshot.boxes import TensorPart
 from ftrun.snapshot.layout import DEVICE_PIECE_BYTES, PIECE_BYTES, CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import Skips, TensorRef, encode, encode_each, join
@@ -35,8 +35,8 @@ from ftrun.worker.state.attached import (
     HeldTensor,
     SkipWithin,
     held_by,
+    scaler_state,
 )
-from ftrun.worker.state.loss_scale import scaler_state
 from ftrun.worker.state.module_state import every_name, given_by, named_parts
 from ftrun.worker.state.optimizer_state import (
     GroupReader,
@@ -80,29 +80,27 @@ class TensorSource:
 
 
 def source_of(name: str, tensor: torch.Tensor, when: CopyTiming) -> TensorSource:
-    """The source of a tensor, plain or sharded.
-
-    Raises:
-        ValueNotStorable: it has no bytes that can be copied.
-    """
     local = local_tensor(tensor, name)
     return TensorSource(name, local, when, part_of(tensor, tuple(local.shape)))
 
 
 @dataclass(frozen=True)
 class PersistentSources:
-    """Sources that remain the same objects from step to step; a change requires a new walk."""
+    """Sources that remain the same objects from step to step; a change requires a new walk.
+
+    Sources for one copy need none of the other fields.
+    """
 
     sources: tuple[TensorSource, ...]
-    originals: tuple[torch.Tensor, ...]
-    addresses: list[int]
-    held: tuple[HeldTensor, ...]
-    num_held: int
-    parameters: list[torch.Tensor]
-    state_values: list[object]
-    optimizer_state: bytes
-    modules: bytes
-    names: dict[int, str]
+    originals: tuple[torch.Tensor, ...] = ()
+    addresses: Sequence[int] = ()
+    held: tuple[HeldTensor, ...] = ()
+    num_held: int = 0
+    parameters: Sequence[torch.Tensor] = ()
+    state_values: Sequence[object] = ()
+    optimizer_state: bytes = b""
+    modules: bytes = b""
+    names: dict[int, str] = field(default_factory=dict)
     submodules: module_state.Submodules = ()
     children: Sequence[object] = ()
     uninitialized: tuple[tuple[str, torch.Tensor], ...] = ()
@@ -171,11 +169,7 @@ class StateTree:
         """Names of attached objects whose keys may appear later."""
 
     def collect(self, extra: dict[str, Any]) -> BoundaryState:
-        """The state at this moment.
-
-        Raises:
-            ValueNotStorable: names the key of a value that is neither tensor nor plain.
-        """
+        """The state now. Raises ValueNotStorable for a value that is neither tensor nor plain."""
         persistent = self.persistent()
         fresh = _References(CopyTiming.BOUNDARY)
         attached = self.attached
@@ -192,7 +186,7 @@ class StateTree:
             **extra,
         }
         if attached.layout is not None:
-            parts["layout"] = attached.layout.saved
+            parts["layout"] = carried(attached.layout)
         # Encoded part by part, so that the path in an error starts at the name given to attach.
         skips = self._skips
         packed = {
@@ -216,7 +210,6 @@ class StateTree:
         return BoundaryState(persistent, tuple(fresh.sources), encode(packed))
 
     def persistent(self) -> PersistentSources:
-        """The result of the last walk while it is valid, else of a new walk."""
         if self._persistent is None or not self._holds(self._persistent):
             self._persistent = self._walk()
             now = structure_of(self._persistent, self.attached)
@@ -308,10 +301,6 @@ class StateTree:
 
         A pattern may match nothing yet, because keys may appear later in the state of an optimizer
         or in `session.state`.
-
-        Raises:
-            UsageError: a pattern begins with no attached name, or matches a tensor that an
-                optimizer owns.
         """
         skip = self.attached.skip
         owned = {id(parameter) for parameter in self._parameters()}
@@ -356,11 +345,7 @@ class StateTree:
         }
 
     def _own_keys(self, persistent: PersistentSources) -> dict[str, object]:
-        """Entries that modules add to their own `state_dict()`, by the module's path.
-
-        Raises:
-            ValueNotStorable: such an entry changed, and the module does not load it.
-        """
+        """Entries that modules add to their own `state_dict()`, by the module's path."""
         found: dict[str, object] = {}
         for path, part in module_state.with_own_code(persistent.submodules):
             keys = module_state.own_keys(part, path, persistent.names)

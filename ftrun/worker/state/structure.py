@@ -1,9 +1,6 @@
 """Compares the structure of the attached objects with the saved one, and adapts it at a restore.
 
 Runs in:  worker, training thread: at a walk of the state, and inside `attach`.
-Takes in: the first walk, which shows what the script builds; later walks; the saved values.
-Gives:    changes that a restore cannot apply to a freshly built script; buffers, attached tensors
-          and uninitialized parameters with their saved shapes.
 
 A restore registers and resizes buffers in existing modules, resizes attached tensors, adds
 parameter groups, and gives uninitialized parameters their shape. Any other change that a script
@@ -195,11 +192,7 @@ def _device_of(part: nn.Module) -> torch.device:
 
 
 def add_groups(saved: Mapping[str, list[dict[str, Any]]], tree: "StateTree") -> None:
-    """Add the parameter groups that the script had added after `attach`.
-
-    Raises:
-        ShapeChanged: the model has no such parameters.
-    """
+    """Add the parameter groups that the script had added after `attach`."""
     present = {h.name: h.tensor for h in tree.persistent().held}
     for name, groups in saved.items():
         optimizer = tree.attached.optimizers.get(name)

@@ -35,12 +35,9 @@ _log = logging.getLogger(__name__)
 def local_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """The detached part of a tensor that this rank holds; for a DTensor its local tensor.
 
-    Raises:
-        ValueNotStorable: the tensor has no bytes that can be copied.
+    Raises ValueNotStorable if it has no bytes that can be copied.
     """
-    detached = tensor.detach()
-    if is_sharded(detached):
-        detached = detached._local_tensor  # type: ignore[attr-defined]
+    detached = _local(tensor.detach())
     if (
         detached.layout is not torch.strided
         or detached.dtype not in DTYPE_NAMES
@@ -136,7 +133,6 @@ def _log_missing(place: str) -> None:
 
 
 def at_home(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Move a restored tensor to the device that `kind_of` named."""
     return tensor.to(home_of(kind)) if "@" in kind else tensor
 
 
@@ -169,7 +165,6 @@ def stride_for(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several of its items share memory, as after `expand`."""
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -250,30 +245,18 @@ def part_of(tensor: torch.Tensor, local_shape: Shape) -> TensorPart | None:
 def _offsets(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
     if any(placement.is_partial() for placement, _, _ in cuts):
         return None
-    ranges = [_Range(0, size) for size in shape]
+    ranges = [range(size) for size in shape]
     for placement, count, index in cuts:
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue  # a replica
         if type(placement).__name__ != "Shard":
             return _by_index(shape, cuts, local)
-        ranges[dim] = ranges[dim].chunk(count, index)
+        # As torch.chunk: equal sizes, except the last ones.
+        step = -(-len(ranges[dim]) // count)
+        ranges[dim] = ranges[dim][index * step : (index + 1) * step]
     found = tuple(one.start for one in ranges)
-    return found if tuple(one.size for one in ranges) == local else None
-
-
-class _Range:
-    """Adjacent items of one dimension."""
-
-    def __init__(self, start: int, size: int) -> None:
-        self.start = start
-        self.size = size
-
-    def chunk(self, count: int, index: int) -> "_Range":
-        """One of `count` chunks as torch.chunk cuts them: equal sizes, except the last ones."""
-        step = -(-self.size // count)
-        low, high = (min(self.size, at * step) for at in (index, index + 1))
-        return _Range(self.start + low, high - low)
+    return found if tuple(map(len, ranges)) == local else None
 
 
 def _by_index(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
@@ -330,7 +313,6 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def awaited(self) -> torch.Tensor:
-        """The tensor, after the wait for its content."""
         if self._event is not None:
             self._event.synchronize()
         return self.tensor

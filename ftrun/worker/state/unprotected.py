@@ -1,7 +1,6 @@
 """Reasons why a failure now would lose state; status shows them.
 
 Runs in:  worker, any of its threads.
-Takes in: a reason under a key, and its removal when it no longer holds.
 Gives:    the heartbeat page's UNPROTECTED field and note.
 """
 
@@ -26,8 +25,7 @@ _log = logging.getLogger(__name__)
 class UnprotectedReasons:
     """The reasons of one process; the process is protected if there are none.
 
-    Args:
-        page: page on which the reasons are shown; None: no agent reads it, so the log shows them.
+    The page shows them. If it is None, no agent reads one, and only the log shows them.
     """
 
     def __init__(self, page: SharedPage | None) -> None:
@@ -41,9 +39,7 @@ class UnprotectedReasons:
     def add(self, key: str, reason: str) -> None:
         """Show a reason in status and log it once. All current reasons are shown, the oldest first.
 
-        Args:
-            key: names the cause; `remove` takes the same key.
-            reason: one sentence: what is not protected, the numbers, what to do.
+        It is one sentence: what is not protected, the numbers, what to do.
         """
         with self._lock:
             is_new = self._reasons.get(key) != reason
@@ -55,9 +51,8 @@ class UnprotectedReasons:
     def add_bug(self, where: str, error: Exception) -> None:
         """Report an unexpected error in ftrun, or an `FtrunError` with its own text.
 
-        Args:
-            where: the part that failed, such as "the optimizer hook".
-            error: unless it is an `FtrunError`, its traceback is logged, once for each `where`.
+        Unless it is an `FtrunError`, its traceback is logged, once for each `where`: the part that
+        failed, such as "the optimizer hook".
         """
         is_new = (key := f"bug in {where}") not in self
         is_bug = not isinstance(error, FtrunError)

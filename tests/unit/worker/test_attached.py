@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ftrun.errors import RulesInvalid, UsageError
-from ftrun.sharding.rule_parser import read_carried
-from ftrun.worker.state.attached import declared
+from ftrun.sharding.rule_parser import carried, read_carried
+from ftrun.worker.state.attached import declared, has_rules, is_layout_of
 
 TEXT = "mesh: {dp: 2, tp: 2}\nshard:\n  - {name: model.w, axis: tp, dim: 0}\n"
 
@@ -19,19 +19,19 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_axis_of_batches_is_made_to_fit(path: Path) -> None:
-    assert str(declared(path, None, None).rules.mesh) == "dp 2, tp 2"
-    assert str(declared(path, None, 6).rules.mesh) == "dp 3, tp 2"
-    assert str(declared(path, {"tp": 3}, 6).rules.mesh) == "dp 2, tp 3"
+    assert str(declared(path, None, None).mesh) == "dp 2, tp 2"
+    assert str(declared(path, None, 6).mesh) == "dp 3, tp 2"
+    assert str(declared(path, {"tp": 3}, 6).mesh) == "dp 2, tp 3"
 
 
 def test_what_a_snapshot_carries_is_the_same_layout_and_no_other(path: Path) -> None:
     one = declared(path, {"tp": 1}, 2)
-    assert read_carried(one.saved).layout == one.rules.layout
-    assert one.is_that_of(one.saved)
-    assert one.is_that_of(None)
-    assert not one.is_that_of(declared(path, {"tp": 2}, 2).saved)
+    assert read_carried(carried(one)).layout == one.layout
+    assert is_layout_of(one, carried(one))
+    assert is_layout_of(one, None)
+    assert not is_layout_of(one, carried(declared(path, {"tp": 2}, 2)))
     path.write_text(f"# the same\n{TEXT}")
-    assert one.is_that_of(declared(path, {"tp": 1}, 2).saved)
+    assert is_layout_of(one, carried(declared(path, {"tp": 1}, 2)))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_file_that_cannot_be_read_is_reported(path: Path) -> None:
 
 def test_a_mesh_alone_reports_ranks_with_the_same_data() -> None:
     found = declared(None, {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 2}, 24)
-    assert not found.has_rules
-    assert found.rules.mesh.batch_axes == ("dp_replicate", "dp_shard")
-    assert found.rules.mesh.has_stages
-    assert found.is_that_of(found.saved)
-    assert not declared(None, {"pp": 1, "dp": 2}, 2).rules.mesh.has_stages
+    assert not has_rules(found)
+    assert found.mesh.batch_axes == ("dp_replicate", "dp_shard")
+    assert found.mesh.has_stages
+    assert is_layout_of(found, carried(found))
+    assert not declared(None, {"pp": 1, "dp": 2}, 2).mesh.has_stages
     with pytest.raises(UsageError, match="must be at least 1"):
         declared(None, {"dp": 0}, 2)
     with pytest.raises(UsageError, match="mesh has a mesh of 4 ranks"):

@@ -16,7 +16,7 @@ from ftrun.wire.shared_memory.pages import (
 )
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import in_process_faults as inner_faults
-from ftrun.worker.process.in_process_faults import FaultProgress, InProcessFaults, slow_input
+from ftrun.worker.process.in_process_faults import InProcessFaults, slow_input
 from tests.launch_requests import context_of
 
 
@@ -178,10 +178,8 @@ def test_a_step_of_another_optimizer_is_not_a_step(context: WorkerContext, page:
 
 def test_batches_come_late_for_a_while() -> None:
     reported: list[str] = []
-    send = FaultProgress(
-        lambda: reported.append("fired"), lambda: reported.append("ended"), clock.now_s
-    )
-    slow_input(0.01, 0.2, send)
+    note = reported.append
+    slow_input(0.01, 0.2, lambda: note("fired"), lambda: note("ended"), clock.now_s)
     batches = 0
     while "ended" not in reported:
         batches += sum(1 for _ in torch.utils.data.DataLoader(list(range(8))))

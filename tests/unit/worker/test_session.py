@@ -18,11 +18,15 @@ from ftrun.worker import session as session_module
 from ftrun.worker.session import Session
 
 
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = ftrun.attach(model=nn.Linear(2, 2))
-    yield made
-    made.close()
+    with attached(model=nn.Linear(2, 2)) as found:
+        yield found
 
 
 def test_without_an_agent_the_loop_runs_and_nothing_is_restored(session: Session) -> None:
@@ -158,16 +162,15 @@ class Ema:
 
 @contextmanager
 def attached(*given: object, **named: object) -> Iterator[Session]:
-    made = ftrun.attach(*given, **named)
+    session = ftrun.attach(*given, **named)
     try:
-        yield made
+        yield session
     finally:
-        made.close()
+        session.close()
 
 
 def test_model_optimizer_and_scheduler_may_be_given_by_position() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with attached(model, optimizer, scheduler, scaler=torch.amp.GradScaler("cpu")) as session:
         assert list(session.steps(1)) == [0]
@@ -181,12 +184,11 @@ def test_several_optimizers_may_be_given_as_a_list(caplog: pytest.LogCaptureFixt
             model(torch.ones(1, 2)).sum().backward()
             for one in optimizers:
                 one.step()
-    assert [record.getMessage() for record in caplog.records] == []
+    assert messages(caplog) == []
 
 
 def test_a_loader_in_the_place_of_a_scheduler_is_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     with pytest.raises(UsageError, match=r"scheduler.*loader=loader"):
         ftrun.attach(model, optimizer, DataLoader(range(2)))
 
@@ -208,13 +210,12 @@ def test_a_value_that_cannot_be_stored_is_named_under_plain_python() -> None:
 def test_an_optimizer_whose_state_cannot_be_stored_is_named_after_its_first_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     with attached(model, optimizer) as session:
         for _ in session.steps(3):
             optimizer.state[model.weight]["lock"] = Lock()
             optimizer.step()
-    [line] = [record.getMessage() for record in caplog.records]
+    [line] = messages(caplog)
     assert "UNPROTECTED" in line
     assert "optimizer.state.model.weight.lock" in line
 
@@ -242,7 +243,7 @@ def test_a_pattern_that_may_match_later_is_named_if_it_does_not(
     with attached(nn.Linear(2, 2), skip=skip) as session:
         for _ in session.steps(3):
             session.state["lock"] = Lock()
-    [line] = [record.getMessage() for record in caplog.records]
+    [line] = messages(caplog)
     assert "model.nothing has matched nothing" in line
 
 
@@ -258,8 +259,7 @@ def trained(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def test_a_turn_left_by_break_after_the_optimizer_has_stepped_is_a_step() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     loader = DataLoader(range(4))
     with attached(model, optimizer, loader=loader) as session:
         for _ in session.epochs(5):
@@ -273,8 +273,7 @@ def test_a_turn_left_by_break_after_the_optimizer_has_stepped_is_a_step() -> Non
 
 
 def test_a_turn_left_by_return_is_one_too() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
 
     def train(session: Session) -> None:
         for at in session.steps(9):
@@ -300,8 +299,7 @@ def changed(loop: Iterator[int]) -> Iterator[int]:
 def test_a_turn_left_by_an_exception_is_no_step_although_an_optimizer_has_stepped(
     around: Callable[[Iterator[int]], Iterator[object]],
 ) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     with attached(model, optimizer) as session:
         try:
             for _ in around(session.steps(9)):
@@ -339,8 +337,7 @@ AROUND = [iter, Bar, handed_on, changed, lambda loop: Bar(Bar(loop)), lambda loo
 def test_a_turn_left_by_break_is_a_step_inside_a_progress_bar_too(
     around: Callable[[Iterator[int]], Iterator[int]], is_held: bool
 ) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
 
     def train(session: Session) -> None:
         bar = around(session.steps(9)) if is_held else None
@@ -355,8 +352,7 @@ def test_a_turn_left_by_break_is_a_step_inside_a_progress_bar_too(
 
 
 def test_a_turn_left_by_break_is_a_step_although_an_old_traceback_is_held() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     errors: list[Exception] = []
     with attached(model, optimizer) as session:
         for _ in session.steps(9):
@@ -371,8 +367,7 @@ def test_a_turn_left_by_break_is_a_step_although_an_old_traceback_is_held() -> N
 
 
 def test_a_loop_that_ends_with_its_surrounding_block_has_its_last_turn() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     with attached(model, optimizer) as session:
         for _ in islice(session.steps(9), 3):
             trained(session, model, optimizer)
@@ -393,8 +388,7 @@ def test_a_loop_that_the_next_item_of_another_iterator_ends_by_an_exception_is_n
 
 def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
     """It is closed later, when the state may be another one."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     with attached(model, optimizer) as session:
         loop = iter(session.steps(9))
         for _ in loop:
@@ -468,8 +462,7 @@ def test_a_wrapper_around_an_optimizer_is_checked_under_plain_python_too(
 
 
 def test_an_optimizer_that_cannot_be_captured_is_refused_under_plain_python_too() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = made()
     optimizer._overlap_with_ddp = True
     with pytest.raises(UsageError, match="overlap_with_ddp"):
         ftrun.attach(model, optimizer)
