@@ -1,12 +1,12 @@
 """Dumps of the flight recorders, in the form that torch's own analyzer reads.
 
-Runs in:  agent, the thread of the rank observer; the reader also in tools.
+Runs in:  agent, the thread of the rank observer.
 Takes in: recorders of the ranks, when a hang is suspected; files that torch has dumped by itself.
 Gives:    `rank_<R>` for each rank in the folder of a generation. The command
           `torchfrtrace FOLDER -p rank_` compares them.
 
-Rule 1: a pickle may name any code. It is read here only, by an unpickler that refuses every name.
-        What a rank sends as a pickle is written as it is, and the agent does not read it.
+Rule 1: a pickle may name any code. What a rank sends as a pickle is written as it is, and the agent
+        does not read it.
 Rule 2: the analyzer fails on a dump without groups (torch's own of gloo), so they are taken from
         the rank's page.
 """
@@ -17,50 +17,15 @@ import pickle  # noqa: TID251 - the format of torch's dumps; see rule 1
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ftrun.agent.launch.recorder_settings import PIPE, PIPE_STEM
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.proc import process_facts
 from ftrun.agent.observe.recorder import RECORDER_S, RecorderReader, may_query_device
-from ftrun.monitor.flight_recorder import Trace, trace_of
 from ftrun.monitor.page_values import decode_groups
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
-MAX_DUMP_BYTES = 64 << 20
 PREFIX = "rank_"
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"the dump names {module}.{name}, which is not plain data")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the dump refers to an object outside of it")
-
-
-def read_dump(path: Path) -> Trace:
-    """Read a dump.
-
-    Raises:
-        ValueError: it is too large, or no dump of plain values.
-        OSError: it cannot be read.
-    """
-    if path.stat().st_size > MAX_DUMP_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_DUMP_BYTES >> 20} MiB")
-    try:
-        with path.open("rb") as file:
-            found = _PlainUnpickler(file).load()
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a torn pickle raises errors of any type
-        raise ValueError(f"{path} is no dump of plain values: {error}") from error
-    trace = trace_of(found)
-    if trace is None:
-        raise ValueError(f"{path} is no dump of a flight recorder")
-    return trace
 
 
 def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader]]) -> int:
