@@ -12,19 +12,18 @@ import socket
 import sys
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop, FinishedWatch
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.node import LocalNode
 from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.executor import CommandExecutor, RunEnded
+from ftrun.agent.executor import RunEnded
 from ftrun.agent.faults.controller import FaultController
-from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
@@ -41,7 +40,6 @@ from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.agent.publish.observers import Observers
-from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
@@ -171,21 +169,27 @@ def launch(
     node = LocalNode.of(spec, num_ranks, kept)
     stores = _stores(args, node)
     register(stores)
-    run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
-    _connect_smp(node, run)
-    run.observers = Observers(run)
+    run = _assemble(journal, smp, zygote, stub, stores, node=node, kept=kept)
+    _connect_smp(run)
     run.signals.catch()  # the stub forwards waiting signals as soon as the control server listens
     run.publish_status()
-    loop = _loop(run)
-    server = _control_server(run, loop.faults)
+    faults = FaultController(run) if spec.allow_faults else None
+    if run.rpc is not None:
+        run.rpc.faults = faults
+    loop = RunLoop(run, faults)
+    server = ControlServer(run, faults)
     server.start()
     if spec.profile.monitor.enabled:
         run.rank_observer.start()
     run.observers.start()
-    _warn_of_oom()
-    journal.write(_started(spec, args))
+    if one_oom_ends_all():
+        _log.warning(
+            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
+        )
+    logs = os.path.abspath(args.log_dir)
+    journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
     preflight.first()
-    node.start(run.control_loop, run.rpc, run.workers, preflight, wake=run.wake)
+    node.start(run, preflight)
     is_over = False
     try:
         elastic.run(args, config, run.workers.starter, loop.drive)
@@ -196,8 +200,8 @@ def launch(
         return int(ended.command.exit_code)
     finally:
         server.stop()
-        if loop.faults is not None:
-            loop.faults.close()
+        if faults is not None:
+            faults.close()
         run.rank_observer.close()
         run.observers.close()
         preflight.close()
@@ -208,39 +212,31 @@ def launch(
     return 0
 
 
-def _warn_of_oom() -> None:
-    if one_oom_ends_all():
-        _log.warning(
-            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
-        )
-
-
-def _started(spec: RunSpec, args: Namespace) -> RunStarted:
-    logs = os.path.abspath(args.log_dir)
-    return RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id)
-
-
 @dataclass
-class _Run:
-    """The parts of a run on one node; a `RunView`."""
+class Run:
+    """The parts of a run on one node; each part uses the others through it."""
 
     spec: RunSpec
     journal: Journal
     smp: AgentSmpClient
+    node: LocalNode
+    stores: StorePool
     workers: WorkerGroup
     generations: GenerationRunner
     control_loop: ControlLoop
-    maintenance: Maintenance
-    rpc: ClusterRpc | None
-    rank_observer: RankObserver
-    signals: RunSignals
-    device_memory: DeviceMemory
-    observers: Observers = field(init=False)
-    started_s: float = field(default_factory=clock.now_s)
 
-    def wake(self) -> None:
-        """Wake the main loop; called by other threads after they have posted to it."""
-        self.signals.wake()
+    def __post_init__(self) -> None:
+        spec, logs = self.spec, Path(self.spec.log_folder)
+        self.started_s = clock.now_s()
+        self.rpc: ClusterRpc | None = None
+        if not self.node.is_alone:
+            # Each node has its own journal. The merged journal is next to them, on the leader.
+            self.rpc = ClusterRpc(self.control_loop, self.journal, logs.parent)
+        self.rank_observer = RankObserver(self.workers.unused_fds, spec.profile.hang, logs / DUMPS)
+        self.signals = RunSignals(spec, journal=self.journal, workers=self.workers)
+        self.device_memory = DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s)
+        self.maintenance = Maintenance(self)
+        self.observers = Observers(self)
 
     def publish_status(self) -> None:
         """Publish the status before a long operation, during which no status is published."""
@@ -260,23 +256,35 @@ class _Run:
             self.rpc.pass_lines_on()
 
 
-def _control_server(run: _Run, faults: FaultController | None) -> ControlServer:
-    return ControlServer(
-        run.spec,
-        run.smp.folder.agent_socket,
-        status=run.observers.status.document,
-        ask_stop=run.signals.ask_stop,
-        decided=run.rpc.control_loop if run.rpc is not None else None,
-        faults=faults,
+def _assemble(
+    journal: Journal,
+    smp: AgentSmpClient,
+    zygote: ZygoteClient | None,
+    stub: StubClient,
+    stores: StorePool,
+    *,
+    node: LocalNode,
+    kept: PersistedAgentState,
+) -> Run:
+    spec = node.spec
+    workers = WorkerGroup(
+        spec,
+        smp=smp,
+        starter=WorkerStarter(zygote, journal),
+        stuck_pids=decode_numbers(os.environ.get(STUCK_PIDS, "")),
     )
+    generations = GenerationRunner(
+        spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
+    )
+    return Run(spec, journal, smp, node, stores, workers, generations, node.control_loop(kept))
 
 
-def _connect_smp(node: LocalNode, run: _Run) -> None:
+def _connect_smp(run: Run) -> None:
     """Connect to the SMP that was started, or to an SMP that outlived the last agent.
 
     Such an SMP may have closed the connection while this agent imported torch.
     """
-    smp, maintenance = run.smp, run.maintenance
+    smp, node = run.smp, run.node
     is_new = smp.child is not None
     try:
         if is_new:
@@ -285,7 +293,7 @@ def _connect_smp(node: LocalNode, run: _Run) -> None:
     except PeerError as error:
         if is_new:
             run.journal.write(SmpUnavailable(str(error)))
-            maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
+            run.maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
             return
         run.journal.write(SmpUnreachable(str(error)))
         smp.lost()
@@ -293,7 +301,7 @@ def _connect_smp(node: LocalNode, run: _Run) -> None:
             if smp.reconnect():
                 node.introduce(smp)
         # If the SMP has ended, this starts a new SMP before the first generation.
-        maintenance.handle_exits()
+        run.maintenance.handle_exits()
 
 
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
@@ -304,111 +312,6 @@ def _stores(args: Namespace, node: LocalNode) -> StorePool:
     stores = StorePool(host, args.master_port or 0)
     stores.check()
     return stores
-
-
-def _assemble(  # noqa: PLR0913 - the parts of a run
-    spec: RunSpec,
-    journal: Journal,
-    smp: AgentSmpClient,
-    zygote: ZygoteClient | None,
-    stub: StubClient,
-    stores: StorePool,
-    *,
-    node: LocalNode,
-    kept: PersistedAgentState,
-) -> _Run:
-    workers = WorkerGroup(
-        spec,
-        smp=smp,
-        starter=WorkerStarter(zygote, journal),
-        stuck_pids=decode_numbers(os.environ.get(STUCK_PIDS, "")),
-    )
-    generations = GenerationRunner(
-        spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
-    )
-    maintenance = Maintenance(
-        spec,
-        journal=journal,
-        smp=smp,
-        zygote=zygote,
-        stores=stores,
-        workers=workers,
-        generations=generations,
-        when_smp_is_up=lambda: node.introduce(smp),
-    )
-    control_loop = node.control_loop(kept)
-    # Each node has its own journal. The merged journal is next to them, on the leader.
-    merged = Path(spec.log_folder).parent
-    return _Run(
-        spec,
-        journal,
-        smp,
-        workers,
-        generations,
-        control_loop,
-        maintenance,
-        rpc=None if node.is_alone else ClusterRpc(control_loop, journal, merged),
-        rank_observer=RankObserver(
-            workers.unused_fds, spec.profile.hang, Path(spec.log_folder) / DUMPS
-        ),
-        signals=RunSignals(spec, journal=journal, workers=workers),
-        device_memory=DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s),
-    )
-
-
-def _loop(run: _Run) -> RunLoop:
-    report = NodeReporter(
-        run.control_loop.post,
-        run.journal,
-        run.workers,
-        run.generations,
-        run.maintenance,
-        run.smp,
-        run.rank_observer,
-        run.signals,
-        is_cluster=run.rpc is not None,
-    )
-    executor = CommandExecutor(
-        run.journal,
-        run.control_loop,
-        run.workers,
-        run.generations,
-        run.maintenance,
-        run.smp,
-        run.rank_observer,
-        report,
-        run.signals,
-        run,
-        run.device_memory,
-    )
-    faults = _faults(run) if run.spec.allow_faults else None
-    if run.rpc is not None:
-        run.rpc.faults = faults
-    finished = FinishedWatch(run.spec, run.control_loop)
-    return RunLoop(
-        run.control_loop,
-        executor,
-        run.signals,
-        report,
-        run.maintenance,
-        run.workers,
-        faults,
-        observers=[lambda now_s: finished.poll(now_s=now_s), run.observe],
-    )
-
-
-def _faults(run: _Run) -> FaultController:
-    return FaultController(
-        run.spec,
-        journal=run.journal,
-        control=run.control_loop,
-        workers=run.workers,
-        injectors=FaultInjectors(
-            run.spec, control=run.control_loop, workers=run.workers, smp=run.smp
-        ),
-        wake=run.wake,
-        send_lines=run.send_lines,
-    )
 
 
 def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
@@ -437,7 +340,7 @@ def _is_given(args: Namespace) -> bool:
     return bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
 
 
-def _report_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
+def _report_end(command: EndRun, spec: RunSpec, run: Run) -> None:
     run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
@@ -449,7 +352,7 @@ def _report_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
     sys.stderr.flush()
 
 
-def _kept(command: EndRun, spec: RunSpec, run: _Run) -> RetainedVersion | None:
+def _kept(command: EndRun, spec: RunSpec, run: Run) -> RetainedVersion | None:
     is_stop = command.exit_code > 128 and command.cause is None and not command.run_continues
     # An agent that was started only to end the run has no ranks. The slots of its ranks show which
     # step they had reached.

@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.config.cluster import MembershipSettings
@@ -40,8 +40,11 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.urls import is_url
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.finished_run import has_finished, read_owner
+
+if TYPE_CHECKING:
+    from ftrun.agent.cluster.connections import ClusterConnections
+    from ftrun.agent.cluster.etcd_witness import WitnessClient
 
 NetworkCommand = Connect | Send | Disconnect
 
@@ -128,16 +131,17 @@ class ControlLoop:
         return network
 
     def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
-        if isinstance(command, Connect | Send | Disconnect):
-            network.append(command)
-        elif isinstance(command, RepeatNodeCheck):
-            self.check_again(command.number)
-        elif isinstance(command, ProbePath):
-            self.probe_path(command)
-        elif isinstance(command, QueryWitness):
-            self.ask_witness(command)
-        else:
-            self.orders.put(command)
+        match command:
+            case Connect() | Send() | Disconnect():
+                network.append(command)
+            case RepeatNodeCheck():
+                self.check_again(command.number)
+            case ProbePath():
+                self.probe_path(command)
+            case QueryWitness():
+                self.ask_witness(command)
+            case _:
+                self.orders.put(command)
 
     def _new_monitor(self) -> GenerationMonitor:
         self.monitor = GenerationMonitor(self.settings, self._me, pairs=PairCheck())
@@ -147,31 +151,11 @@ class ControlLoop:
 def _ignored(_: object) -> None: ...
 
 
-class DecisionThread(Protocol):
-    """A thread without which the agent must end."""
-
-    failure: Exception | None
-
-    def close(self) -> None: ...
-
-
-class ConnectionThread(DecisionThread, Protocol):
-    """The thread that owns the connections, see `ClusterConnections`."""
-
-    suspend_now: Callable[[bool], None]
-
-    def post(self, event: Happening) -> None: ...
-
-    def send(self, node_id: str, message: AnyClusterMessage) -> None: ...
-
-    def corrupt_next(self) -> None: ...
-
-
 class ClusterControlLoop(ControlLoop):
     """A control loop in the cluster thread; `post` passes events of the main thread to it."""
 
-    thread: ConnectionThread | None = None
-    witness_thread: DecisionThread | None = None
+    thread: "ClusterConnections | None" = None
+    witness_thread: "WitnessClient | None" = None
 
     def post(self, event: Happening) -> None:
         assert self.thread is not None

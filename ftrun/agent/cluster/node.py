@@ -9,11 +9,11 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.cluster.connections import ClusterConnections
@@ -22,9 +22,7 @@ from ftrun.agent.cluster.etcd_witness import EtcdWitness, WitnessClient
 from ftrun.agent.cluster.interfaces import listen_on, own_rails
 from ftrun.agent.cluster.path_probe import LinkProber, PathProber
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
-from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.launch.rendezvous import LOOPBACK
-from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, last_agent_ended_s
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -36,6 +34,9 @@ from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
 from ftrun.wire.transport.tcp import bind_address, is_local_address, is_own_name, listen_tcp
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 NAME_CHECK_S = 0.5
 """Seconds between two name look-ups of the endpoint."""
@@ -125,16 +126,9 @@ class LocalNode:
             others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
             smp.listen_for_peers(self.card.host, self.secret, others)
 
-    def start(
-        self,
-        control: ControlLoop,
-        rpc: ClusterRpc | None,
-        workers: WorkerGroup,
-        preflight: NodeCheck,
-        *,
-        wake: Callable[[], None],
-    ) -> None:
-        """Start the threads that connect this node to the others; `wake` wakes the main thread."""
+    def start(self, run: "Run", preflight: NodeCheck) -> None:
+        """Start the threads that connect this node to the others."""
+        control, rpc = run.control_loop, run.rpc
         if not isinstance(control, ClusterControlLoop) or rpc is None:
             return
         identity = PeerIdentity(
@@ -149,9 +143,9 @@ class LocalNode:
             identity,
             self.secret,
             self.listeners,
-            wake_executor=wake,
-            suspend_now=workers.suspend,
-            lease=workers.lease,
+            wake_executor=run.signals.wake,
+            suspend_now=run.workers.suspend,
+            lease=run.workers.lease,
             on_other_message=rpc.take,
             dialled=preflight.dialled,
             each_turn=rpc.control_loop.poll,

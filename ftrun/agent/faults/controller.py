@@ -14,21 +14,18 @@ Rule 2: an order that waits for its step, or a fault with a duration, can be can
 
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
-from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused, FtrunError
-from ftrun.journal import Journal
 from ftrun.records.faults import FaultAcceptedRecord, FaultInjected, FaultReverted
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.fault_catalog import fault_kind
@@ -37,6 +34,9 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
 from ftrun.wire.messages.faults import FaultOrder, ForwardFault, ForwardFaultReply
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 ANSWER_S = 30.0
 """Longer than the start of a reverter (reverter.py), so that an order that timed out is not
@@ -92,24 +92,9 @@ class _Running:
 class FaultController:
     """Fault orders of one node."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        *,
-        journal: Journal,
-        control: ControlLoop,
-        workers: WorkerGroup,
-        injectors: FaultInjectors,
-        wake: Callable[[], None],
-        send_lines: Callable[[], None],
-    ) -> None:
-        self._spec = spec
-        self._journal = journal
-        self._control = control
-        self._workers = workers
-        self._acts = injectors
-        self._wake = wake
-        self._send_lines = send_lines
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._acts = FaultInjectors(run)
         self._tickets: SimpleQueue[_Ticket] = SimpleQueue()
         self._sent: dict[str, _Ticket] = {}
         """Orders forwarded to other nodes, by id."""
@@ -128,7 +113,7 @@ class FaultController:
         is_here = node_id in ("", self._own_id)
         if is_here:
             self._tickets.put(ticket)
-            self._wake()
+            self._run.signals.wake()
         else:
             self._sent[order.id] = ticket
             self._send(node_id, ForwardFault(order))
@@ -152,7 +137,7 @@ class FaultController:
         Raises:
             FaultRefused: there is no such rank or node.
         """
-        plan = self._control.plan
+        plan = self._run.control_loop.plan
         if plan is None:
             raise FaultRefused("the run has not begun yet: it has no ranks to break")
         if order.cancels:
@@ -183,7 +168,7 @@ class FaultController:
 
     @property
     def _own_id(self) -> str:
-        nodes, plan = self._spec.nodes, self._control.plan
+        nodes, plan = self._run.spec.nodes, self._run.control_loop.plan
         if nodes is not None:
             return nodes.node_id
         return plan.members[0].node_id if plan is not None else ""
@@ -198,15 +183,15 @@ class FaultController:
                 ticket.how, ticket.refused = message.how, message.refused
                 ticket.answered.set()
             return
-        nodes = self._spec.nodes
+        nodes = self._run.spec.nodes
         if nodes is None or nodes.secret_file is None:
             self._send(sender, ForwardFaultReply(message.order.id, refused=_UNAUTHENTICATED))
             return
         self._tickets.put(_Ticket(message.order, asked_by=sender))
-        self._wake()
+        self._run.signals.wake()
 
     def _send(self, node_id: str, message: ForwardFault | ForwardFaultReply) -> None:
-        control = self._control
+        control = self._run.control_loop
         if isinstance(control, ClusterControlLoop) and control.thread is not None:
             control.thread.send(node_id, message)
 
@@ -363,7 +348,7 @@ class FaultController:
         running.has_fired = True
         if action.is_last:
             self._report_fired(running, self._step_here(), clock.now_s())
-            self._send_lines()
+            self._run.send_lines()
         running.active_fault = action.do()
         if not action.is_last:
             self._report_fired(running, self._step_here(), clock.now_s())
@@ -401,7 +386,7 @@ class FaultController:
             self._running.remove(running)
 
     def _report_ordered(self, order: FaultOrder, how: str) -> None:
-        self._journal.write(
+        self._run.journal.write(
             FaultAcceptedRecord(
                 order.id,
                 order.kind,
@@ -418,25 +403,25 @@ class FaultController:
         order = running.order
         how = running.action.how if running.action is not None else _ITSELF
         record = FaultInjected(order.id, order.kind, order.rank, step, round(at_s, 6), how)
-        self._journal.write(record)
+        self._run.journal.write(record)
 
     def _over(self, running: _Running, reason: str) -> None:
         order = running.order
-        self._journal.write(FaultReverted(order.id, order.kind, order.rank, reason))
+        self._run.journal.write(FaultReverted(order.id, order.kind, order.rank, reason))
         if running in self._running:
             self._running.remove(running)
 
     def _page(self, rank: int) -> FaultPage:
-        pages = self._workers.fault_pages
+        pages = self._run.workers.fault_pages
         assert pages is not None
         pages.fd_of(rank)
         return pages.by_rank[rank]
 
     def _step_here(self) -> int:
-        return max((_step_on(slot.page) for slot in self._workers.slots), default=0)
+        return max((_step_on(slot.page) for slot in self._run.workers.slots), default=0)
 
     def _step_of(self, rank: int) -> int:
-        slots = self._workers.slots
+        slots = self._run.workers.slots
         return next((_step_on(slot.page) for slot in slots if slot.rank == rank), 0)
 
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
-from ftrun.agent.faults import corruption as corruption
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
+from ftrun.agent.faults import corruption
 from ftrun.agent.faults.machine import (
     FaultCgroup,
     check_free,
@@ -32,14 +33,14 @@ from ftrun.agent.faults.network import link_fault
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.agent.launch.warm_start import WorkerHandle
-from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.proc import cores_used
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused
 from ftrun.urls import is_url
 from ftrun.wire.fault_orders import FAULT_PREFIX
 from ftrun.wire.messages.faults import FaultOrder
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 _PERIOD_US = 20_000
 """Quota period of the cpu cgroup; short, so that a rank is slowed evenly."""
@@ -51,13 +52,8 @@ _MIB = 1 << 20
 class FaultInjectors:
     """All faults that an agent injects."""
 
-    def __init__(
-        self, spec: RunSpec, *, control: ControlLoop, workers: WorkerGroup, smp: AgentSmpClient
-    ) -> None:
-        self._spec = spec
-        self._control = control
-        self._workers = workers
-        self._smp = smp
+    def __init__(self, run: "Run") -> None:
+        self._run = run
         self._makers: dict[str, Callable[[FaultOrder], FaultAction]] = {
             "rank-kill": lambda order: self._signal_rank(order, signal.SIGKILL),
             "stop": lambda order: self._signal_rank(order, signal.SIGSTOP),
@@ -71,7 +67,7 @@ class FaultInjectors:
             "node-loss": self._node_loss,
             "freeze": self._freeze,
             "shm-full": lambda order: fill(order, Path("/dev/shm"), "/dev/shm"),
-            "disk-full": lambda order: fill(order, Path(spec.log_folder), "the logs"),
+            "disk-full": lambda order: fill(order, Path(run.spec.log_folder), "the logs"),
             "fd-limit": fd_limit,
             "pid-limit": lambda order: pid_limit(order, self._children()),
             "cpu-starve": cpu_starve,
@@ -100,7 +96,7 @@ class FaultInjectors:
         Raises:
             FaultRefused: the rank does not run here.
         """
-        for handle in self._workers.alive():
+        for handle in self._run.workers.alive():
             if handle.slot.rank == rank:
                 return handle
         raise FaultRefused(
@@ -157,7 +153,7 @@ class FaultInjectors:
         try:
             return continue_later(named(handle.pid), order.for_s, since_s=since_s)
         finally:
-            self._workers.stopped_by_order(handle, since_s)
+            self._run.workers.stopped_by_order(handle, since_s)
 
     def _slow(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
@@ -245,7 +241,7 @@ class FaultInjectors:
         return FaultAction(f"SIGSTOP to pid {target[0][0]}, SIGCONT after {order.for_s:g} s", do)
 
     def _smp_pid(self) -> int:
-        smp = self._smp
+        smp = self._run.smp
         if smp.child is not None and smp.child.status is None:
             return smp.child.pid
         if smp.channel is None:
@@ -258,7 +254,7 @@ class FaultInjectors:
         return FaultAction(how, lambda: os.kill(pid, signal.SIGKILL), is_last=True)
 
     def _leader_kill(self, order: FaultOrder) -> FaultAction:
-        if not self._control.leads:
+        if not self._run.control_loop.leads:
             raise FaultRefused("this node is no longer the leader. Run the command again")
         return self._agent_kill(order)
 
@@ -270,7 +266,7 @@ class FaultInjectors:
         return FaultAction(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
 
     def _zygote_kill(self, _: FaultOrder) -> FaultAction:
-        zygote = self._workers.starter.zygote
+        zygote = self._run.workers.starter.zygote
         child = zygote.child if zygote is not None else None
         if child is None or child.status is not None:
             raise FaultRefused("there is no zygote on this node: ranks are started fresh")
@@ -326,15 +322,16 @@ class FaultInjectors:
         return []
 
     def _children(self) -> list[int]:
-        zygote = self._workers.starter.zygote
-        children = [self._smp.child, zygote.child if zygote is not None else None]
-        children += [handle.child for handle in self._workers.alive()]
+        run = self._run
+        zygote = run.workers.starter.zygote
+        children = [run.smp.child, zygote.child if zygote is not None else None]
+        children += [handle.child for handle in run.workers.alive()]
         return [child.pid for child in children if child is not None and child.status is None]
 
     # --- links --------------------------------------------------------------------------------
 
     def _link(self, order: FaultOrder) -> FaultAction:
-        spec, plan = self._spec, self._control.plan
+        spec, plan = self._run.spec, self._run.control_loop.plan
         if spec.nodes is None or plan is None:
             raise FaultRefused("this run has one node, so it has no link to another node")
         card = plan.card(spec.nodes.node_id)
@@ -349,7 +346,7 @@ class FaultInjectors:
         return FaultAction(fault.how, do, is_answered_first=is_cut)
 
     def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
-        control = self._control
+        control = self._run.control_loop
         thread = control.thread if isinstance(control, ClusterControlLoop) else None
         if thread is None:
             raise FaultRefused("this run has one node, so it sends no frames to other nodes")
@@ -360,8 +357,8 @@ class FaultInjectors:
 
     def _bitflip_shm(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
-        arenas = self._smp.memory.arenas
-        local = [slot.rank for slot in self._workers.slots]
+        arenas = self._run.smp.memory.arenas
+        local = [slot.rank for slot in self._run.workers.slots]
         newest = corruption.newest_common(arenas, local)
 
         def do() -> None:
@@ -376,7 +373,7 @@ class FaultInjectors:
         )
 
     def _fragments(self, order: FaultOrder) -> FaultAction:
-        parity_regions = list(self._smp.memory.parity_regions.values())
+        parity_regions = list(self._run.smp.memory.parity_regions.values())
         corrupt = (
             corruption.truncate if order.kind == "fragment-truncate" else corruption.make_stale
         )
@@ -385,7 +382,7 @@ class FaultInjectors:
         return FaultAction(how, lambda: corrupt(parity_regions))
 
     def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:
-        directory = self._spec.checkpoint_directory
+        directory = self._run.spec.checkpoint_directory
         if directory is None:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
         if is_url(directory):

@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher import api as launcher_api
 
-from ftrun.agent.launch.rendezvous import BACKEND, NodePlacement, PlanRendezvousHandler
+from ftrun.agent.launch.rendezvous import BACKEND, PlanRendezvousHandler
 from ftrun.agent.launch.warm_start import FULL, WorkerStarter
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
@@ -55,29 +55,22 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def place_in(self, plan: GenerationPlan, node_id: str) -> None:
-        group_rank = next(i for i, one in enumerate(plan.members) if one.node_id == node_id)
-        PlanRendezvousHandler.placement = NodePlacement(
-            group_rank=group_rank,
-            num_nodes=len(plan.members),
-            first_rank=plan.members[group_rank].first_rank,
-            world_size=plan.world_size,
-            store_host=plan.store_host,
-            store_port=plan.store_port,
-            rail_host=plan.store_host if plan.paths is not None else "",
-        )
+        PlanRendezvousHandler.plan = plan
+        PlanRendezvousHandler.group_rank = [one.node_id for one in plan.members].index(node_id)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Assign ranks as in the plan. Torch's own method would wait for every other agent."""
-        at = PlanRendezvousHandler.placement
+        plan = PlanRendezvousHandler.plan
+        first, size = plan.members[group_rank].first_rank, plan.world_size
         return [
             Worker(
                 local_rank=local_rank,
-                global_rank=at.first_rank + local_rank,
-                role_rank=at.first_rank + local_rank,
-                world_size=at.world_size,
-                role_world_size=at.world_size,
+                global_rank=first + local_rank,
+                role_rank=first + local_rank,
+                world_size=size,
+                role_world_size=size,
             )
             for local_rank in range(spec.local_world_size)
         ]

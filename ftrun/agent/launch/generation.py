@@ -224,7 +224,7 @@ class GenerationRunner:
         restart = self.restarts[-1] if self.restarts else None
         if restart is None or restart.phases_s is not None or restart.generation != self.number:
             return
-        pages = [slot.page for slot in self._workers.slots]
+        pages = self._workers.pages
         if not pages or not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             return
 

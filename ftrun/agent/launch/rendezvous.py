@@ -16,8 +16,7 @@ import errno
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from ftrun import clock
 from ftrun.errors import UsageError
+from ftrun.wire.cluster.generation import GenerationPlan
 
 BACKEND = "ftrun"
 LOOPBACK = "127.0.0.1"
@@ -193,25 +193,13 @@ class StorePool:
         self._held = {}
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlacement:
-    """The placement of this node in a generation, in the terms of torch."""
-
-    group_rank: int
-    num_nodes: int
-    first_rank: int
-    world_size: int
-    store_host: str
-    store_port: int
-    rail_host: str = ""
-    """Where the store of this node listens, if its ranks use a rail that a network plan has
-    chosen."""
-
-
 class PlanRendezvousHandler(RendezvousHandler):
     """A rendezvous that is complete already: the plan says which nodes take part."""
 
-    placement = NodePlacement(0, 1, 0, 1, LOOPBACK, 0)
+    plan: ClassVar[GenerationPlan]
+    """Of the generation that starts."""
+    group_rank: ClassVar[int]
+    """The index of this node in the plan, which torch calls its group rank."""
 
     def __init__(self, run_id: str, pool: StorePool) -> None:
         self._run_id = run_id
@@ -225,16 +213,16 @@ class PlanRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        at = self.placement
+        plan = self.plan
         # Ranks are in the plan and not exchanged, so no agent waits for the store of another agent.
         # That agent may be dead by now, which is detected in another way. Only workers connect to
         # it.
-        own = at.rail_host or self._pool.address
-        store = self._pool.take(own) if at.group_rank == 0 else HashStore()
-        port = store.port if isinstance(store, TCPStore) else at.store_port
-        address = store.host if isinstance(store, TCPStore) else at.store_host
+        own = plan.store_host if plan.paths is not None else ""
+        store = self._pool.take(own) if self.group_rank == 0 else HashStore()
+        port = store.port if isinstance(store, TCPStore) else plan.store_port
+        address = store.host if isinstance(store, TCPStore) else plan.store_host
         info = RendezvousStoreInfo(address, port)
-        return RendezvousInfo(store, at.group_rank, at.num_nodes, info)
+        return RendezvousInfo(store, self.group_rank, len(plan.members), info)
 
     def is_closed(self) -> bool:
         return False

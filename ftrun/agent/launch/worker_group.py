@@ -155,7 +155,7 @@ class WorkerGroup:
         """
         page_fds = [handle.slot.request.descriptors["heartbeat"] for handle in self.handles]
         trees = RankTrees(self.pids(), page_fds)
-        is_on_page = any(slot.page.get(HeartbeatField.DEVICE_NS) for slot in self.slots)
+        is_on_page = any(page.get(HeartbeatField.DEVICE_NS) for page in self.pages)
         self.used_device |= is_on_page or trees.use_device()
         for handle in self.handles:
             handle.child.signal_group(SIGKILL)
@@ -209,17 +209,16 @@ class WorkerGroup:
     def ask_last_snapshot(self, after_step: int) -> None:
         """Have every rank stop after this step; -1: at the first boundary that none has passed."""
         if self.commands is not None:
-            furthest = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)
+            furthest = most(self.pages, HeartbeatField.STEP)
             self.commands.set(
                 CommandField.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
 
     def sealed(self) -> tuple[int, int] | None:
         """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
-        pages = [slot.page for slot in self.slots]
         steps = [
             page.get(HeartbeatField.SEALED_STEP)
-            for page in pages
+            for page in self.pages
             if page.get(HeartbeatField.SEALED_COUNT)
             and page.get(HeartbeatField.SEALED_GENERATION) == self.generation
         ]
@@ -229,11 +228,8 @@ class WorkerGroup:
         """The newest version that the command page shows as committed: (generation, step)."""
         if self.commands is None or self.commands.get(CommandField.COMMITTED_STEP) < 0:
             return None
-        step, generation = (
-            self.commands.get(at)
-            for at in (CommandField.COMMITTED_STEP, CommandField.COMMITTED_GENERATION)
-        )
-        return (generation, step)
+        step = self.commands.get(CommandField.COMMITTED_STEP)
+        return (self.commands.get(CommandField.COMMITTED_GENERATION), step)
 
     def take_from(self, step: int) -> None:
         if self.commands is not None:
@@ -272,6 +268,10 @@ class WorkerGroup:
     @property
     def handles(self) -> list[WorkerHandle]:
         return [handle for _, handle in sorted(self.starter.handles.items())]
+
+    @property
+    def pages(self) -> list[SharedPage]:
+        return [slot.page for slot in self.slots]
 
     @property
     def slots(self) -> list[LaunchSlot]:
@@ -317,7 +317,7 @@ class WorkerGroup:
 
     def unprotected_reason(self) -> str:
         """Why no snapshots are taken of a rank here; empty if they are."""
-        pages = [slot.page for slot in self.slots]
+        pages = self.pages
         notes = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
         if notes:
             return notes[0]
@@ -329,39 +329,18 @@ class WorkerGroup:
 
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
-        step = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)
-        here = max(
-            (
-                step - first
-                if slot.page.get(HeartbeatField.ATTACHED)
-                else slot.page.get(HeartbeatField.STEP)
-                for slot in self.slots
-                if slot.page.get(HeartbeatField.FIRST_STEP_NS)
-            ),
-            default=0,
-        )
-        attached = any(slot.page.get(HeartbeatField.ATTACHED) for slot in self.slots)
-        return events.Progress(Step(step), here, attached)
+        pages = self.pages
+        step = most(pages, HeartbeatField.STEP)
+        here = [
+            step - first if page.get(HeartbeatField.ATTACHED) else page.get(HeartbeatField.STEP)
+            for page in pages
+            if page.get(HeartbeatField.FIRST_STEP_NS)
+        ]
+        attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
+        return events.Progress(Step(step), max(here, default=0), attached)
 
     def reports(self, now_s: float) -> tuple[RankReport, ...]:
-        return tuple(
-            RankReport(
-                rank=handle.slot.rank,
-                pid=handle.pid,
-                state=handle.state,
-                step=handle.slot.page.get(HeartbeatField.STEP),
-                age_s=round(now_s - handle.slot.page.get(HeartbeatField.HEARTBEAT_NS) / 1e9, 3)
-                if handle.slot.page.get(HeartbeatField.HEARTBEAT_NS)
-                else -1.0,
-                phase=handle.slot.page.phase,
-                loss=handle.slot.page.loss if handle.slot.page.get(HeartbeatField.LOSS) else None,
-                loss_step=handle.slot.page.get(HeartbeatField.LOSS_STEP),
-                bad_step=handle.slot.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
-                p50_s=quantile_s(handle.slot.page.step_times, 0.5),
-                p99_s=quantile_s(handle.slot.page.step_times, 0.99),
-            )
-            for handle in self.handles
-        )
+        return tuple(_report(handle, now_s) for handle in self.handles)
 
     def all_at_boundary(self) -> bool:
         alive = self.alive()
@@ -395,9 +374,7 @@ class WorkerGroup:
     def requested_every(self) -> int:
         if self._spec.profile.snapshot.every != "auto":
             return 0
-        return max(
-            (slot.page.get(HeartbeatField.REQUESTED_EVERY) for slot in self.slots), default=0
-        )
+        return most(self.pages, HeartbeatField.REQUESTED_EVERY)
 
     # --- details ------------------------------------------------------------------------------
 
@@ -458,6 +435,24 @@ class WorkerGroup:
             failed_ns = clock.now_ns() - int(age_s * 1e9)
             return document["message"], extra["py_callstack"], failed_ns
         return "", "", 0
+
+
+def _report(handle: WorkerHandle, now_s: float) -> RankReport:
+    page = handle.slot.page
+    heartbeat_ns = page.get(HeartbeatField.HEARTBEAT_NS)
+    return RankReport(
+        rank=handle.slot.rank,
+        pid=handle.pid,
+        state=handle.state,
+        step=page.get(HeartbeatField.STEP),
+        age_s=max(0.0, round(now_s - heartbeat_ns / 1e9, 3)) if heartbeat_ns else -1.0,
+        phase=page.phase,
+        loss=page.loss if page.get(HeartbeatField.LOSS) else None,
+        loss_step=page.get(HeartbeatField.LOSS_STEP),
+        bad_step=page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
+        p50_s=quantile_s(page.step_times, 0.5),
+        p99_s=quantile_s(page.step_times, 0.99),
+    )
 
 
 def _last_stack(handle: WorkerHandle) -> str:

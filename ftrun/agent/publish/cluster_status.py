@@ -32,7 +32,7 @@ from ftrun.recovery.incidents import Incident
 from ftrun.recovery.past import Departure
 from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages.status import (
     CLOSED,
     ClusterStatus,
@@ -140,18 +140,6 @@ def lateness_of(control_loop: ControlLoop) -> Mapping[int, float]:
     return control_loop.monitor.watching.slow.lateness_s
 
 
-def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
-    """Last collective call by rank, such as `all_reduce #41,207`; known only during a suspicion."""
-    found: dict[int, str] = {}
-    for view in views:
-        entered = [group for group in view.groups if group.calls]
-        group = next((one for one in entered if one.waits_seq), entered[-1] if entered else None)
-        if group is not None:
-            call = group.call(group.waits_seq) or group.calls[-1]
-            found[view.rank] = f"{call.op} #{call.seq:,}"
-    return found
-
-
 # --- incidents --------------------------------------------------------------------------------
 
 
@@ -228,7 +216,7 @@ def _node(
         step=heartbeat.step or None,
         ready=heartbeat.ready,
         unprotected_reason=heartbeat.unprotected,
-        ranks=_ranks(heartbeat, lateness_s),
+        ranks=rank_statuses(heartbeat.ranks, heartbeat.views, lateness_s),
     )
 
 
@@ -242,8 +230,10 @@ def _role(peer: PeerState, plan: GenerationPlan | None) -> str:
     return "spare" if is_spare else "joining"
 
 
-def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankStatus, ...]:
-    calls = last_collectives(heartbeat.views)
+def rank_statuses(
+    reports: Iterable[RankReport], views: Iterable[RankView], lateness_s: Mapping[int, float]
+) -> tuple[RankStatus, ...]:
+    calls = _last_collectives(views)
     return tuple(
         RankStatus(
             rank=rank.rank,
@@ -258,8 +248,20 @@ def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankS
             lateness_s=lateness_s.get(rank.rank),
             last_collective=calls.get(rank.rank),
         )
-        for rank in heartbeat.ranks
+        for rank in reports
     )
+
+
+def _last_collectives(views: Iterable[RankView]) -> dict[int, str]:
+    """Last collective call by rank, such as `all_reduce #41,207`; known only during a suspicion."""
+    found: dict[int, str] = {}
+    for view in views:
+        entered = [group for group in view.groups if group.calls]
+        group = next((one for one in entered if one.waits_seq), entered[-1] if entered else None)
+        if group is not None:
+            call = group.call(group.waits_seq) or group.calls[-1]
+            found[view.rank] = f"{call.op} #{call.seq:,}"
+    return found
 
 
 def _gone(gone: Departure, now_s: float) -> NodeStatus:

@@ -30,7 +30,7 @@ from ftrun.agent.launch.worker_group import (
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.status import RunView, StatusBuilder
+from ftrun.agent.publish.status import StatusBuilder
 from ftrun.errors import PeerError
 from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
@@ -44,6 +44,7 @@ from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, Time
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
     from ftrun.agent.publish.metrics import MetricsServer
 
 PROGRESS_EVERY_S = 10.0
@@ -59,7 +60,7 @@ _log = logging.getLogger("ftrun")
 class Observers:
     """All observers of one agent."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: "Run") -> None:
         self.status = StatusBuilder(run)
         self._run = run
         self._node_id = run.control_loop.member.me.node_id
@@ -81,14 +82,16 @@ class Observers:
             return
         # Imported here, because the library costs memory and some milliseconds, and most runs do
         # not use it.
-        from ftrun.agent.publish.metrics import MetricsServer, RunCollector, read_token, text_of
+        from ftrun.agent.publish.metrics import MetricsServer, read_token, text_of
 
         where = f"{settings.host} port {settings.port}"
-        collector = RunCollector(self._node_id, self.status.of_node, self._metrics.copy)
         try:
             token = read_token(settings.token_file) if settings.token_file else None
             self._server = MetricsServer(
-                settings.host, settings.port, text=lambda: text_of(collector), token=token
+                settings.host,
+                settings.port,
+                text=lambda: text_of(self._node_id, self.status.of_node(), self._metrics.copy()),
+                token=token,
             )
         except (OSError, ValueError) as error:
             self._run.journal.write(MetricsDisabled(f"{where}: {error}"))
@@ -248,7 +251,7 @@ class RunCounters:
 class RunMetrics:
     """Collects the counters of one agent."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: "Run") -> None:
         self._run = run
         self._lock = threading.Lock()
         self._counters = RunCounters()
@@ -284,7 +287,7 @@ class RunMetrics:
                 self._book = TimeAccounting(self._started_s or now_s)
             self._started_s = None
             incidents = control_loop.monitor.incidents
-            pages = [slot.page for slot in self._run.workers.slots]
+            pages = self._run.workers.pages
             self._book.turn(
                 incidents.life.state.value,
                 is_paused=leader.pause.is_on,

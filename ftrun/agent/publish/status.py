@@ -2,36 +2,27 @@
 
 Runs in:  agent: `poll` and `publish` in the main thread, which owns the data of the node's status;
           `document` and `of_node` in any other thread, which reads the published value.
-Takes in: the components of a `RunView`; the published `ControlLoopStatus`.
+Takes in: the components of a `Run`; the published `ControlLoopStatus`.
 Gives:    one immutable `StatusView`; docs/operations.md describes it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.launch.generation import GenerationRunner
-from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, most
-from ftrun.agent.maintenance import Maintenance
-from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.launch.worker_group import blocked_s, most
 from ftrun.agent.publish.cluster_status import (
     ControlLoopStatus,
     control_loop_status,
-    last_collectives,
+    rank_statuses,
 )
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config.run_spec import RunSpec
-from ftrun.journal import FILE_NAME, Journal
+from ftrun.journal import FILE_NAME
 from ftrun.membership.discovery import MemberRole
-from ftrun.monitor.numerics import finite
-from ftrun.monitor.page_values import quantile_s
 from ftrun.recovery.supervisor import STOPPING, SupervisorState
 from ftrun.urls import without_password
 from ftrun.wire.messages.status import (
@@ -47,29 +38,15 @@ from ftrun.wire.messages.status import (
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
-
-class RunView(Protocol):
-    """The parts of one run on one node; for reading only."""
-
-    spec: RunSpec
-    journal: Journal
-    smp: AgentSmpClient
-    workers: WorkerGroup
-    generations: GenerationRunner
-    control_loop: ControlLoop
-    maintenance: Maintenance
-    rpc: ClusterRpc | None
-    rank_observer: RankObserver
-    started_s: float
-
-    def wake(self) -> None: ...
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 
 class StatusBuilder(Published[StatusView]):
     """Status of one node, readable in all threads."""
 
-    def __init__(self, run: RunView) -> None:
-        super().__init__(self._build_view, wake=run.wake)
+    def __init__(self, run: "Run") -> None:
+        super().__init__(self._build_view, wake=run.signals.wake)
         self.metrics_address: str | None = None
         self._run = run
 
@@ -190,10 +167,16 @@ def _with_lateness(own: RankStatus, of_run: RankStatus | None) -> RankStatus:
     return msgspec.structs.replace(own, lateness_s=of_run.lateness_s)
 
 
-def _own_status(run: RunView, decided: ControlLoopStatus) -> StatusView:
+def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
     now_s, zygote = clock.now_s(), run.workers.starter.zygote
     snapshots = _snapshots(run, now_s)
-    ranks = _ranks(run, decided.lateness_s, now_s)
+    reports, views = run.workers.reports(now_s), run.rank_observer.views
+    ranks = tuple(
+        msgspec.structs.replace(rank, start=handle.start)
+        for rank, handle in zip(
+            rank_statuses(reports, views, decided.lateness_s), run.workers.handles, strict=True
+        )
+    )
     warning = run.generations.repeats.warning
     return StatusView(
         run_id=run.spec.run_id,
@@ -219,7 +202,7 @@ def _own_status(run: RunView, decided: ControlLoopStatus) -> StatusView:
     )
 
 
-def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
+def _restarts(run: "Run", now_s: float) -> tuple[RestartStatus, ...]:
     repeats = run.generations.repeats.results
     return tuple(
         RestartStatus(
@@ -234,7 +217,7 @@ def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
     )
 
 
-def _state(run: RunView, decided: ControlLoopStatus) -> str:
+def _state(run: "Run", decided: ControlLoopStatus) -> str:
     state = decided.state
     if state in STOPPING:
         return "stopping"
@@ -246,7 +229,7 @@ def _state(run: RunView, decided: ControlLoopStatus) -> str:
 
 
 def _summary(
-    run: RunView,
+    run: "Run",
     decided: ControlLoopStatus,
     ranks: Sequence[RankStatus],
     snapshots: SnapshotStatus,
@@ -269,39 +252,13 @@ def _summary(
     return f"{_state(run, decided)} {at}{generation}; {protection}"
 
 
-def _retained_step(run: RunView) -> int | None:
+def _retained_step(run: "Run") -> int | None:
     """Newest step in the memory kept from an earlier agent; None: there is none."""
     return max((offer.step for offer in run.smp.memory.offers()), default=None)
 
 
-def _ranks(run: RunView, lateness_s: Mapping[int, float], now_s: float) -> tuple[RankStatus, ...]:
-    found: list[RankStatus] = []
-    calls = last_collectives(run.rank_observer.views)
-    for handle in run.workers.handles:
-        page = handle.slot.page
-        heartbeat_ns = page.get(HeartbeatField.HEARTBEAT_NS)
-        times = page.step_times
-        found.append(
-            RankStatus(
-                rank=handle.slot.rank,
-                pid=handle.pid,
-                state=handle.state,
-                step=page.get(HeartbeatField.STEP) if heartbeat_ns else None,
-                heartbeat_age_s=now_s - heartbeat_ns / 1e9 if heartbeat_ns else None,
-                phase=page.phase,
-                loss=finite(page.loss) if page.get(HeartbeatField.LOSS) else None,
-                start=handle.start,
-                step_p50_s=quantile_s(times, 0.5) or None,
-                step_p99_s=quantile_s(times, 0.99) or None,
-                lateness_s=lateness_s.get(handle.slot.rank),
-                last_collective=calls.get(handle.slot.rank),
-            )
-        )
-    return tuple(found)
-
-
-def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
-    pages = [slot.page for slot in run.workers.slots]
+def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
+    pages = run.workers.pages
     commands = run.workers.commands
     committed = run.workers.committed()
     reason = run.maintenance.smp_given_up or run.workers.unprotected_reason()
@@ -323,7 +280,7 @@ def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
     )
 
 
-def _every(run: RunView, commands: SharedPage | None, *, furthest: int) -> int:
+def _every(run: "Run", commands: SharedPage | None, *, furthest: int) -> int:
     """Present snapshot interval in steps; 0: a new interval is set and not used yet."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
@@ -334,7 +291,7 @@ def _every(run: RunView, commands: SharedPage | None, *, furthest: int) -> int:
     return max(1, announced)
 
 
-def _age_s(run: RunView, committed: tuple[int, int], now_s: float) -> float:
+def _age_s(run: "Run", committed: tuple[int, int], now_s: float) -> float:
     """Seconds since the last local rank sealed the committed version."""
     sealed_ns = 0
     for fds in run.smp.memory.arenas.values():
@@ -351,16 +308,16 @@ def _age_s(run: RunView, committed: tuple[int, int], now_s: float) -> float:
     return max(0.0, now_s - sealed_ns / 1e9) if sealed_ns else 0.0
 
 
-def _memory_bytes(run: RunView) -> int:
+def _memory_bytes(run: "Run") -> int:
     return sum(read_shape(fd).total_bytes for fds in run.smp.memory.arenas.values() for fd in fds)
 
 
-def _redundancy_bytes(run: RunView) -> int:
+def _redundancy_bytes(run: "Run") -> int:
     """Bytes of mirrors and parity that this node stores for its protection group."""
     return sum(os.fstat(fd).st_size for fd in run.smp.memory.parity_regions.values())
 
 
-def _checkpoint(run: RunView, now_s: float) -> CheckpointStatus | None:
+def _checkpoint(run: "Run", now_s: float) -> CheckpointStatus | None:
     settings = run.spec.profile.checkpoint
     if not settings.directory:
         return None

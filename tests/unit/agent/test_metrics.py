@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from ftrun.agent.publish.metrics import (
     MAX_CONNECTIONS,
     MetricsServer,
-    RunCollector,
     read_token,
     text_of,
 )
@@ -39,7 +38,7 @@ STATUS: dict[str, Any] = {
 
 def samples(status: dict[str, Any], figures: RunCounters) -> dict[str, float]:
     view = msgspec.convert(status, StatusView)
-    text = text_of(RunCollector("n0", lambda: view, lambda: figures)).decode()
+    text = text_of("n0", view, figures).decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
