@@ -1,8 +1,6 @@
 """Executes the commands of the control loop on this node.
 
-Runs in:  agent, main thread, inside torch's launcher.
-Takes in: commands, one at a time.
-Gives:    killed and started ranks, prepared generations; `RunEnded` at the end of the run.
+Runs in the main thread, inside torch's launcher.
 """
 
 import logging
@@ -55,11 +53,7 @@ class CommandExecutor:
         self._agent = agent
 
     def execute_queued(self) -> None:
-        """Execute all commands in the queue.
-
-        Raises:
-            RunEnded: the run is over for another reason than that all ranks have finished.
-        """
+        """Execute the queue; RunEnded, unless the run ends because all ranks have finished."""
         while not self.is_done and (command := self._run.control_loop.next_order()) is not None:
             self._execute(command)
 
@@ -131,7 +125,6 @@ class CommandExecutor:
                 run.generations.move_peers(command.ports)
 
     def repeat_unconfirmed(self) -> None:
-        """Resend commands that the SMP has not executed; called once per turn of the loop."""
         run = self._run
         page, generation = run.workers.commands, run.generations.number
         if page is not None and run.workers.generation == generation:
@@ -216,7 +209,6 @@ class CommandExecutor:
         self._report.send(is_urgent=True)
 
     def _await_device_memory(self) -> float:
-        """Return the seconds it took."""
         run = self._run
         run.device_memory.before_start()
         if not run.workers.used_device:

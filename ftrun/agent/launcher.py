@@ -1,9 +1,6 @@
 """Assembles the components of a run and starts torch's launcher.
 
-Runs in:  agent, main thread. It is the first module of the agent that imports torch.
-Takes in: the spec, and the components that were started before the import of torch.
-Gives:    the run's exit code. If the run failed, one block of fewer than 25 lines on stderr: first
-          cause, the line in the user's code, what to do.
+Runs in the main thread. It is the first module of the agent that imports torch.
 """
 
 import logging
@@ -104,14 +101,7 @@ def final_block(
     generations: GenerationRunner,
     kept: RetainedVersion | None = None,
 ) -> str:
-    """The final text for the operator; often the only text that is read.
-
-    Args:
-        command: the end of the run.
-        spec: of the run.
-        generations: of this agent.
-        kept: what remains of a stopped run; None: the script does not attach, or the run failed.
-    """
+    """The final text for the operator; `kept` is what remains of a stopped run that attaches."""
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"
     code = int(command.exit_code)
@@ -156,11 +146,7 @@ def launch(
     kept: PersistedAgentState,
     preflight: NodeCheck,
 ) -> int:
-    """Run to the end; return the exit code of the started process.
-
-    Raises:
-        UsageError: torch does not accept the value of a flag; nothing was started.
-    """
+    """Run to the end; return the exit code of the started process."""
     args = elastic.parse(spec)
     num_ranks, config = elastic.local_world_size(args), elastic.launch_config(args)
     zygote = _fit(zygote, journal)
@@ -239,7 +225,7 @@ class Run:
         self.observers = Observers(self)
 
     def publish_status(self) -> None:
-        """Publish the status before a long operation, during which no status is published."""
+        """Called before a long operation, during which no status is published."""
         self.observers.status.publish()
 
     def send_lines(self) -> None:
@@ -305,7 +291,6 @@ def _connect_smp(run: Run) -> None:
 
 
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
-    """The store of this node: at the address of the flags, or on any rail."""
     if not node.is_alone:
         return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
     host = _checked(args.master_addr) if _is_given(args) else node.card.host
@@ -315,7 +300,6 @@ def _stores(args: Namespace, node: LocalNode) -> StorePool:
 
 
 def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
-    """Keep the zygote if this version of torch is known to fork safely; else close it."""
     reason = unknown_torch(torch.__version__)
     if zygote is None or not reason:
         return zygote

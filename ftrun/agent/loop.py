@@ -99,14 +99,12 @@ class RunSignals:
 
     @property
     def is_end_requested(self) -> bool:
-        """Whether a pending signal is not for the ranks."""
         return not all(self._is_for_ranks(number) for number, _ in self._signals)
 
     def forget(self) -> None:
         self._signals.clear()
 
     def handle(self) -> None:
-        """Handle the pending signals, and keep what the heartbeats must report."""
         while self._signals:
             self._on_signal(*self._signals.pop(0))
         with suppress(Empty):
@@ -152,11 +150,7 @@ class RunLoop:
         self._finished = FinishedWatch(run.spec, run.control_loop)
 
     def drive(self, agent: FtrunElasticAgent) -> None:
-        """Run until every rank has finished.
-
-        Raises:
-            RunEnded: the run ends in another way.
-        """
+        """Run until every rank has finished; RunEnded if the run ends in another way."""
         name_process("ftrun-agent")  # torch has set another name
         self.executor.begin(agent)
         self._run.signals.catch()

@@ -1,10 +1,6 @@
 """Periodic work that needs no decision, and the exits of this node's components.
 
-Runs in:  agent, main thread, once per turn of the loop.
-Takes in: the time; exit statuses and closed connections of zygote and SMP.
-Gives:    checkpoints, standbys, a restarted SMP or zygote, reports of unresponsive ranks, measured
-          restarts.
-Survives: zygote and SMP.
+Runs in the main thread, once per turn of the loop. Survives zygote and SMP.
 """
 
 import logging
@@ -95,12 +91,7 @@ class Maintenance:
             run.generations.configure_new_smp()
 
     def end(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
-        """Write the committed state and the record of the end, if there is a checkpoint directory.
-
-        Args:
-            command: how the run ends. A run that was stopped ends after the grace period.
-            is_cancelled: polled repeatedly; whether the operator wants the run to end now.
-        """
+        """Write the committed state and the record of the end to the checkpoint directory."""
         run = self._run
         if run.spec.checkpoint_directory is None:
             return
@@ -159,11 +150,10 @@ class Maintenance:
     def _last_versions(self) -> list[Version]:
         """The versions that the last checkpoint may be made of, the best first.
 
-        While ranks run, it is the version that the leader has reported as committed. If a
-        generation has ended, or the last agent of this node was killed, nodes may have received
-        different commits. The candidates are then the versions that this node holds: at most two,
-        and the newest commit is one of them. A run on one node may also end before the report of
-        its first commit arrives.
+        While ranks run, it is the version that the leader has reported as committed. After the end
+        of a generation, or of the last agent, nodes may know different commits: the candidates are
+        what this node holds, at most two. On one node the run may end before its first commit is
+        reported.
         """
         run = self._run
         if run.spec.nodes is not None and run.generations.has_ranks:
@@ -183,10 +173,7 @@ class Maintenance:
                 return
 
     def holdings(self) -> tuple[Inventory, int, int]:
-        """What this node holds, and the ports of its next store and of its SMP.
-
-        If an SMP is starting, wait until it is up.
-        """
+        """What this node holds, and the ports of its next store and of its SMP, once that is up."""
         run = self._run
         self._bring_up_smp(waits=True)
         return run.smp.inventory(), run.stores.next_port, run.smp.port
@@ -360,10 +347,9 @@ class Maintenance:
         return found
 
     def _reconnect(self, now_s: float) -> bool:
-        """Connect again to an SMP that lives and has closed its connection to this agent.
+        """Connect again to an SMP that lives and has closed its connection; False if none answers.
 
-        For example the agent was stopped and read nothing. The connection may also be lost before
-        the loop starts, while this agent imports torch. Return False if no SMP answers.
+        For example the agent was stopped and read nothing, or was importing torch.
         """
         run = self._run
         smp = run.smp

@@ -1,8 +1,6 @@
 """Builds the report of this node for its heartbeats.
 
-Runs in:  agent, main thread.
-Takes in: ended workers, notices of the SMP, the state of all components of a run.
-Gives:    a `Heartbeat` for the control loop, marked as urgent if it needs a reaction.
+Runs in the main thread.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +30,7 @@ class NodeReporter:
         self._oom_kills = oom_kills()
 
     def begin(self) -> None:
-        """Drop the reports of the last generation, because a new generation is prepared."""
+        """Drop the reports of the last generation."""
         self._exits.clear()
         self._differs = ("", ())
 
@@ -60,7 +58,6 @@ class NodeReporter:
                 self._differs = (notice.reason, ranks)
 
     def send(self, *, is_urgent: bool) -> None:
-        """Report the state of this node; at once if it needs a reaction."""
         heartbeat = self._heartbeat(clock.now_s())
         is_urgent |= _what_matters(heartbeat) != _what_matters(self._last)
         self._last = heartbeat

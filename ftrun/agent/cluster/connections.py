@@ -296,7 +296,6 @@ class ClusterConnections:
         self._drop(node_id)
 
     def _report_direction(self, node_id: str, made: AuthenticatedConnection) -> None:
-        """Report to the operator that a node is reached over another rail than its card's."""
         call, address = made.call, made.address
         if call is None or address is None or address.host == call.dial.host:
             return

@@ -123,7 +123,7 @@ class ControlLoop:
     def think(self, event: Happening) -> list[NetworkCommand]:
         """Decide; queue commands for the executor, and return commands for the network.
 
-        Call it only in the thread of the control loop.
+        Only in the thread of the control loop.
         """
         network: list[NetworkCommand] = []
         for command in self.member.handle(event, now_s=clock.now_s()):
@@ -162,11 +162,9 @@ class ClusterControlLoop(ControlLoop):
         self.thread.post(event)
 
     def tick(self) -> None:
-        """Raise the failure of a thread; the cluster thread handles the time itself.
+        """Raise the failure of a thread, so that the agent ends.
 
-        Raises:
-            RuntimeError: the cluster thread or the witness thread has ended because of a bug. The
-                agent ends with 70, and the stub starts another one.
+        The cluster thread handles the time itself.
         """
         for name, thread in (("cluster", self.thread), ("witness", self.witness_thread)):
             if thread is not None and thread.failure is not None:

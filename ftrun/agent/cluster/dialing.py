@@ -135,14 +135,10 @@ class Handshakes:
             self._calling.discard(call.at)
 
     def ended(self, at: tuple[str, int]) -> None:
-        """The result of the dial to this address was handled."""
         self._calling.discard(at)
 
     def report_once(self, text: str) -> None:
-        """Log a refusal once.
-
-        The operator watches this node, and the refused peer may belong to another operator.
-        """
+        """Log a refusal once, because the refused peer may belong to another operator."""
         if text not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(text)
             _log.warning("%s", text)

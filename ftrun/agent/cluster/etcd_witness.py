@@ -102,11 +102,7 @@ class EtcdWitness:
         lease_s: float,
         tls: EtcdTls | None = None,
     ) -> None:
-        """Load the client library.
-
-        Raises:
-            UsageError: the library is not installed.
-        """
+        """Raises UsageError if the client library is not installed."""
         try:
             from etcd3gw.client import Etcd3Client
         except ImportError as error:
@@ -278,11 +274,7 @@ class EtcdWitness:
     # --- endpoints ----------------------------------------------------------------------------
 
     def _on_any(self, do: Callable[[], _Answer], for_s: float) -> _Answer:
-        """Call `do` on the endpoint that answered last, or on the next one that answers in time.
-
-        Raises:
-            EtcdUnreachable: no endpoint answers.
-        """
+        """Call `do` on the endpoint that answered last, or on the next one that answers in time."""
         end_s = clock.now_s() + for_s
         reason = "no time was left to ask"
         for _ in range(2 * len(self._clients)):

@@ -1,8 +1,6 @@
 """Sets up this node: name, address, secret, and control loop.
 
-Runs in:  agent, main thread, before the run begins.
-Takes in: the run's spec, the state that the last agent of this node persisted.
-Gives:    a `NodeCard`; a `ControlLoop`, with a thread of its own if there are other nodes.
+Runs in the main thread, before the run begins.
 """
 
 import logging
@@ -127,7 +125,6 @@ class LocalNode:
             smp.listen_for_peers(self.card.host, self.secret, others)
 
     def start(self, run: "Run", preflight: NodeCheck) -> None:
-        """Start the threads that connect this node to the others."""
         control, rpc = run.control_loop, run.rpc
         if not isinstance(control, ClusterControlLoop) or rpc is None:
             return

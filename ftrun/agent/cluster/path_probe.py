@@ -160,11 +160,7 @@ def probe_path(
 
 
 def serve_path_probe(sock: socket.socket) -> None:
-    """Serve the other side of a probe; the caller closes the socket.
-
-    Raises:
-        OSError: the dialler has ended, or is too slow.
-    """
+    """Serve the other side; OSError if the dialler has ended. The caller closes the socket."""
     sock.settimeout(SERVE_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     give_up_s = clock.now_s() + SERVE_S
@@ -276,8 +272,7 @@ class LinkProber:
     def take(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> bool:
         """Start a probe, from any thread, without waiting.
 
-        Returns:
-            False if another probe is in progress, or was started less than `PAUSE_S` ago.
+        False if one is in progress, or was started less than `PAUSE_S` ago.
         """
         if not self._busy.acquire(blocking=False):
             return False
@@ -321,11 +316,7 @@ def probe(
 
 
 def serve_probe(sock: socket.socket) -> None:
-    """Serve the other side of a probe; the caller closes the socket.
-
-    Raises:
-        OSError: the prober has ended, or is too slow.
-    """
+    """Serve the other side; OSError if the prober has ended. The caller closes the socket."""
     give_up_s = clock.now_s() + PROBE_S
     tune(sock, bulk=False, user_timeout_s=PROBE_S)
     for _ in range(LINK_PINGS):

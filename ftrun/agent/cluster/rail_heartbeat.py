@@ -125,7 +125,6 @@ class RailHeartbeat:
     # --- sending ------------------------------------------------------------------------------
 
     def _check_plan(self) -> None:
-        """Compute the neighbours again if the generation has changed."""
         plan = self._control_loop.plan
         if plan is self._plan:
             return

@@ -1,10 +1,7 @@
 """Requests between the nodes of a run that need no decision: status, and lines for the journal.
 
-Runs in:  agent: `take` in the cluster thread, which also publishes `control_loop`; `whole` in the
-          control thread, the rest in the main thread.
-Takes in: messages that the control loop does not handle.
-Gives:    the status of the whole run on any node; one merged journal on the leader.
-Survives: a leader that does not answer: the node's own status is shown, with a note.
+`take` runs in the cluster thread, which also publishes `control_loop`; `whole` in the control
+thread, the rest in the main thread. If the leader does not answer, the node's own status is shown.
 """
 
 import threading

@@ -1,10 +1,7 @@
 """Accepts fault orders, injects the faults when they are due, and journals them.
 
-Runs in:  agent: `ask` in a thread for each order, `take` in the cluster thread, the rest in the
-          main thread, once per turn of the loop. It exists only in a run with --allow-faults.
-Takes in: orders from the operator on this machine, and from other nodes if the run has a secret.
-Gives:    faults on this node; `FaultOrdered`, `FaultFired` and `FaultEnded` in the journal.
-Survives: ranks; an order that a rank has not reached stays valid for its next process.
+`ask` runs in a thread for each order, `take` in the cluster thread, the rest in the main thread,
+once per turn of the loop. An order that a rank has not reached stays valid for its next process.
 
 Rule 1: the journal records an order when it is accepted, and again when it has fired. The journal
         therefore shows an order that never fires.
@@ -132,11 +129,7 @@ class FaultController:
         return fault_messages.FaultAccepted(order.id, node_id or self._own_id, ticket.how)
 
     def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
-        """Return the node for an order, and the order with its rank filled in.
-
-        Raises:
-            FaultRefused: there is no such rank or node.
-        """
+        """The node for an order, and the order with its rank filled in."""
         plan = self._run.control_loop.plan
         if plan is None:
             raise FaultRefused("the run has not begun yet: it has no ranks to break")
@@ -203,7 +196,6 @@ class FaultController:
         return any(run.action is not None and not run.has_fired for run in self._running)
 
     def poll(self) -> None:
-        """Accept new orders, inject due faults, and detect faults that have fired or ended."""
         try:
             while True:
                 self._begin(self._tickets.get_nowait())
@@ -274,11 +266,6 @@ class FaultController:
         self._answer(ticket)
 
     def _take_back(self, running: _Running) -> None:
-        """Cancel or revert a fault.
-
-        Raises:
-            FaultRefused: the fault cannot be reverted.
-        """
         order = running.order
         if running.action is None and not running.has_fired:
             self._page(order.rank).cancel(running.number)
@@ -304,11 +291,7 @@ class FaultController:
         ticket.answered.set()
 
     def _prepare(self, order: FaultOrder) -> _Running:
-        """Check the order as far as possible before it is due.
-
-        Raises:
-            FaultRefused: the fault is not possible.
-        """
+        """Check the order as far as possible before it is due."""
         kind = fault_kind(order.kind)
         step = self._step_of(order.rank) if kind.by_rank else self._step_here()
         if order.at_step and step >= order.at_step:
@@ -431,11 +414,7 @@ def _step_on(page: SharedPage) -> int:
 
 
 def _node_named(plan: GenerationPlan, text: str) -> str:
-    """Return the id of a node, given its id or its index among the voters of the plan.
-
-    Raises:
-        FaultRefused: there is no such node.
-    """
+    """The id of a node, given its id or its index among the voters of the plan."""
     names = [card.node_id for card in plan.voters]
     if text in names:
         return text

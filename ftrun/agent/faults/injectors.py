@@ -1,8 +1,6 @@
 """Prepares the faults that the agent injects on its node.
 
-Runs in:  agent, main thread.
-Takes in: an order for this node.
-Gives:    a prepared `FaultAction`; FaultRefused with the missing requirement.
+Runs in the main thread. FaultRefused names the missing requirement.
 
 Rule 1: if possible, checks run when the order is accepted, not when the fault is due.
 Rule 2: a reverter, which outlives the agent, ends each fault that has a duration.
@@ -83,19 +81,9 @@ class FaultInjectors:
         }
 
     def action(self, order: FaultOrder) -> FaultAction:
-        """Prepare the fault.
-
-        Raises:
-            FaultRefused: the fault is not possible here.
-        """
         return self._makers[order.kind](order)
 
     def rank(self, rank: int) -> WorkerHandle:
-        """Return the handle of a running rank of this node.
-
-        Raises:
-            FaultRefused: the rank does not run here.
-        """
         for handle in self._run.workers.alive():
             if handle.slot.rank == rank:
                 return handle
@@ -104,11 +92,7 @@ class FaultInjectors:
         )
 
     def make_room_for_oom(self, order: FaultOrder) -> RunningFault:
-        """Create a memory cgroup for this rank, so that an oom affects no other process.
-
-        Raises:
-            FaultRefused: the amount is out of range, or the cgroup cannot be created.
-        """
+        """Create a memory cgroup for this rank, so that an oom affects no other process."""
         pid = self.rank(order.rank).pid
         limit_bytes = int(order.amount * _MIB)
         if not 16 <= order.amount <= 1 << 20:
@@ -146,9 +130,9 @@ class FaultInjectors:
     def continue_rank(
         self, handle: WorkerHandle, order: FaultOrder, since_s: float
     ) -> RunningFault | None:
-        """Send SIGCONT to a stopped rank `for_s` after `since_s`; None if `for_s` is 0.
+        """Send SIGCONT `for_s` after `since_s`, from which the agent's time limit counts too.
 
-        The agent's time limit for a stopped rank also counts from `since_s`.
+        Never if `for_s` is 0.
         """
         try:
             return continue_later(named(handle.pid), order.for_s, since_s=since_s)
@@ -209,9 +193,9 @@ class FaultInjectors:
     def _put_into(
         self, group: FaultCgroup, pids: list[int], *, for_s: float, pids_of: list[int]
     ) -> RunningFault:
-        """Move processes into a cgroup; its reverter moves them back and removes the cgroup.
+        """Move processes into a cgroup.
 
-        The reverter does this after `for_s`, or earlier if all processes of `pids_of` have ended.
+        The reverter moves them back after `for_s`, or when all of `pids_of` have ended.
         """
         try:
             return RunningFault(

@@ -105,7 +105,6 @@ class FaultReverter:
         return 0
 
     def revert(self) -> None:
-        """Undo the fault; if a step fails, the next steps still run."""
         for step in self._undo if self._has_started else []:
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
                 self._take(step)
@@ -170,8 +169,7 @@ class FaultReverter:
     def _signal_tree(self, number: int, root: int) -> None:
         """Stop, kill or continue a process and all its descendants except reverters.
 
-        Processes are stopped first, in several passes, because a running process may start others
-        during a pass. Before a kill, other reverters undo their faults.
+        Several passes stop them first, because a running process may start others during a pass.
         """
         if number == signal.SIGCONT:
             _signal(number, self._tree)
@@ -196,7 +194,7 @@ def _signal(number: int, processes: list[Process]) -> None:
 
 
 def _descendants(root: int) -> list[Process]:
-    """The root and its descendants, breadth first, without reverters and their children."""
+    """The root and its descendants, breadth first, without reverters."""
     return _family(root)[0]
 
 
@@ -290,9 +288,9 @@ def _limit(target: Process, what: int, soft: int) -> None:
 
 
 def _cap_files(target: Process) -> None:
-    """Limit a process to its lowest free descriptor number, so that it can open no more files.
+    """Limit a process to its lowest free descriptor number.
 
-    The number is sampled 20 times, because threads of the process open and close files.
+    It is sampled 20 times, because threads of the process open and close files.
     """
     pid, at = target
     if start_time(pid) == at:
@@ -306,7 +304,6 @@ def _lowest_free(pid: int) -> int:
 
 
 def _cap_processes(group: str) -> None:
-    """Set the limit to the present number, so that no process in the cgroup can fork."""
     _write(f"{group}/pids.max", Path(group, "pids.current").read_text(encoding="ascii").strip())
 
 

@@ -125,11 +125,7 @@ def unknown_torch(text: str) -> str:
 
 
 def _prepare(folder: RunFolder) -> list[str] | None:
-    """Import torch, with SIGINT unblocked.
-
-    Returns:
-        The folder of the script and the modules to preload; None if no zygote is to be forked.
-    """
+    """Import torch, with SIGINT unblocked; return the words for the zygote. None: no zygote."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
     try:
         spec = json.loads(folder.spec.read_bytes())

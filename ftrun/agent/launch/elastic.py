@@ -1,10 +1,8 @@
 """torchrun's own launcher, with three parts replaced by ftrun's.
 
-Runs in:  agent, main thread.
-Takes in: torchrun's arguments.
-Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker starter and rendezvous.
-          Everything else stays torch's, in the installed version: flags, log folders, error files,
-          macros, environment contract.
+Runs in the main thread. Everything but agent class, worker starter and rendezvous stays torch's, in
+the installed version: flags, log folders, error files, macros, environment contract.
+
 Source:   the names used here exist from torch 2.6 to 2.15; see docs/internals.md.
 """
 
@@ -133,11 +131,6 @@ def parse(spec: RunSpec) -> Namespace:
 
 
 def local_world_size(args: Namespace) -> int:
-    """The number of ranks that this node starts.
-
-    Raises:
-        UsageError: --nproc-per-node gives a number that cannot be started here.
-    """
     with _flags_refused(f"--nproc-per-node {args.nproc_per_node}"):
         count = int(torchrun.determine_local_world_size(args.nproc_per_node))
     if count < 1:
@@ -146,11 +139,7 @@ def local_world_size(args: Namespace) -> int:
 
 
 def launch_config(args: Namespace) -> tuple[Any, ...]:
-    """Convert the flags with torch, which checks all of them; creates the log folder.
-
-    Raises:
-        UsageError: a flag has a value that torch does not accept.
-    """
+    """Convert the flags with torch, which checks all of them; creates the log folder."""
     for flag, value in (("redirects", args.redirects), ("tee", args.tee)):
         with _flags_refused(f"--{flag} {value}"):
             multiprocessing_api.Std.from_str(value)
@@ -174,7 +163,6 @@ def run(
     starter: WorkerStarter,
     drive: Callable[[Any], None],
 ) -> None:
-    """Run torchrun's launcher with ftrun's parts; return when the run has ended well."""
     FtrunElasticAgent.drive = staticmethod(drive)
     # Torch looks these names up at each use. `setattr` is needed because mypy rejects a direct
     # assignment to names that the module does not export.

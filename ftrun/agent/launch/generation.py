@@ -1,10 +1,7 @@
 """Prepares and starts a generation on this node, and measures the phases of a restart.
 
-Runs in:  agent, main thread.
-Takes in: a plan, once to prepare it, and again to start its ranks when it is chosen.
-Gives:    running workers, journal lines, a `Recovered` with measured phases.
-Survives: this agent: the state for the next agent is persisted in the SMP and the stub before a
-          plan is accepted.
+Runs in the main thread. The state for the next agent is persisted in the SMP and the stub before a
+plan is accepted.
 """
 
 import logging
@@ -113,10 +110,7 @@ class GenerationRunner:
 
     @property
     def token(self) -> str:
-        """Identifies this generation: equal on all of its nodes, different in all others.
-
-        A restarted agent of the same node computes the same token, even if spares have joined.
-        """
+        """Identifies this generation: equal on all of its nodes, and for a restarted agent."""
         plan = self.newest_plan
         if plan is None:
             return ""
@@ -189,7 +183,6 @@ class GenerationRunner:
         self.repeats.launched()
 
     def send_to_smp(self) -> None:
-        """Send the plan to the SMP; if the SMP has ended, the next SMP receives it."""
         if self.plan is None:
             return
         # In the middle of a generation the newest commit must be protected again.
@@ -248,7 +241,6 @@ class GenerationRunner:
         )
 
     def _launch_request(self, plan: GenerationPlan) -> LaunchRequest:
-        """The launch request of this node's ranks; `WorkerGroup` completes it for each rank."""
         return LaunchRequest(
             generation=Generation(plan.generation),
             rank=Rank(-1),
@@ -286,11 +278,7 @@ class GenerationRunner:
         return found
 
     def _await_share(self) -> None:
-        """Wait until this node has the whole checkpoint, before it accepts the plan.
-
-        Raises:
-            SnapshotError: the checkpoint cannot be loaded.
-        """
+        """Wait until this node has the whole checkpoint, before it accepts the plan."""
         if not self._is_share:
             return
         try:
@@ -400,10 +388,8 @@ class Announcements:
     def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
         """Print an entry, unless its cause was already printed.
 
-        Args:
-            entry: from the leader.
-            has_ranks: this node runs ranks. On other nodes `beginning` is not called, so the entry
-                for a new generation clears the causes.
+        Without ranks here, `beginning` is not called, so the entry for a new generation clears the
+        causes.
         """
         record = entry.record
         if isinstance(record, GenerationChosen) and not has_ranks:

@@ -1,9 +1,6 @@
 """Children of the agent, observed through pidfds.
 
-Runs in:  agent, main thread.
-Takes in: pids of children, own or adopted (a zygote's grandchildren are reparented to the agent,
-          which reaps them).
-Gives:    `ChildProcess` objects with a pidfd that becomes readable at their end.
+Runs in the main thread. A zygote's grandchildren are reparented to the agent, which reaps them.
 
 A pidfd always refers to one process, so a signal never reaches a later process with the same pid.
 The status is read with waitid on exactly that pid, so this code never reaps a child of torch.
@@ -80,7 +77,6 @@ class ChildProcess:
             os.killpg(self.pid, number)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait at most `deadline_s` seconds; return whether the child has ended."""
         give_up_s = clock.now_s() + deadline_s
         while not self.reap():
             left_s = give_up_s - clock.now_s()

@@ -34,13 +34,9 @@ def has_nccl_devices(root: Path = Path("/")) -> bool:
 def recorder_variables(
     user: Mapping[str, str], *, dumps: Path, pipes: Path, has_devices: bool
 ) -> dict[str, str]:
-    """Variables that the user has not set.
+    """Variables that `user` has not set. `pipes` is on a local file system.
 
-    Args:
-        user: the variables of this process.
-        dumps: folder for torch's own dumps; created on a node with devices.
-        pipes: folder on a local file system. Torch ends a rank that cannot make its pipe.
-        has_devices: collectives of the ranks may run on devices.
+    Torch ends a rank that cannot make its pipe.
     """
     found: dict[str, str] = {}
     if not any(name in user for name in _SIZES):

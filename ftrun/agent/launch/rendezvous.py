@@ -1,8 +1,6 @@
 """One store for each generation, and the rendezvous handler that torch asks for it.
 
-Runs in:  agent, main thread.
-Takes in: the address by which workers reach this node; the placement of this node in a generation.
-Gives:    TCPStores, each bound to that one address; the store address for workers of other nodes.
+Runs in the main thread.
 
 Each generation has a new store. torchrun reuses one, and a restarted rank then reads keys of the
 last attempt (pytorch#135712). A store is created ahead of need, because the start of the next
@@ -44,11 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_store(address: str, port: int = 0) -> TCPStore:
-    """Create a store that listens on `address` only, on `port` or any free one.
-
-    Raises:
-        OSError: it is no address of this node, or the port is taken there.
-    """
+    """Create a store that listens on `address` only, on `port` or any free one."""
     return _store_at(address, _listener(address, port))
 
 
@@ -80,13 +74,7 @@ def _store_at(address: str, listener: socket.socket) -> TCPStore:
 
 
 class StorePool:
-    """The stores of this generation and of the next.
-
-    Args:
-        address: of this node's card.
-        port: a fixed one; 0: any.
-        others: the addresses of this node's other rails.
-    """
+    """The stores of this generation and of the next; `others` are addresses of other rails."""
 
     def __init__(self, address: str, port: int, others: Sequence[str] = ()) -> None:
         self.address = address
@@ -113,9 +101,8 @@ class StorePool:
     def take(self, address: str = "") -> TCPStore:
         """Return the store of a new generation.
 
-        Args:
-            address: where the store listens, with the port that was reported before; empty or the
-                pool's own `address`: the store that was created ahead of need.
+        Without an `address`, and at the pool's own one, it is the store that was created ahead of
+        need.
         """
         if self._port:
             self._current = None
@@ -139,7 +126,7 @@ class StorePool:
                 ) from error
 
     def _at_given_port(self, address: str) -> TCPStore:
-        """The store at the given port. A later generation uses any other if it stays taken."""
+        """The store at the given port, or at any other if it stays taken."""
         give_up_s = clock.now_s() + TAKEN_S
         while True:
             try:
@@ -175,8 +162,8 @@ class StorePool:
     def _on_rail(self, address: str) -> TCPStore | None:
         """Move the next store to another rail; None if it stays or the port is taken there.
 
-        If the port is taken, ranks of other nodes do not find their store. They fail, and the next
-        generation follows. This is no reason to end this agent.
+        A taken port is no reason to end this agent: ranks of other nodes do not find their store
+        and fail, and the next generation follows.
         """
         if address in ("", self.address):
             return None

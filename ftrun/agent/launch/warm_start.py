@@ -1,10 +1,7 @@
 """Starts the process of a rank: from a standby of the zygote, or fresh if no standby can serve.
 
-Runs in:  agent, main thread (PDEATHSIG fires when the forking thread ends), under torch's
-          SubprocessContext.
-Takes in: the arguments that torch would pass to Popen.
-Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler.
-Survives: what ends zygote and standbys: a rank then starts as a new process.
+Runs in the main thread, because PDEATHSIG fires when the forking thread ends, under torch's
+SubprocessContext. A `WorkerHandle` replaces torch's own SubprocessHandler.
 """
 
 import errno
@@ -91,11 +88,7 @@ class WorkerHandle:
         return self.child.status
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait as Popen.wait does.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
+        """As Popen.wait."""
         if not self.child.wait(3600.0 if timeout is None else timeout):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
         return self.child.status
@@ -111,9 +104,6 @@ def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> 
     """The command behind `numactl`, as torch's own SubprocessHandler starts it.
 
     Before torch 2.9 the command of torch has it already, and torch gives no options.
-
-    Raises:
-        UsageError: this node cannot bind the rank, for example because it has no GPU.
     """
     if numa_options is None:
         return command

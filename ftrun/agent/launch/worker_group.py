@@ -1,9 +1,6 @@
 """The workers of this node: their processes, their pages, and the commands for all of them.
 
-Runs in:  agent, main thread.
-Takes in: a generation to prepare for.
-Gives:    launch slots for the starter, worker exits with their reasons, progress.
-Survives: each worker: pages and error files of dead workers are read here.
+Runs in the main thread. Pages and error files outlive their worker, and are read here.
 """
 
 import json
@@ -147,11 +144,9 @@ class WorkerGroup:
             process_tree.note_sessions(self._smp.folder.path, self.pids())
 
     def kill(self) -> str:
-        """End every worker now, and every process that a worker has started.
+        """End every worker, and every process that a worker has started; return what is stuck.
 
-        Returns:
-            What has not ended, as `stuck` reports it. It hangs in the kernel with SIGKILL pending,
-                so it runs no line of the script any more.
+        It hangs in the kernel with SIGKILL pending, so it runs no line of the script any more.
         """
         page_fds = [handle.slot.request.descriptors["heartbeat"] for handle in self.handles]
         trees = RankTrees(self.pids(), page_fds)
@@ -251,7 +246,7 @@ class WorkerGroup:
             self.commands.set(CommandField.LEASE_NS, until_ns)
 
     def suspend(self, on: bool) -> None:
-        """Suspend every rank at once, or resume it; from any thread."""
+        """From any thread."""
         self.is_suspended = on
         number = SIGSTOP if on else SIGCONT
         alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
@@ -364,10 +359,9 @@ class WorkerGroup:
                 handle.child.signal_group(SIGKILL)
 
     def stopped_by_order(self, handle: WorkerHandle, since_s: float) -> None:
-        """Record that a fault has stopped this rank at `since_s`.
+        """Record the stop of a rank by a fault.
 
-        Starting the reverter delays this process, and that delay must not count as a paused
-        machine.
+        The start of the reverter delays this process, and must not count as a paused machine.
         """
         handle.stopped_since_s, self._polled_s = since_s, clock.now_s()
 
@@ -464,7 +458,6 @@ def _last_stack(handle: WorkerHandle) -> str:
 
 
 def step_counts(pages: Sequence[SharedPage]) -> list[int]:
-    """Number of steps in each step-time bucket, summed over the ranks."""
     return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
 
 
@@ -474,7 +467,6 @@ def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
 
 
 def blocked_s(pages: Sequence[SharedPage]) -> float:
-    """Seconds for which snapshots have blocked the slowest rank of this generation."""
     return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
 
 

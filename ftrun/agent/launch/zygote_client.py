@@ -93,7 +93,6 @@ class ZygoteClient:
 
     @property
     def holds_device(self) -> bool:
-        """Whether a standby uses device memory."""
         return any(standby.binding is not None for standby in self._standbys)
 
     def start(self) -> None:
@@ -119,11 +118,7 @@ class ZygoteClient:
         self._order(self._wanted - len(self._standbys) - self._ordered)
 
     def launch(self, request: LaunchRequest, local_rank: int) -> ChildProcess:
-        """Turn a standby into a worker.
-
-        Raises:
-            ZygoteUnavailable: there is no standby, and none came.
-        """
+        """Turn a standby into a worker; ZygoteUnavailable if there is none, and none came."""
         try:
             data = encode_launch(request)
         except UnicodeEncodeError as error:
@@ -202,7 +197,6 @@ class ZygoteClient:
                 standby.orders.send(msgspec.json.encode(standby.binding))
 
     def unbind(self, reason: str) -> None:
-        """End the bound standbys, and bind no more."""
         self._binds_no_more = True
         for standby in list(self._standbys):
             if standby.binding is not None:
@@ -256,7 +250,6 @@ class ZygoteClient:
         self._journal.write(StandbyDropped(standby.binding.local_rank, reason))
 
     def _take_bound(self, local_rank: int) -> Standby | None:
-        """The standby that is bound for this rank, if it fits."""
         now = self._launched[local_rank]
         for standby in list(self._standbys):
             binding = standby.binding

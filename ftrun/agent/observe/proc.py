@@ -1,14 +1,9 @@
 """What the kernel reports of the ranks: state and work of processes, counters of connections.
 
-Runs in:  agent, the thread of the rank observer.
-Takes in: pids of the ranks; /proc/PID/fd for their sockets, and one netlink query (sock_diag with
-          TCP_INFO) for the kernel's counters of each.
-Gives:    `SocketCounters` of each established connection; a `LinkSample` for each remote address of
-          the ranks, with the changes since the last poll; `ProcessState`, None if the process has
-          ended.
-Survives: a kernel or container that does not answer such queries: `error` says why, and there are
-          no figures. Root is not needed: /proc/PID/fd is readable for ranks of the same user, and
-          the kernel reports connections of the own network namespace to every user.
+Runs in the thread of the rank observer. It reads /proc/PID/fd, and asks the kernel by netlink
+(sock_diag with TCP_INFO). Root is not needed: the kernel reports connections of the own network
+namespace to every user. If it does not answer, `error` says why, and there are no figures.
+
 Source:   `inet_diag.h` and `tcp.h` of Linux 4.19 and later; older kernels send a shorter tcp_info,
           and missing fields read as 0. pyroute2 would do the same with every field decoded, but
           takes 130 ms and 20 MB to import and 7 ms of CPU for 128 connections, against 1.5 ms here
@@ -284,10 +279,7 @@ def cores_used(pid: int, *, within_s: float = 0.25) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process without pages of files; 0 if it has ended.
-
-    Pages of a mapped data set can be taken back at any time. Called once a second, so it is cheap.
-    """
+    """Without pages of files, which can be taken back at any time. Cheap: called once a second."""
     words = _first_line(f"/proc/{pid}/statm").split()
     pages = int(words[1]) - int(words[2]) if len(words) > 2 else 0
     return max(0, pages) * os.sysconf("SC_PAGE_SIZE")

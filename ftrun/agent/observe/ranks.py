@@ -292,7 +292,7 @@ class RankObserver:
         return _Activity(cpu, now_s - still_since_s, now_s - spins_since_s, now_s - unmoved_since_s)
 
     def _close_unused(self) -> None:
-        """Close stack files of ended ranks; only here, because only this thread writes to them."""
+        """Only this thread writes to the stack files of ended ranks, so only it closes them."""
         with suppress(Empty):
             while True:
                 os.close(self._unused_fds.get_nowait())

@@ -1,9 +1,7 @@
 """Dumps of the flight recorders, in the form that torch's own analyzer reads.
 
-Runs in:  agent, the thread of the rank observer.
-Takes in: recorders of the ranks, when a hang is suspected; files that torch has dumped by itself.
-Gives:    `rank_<R>` for each rank in the folder of a generation. The command
-          `torchfrtrace FOLDER -p rank_` compares them.
+Runs in the thread of the rank observer. `torchfrtrace FOLDER -p rank_` compares the files
+`rank_<R>` in the folder of a generation.
 
 Rule 1: a pickle may name any code. What a rank sends as a pickle is written as it is, and the agent
         does not read it.
@@ -50,14 +48,9 @@ def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader
 
 
 def as_pickle(dump: bytes, groups: str) -> bytes:
-    """A dump as torch's analyzer reads it; a pickle stays as it is.
+    """A dump as torch's analyzer reads it; a pickle stays as it is. ValueError: it is none.
 
-    Args:
-        dump: a pickle of NCCL's recorder, or the JSON of another one.
-        groups: ranks of the groups, as on the page.
-
-    Raises:
-        ValueError: it is neither.
+    `groups`: as on the page.
     """
     if dump[:1] == pickle.PROTO:
         return dump

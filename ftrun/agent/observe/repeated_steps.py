@@ -1,8 +1,6 @@
 """Compares the steps that this node's ranks repeat after a restart with the earlier ones.
 
-Runs in:  agent, main thread, once per turn of the loop.
-Takes in: the boundary records in the heartbeat pages, of dead ranks too.
-Gives:    a `Repeat` for each restart, for status, heartbeats, the journal and the screen.
+Runs in the main thread, once per turn of the loop.
 
 Rule: it observes only. An error ends the comparison, never the run.
 """
@@ -60,7 +58,7 @@ class RepeatedSteps:
         )
 
     def launched(self) -> None:
-        """Begin the comparison of the launched ranks.
+        """Begin the comparison.
 
         Old pages are read only now, because a launch must not wait for that.
         """
@@ -72,7 +70,6 @@ class RepeatedSteps:
             self._is_open = following.generation > 0
 
     def poll(self) -> None:
-        """Read new records, and report a result once it is known."""
         if self._is_open:
             self._guarded(self._poll)
 

@@ -1,8 +1,7 @@
 """Builds the status from the control loop: the run, its nodes and its incidents.
 
-Runs in:  agent, the thread of the control loop.
-Takes in: the control loop of this agent.
-Gives:    one immutable `ControlLoopStatus` for other threads; docs/operations.md describes it.
+Runs in the thread of the control loop; other threads get one immutable `ControlLoopStatus`.
+docs/operations.md describes it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -253,7 +252,7 @@ def rank_statuses(
 
 
 def _last_collectives(views: Iterable[RankView]) -> dict[int, str]:
-    """Last collective call by rank, such as `all_reduce #41,207`; known only during a suspicion."""
+    """By rank, such as `all_reduce #41,207`; known only during a suspicion."""
     found: dict[int, str] = {}
     for view in views:
         entered = [group for group in view.groups if group.calls]
@@ -265,7 +264,6 @@ def _last_collectives(views: Iterable[RankView]) -> dict[int, str]:
 
 
 def _gone(gone: Departure, now_s: float) -> NodeStatus:
-    """Entry of a node that was lost or has drained under an earlier leader."""
     return NodeStatus(
         node_id=gone.card.node_id,
         host=gone.card.host,
@@ -414,7 +412,6 @@ class _LedRun:
         return len(electorate(plan.voters) & here) + is_witnessed
 
     def _usable_spares(self, plan: GenerationPlan) -> int:
-        """Number of nodes that can replace a lost node now."""
         excluded = self.control_loop.monitor.excluded(now_s=self.now_s)
         return len(
             standing_by(self.leader.known, plan) - set(self.leader.screening.reported) - excluded
@@ -444,9 +441,8 @@ class _LedRun:
 def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
     """Connected nodes without ranks.
 
-    A node that joined after this generation began has no vote if its vote would not increase the
-    tolerated losses (membership/leader/reconfiguration.py). The next generation still gives it
-    ranks.
+    Also a node that has no vote, because its vote would not increase the tolerated losses
+    (membership/leader/reconfiguration.py).
     """
     members = {node.node_id for node in plan.members}
     spares = {card.node_id for card in plan.spares}

@@ -1,9 +1,7 @@
 """Answers requests of the operator independently of the main thread.
 
-Runs in:  agent, a thread of its own, so that it answers status also while torch starts workers.
-Takes in: connections on agent.sock; the published status.
-Gives:    status documents; stop requests, queued for the loop; results of fault orders. Each fault
-          order has a thread of its own, because another node may take long to answer.
+Runs in a thread of its own, so that it answers status also while torch starts workers. Each fault
+order has a thread, because another node may take long to answer.
 """
 
 import logging
@@ -103,10 +101,9 @@ class ControlServer:
             return messages.Refused(str(error))
 
     def _stop(self) -> messages.AnyMessage:
-        """Request a stop; without a secret, only on the leader's node.
+        """Without a secret, only on the leader's node.
 
-        In a run without a secret, any host that reaches the port could join as a node and request
-        a stop through it.
+        Any host that reaches the port could join, and request a stop through its node.
         """
         run = self._run
         nodes, rpc = run.spec.nodes, run.rpc

@@ -214,7 +214,6 @@ def _gauge(name: str, about: str, value: float | None) -> Iterable[Metric]:
 
 
 def _with(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
-    """The family with these values of its label."""
     for label, value in values.items():
         family.add_metric((label,), value)
     return family
@@ -224,12 +223,7 @@ def _with(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, 
 
 
 class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """Server of one port of this node.
-
-    Args:
-        text: builds the text of a scrape; called in threads of the server.
-        token: bearer token that clients must send; None: no token is required.
-    """
+    """Server of one port of this node. It calls `text` in threads, and needs `token` if given."""
 
     daemon_threads = True
     block_on_close = False
@@ -239,11 +233,7 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     def __init__(
         self, host: str, port: int, *, text: Text, token: str | None, cut_off_s: float = CUT_OFF_S
     ) -> None:
-        """Bind and listen.
-
-        Raises:
-            OSError: the port is in use, or the address does not belong to this machine.
-        """
+        """OSError: the port is in use, or the address does not belong to this machine."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -358,12 +348,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def read_token(path: str) -> str:
-    """Read the bearer token that clients must send.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is empty.
-    """
+    """OSError: the file cannot be read. ValueError: it is empty."""
     with Path(path).open("rb") as file:
         token = file.read(MAX_TOKEN_BYTES).decode("utf-8", "replace").strip()
     if not token:

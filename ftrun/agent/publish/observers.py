@@ -1,10 +1,7 @@
 """Observers of a run: progress log, Prometheus metrics, hooks and `network.json`.
 
-Runs in:  agent, main thread; observers that may block have threads of their own. `RunMetrics.copy`
-          runs in threads of the metrics server.
-Takes in: the run, at each turn of its loop; the lines of this node's journal.
-Gives:    `progress` lines, /metrics, incident reports to commands and webhooks, `network.json`.
-Survives: all failures of observers; they do not affect the run.
+Runs in the main thread; observers that may block have threads of their own, and `RunMetrics.copy`
+runs in those of the metrics server. Failures of observers do not affect the run.
 
 All counters begin at 0 in each agent. Prometheus detects such a counter reset.
 """
@@ -105,7 +102,6 @@ class Observers:
             )
 
     def poll(self, now_s: float) -> None:
-        """Update all observers; called once per turn of the loop."""
         self.status.poll(now_s)
         self._metrics.poll(now_s=now_s)
         self._progress.poll(self._lateness_s(), now_s=now_s)
@@ -188,10 +184,7 @@ class ProgressLog:
 
 
 class NetworkFile:
-    """Writes `network.json` next to the journal, for `ftrun network` after the run.
-
-    The file is replaced atomically. A full disk costs the file, never the run.
-    """
+    """Writes `network.json` for `ftrun network`. A full disk costs the file, never the run."""
 
     def __init__(self, decided: Published[ControlLoopStatus] | None, folder: Path) -> None:
         self._decided = decided
@@ -276,7 +269,6 @@ class RunMetrics:
                     pass
 
     def poll(self, *, now_s: float) -> None:
-        """Account the time since the last turn; only on the leader."""
         control_loop = self._run.control_loop
         leader = control_loop.member.leader
         with self._lock:

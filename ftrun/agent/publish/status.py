@@ -1,9 +1,8 @@
 """Builds the status of `ftrun status`.
 
-Runs in:  agent: `poll` and `publish` in the main thread, which owns the data of the node's status;
-          `document` and `of_node` in any other thread, which reads the published value.
-Takes in: the components of a `Run`; the published `ControlLoopStatus`.
-Gives:    one immutable `StatusView`; docs/operations.md describes it.
+`poll` and `publish` run in the main thread, which owns the data of the node's status; `document`
+and `of_node` in any other thread, which reads one immutable `StatusView`. docs/operations.md
+describes it.
 """
 
 import os
@@ -61,11 +60,7 @@ class StatusBuilder(Published[StatusView]):
     # --- any other thread ---------------------------------------------------------------------
 
     def document(self) -> bytes:
-        """Status of this node as JSON; with several nodes, merged with the leader's status.
-
-        Raises:
-            PeerError: no status was published yet.
-        """
+        """Status of this node as JSON, merged with the leader's; PeerError if there is none yet."""
         nodes, rpc = self._run.spec.nodes, self._run.rpc
         # Read the control loop's status first, because the node's status is built from it.
         cluster = rpc.whole() if rpc is not None else None
@@ -75,11 +70,7 @@ class StatusBuilder(Published[StatusView]):
         return msgspec.json.encode(with_age(view))
 
     def of_node(self) -> StatusView:
-        """Status of this node without requests to others; with `cluster` on a leader of several.
-
-        Raises:
-            PeerError: no status was published yet.
-        """
+        """Status of this node without requests to others; PeerError if there is none yet."""
         rpc = self._run.rpc
         published = rpc.control_loop.read().value if rpc is not None else None
         view = self._read_view()
@@ -130,10 +121,9 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
 def _merged_restarts(
     own: Sequence[RestartStatus], whole: Sequence[RestartStatus]
 ) -> tuple[RestartStatus, ...]:
-    """Restarts of this node and of the run.
+    """The leader also has restarts under earlier agents, and the downtime.
 
-    The leader also has restarts under earlier agents, and only the leader knows the downtime. The
-    values that this node measured itself take precedence.
+    This node measures the rest itself.
     """
     known = {restart.generation: restart for restart in whole}
     for restart in own:
@@ -253,7 +243,6 @@ def _summary(
 
 
 def _retained_step(run: "Run") -> int | None:
-    """Newest step in the memory kept from an earlier agent; None: there is none."""
     return max((offer.step for offer in run.smp.memory.offers()), default=None)
 
 
@@ -313,7 +302,6 @@ def _memory_bytes(run: "Run") -> int:
 
 
 def _redundancy_bytes(run: "Run") -> int:
-    """Bytes of mirrors and parity that this node stores for its protection group."""
     return sum(os.fstat(fd).st_size for fd in run.smp.memory.parity_regions.values())
 
 
