@@ -187,12 +187,7 @@ class Maintenance:
         settings, token = run.spec.profile.checkpoint, run.generations.token
         try:
             run.smp.begin_checkpoint(
-                directory,
-                settings,
-                wanted,
-                token,
-                life=run.generations.life,
-                is_urgent=is_urgent,
+                directory, settings, wanted, token, life=run.generations.life, is_urgent=is_urgent
             )
         except PeerError as error:
             run.journal.write(CheckpointFailedRecord(str(error)))

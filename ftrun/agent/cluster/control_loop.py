@@ -71,12 +71,7 @@ class ControlLoop:
         self.probe_path: Callable[[ProbePath], None] = _ignored
         self._me = me.node_id
         self.member = Member(
-            me,
-            settings,
-            self._new_monitor,
-            now_s=clock.now_s(),
-            kept=kept,
-            is_chosen=is_chosen,
+            me, settings, self._new_monitor, now_s=clock.now_s(), kept=kept, is_chosen=is_chosen
         )
 
     # --- for the executor -------------------------------------------------------------------------

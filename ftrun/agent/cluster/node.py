@@ -110,12 +110,7 @@ class LocalNode:
             user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
         )
         kind = ControlLoop if self.is_alone else ClusterControlLoop
-        control_loop = kind(
-            self.card,
-            settings,
-            kept=persisted.plan,
-            is_chosen=persisted.is_chosen,
-        )
+        control_loop = kind(self.card, settings, kept=persisted.plan, is_chosen=persisted.is_chosen)
         control_loop.member.follower.agent_lost_s = last_agent_ended_s()
         return control_loop
 

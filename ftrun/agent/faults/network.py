@@ -127,11 +127,7 @@ def _device_of(ip: str, host: str) -> str:
 def _asked(program: str, *words: str) -> list[dict[str, Any]]:
     try:
         done = subprocess.run(
-            [program, "-json", *words],
-            capture_output=True,
-            timeout=_COMMAND_S,
-            check=True,
-            cwd="/",
+            [program, "-json", *words], capture_output=True, timeout=_COMMAND_S, check=True, cwd="/"
         )
         found: list[dict[str, Any]] = json.loads(done.stdout or b"[]")
     except (OSError, subprocess.SubprocessError, ValueError) as error:

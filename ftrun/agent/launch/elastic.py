@@ -158,10 +158,7 @@ def _flags_refused(what: str) -> Iterator[None]:
 
 
 def run(
-    args: Namespace,
-    config: tuple[Any, ...],
-    starter: WorkerStarter,
-    drive: Callable[[Any], None],
+    args: Namespace, config: tuple[Any, ...], starter: WorkerStarter, drive: Callable[[Any], None]
 ) -> None:
     FtrunElasticAgent.drive = staticmethod(drive)
     # Torch looks these names up at each use. `setattr` is needed because mypy rejects a direct

@@ -39,10 +39,7 @@ _KEPT = 8
 _NET = ("rx_errors", "tx_errors", "rx_crc_errors", "tx_carrier_errors")
 """Without dropped packets: a card drops every frame that no program on the node asks for."""
 _PORT = ("symbol_error", "link_downed", "port_rcv_errors", "port_xmit_discards")
-_WORDS = {
-    "carrier_down_count": "link lost",
-    "link_downed": "link lost",
-}
+_WORDS = {"carrier_down_count": "link lost", "link_downed": "link lost"}
 
 
 T = TypeVar("T")

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.launch.worker_group import (
-    WorkerGroup,
-    blocked_s,
-    loss_in,
-    most,
-    step_counts,
-)
+from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, loss_in, most, step_counts
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.published import Published

@@ -13,11 +13,7 @@ import msgspec
 
 from ftrun import clock
 from ftrun.agent.launch.worker_group import blocked_s, most
-from ftrun.agent.publish.cluster_status import (
-    ControlLoopStatus,
-    control_loop_status,
-    rank_statuses,
-)
+from ftrun.agent.publish.cluster_status import ControlLoopStatus, control_loop_status, rank_statuses
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
 from ftrun.journal import FILE_NAME
@@ -219,10 +215,7 @@ def _state(run: "Run", decided: ControlLoopStatus) -> str:
 
 
 def _summary(
-    run: "Run",
-    decided: ControlLoopStatus,
-    ranks: Sequence[RankStatus],
-    snapshots: SnapshotStatus,
+    run: "Run", decided: ControlLoopStatus, ranks: Sequence[RankStatus], snapshots: SnapshotStatus
 ) -> str:
     if snapshots.unprotected_reason:
         protection = f"UNPROTECTED: {snapshots.unprotected_reason}"

@@ -332,11 +332,7 @@ class AgentSmpClient:
         self.memory.close()
 
     def _ask(
-        self,
-        body: messages.AnyMessage,
-        *,
-        fds: tuple[int, ...] = (),
-        deadline_s: float = 0.0,
+        self, body: messages.AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 0.0
     ) -> ReceivedMessage:
         """Send a request, and handle unsolicited messages that arrive before its answer.
 
