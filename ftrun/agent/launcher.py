@@ -293,7 +293,8 @@ def _connect_smp(run: Run) -> None:
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
     if not node.is_alone:
         return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
-    host = _checked(args.master_addr) if _is_given(args) else node.card.host
+    is_given = bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
+    host = _checked(args.master_addr) if is_given else node.card.host
     stores = StorePool(host, args.master_port or 0)
     stores.check()
     return stores
@@ -318,10 +319,6 @@ def _checked(host: str) -> str:
             "On one node leave it out (or unset PET_MASTER_ADDR)"
         ) from error
     return host
-
-
-def _is_given(args: Namespace) -> bool:
-    return bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
 
 
 def _report_end(command: EndRun, spec: RunSpec, run: Run) -> None:

@@ -224,7 +224,8 @@ class ClusterConnections:
     def _carry_out(self, command: NetworkCommand) -> None:
         match command:
             case Connect():
-                self._dial(command)
+                if command.node_id not in self._connections:
+                    self._handshakes.call(PendingDial(command, self.failover.of(command)))
             case Send():
                 self._send(command.node_id, command.message)
             case _:
@@ -245,10 +246,6 @@ class ClusterConnections:
             self._watch(connection)
 
     # --- connections --------------------------------------------------------------------------
-
-    def _dial(self, command: Connect) -> None:
-        if command.node_id not in self._connections:
-            self._handshakes.call(PendingDial(command, self.failover.of(command)))
 
     def _made(self, made: AuthenticatedConnection) -> None:
         if made.call is not None:
@@ -338,7 +335,8 @@ class ClusterConnections:
         connection = self._connections.pop(node_id, None)
         if connection is not None:
             self.failover.gone(node_id)
-            self._close(connection)
+            self._selector.unregister(connection)
+            connection.close()
 
     def _watch(self, connection: Connection) -> None:
         """Wait for writability only while bytes are waiting to be sent."""
@@ -347,10 +345,6 @@ class ClusterConnections:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
         if self._selector.get_key(connection).events != wanted:
             self._selector.modify(connection, wanted)
-
-    def _close(self, connection: Connection) -> None:
-        self._selector.unregister(connection)
-        connection.close()
 
     def _hang_up_all(self) -> None:
         for connection in self._connections.values():

@@ -201,7 +201,8 @@ class EtcdWitness:
     def _answer(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         while True:
             # Renew before the read: if the read shows this agent's lease, its full time is left.
-            self._renew()
+            if self._lease is not None and self._lease.refresh() <= 0:
+                self._lease = None
             seen = self._read()
             candidate = asked.operation in (WitnessOperation.CLAIM, WitnessOperation.READ)
             if candidate and (reason := self._taken(seen)):
@@ -226,12 +227,9 @@ class EtcdWitness:
 
     # --- the keys -----------------------------------------------------------------------------
 
-    def _renew(self) -> None:
-        if self._lease is not None and self._lease.refresh() <= 0:
-            self._lease = None
-
     def _read(self) -> _Seen:
-        found = {meta["key"].decode(): (value, meta) for value, meta in self._client_prefix()}
+        values: list[tuple[bytes, _JSON]] = self._clients[self._at].get_prefix(self._folder)
+        found = {meta["key"].decode(): (value, meta) for value, meta in values}
         register, register_meta = found.get(f"{self._folder}register", (None, {}))
         claim, claim_meta = found.get(f"{self._folder}lead", (None, {}))
         return _Seen(
@@ -241,10 +239,6 @@ class EtcdWitness:
             int(claim_meta.get("mod_revision", 0)),
             int(claim_meta.get("lease", 0)),
         )
-
-    def _client_prefix(self) -> list[tuple[bytes, _JSON]]:
-        found: list[tuple[bytes, _JSON]] = self._clients[self._at].get_prefix(self._folder)
-        return found
 
     def _swap(self, seen: _Seen, ruling: WitnessDecision, me: NodeCard) -> bool:
         register, leader = f"{self._folder}register", f"{self._folder}lead"

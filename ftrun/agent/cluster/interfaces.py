@@ -114,7 +114,8 @@ def _addresses() -> Iterator[tuple[str, int, str, int]]:
             host = _host(entry.address)
             if host is not None:
                 mask = _host(entry.netmask)
-                yield _device(entry.name), entry.flags, host, _bits(mask)
+                bits = int(ipaddress.ip_address(mask)).bit_count() if mask is not None else 0
+                yield _device(entry.name), entry.flags, host, bits
             at = entry.next
     finally:
         libc.freeifaddrs(first)
@@ -134,10 +135,6 @@ def _host(address: int | None) -> str | None:
     if family == socket.AF_INET6:
         return socket.inet_ntop(family, ctypes.string_at(address + 8, 16))
     return None
-
-
-def _bits(mask: str | None) -> int:
-    return int(ipaddress.ip_address(mask)).bit_count() if mask is not None else 0
 
 
 def _driver(requester: socket.socket, name: str) -> str:

@@ -68,9 +68,13 @@ class LocalNode:
             name = socket.gethostname() or "node"
             return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
         register = _register(spec, nodes, persisted)
-        host = _known_host(nodes, persisted) or _find_host(nodes, spec.profile.nodes.join_timeout_s)
+        before = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
+        if before is not None and is_local_address(before.host):
+            host = before.host
+        else:
+            host = _find_host(nodes, spec.profile.nodes.join_timeout_s)
         number, endpoint = _endpoint(nodes, host) if register is None else (0, None)
-        listener = endpoint or _own_port(host, nodes.node_id, persisted)
+        listener = endpoint or _own_port(host, before)
         secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
         network = spec.profile.network
         is_narrow = nodes.bind is not None or (secret is None and network.plan != "on")
@@ -80,7 +84,6 @@ class LocalNode:
             only_first=is_narrow,
             is_again=persisted.plan is not None,
         )
-        before = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
         rails, listeners = listen_on(rails, listener, before)
         card = NodeCard(
             node_id=nodes.node_id,
@@ -190,11 +193,6 @@ class LocalNode:
             )
 
 
-def _known_host(nodes: NodesSpec, persisted: PersistedAgentState) -> str | None:
-    card = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
-    return card.host if card is not None and is_local_address(card.host) else None
-
-
 def _register(
     spec: RunSpec, nodes: NodesSpec, persisted: PersistedAgentState
 ) -> EtcdWitness | None:
@@ -266,14 +264,11 @@ def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     return 0, None
 
 
-def _own_port(host: str, node_id: str, persisted: PersistedAgentState) -> socket.socket:
+def _own_port(host: str, before: NodeCard | None) -> socket.socket:
     """A listener on the port of this node's last agent, if possible; else on a free port."""
-    card = persisted.plan.card(node_id) if persisted.plan is not None else None
-    if card is not None and card.host == host:
-        try:
-            return listen_tcp(host, card.port)
-        except UsageError:
-            pass
+    if before is not None and before.host == host:
+        with suppress(UsageError):
+            return listen_tcp(host, before.port)
     return listen_tcp(host, 0)
 
 

@@ -120,7 +120,10 @@ class RailHeartbeat:
                 self._judge(now_s)
             for key, _ in self._selector.select(max(0.0, due_s - clock.now_s())):
                 assert isinstance(key.fileobj, socket.socket)
-                self._receive(key.fileobj)
+                # nothing more to read, or the kernel reports that an earlier datagram was refused
+                with suppress(OSError):
+                    while True:
+                        self._take(key.fileobj.recv(_MAX_BYTES))
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -171,12 +174,6 @@ class RailHeartbeat:
                 sock.sendto(self._code(body) + body, (there.host, there.port))
 
     # --- receiving --------------------------------------------------------------------------------
-
-    def _receive(self, sock: socket.socket) -> None:
-        # nothing more to read, or the kernel reports that an earlier datagram was refused
-        with suppress(OSError):
-            while True:
-                self._take(sock.recv(_MAX_BYTES))
 
     def _take(self, data: bytes) -> None:
         code, body = data[:_CODE_BYTES], data[_CODE_BYTES:]

@@ -121,13 +121,11 @@ class ClusterRpc:
         ours = self._journal.take_copies()
         leader = self._control_loop.member.leader_card
         if self._control_loop.leads:
-            self._write([*ours, *self._taken()])
+            theirs = [self._lines.popleft() for _ in range(len(self._lines))]
+            self._write([*ours, *theirs])
         elif leader is not None and self.thread is not None:
             for some in _in_parts(ours):
                 self.thread.send(leader.node_id, JournalLines(some))
-
-    def _taken(self) -> list[str]:
-        return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def _write(self, lines: list[str]) -> None:
         if not lines:

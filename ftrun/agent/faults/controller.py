@@ -205,7 +205,10 @@ class FaultController:
             if running.action is None:
                 self._check_page(running)
             elif not running.has_fired and self._is_due(running):
-                self._fire_later(running)
+                try:
+                    self._fire(running)
+                except _CANNOT as error:
+                    self._over(running, f"not made: {error}")
             if running.active_fault is not None and running.active_fault.is_over():
                 over = "it is taken back"
                 self._over(running, over if running.has_fired else "its rank has ended before")
@@ -293,7 +296,7 @@ class FaultController:
     def _prepare(self, order: FaultOrder) -> _Running:
         """Check the order as far as possible before it is due."""
         kind = fault_kind(order.kind)
-        step = self._step_of(order.rank) if kind.by_rank else self._step_here()
+        step = self._step_here(order.rank) if kind.by_rank else self._step_here()
         if order.at_step and step >= order.at_step:
             subject = f"rank {order.rank}" if kind.by_rank else "this node"
             raise FaultRefused(
@@ -317,12 +320,6 @@ class FaultController:
     def _is_due(self, running: _Running) -> bool:
         is_late_enough = clock.now_s() >= running.not_before_s
         return is_late_enough and self._step_here() >= running.order.at_step
-
-    def _fire_later(self, running: _Running) -> None:
-        try:
-            self._fire(running)
-        except _CANNOT as error:
-            self._over(running, f"not made: {error}")
 
     def _fire(self, running: _Running) -> None:
         """Inject the fault; if it ends this agent, journal it first."""
@@ -400,12 +397,10 @@ class FaultController:
         pages.fd_of(rank)
         return pages.by_rank[rank]
 
-    def _step_here(self) -> int:
-        return max((_step_on(slot.page) for slot in self._run.workers.slots), default=0)
-
-    def _step_of(self, rank: int) -> int:
-        slots = self._run.workers.slots
-        return next((_step_on(slot.page) for slot in slots if slot.rank == rank), 0)
+    def _step_here(self, rank: int | None = None) -> int:
+        """Completed steps of this rank, or the most of all ranks here."""
+        slots = [slot for slot in self._run.workers.slots if rank in (None, slot.rank)]
+        return max((_step_on(slot.page) for slot in slots), default=0)
 
 
 def _step_on(page: SharedPage) -> int:

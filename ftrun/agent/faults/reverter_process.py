@@ -95,7 +95,7 @@ class FaultReverter:
                 self._has_started = True
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self.revert()
-            _report(f"failed {_as_text(error)}")
+            _report("failed " + str(error).replace("\n", " "))
             return 1
         _report("done")
         try:
@@ -177,7 +177,7 @@ class FaultReverter:
         if number == signal.SIGKILL:
             _end_reverters(root)
         for _ in range(_PASSES):
-            new = [one for one in _descendants(root) if one not in self._tree]
+            new = [one for one in _family(root)[0] if one not in self._tree]
             if not new:
                 break
             self._tree += new
@@ -191,11 +191,6 @@ def _signal(number: int, processes: list[Process]) -> None:
         if start_time(pid) == at:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _descendants(root: int) -> list[Process]:
-    """The root and its descendants, breadth first, without reverters."""
-    return _family(root)[0]
 
 
 def _end_reverters(root: int) -> None:
@@ -305,10 +300,6 @@ def _lowest_free(pid: int) -> int:
 
 def _cap_processes(group: str) -> None:
     _write(f"{group}/pids.max", Path(group, "pids.current").read_text(encoding="ascii").strip())
-
-
-def _as_text(error: Exception) -> str:
-    return str(error).replace("\n", " ")
 
 
 def _report(text: str) -> None:

@@ -62,7 +62,9 @@ def begin() -> Started | None:
         os.set_inheritable(reserve_fd, False)
     try:
         words = _prepare(RunFolder(Path(sys.argv[1])))
-        link = _zygote_link() if words is not None else None
+        link = None
+        if words is not None:
+            link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised again by the agent
         return Started(error=error)
     if words is None or link is None:
@@ -146,10 +148,6 @@ def _prepare(folder: RunFolder) -> list[str] | None:
         return words if is_fit else None
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-
-def _zygote_link() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _run_zygote(fd: int, agent_pid: int, words: list[str], reserve_fd: int) -> None:

@@ -178,7 +178,10 @@ class RankObserver:
                 # Without observations a run is as well off as under torchrun, so it must not end
                 # here.
                 _log.exception("a look at the ranks failed: this is a bug in ftrun")
-            self._close_unused()
+            # Only this thread writes to the stack files of ended ranks, so only it closes them.
+            with suppress(Empty):
+                while True:
+                    os.close(self._unused_fds.get_nowait())
             last_s = clock.now_s()
 
     def _poll(self) -> None:
@@ -239,7 +242,9 @@ class RankObserver:
         stack = take_stack(
             handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.slot.stack_fd
         ) or RankStack(())
-        recorded = self._read(handle, facts)
+        recorded = Recorded()
+        if facts.state not in ("T", "t"):  # a stopped process does not answer
+            recorded = self._reader(handle).read(page)
         activity = self._compare(rank, handle.pid, facts, stack)
         return msgspec.structs.replace(
             view,
@@ -256,11 +261,6 @@ class RankObserver:
             blocked_in=facts.blocked_in,
             child=facts.child,
         )
-
-    def _read(self, handle: WorkerHandle, facts: ProcessState) -> Recorded:
-        if facts.state in ("T", "t"):
-            return Recorded()  # a stopped process does not answer
-        return self._reader(handle).read(handle.slot.page)
 
     def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
@@ -290,12 +290,6 @@ class RankObserver:
             unmoved_since_s,
         )  # fmt: skip
         return _Activity(cpu, now_s - still_since_s, now_s - spins_since_s, now_s - unmoved_since_s)
-
-    def _close_unused(self) -> None:
-        """Only this thread writes to the stack files of ended ranks, so only it closes them."""
-        with suppress(Empty):
-            while True:
-                os.close(self._unused_fds.get_nowait())
 
 
 _FEW_STEPS = 5

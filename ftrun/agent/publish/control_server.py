@@ -63,19 +63,16 @@ class ControlServer:
                 if key.fileobj is self._stop_read:
                     return
                 try:
-                    self._serve_one(key.fileobj)
+                    if key.fileobj is self._server:
+                        self._accept()
+                    elif isinstance(key.fileobj, Channel):
+                        self._answer(key.fileobj)
                 except Exception:  # noqa: BLE001 - an error costs one client
                     # The thread must continue, because it answers all status and stop requests.
                     _log.exception("a request was not answered: a bug of ftrun")
                     if isinstance(key.fileobj, Channel):
                         self._hang_up(key.fileobj)
                     clock.sleep(REFUSED_PAUSE_S)
-
-    def _serve_one(self, ready: object) -> None:
-        if ready is self._server:
-            self._accept()
-        elif isinstance(ready, Channel):
-            self._answer(ready)
 
     def _hang_up(self, channel: Channel) -> None:
         with suppress(KeyError, ValueError, OSError):

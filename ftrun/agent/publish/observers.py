@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,6 @@ from ftrun.records.incidents import IncidentClosed, SuspicionRaised
 from ftrun.records.membership import GenerationChosen, NetworkPlanRecord, PathsProbed
 from ftrun.records.recovery import DowntimeRecord, GenerationStartedRecord
 from ftrun.records.run import HookFailed, MetricsDisabled, ProgressRecord
-from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
@@ -147,12 +147,12 @@ class ProgressLog:
 
     def write(self, lateness_s: Mapping[int, float]) -> None:
         """Write a line now, unless this node runs no ranks."""
-        slots = self._workers.slots
+        slots, pages = self._workers.slots, self._workers.pages
         if not slots:
             return
-        pages = [slot.page for slot in slots]
         progress = self._workers.progress()
         counts = step_counts(pages)
+        late_s = {rank: round(seconds, 6) for rank, seconds in lateness_s.items()}
         self._journal.write(
             ProgressRecord(
                 step=progress.step,
@@ -166,11 +166,7 @@ class ProgressLog:
                 committed=self._workers.committed(),
                 loss=loss_in(pages),
                 ranks=tuple(
-                    (
-                        int(slot.rank),
-                        slot.page.get(HeartbeatField.STEP),
-                        _rounded(lateness_s.get(slot.rank)),
-                    )
+                    (int(slot.rank), slot.page.get(HeartbeatField.STEP), late_s.get(slot.rank))
                     for slot in slots
                 ),
             )
@@ -254,7 +250,10 @@ class RunMetrics:
                 case IncidentClosed(verdict_kind=name):
                     self._counters.incidents[name] = self._counters.incidents.get(name, 0) + 1
                 case DowntimeRecord():
-                    self._add_downtime(record)
+                    for phase in DOWNTIME_PARTS:
+                        if (took_s := getattr(record, f"{phase}_s")) is not None:
+                            known = self._counters.recovery
+                            known.setdefault(phase, DurationHistogram()).add(took_s)
                 case SuspicionRaised() if self._book is not None:
                     self._book.move(PRODUCTIVE, DETECTION, record.unresponsive_s)
                 case HookFailed():
@@ -273,39 +272,23 @@ class RunMetrics:
                 self._book = TimeAccounting(self._started_s or now_s)
             self._started_s = None
             incidents = control_loop.monitor.incidents
+            life, incident = incidents.life.state, incidents.open
+            has_stepped = incident is not None and incident.downtime is not None
             pages = self._run.workers.pages
             self._book.turn(
-                incidents.life.state.value,
+                life.value,
                 is_paused=leader.pause.is_on,
-                has_stepped=_has_stepped(incidents.life.state, incidents.open),
+                has_stepped=life is LifecycleState.VERIFY and has_stepped,
                 blocked_s=blocked_s(pages),
                 now_s=now_s,
             )
 
     def copy(self) -> RunCounters:
         with self._lock:
-            known, book = self._counters, self._book
-            now_s = clock.now_s()
-            return RunCounters(
-                restarts=known.restarts,
-                hooks_failed=known.hooks_failed,
-                incidents=dict(known.incidents),
-                recovery={
-                    phase: DurationHistogram(list(spread.counts), spread.sum_s)
-                    for phase, spread in known.recovery.items()
-                },
-                seconds=book.counters(now_s) if book is not None else {},
-                goodput=book.goodput(now_s) if book is not None else None,
-            )
-
-    def _add_downtime(self, record: DowntimeRecord) -> None:
-        for phase in DOWNTIME_PARTS:
-            if (took_s := getattr(record, f"{phase}_s")) is not None:
-                self._counters.recovery.setdefault(phase, DurationHistogram()).add(took_s)
-
-
-def _has_stepped(life: LifecycleState, incident: Incident | None) -> bool:
-    return life is LifecycleState.VERIFY and incident is not None and incident.downtime is not None
+            found, book, now_s = deepcopy(self._counters), self._book, clock.now_s()
+            if book is not None:
+                found.seconds, found.goodput = book.counters(now_s), book.goodput(now_s)
+            return found
 
 
 def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
@@ -315,10 +298,6 @@ def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
         total += count
         found.append((edge, float(total)))
     return found
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 def _is_loopback(host: str) -> bool:

@@ -221,7 +221,7 @@ def _summary(
         protection = f"UNPROTECTED: {snapshots.unprotected_reason}"
     elif snapshots.step is not None:
         protection = f"{retained_text(snapshots.step)} ({snapshots.age_s or 0.0:.1f} s ago)"
-    elif (kept := _retained_step(run)) is not None:
+    elif (kept := max((one.step for one in run.smp.memory.offers()), default=None)) is not None:
         protection = f"snapshots up to step {kept:,} are in memory"
     else:
         protection = "no snapshot yet"
@@ -235,15 +235,15 @@ def _summary(
     return f"{_state(run, decided)} {at}{generation}; {protection}"
 
 
-def _retained_step(run: "Run") -> int | None:
-    return max((offer.step for offer in run.smp.memory.offers()), default=None)
-
-
 def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
     pages = run.workers.pages
     commands = run.workers.commands
     committed = run.workers.committed()
     reason = run.maintenance.smp_given_up or run.workers.unprotected_reason()
+    memory = run.smp.memory
+    arena_bytes = sum(read_shape(fd).total_bytes for _, fd in memory.held)
+    # mirrors and parity that this node stores for its protection group
+    redundancy_bytes = sum(os.fstat(fd).st_size for fd in memory.parity_regions.values())
     return SnapshotStatus(
         protected=committed is not None and not reason,
         unprotected_reason=reason,
@@ -252,8 +252,8 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
         generation=committed[0] if committed else None,
         age_s=_age_s(run, committed, now_s) if committed else None,
         bytes_per_rank=most(pages, HeartbeatField.IMAGE_BYTES),
-        memory_bytes=_memory_bytes(run) + _redundancy_bytes(run),
-        redundancy_bytes=_redundancy_bytes(run),
+        memory_bytes=arena_bytes + redundancy_bytes,
+        redundancy_bytes=redundancy_bytes,
         taken=most(pages, HeartbeatField.SEALED_COUNT),
         skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
         discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
@@ -275,27 +275,14 @@ def _every(run: "Run", commands: SharedPage | None, *, furthest: int) -> int:
 
 def _age_s(run: "Run", committed: tuple[int, int], now_s: float) -> float:
     """Seconds since the last local rank sealed the committed version."""
-    sealed_ns = 0
-    for fds in run.smp.memory.arenas.values():
-        for fd in fds:
-            sealed_ns = max(
-                [sealed_ns]
-                + [
-                    header.sealed_ns
-                    for header in read_slot_headers(fd)
-                    if header.state is SlotState.SEALED
-                    and (header.generation, header.step) == committed
-                ]
-            )
+    headers = [header for _, fd in run.smp.memory.held for header in read_slot_headers(fd)]
+    sealed = [
+        header.sealed_ns
+        for header in headers
+        if header.state is SlotState.SEALED and (header.generation, header.step) == committed
+    ]
+    sealed_ns = max(sealed, default=0)
     return max(0.0, now_s - sealed_ns / 1e9) if sealed_ns else 0.0
-
-
-def _memory_bytes(run: "Run") -> int:
-    return sum(read_shape(fd).total_bytes for fds in run.smp.memory.arenas.values() for fd in fds)
-
-
-def _redundancy_bytes(run: "Run") -> int:
-    return sum(os.fstat(fd).st_size for fd in run.smp.memory.parity_regions.values())
 
 
 def _checkpoint(run: "Run", now_s: float) -> CheckpointStatus | None:
