@@ -25,7 +25,6 @@ from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
-from ftrun.agent.launch.recorder_settings import DUMPS
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -35,6 +34,7 @@ from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.observe.recorder_dumps import DUMPS
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.agent.publish.observers import Observers
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
@@ -53,55 +53,55 @@ MAX_TRACE_LINES = 12
 _log = logging.getLogger("ftrun")
 
 
-@dataclass(frozen=True, slots=True)
-class RetainedVersion:
-    """The last step of a run, and the checkpoint that remains."""
+def retained_lines(
+    step: int,
+    directory: str | None,
+    checkpoint_step: int | None,
+    not_written: str,
+    part_step: int | None = None,
+) -> list[str]:
+    """What remains of a stopped run.
 
-    step: int
-    """The last step that any rank completed."""
-    directory: str | None
-    """Checkpoint directory; None: no checkpoints are written."""
-    checkpoint_step: int | None
-    """Step of the last checkpoint that was written."""
-    not_written: str
-    """Reason why no later checkpoint was written."""
-    part_step: int | None = None
-    """Step of the newest checkpoint part of this node, if other nodes have not written theirs."""
-
-    def lines(self) -> list[str]:
-        found = [f"  stopped at   step {self.step}"]
-        if self.directory is None:
-            return [
-                *found,
-                "  kept         nothing: snapshots were in memory only, and are freed",
-                "  to resume    start it with --checkpoint-dir DIR: its last step is then written "
-                "at the end",
-            ]
-        if self.part_step is not None and self.part_step > (self.checkpoint_step or -1):
-            return [
-                *found,
-                f"  kept         this node's part of step {self.part_step} in {self.directory}: a "
-                "checkpoint as soon as all nodes have written theirs",
-                "  to resume    start the same command again",
-            ]
-        if self.checkpoint_step is None:
-            reason = self.not_written or "no snapshot was committed yet"
-            return [*found, f"  kept         nothing in {self.directory}: {reason}"]
-        found.append(f"  kept         step {self.checkpoint_step} in {self.directory}")
-        if self.checkpoint_step < self.step:
-            reason = self.not_written or "no later snapshot was committed"
-            found.append(f"               steps {self.checkpoint_step + 1} to {self.step} are not "
-                         f"kept: {reason}")  # fmt: skip
-        return [*found, "  to resume    start the same command again"]
+    Args:
+        step: the last step that any rank completed.
+        directory: of checkpoints; None: none are written.
+        checkpoint_step: of the last checkpoint that was written.
+        not_written: why no later checkpoint was written.
+        part_step: of this node's newest part, if other nodes have not written theirs.
+    """
+    found = [f"  stopped at   step {step}"]
+    if directory is None:
+        return [
+            *found,
+            "  kept         nothing: snapshots were in memory only, and are freed",
+            "  to resume    start it with --checkpoint-dir DIR: its last step is then written at "
+            "the end",
+        ]
+    if part_step is not None and part_step > (checkpoint_step or -1):
+        return [
+            *found,
+            f"  kept         this node's part of step {part_step} in {directory}: a checkpoint as "
+            "soon as all nodes have written theirs",
+            "  to resume    start the same command again",
+        ]
+    if checkpoint_step is None:
+        reason = not_written or "no snapshot was committed yet"
+        return [*found, f"  kept         nothing in {directory}: {reason}"]
+    found.append(f"  kept         step {checkpoint_step} in {directory}")
+    if checkpoint_step < step:
+        reason = not_written or "no later snapshot was committed"
+        steps = f"steps {checkpoint_step + 1} to {step}"
+        found.append(f"               {steps} are not kept: {reason}")
+    return [*found, "  to resume    start the same command again"]
 
 
 def final_block(
     command: EndRun,
     spec: RunSpec,
     generations: GenerationRunner,
-    kept: RetainedVersion | None = None,
+    kept: list[str],
 ) -> str:
-    """The final text for the operator; `kept` is what remains of a stopped run that attaches."""
+    """The final text for the operator; `kept` are `retained_lines`."""
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"
     code = int(command.exit_code)
@@ -116,8 +116,7 @@ def final_block(
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")
         lines += _trace(command.cause.detail)
-    if kept is not None:
-        lines += kept.lines()
+    lines += kept
     if command.advice:
         lines.append(f"  what to do   {command.advice}")
     if command.exit_code == ExitCode.DO_NOT_RESTART:
@@ -333,19 +332,20 @@ def _report_end(command: EndRun, spec: RunSpec, run: Run) -> None:
     sys.stderr.flush()
 
 
-def _kept(command: EndRun, spec: RunSpec, run: Run) -> RetainedVersion | None:
+def _kept(command: EndRun, spec: RunSpec, run: Run) -> list[str]:
+    """What remains of a stopped run; empty if the script does not attach, or the run failed."""
     is_stop = command.exit_code > 128 and command.cause is None and not command.run_continues
     # An agent that was started only to end the run has no ranks. The slots of its ranks show which
     # step they had reached.
     held = max((offer.step for offer in run.smp.memory.offers()), default=None)
     progress = run.workers.progress()
     if not is_stop or not (progress.attached or held is not None):
-        return None
-    directory, written = spec.checkpoint_directory, run.smp.last_checkpoint
-    return RetainedVersion(
+        return []
+    directory, written, part = spec.checkpoint_directory, run.smp.last_checkpoint, run.smp.last_part
+    return retained_lines(
         step=max(progress.step, held or 0),
         directory=None if directory is None else without_password(directory),
         checkpoint_step=None if written is None else written.step,
         not_written=run.maintenance.not_written,
-        part_step=None if run.smp.last_part is None else run.smp.last_part.step,
+        part_step=None if part is None else part.step,
     )

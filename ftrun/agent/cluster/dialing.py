@@ -173,6 +173,7 @@ class Handshakes:
 
     def _called(self, call: PendingDial) -> None:
         command = call.dial
+        what = (command.host, command.port, command.node_id)
         try:
             (sock, session), address = reach(
                 call.addresses, partial(self._greet, command.node_id), deadline_s=DIAL_S
@@ -184,15 +185,12 @@ class Handshakes:
         except PeerError as error:
             refused = isinstance(error, PeerLost) and error.how == "refused"
             final = isinstance(error, HandshakeRefused)
-            what = (command.host, command.port, command.node_id)
             self._take(ConnectFailed(*what, refused, str(error), final))
         except Exception:  # noqa: BLE001
             # Rule 2: without a result, the address would never be dialled again.
             _log.exception("a bug in ftrun has ended the dial of node %s", command.node_id)
             reason = "a bug in ftrun; see the agent's log"
-            self._take(
-                ConnectFailed(command.host, command.port, command.node_id, False, reason, False)
-            )
+            self._take(ConnectFailed(*what, False, reason, False))
         else:
             self._take(AuthenticatedConnection(sock, session, call, address))
 

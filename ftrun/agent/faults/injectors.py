@@ -211,8 +211,7 @@ class FaultInjectors:
     # --- components of ftrun ------------------------------------------------------------------
 
     def _smp_kill(self, _: FaultOrder) -> FaultAction:
-        pid = self._smp_pid()
-        return FaultAction(f"SIGKILL to pid {pid}", lambda: os.kill(pid, signal.SIGKILL))
+        return _kill(self._smp_pid())
 
     def _smp_stop(self, order: FaultOrder) -> FaultAction:
         target = named(self._smp_pid())
@@ -233,9 +232,7 @@ class FaultInjectors:
         return smp.channel.peer_pid
 
     def _agent_kill(self, _: FaultOrder) -> FaultAction:
-        pid = os.getpid()
-        how = f"SIGKILL to pid {pid}"
-        return FaultAction(how, lambda: os.kill(pid, signal.SIGKILL), is_last=True)
+        return _kill(os.getpid(), is_last=True)
 
     def _leader_kill(self, order: FaultOrder) -> FaultAction:
         if not self._run.control_loop.leads:
@@ -375,6 +372,12 @@ class FaultInjectors:
         find()
         how = f"one bit in the newest checkpoint in {directory}"
         return FaultAction(how, lambda: corruption.flip_in_file(find()))
+
+
+def _kill(pid: int, *, is_last: bool = False) -> FaultAction:
+    return FaultAction(
+        f"SIGKILL to pid {pid}", lambda: os.kill(pid, signal.SIGKILL), is_last=is_last
+    )
 
 
 def continue_later(

@@ -366,8 +366,6 @@ def _path_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
         return {}
 
 
-_log = logging.getLogger(__name__)
-
 _CAUSES = (NodeLost, VerdictRecord)
 """Records that may name the same failure, like the reason of the next generation."""
 

@@ -17,9 +17,9 @@ from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
-from ftrun.agent.launch.recorder_settings import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
+from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version

@@ -130,23 +130,19 @@ class ZygoteClient:
             standby = self._take_bound(local_rank) or self._take()
             if standby.is_bound:
                 self._without_step.add(local_rank)
-            if standby.child is None:
-                standby.child = self._hello(standby)
-            if standby.child is None or standby.child.reap():
-                standby.orders.close()
-                continue
-            try:
-                send_request(standby.orders, data, list(request.descriptors.values()))
-            except ConnectionError:  # it has ended
-                self._dropped.append(standby.child)
-                standby.orders.close()
-                continue
-            except OSError as error:  # for example no free descriptor
-                self._dropped.append(standby.child)
-                standby.orders.close()
-                raise ZygoteUnavailable(f"no launch request can be sent: {error}") from error
-            standby.orders.close()
-            return standby.child
+            with standby.orders as orders:
+                child = standby.child or self._hello(standby)
+                if child is None or child.reap():
+                    continue
+                try:
+                    send_request(orders, data, list(request.descriptors.values()))
+                except OSError as error:
+                    self._dropped.append(child)
+                    if isinstance(error, ConnectionError):  # it has ended
+                        continue
+                    # for example no free descriptor
+                    raise ZygoteUnavailable(f"no launch request can be sent: {error}") from error
+                return child
 
     def close(self) -> None:
         """End zygote and standbys; both end when their sockets close."""
@@ -302,9 +298,7 @@ class ZygoteClient:
         self._control.settimeout(deadline_s)
         try:
             data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 4)
-        except (TimeoutError, BlockingIOError):
-            return False
-        except OSError:
+        except OSError:  # also if nothing has come in time
             return False
         if not data:
             self._control.close()
@@ -333,7 +327,7 @@ class ZygoteClient:
         standby.orders.settimeout(10.0)
         try:
             return _child_of(standby.orders.recv(_MAX_ANSWER_BYTES))
-        except (TimeoutError, OSError):
+        except OSError:
             return None
 
 

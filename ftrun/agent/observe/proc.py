@@ -56,7 +56,6 @@ class SocketCounters:
     rtt_s: float
     """Smoothed by the kernel."""
     bytes_acked: int
-    bytes_received: int
     bytes_sent: int
     """Retransmitted bytes included."""
     busy_s: float
@@ -65,8 +64,6 @@ class SocketCounters:
     """Retransmitted segments."""
     unacked_segments: int
     notsent_bytes: int
-    delivery_bytes_per_s: int
-    """The newest measurement of the kernel; 0 if there is none."""
 
 
 class SocketStats:
@@ -193,8 +190,8 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
     local_port, remote_port = _PORTS.unpack_from(data, start + 4)
     local = data[start + 8 : start + 8 + size]
     remote = data[start + 24 : start + 24 + size]
-    unacked, rtt_us, again, acked, received, notsent, rate, busy_us, no_room_us, _, sent = (
-        _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
+    unacked, rtt_us, again, acked, _, notsent, _, busy_us, no_room_us, _, sent = _INFO.unpack(
+        _tcp_info(data, start + _DIAG_BYTES, end)
     )
     return SocketCounters(
         inode=inode,
@@ -202,13 +199,11 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
         remote=(_address(family, remote), remote_port),
         rtt_s=rtt_us / 1e6,
         bytes_acked=acked,
-        bytes_received=received,
         bytes_sent=sent,
         busy_s=max(0, busy_us - no_room_us) / 1e6,
         retransmits=again,
         unacked_segments=unacked,
         notsent_bytes=notsent,
-        delivery_bytes_per_s=rate,
     )
 
 

@@ -80,16 +80,6 @@ class _Memory:
     unmoved_since_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Activity:
-    """Cores used since the last poll; seconds without any work, in a busy loop, with one stack."""
-
-    cpu: float
-    still_s: float
-    spins_s: float
-    unmoved_s: float
-
-
 class _GroupMemory:
     """Since when nothing has changed in each group of each rank."""
 
@@ -245,13 +235,8 @@ class RankObserver:
         recorded = Recorded()
         if facts.state not in ("T", "t"):  # a stopped process does not answer
             recorded = self._reader(handle).read(page)
-        activity = self._compare(rank, handle.pid, facts, stack)
         return msgspec.structs.replace(
-            view,
-            cpu=round(activity.cpu, 2),
-            still_s=round(activity.still_s, 2),
-            spins_s=round(activity.spins_s, 2),
-            unmoved_s=round(activity.unmoved_s, 2),
+            self._compared(view, facts, stack),
             holds_gil=stack.holds_gil,
             is_gil_known=stack.is_spied,
             groups=self._group_memory.with_times(rank, recorded.groups, clock.now_s()),
@@ -267,8 +252,9 @@ class RankObserver:
         reader = RecorderReader(path, stack_fd=handle.slot.stack_fd)
         return self._readers.setdefault(path, reader)
 
-    def _compare(self, rank: int, pid: int, facts: ProcessState, stack: RankStack) -> _Activity:
-        now_s = clock.now_s()
+    def _compared(self, view: RankView, facts: ProcessState, stack: RankStack) -> RankView:
+        """With the cores used, and the seconds without work, in a busy loop and with one stack."""
+        rank, pid, now_s = view.rank, view.pid, clock.now_s()
         functions = own_functions(stack.frames)
         last = self._memories.get(rank)
         cpu, still_since_s, spins_since_s, unmoved_since_s = 0.0, now_s, now_s, now_s
@@ -289,7 +275,13 @@ class RankObserver:
             pid, facts, stack.frames, functions, now_s, still_since_s, spins_since_s,
             unmoved_since_s,
         )  # fmt: skip
-        return _Activity(cpu, now_s - still_since_s, now_s - spins_since_s, now_s - unmoved_since_s)
+        return msgspec.structs.replace(
+            view,
+            cpu=round(cpu, 2),
+            still_s=round(now_s - still_since_s, 2),
+            spins_s=round(now_s - spins_since_s, 2),
+            unmoved_s=round(now_s - unmoved_since_s, 2),
+        )
 
 
 _FEW_STEPS = 5

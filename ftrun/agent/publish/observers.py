@@ -19,9 +19,8 @@ import msgspec
 
 from ftrun import clock
 from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, loss_in, most, step_counts
-from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
+from ftrun.agent.publish.cluster_status import lateness_of
 from ftrun.agent.publish.hooks import Hooks
-from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.status import StatusBuilder
 from ftrun.errors import PeerError
 from ftrun.events import Record
@@ -60,8 +59,7 @@ class Observers:
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
-        decided = run.rpc.control_loop if run.rpc is not None else None
-        self._network = NetworkFile(decided, Path(run.spec.log_folder))
+        self._network = NetworkFile(run)
         self._server: MetricsServer | None = None
         run.journal.watch(self._metrics.take)
         run.journal.watch(self._hooks.take)
@@ -176,9 +174,9 @@ class ProgressLog:
 class NetworkFile:
     """Writes `network.json` for `ftrun network`. A full disk costs the file, never the run."""
 
-    def __init__(self, decided: Published[ControlLoopStatus] | None, folder: Path) -> None:
-        self._decided = decided
-        self._path = folder / NETWORK_NAME
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._path = Path(run.spec.log_folder) / NETWORK_NAME
 
     def take(self, record: Record) -> None:
         if isinstance(record, _AFTER_WHICH_IT_DIFFERS):
@@ -186,10 +184,10 @@ class NetworkFile:
 
     def keep(self) -> None:
         """Write the present state; do nothing if this node is not the leader."""
-        if self._decided is None:
+        if self._run.rpc is None:
             return
         try:
-            decided = self._decided.read().value
+            decided = self._run.rpc.control_loop.read().value
         except PeerError:
             return
         network = decided.cluster.network if decided.cluster is not None else None

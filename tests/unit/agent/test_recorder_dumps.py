@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.launch.recorder_settings import has_nccl_devices, recorder_variables
-from ftrun.agent.observe.recorder_dumps import as_pickle, ask_by_pipe
+from ftrun.agent.observe.recorder_dumps import (
+    as_pickle,
+    ask_by_pipe,
+    has_nccl_devices,
+    recorder_variables,
+)
 from ftrun.monitor.flight_recorder import trace_of
 
 ENTRY = {
