@@ -37,7 +37,6 @@ class CommandExecutor:
 
     def __init__(self, run: "Run", report: NodeReporter) -> None:
         self.is_done = False
-        """Every rank has finished."""
         self.has_left = False
         """The run continues without this node."""
         self.noticed_s = 0.0

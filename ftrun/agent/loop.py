@@ -53,7 +53,6 @@ class RunSignals:
 
     def __init__(self, spec: RunSpec, *, journal: Journal, workers: WorkerGroup) -> None:
         self.stops = 0
-        """Number of requests to end the run."""
         self.stop_signal = 0
         self.leaves = False
         """This node was asked to drain."""

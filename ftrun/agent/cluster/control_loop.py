@@ -74,8 +74,6 @@ class ControlLoop:
             me, settings, self._new_monitor, now_s=clock.now_s(), kept=kept, is_chosen=is_chosen
         )
 
-    # --- for the executor -------------------------------------------------------------------------
-
     def post(self, event: Happening) -> None:
         self.think(event)
 
@@ -112,8 +110,6 @@ class ControlLoop:
 
     def close(self) -> None:
         """Release the threads of the control loop; this class has none."""
-
-    # --- deciding -----------------------------------------------------------------------------
 
     def think(self, event: Happening) -> list[NetworkCommand]:
         """Decide; queue commands for the executor, and return commands for the network.

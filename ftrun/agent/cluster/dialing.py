@@ -91,7 +91,6 @@ class AuthenticatedConnection:
     call: PendingDial | None = None
     """The dial of this agent that led to it; None: the other side has dialled."""
     address: PeerAddress | None = None
-    """The address that was dialled."""
 
 
 Take = Callable[[AuthenticatedConnection | ConnectFailed], None]
@@ -228,7 +227,6 @@ YOUNG_S = 0.5
 MAX_MET = 10_000
 
 CardOf = Callable[[str], NodeCard | None]
-"""Returns the newest known card of a node, or None."""
 
 
 @dataclass

@@ -45,7 +45,6 @@ TRY_S = 1.0
 """Limit of one request. etcd answers within a few milliseconds, or has no majority."""
 
 CHECK_S = 10.0
-"""Limit of the check before the run begins."""
 
 CHECK_EVERY_S = 0.5
 MIN_LEASE_S = 2

@@ -125,8 +125,6 @@ class RailHeartbeat:
                     while True:
                         self._take(key.fileobj.recv(_MAX_BYTES))
 
-    # --- sending ------------------------------------------------------------------------------
-
     def _check_plan(self) -> None:
         plan = self._control_loop.plan
         if plan is self._plan:
@@ -172,8 +170,6 @@ class RailHeartbeat:
             body = msgspec.msgpack.encode(pulse)
             with suppress(OSError):  # no route, or no buffer space: the other nodes detect it
                 sock.sendto(self._code(body) + body, (there.host, there.port))
-
-    # --- receiving --------------------------------------------------------------------------------
 
     def _take(self, data: bytes) -> None:
         code, body = data[:_CODE_BYTES], data[_CODE_BYTES:]

@@ -46,13 +46,11 @@ class ClusterRpc:
         self.faults: FaultController | None = None
         """Takes orders for faults; None: this node takes none."""
         self.prober: LinkProber | None = None
-        """Probes links if the leader requests it."""
         self.control_loop = Published(
             partial(control_loop_status, control_loop, is_alone=False),
             wake=self._wake,
             every_s=CONTROL_LOOP_EVERY_S,
         )
-        """The status of the control loop."""
         self.control_loop.publish()  # the cluster thread does not run yet
         self._control_loop = control_loop
         self._journal = journal

@@ -48,7 +48,6 @@ class Started:
     error: BaseException | None = None
     """For the agent to raise once it can report it: torch cannot be imported, or Ctrl-C."""
     is_forked: bool = False
-    """This agent is a fork of the reserve."""
 
 
 def begin() -> Started | None:

@@ -83,7 +83,6 @@ class GenerationRunner:
         self._is_share = False
         """Other nodes have read a part of the loaded checkpoint."""
         self._reported_bad: set[str] = set()
-        """Checkpoints whose rejection was reported already."""
 
     @property
     def is_member(self) -> bool:

@@ -68,8 +68,6 @@ class NodeCheck:
         self._busy = threading.Lock()
         self._stop = threading.Event()
 
-    # --- the first check --------------------------------------------------------------------------
-
     def begin(self, *, is_awaited: bool) -> None:
         """Start the first check. `is_awaited`: an earlier agent here was part of the run."""
         if not self._settings.enabled:
@@ -101,8 +99,6 @@ class NodeCheck:
         self._stop.set()
         self._end_child()
 
-    # --- the link -----------------------------------------------------------------------------
-
     def dialled(self, node_id: str, host: str, port: int) -> None:
         """Measure the link to the first agent that was reached, which has received nothing yet."""
         self._link = (node_id, host, port)
@@ -120,8 +116,6 @@ class NodeCheck:
         self._link_figures = _link_figures(
             probe(order, self._identity, self._secret, limit_s=LINK_S)
         )
-
-    # --- further checks ---------------------------------------------------------------------------
 
     def again(self, number: int) -> None:
         work = threading.Thread(
@@ -151,8 +145,6 @@ class NodeCheck:
             if self.fitness is None or self.fitness.is_fit:
                 return
             wait_s *= 2
-
-    # --- details ------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._started_s = clock.now_s()

@@ -134,9 +134,6 @@ def _own_threads() -> int:
     return count
 
 
-# --- measurements -----------------------------------------------------------------------------
-
-
 def copy_rate(free_bytes: int) -> float:
     """Bytes per second that one thread copies within memory; 0: too little of it is free."""
     size = BLOCK_BYTES

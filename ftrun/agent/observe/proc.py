@@ -61,7 +61,6 @@ class SocketCounters:
     busy_s: float
     """Time with bytes in flight, without the time in which the peer had no receive window."""
     retransmits: int
-    """Retransmitted segments."""
     unacked_segments: int
     notsent_bytes: int
 
@@ -287,10 +286,15 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _io_bytes(pid: int) -> int:
+    return _counted(f"/proc/{pid}/io", "rchar", "wchar")
+
+
+def _counted(path: str, *names: str) -> int:
+    """The sum of the numbers behind these names; 0 for those that cannot be read."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines():
-            if line.startswith(("rchar", "wchar")):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            if line.startswith(names):
                 total += int(line.split()[1])
     return total
 
@@ -323,17 +327,9 @@ def _children_work(pid: int, depth: int = 4) -> float:
             # A process that only communicates uses little processor time, so its voluntary switches
             # count too.
             total += (int(fields[11]) + int(fields[12])) * _TICK_S + _io_bytes(int(word))
-            total += _switches(int(word))
+            total += _counted(f"/proc/{word}/status", "voluntary_ctxt_switches")
             total += _children_work(int(word), depth - 1) if depth else 0.0
     return total
-
-
-def _switches(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                return int(line.split()[1])
-    return 0
 
 
 def _first_line(path: str) -> str:

@@ -128,7 +128,6 @@ class RankObserver:
         self._sampler = Sampler()
         self._devices = DeviceCounters()
         self.troubles: SimpleQueue[DeviceReport] = SimpleQueue()
-        """Errors that network cards and GPUs have counted."""
         self._awake_since_s = clock.now_s()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftrun-eyes", daemon=True)

@@ -34,7 +34,6 @@ class RepeatedSteps:
         """By rank: the step in its page when its records were read last."""
         self._next: Execution | None = None
         self._is_open = False
-        """The current generation has no final result."""
 
     @property
     def warning(self) -> str:
@@ -77,8 +76,6 @@ class RepeatedSteps:
         """Read the last records of this generation's ranks, which are dead or have finished."""
         if self._pages:
             self._guarded(self._conclude)
-
-    # --- details ------------------------------------------------------------------------------
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

@@ -58,7 +58,6 @@ class ControlLoopStatus:
     leader_host: str
     state: SupervisorState
     lateness_s: Mapping[int, float]
-    """Lateness in seconds, by rank."""
     suspicion: tuple[float, str] | None
     """Seconds without a step, and the description of the suspected hang; None: no hang is
     suspected."""

@@ -98,7 +98,7 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         is_following = cluster.role == MemberRole.FOLLOWING.value
         parts = [view.summary, summary] if is_following else [summary, view.summary]
         summary = "; ".join(parts)
-    everywhere = {rank.rank: rank for node in cluster.nodes for rank in node.ranks}
+    late_s = {rank.rank: rank.lateness_s for node in cluster.nodes for rank in node.ranks}
     return msgspec.structs.replace(
         view,
         cluster=cluster,
@@ -109,7 +109,7 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         incidents=cluster.incidents,
         restarts=_merged_restarts(view.restarts, cluster.restarts),
         warnings=cluster.warnings or view.warnings,
-        ranks=tuple(_with_lateness(rank, everywhere.get(rank.rank)) for rank in view.ranks),
+        ranks=tuple(_with_lateness(rank, late_s.get(rank.rank)) for rank in view.ranks),
         snapshots=_protected_as(view.snapshots, cluster),
     )
 
@@ -147,10 +147,8 @@ def _protected_as(
     )
 
 
-def _with_lateness(own: RankStatus, of_run: RankStatus | None) -> RankStatus:
-    if of_run is None or of_run.lateness_s is None:
-        return own
-    return msgspec.structs.replace(own, lateness_s=of_run.lateness_s)
+def _with_lateness(rank: RankStatus, late_s: float | None) -> RankStatus:
+    return rank if late_s is None else msgspec.structs.replace(rank, lateness_s=late_s)
 
 
 def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:

@@ -30,7 +30,6 @@ class RetainedMemory:
         self.arenas: dict[Rank, list[int]] = {}
         """Arenas by rank, the newest layout last."""
         self.parity_regions: dict[int, int] = {}
-        """Parity regions by slot."""
 
     @property
     def held(self) -> list[tuple[Rank, int]]:

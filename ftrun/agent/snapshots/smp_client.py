@@ -64,7 +64,6 @@ class AgentSmpClient:
     restore_failed: str = ""
     restore_lost_links: bool = False
     unreachable: tuple[str, ...] = ()
-    """Nodes that the SMP cannot reach now."""
     is_restored: bool = False
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
