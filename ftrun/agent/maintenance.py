@@ -14,14 +14,8 @@ from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
 from ftrun.monitor.worker_exits import exit_text
+from ftrun.records import snapshots as records
 from ftrun.records.run import RankWithoutProgress
-from ftrun.records.snapshots import (
-    CheckpointFailedRecord,
-    CheckpointWrittenRecord,
-    SmpReady,
-    SmpUnavailable,
-    SmpUnreachable,
-)
 from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import ComponentRestarts
@@ -190,7 +184,7 @@ class Maintenance:
                 directory, settings, wanted, token, life=run.generations.life, is_urgent=is_urgent
             )
         except PeerError as error:
-            run.journal.write(CheckpointFailedRecord(str(error)))
+            run.journal.write(records.CheckpointFailedRecord(str(error)))
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         run = self._run
@@ -203,11 +197,11 @@ class Maintenance:
             run.smp.ready()
             run.node.introduce(run.smp)
         except PeerError as error:
-            run.journal.write(SmpUnavailable(str(error)))
+            run.journal.write(records.SmpUnavailable(str(error)))
             return False
         self.smp_is_starting = False
         self._unreachable_since_s = None
-        run.journal.write(SmpReady(len(run.smp.memory.arenas)))
+        run.journal.write(records.SmpReady(len(run.smp.memory.arenas)))
         return True
 
     def _reap(self, now_s: float) -> None:
@@ -252,20 +246,20 @@ class Maintenance:
             try:
                 run.smp.begin_checkpoint(directory, settings, life=run.generations.life)
             except PeerError as error:
-                run.journal.write(CheckpointFailedRecord(str(error)))
+                run.journal.write(records.CheckpointFailedRecord(str(error)))
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
         run = self._run
         written = run.smp.last_checkpoint
         if run.smp.refused:
-            run.journal.write(CheckpointFailedRecord(run.smp.refused))
+            run.journal.write(records.CheckpointFailedRecord(run.smp.refused))
             _log.warning("no checkpoint was written: %s", run.smp.refused)
             self.not_written, run.smp.refused = run.smp.refused, ""
         if written is not None and run.smp.num_checkpoints != self._checkpoints_seen:
             self._checkpoints_seen, self.not_written = run.smp.num_checkpoints, ""
             run.journal.write(
-                CheckpointWrittenRecord(
+                records.CheckpointWrittenRecord(
                     written.generation,
                     written.step,
                     written.path,
@@ -357,11 +351,11 @@ class Maintenance:
             try:
                 run.node.introduce(run.smp)
                 self._unreachable_since_s = None
-                run.journal.write(SmpReady(len(smp.memory.arenas)))
+                run.journal.write(records.SmpReady(len(smp.memory.arenas)))
                 run.generations.configure_new_smp()
                 return True
             except PeerError as error:
-                run.journal.write(SmpUnreachable(str(error)))
+                run.journal.write(records.SmpUnreachable(str(error)))
                 smp.lost()
         self._unreachable_since_s = self._unreachable_since_s or now_s
         if smp.child is not None and now_s - self._unreachable_since_s > UNREACHABLE_S:

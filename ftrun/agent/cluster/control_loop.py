@@ -25,18 +25,7 @@ from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import ClockTick, Happening, RunFinished
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
-from ftrun.recovery.commands import (
-    Command,
-    Connect,
-    Disconnect,
-    NodeCommand,
-    ProbePath,
-    QueryWitness,
-    RepeatNodeCheck,
-    ResumeRanks,
-    Send,
-    SuspendRanks,
-)
+from ftrun.recovery import commands
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.urls import is_url
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
@@ -46,7 +35,7 @@ if TYPE_CHECKING:
     from ftrun.agent.cluster.connections import ClusterConnections
     from ftrun.agent.cluster.etcd_witness import WitnessClient
 
-NetworkCommand = Connect | Send | Disconnect
+NetworkCommand = commands.Connect | commands.Send | commands.Disconnect
 
 
 class ControlLoop:
@@ -61,14 +50,14 @@ class ControlLoop:
         is_chosen: bool,
     ) -> None:
         self.settings = settings
-        self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
+        self.orders: SimpleQueue[commands.NodeCommand] = SimpleQueue()
         self.monitor = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
         """The newest monitor; used only while this agent leads."""
         # These functions do not block. In a run on one node, or without a witness, they do nothing.
         self.check_again: Callable[[int], None] = _ignored
         """Starts a check of this node whose number is at least this one."""
-        self.ask_witness: Callable[[QueryWitness], None] = _ignored
-        self.probe_path: Callable[[ProbePath], None] = _ignored
+        self.ask_witness: Callable[[commands.QueryWitness], None] = _ignored
+        self.probe_path: Callable[[commands.ProbePath], None] = _ignored
         self._me = me.node_id
         self.member = Member(
             me, settings, self._new_monitor, now_s=clock.now_s(), kept=kept, is_chosen=is_chosen
@@ -81,7 +70,7 @@ class ControlLoop:
         """Handle the time; has an effect only if the control loop has no own thread."""
         self.think(ClockTick())
 
-    def next_order(self) -> NodeCommand | None:
+    def next_order(self) -> commands.NodeCommand | None:
         try:
             return self.orders.get_nowait()
         except Empty:
@@ -121,15 +110,15 @@ class ControlLoop:
             self._sort(command, network)
         return network
 
-    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
+    def _sort(self, command: commands.Command, network: list[NetworkCommand]) -> None:
         match command:
-            case Connect() | Send() | Disconnect():
+            case commands.Connect() | commands.Send() | commands.Disconnect():
                 network.append(command)
-            case RepeatNodeCheck():
+            case commands.RepeatNodeCheck():
                 self.check_again(command.number)
-            case ProbePath():
+            case commands.ProbePath():
                 self.probe_path(command)
-            case QueryWitness():
+            case commands.QueryWitness():
                 self.ask_witness(command)
             case _:
                 self.orders.put(command)
@@ -166,11 +155,14 @@ class ClusterControlLoop(ControlLoop):
             if thread is not None:
                 thread.close()
 
-    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
+    def _sort(self, command: commands.Command, network: list[NetworkCommand]) -> None:
         # The main thread may be busy, so this thread suspends ranks, before another agent can have
         # replaced them.
-        if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
-            self.thread.suspend_now(isinstance(command, SuspendRanks))
+        if (
+            isinstance(command, commands.SuspendRanks | commands.ResumeRanks)
+            and self.thread is not None
+        ):
+            self.thread.suspend_now(isinstance(command, commands.SuspendRanks))
         super()._sort(command, network)
 
 

@@ -16,17 +16,7 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ClusterControlLoop
-from ftrun.agent.faults import corruption
-from ftrun.agent.faults.machine import (
-    FaultCgroup,
-    check_free,
-    clock_jump,
-    cpu_starve,
-    fd_limit,
-    fill,
-    make_group,
-    pid_limit,
-)
+from ftrun.agent.faults import corruption, machine
 from ftrun.agent.faults.network import link_fault
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
@@ -64,12 +54,12 @@ class FaultInjectors:
             "zygote-kill": self._zygote_kill,
             "node-loss": self._node_loss,
             "freeze": self._freeze,
-            "shm-full": lambda order: fill(order, Path("/dev/shm"), "/dev/shm"),
-            "disk-full": lambda order: fill(order, Path(run.spec.log_folder), "the logs"),
-            "fd-limit": fd_limit,
-            "pid-limit": lambda order: pid_limit(order, self._children()),
-            "cpu-starve": cpu_starve,
-            "clock-jump": clock_jump,
+            "shm-full": lambda order: machine.fill(order, Path("/dev/shm"), "/dev/shm"),
+            "disk-full": lambda order: machine.fill(order, Path(run.spec.log_folder), "the logs"),
+            "fd-limit": machine.fd_limit,
+            "pid-limit": lambda order: machine.pid_limit(order, self._children()),
+            "cpu-starve": machine.cpu_starve,
+            "clock-jump": machine.clock_jump,
             "bitflip-wire": self._bitflip_wire,
             "bitflip-shm": self._bitflip_shm,
             "fragment-truncate": self._fragments,
@@ -97,8 +87,8 @@ class FaultInjectors:
         limit_bytes = int(order.amount * _MIB)
         if not 16 <= order.amount <= 1 << 20:
             raise FaultRefused(f"--amount is 16 to 1048576 MiB, not {order.amount:g}")
-        check_free(pid)
-        group = make_group("memory", f"{FAULT_PREFIX}{order.id}", pid)
+        machine.check_free(pid)
+        group = machine.make_group("memory", f"{FAULT_PREFIX}{order.id}", pid)
         try:
             if group.is_v2:
                 group.set("memory.max", limit_bytes)
@@ -113,7 +103,7 @@ class FaultInjectors:
             raise FaultRefused(f"no limit can be set in {group.path}: {error.strerror}") from None
         # With --at-step, the rank must not be limited before that step, so it moves into the
         # cgroup itself at that step.
-        return self._put_into(group, [] if order.at_step else [pid], for_s=0.0, pids_of=[pid])
+        return group.take([] if order.at_step else [pid], targets=[pid], for_s=0.0)
 
     # --- ranks --------------------------------------------------------------------------------
 
@@ -143,15 +133,15 @@ class FaultInjectors:
         handle = self.rank(order.rank)
         if not 0 < order.amount < 1024:
             raise FaultRefused(f"--amount is a fraction of a core above 0, not {order.amount:g}")
-        check_free(handle.pid)
+        machine.check_free(handle.pid)
         try:
-            group = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
+            group = machine.make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
             group.remove()
         except FaultRefused:
             return self._slow_by_signals(order, handle)
 
         def do() -> RunningFault:
-            made = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
+            made = machine.make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
             quota_us = max(1000, int(_PERIOD_US * order.amount))
             try:
                 if made.is_v2:
@@ -162,7 +152,7 @@ class FaultInjectors:
             except OSError as error:
                 made.remove()
                 raise FaultRefused(f"no quota can be set in {made.path}: {error}") from None
-            return self._put_into(made, [handle.pid], for_s=order.for_s, pids_of=[handle.pid])
+            return made.take([handle.pid], targets=[handle.pid], for_s=order.for_s)
 
         uses = cores_used(handle.pid)
         how = f"a cpu cgroup with {order.amount:g} of a core"
@@ -189,24 +179,6 @@ class FaultInjectors:
             )
 
         return FaultAction(f"SIGSTOP for {1 - order.amount:.0%} of the time (no cpu cgroup)", do)
-
-    def _put_into(
-        self, group: FaultCgroup, pids: list[int], *, for_s: float, pids_of: list[int]
-    ) -> RunningFault:
-        """Move processes into a cgroup.
-
-        The reverter moves them back after `for_s`, or when all of `pids_of` have ended.
-        """
-        try:
-            return RunningFault(
-                [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in pids],
-                [group.undo],
-                for_s=for_s,
-                targets=named(*pids_of),
-            )
-        except FaultRefused:
-            group.remove()
-            raise
 
     # --- components of ftrun ------------------------------------------------------------------
 

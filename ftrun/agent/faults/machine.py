@@ -29,11 +29,6 @@ class FaultCgroup:
     parent: Path
     is_v2: bool
 
-    @property
-    def undo(self) -> list[object]:
-        """Step for the reverter that empties and removes the cgroup."""
-        return ["empty", str(self.path), str(self.parent)]
-
     def set(self, name: str, value: object) -> None:
         (self.path / name).write_text(str(value), encoding="ascii")
 
@@ -46,6 +41,26 @@ class FaultCgroup:
     def remove(self) -> None:
         with contextlib.suppress(OSError):
             self.path.rmdir()
+
+    def take(
+        self,
+        pids: Sequence[int],
+        *,
+        targets: Sequence[int],
+        for_s: float,
+        then: Sequence[Sequence[object]] = (),
+    ) -> RunningFault:
+        """Move processes into the cgroup.
+
+        The reverter moves them back after `for_s`, or when all targets have ended.
+        """
+        steps = [["write", f"{self.path}/cgroup.procs", str(pid)] for pid in pids]
+        undo = [["empty", str(self.path), str(self.parent)]]
+        try:
+            return RunningFault([*steps, *then], undo, for_s=for_s, targets=named(*targets))
+        except FaultRefused:
+            self.remove()
+            raise
 
 
 def check_free(pid: int) -> None:
@@ -146,14 +161,8 @@ def pid_limit(order: FaultOrder, pids: Sequence[int]) -> FaultAction:
 
     def do() -> RunningFault:
         group = make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid())
-        moved = [os.getpid(), *pids]
-        steps = [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in moved]
-        capped = [*steps, ["cap processes", str(group.path)]]
-        try:
-            return RunningFault(capped, [group.undo], for_s=order.for_s, targets=named(*moved))
-        except FaultRefused:
-            group.remove()
-            raise
+        moved, cap = [os.getpid(), *pids], ["cap processes", str(group.path)]
+        return group.take(moved, targets=moved, for_s=order.for_s, then=[cap])
 
     return FaultAction("a pids cgroup that is full", do)
 

@@ -18,13 +18,6 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher import api as launcher_api
 
@@ -47,23 +40,25 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
 
     drive: Callable[["FtrunElasticAgent"], None]
 
-    def _invoke_run(self, role: str = "default") -> RunResult:
+    def _invoke_run(self, role: str = "default") -> agent_api.RunResult:
         type(self).drive(self)
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        return agent_api.RunResult(
+            state=agent_api.WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks)
+        )
 
     def place_in(self, plan: GenerationPlan, node_id: str) -> None:
         PlanRendezvousHandler.plan = plan
         PlanRendezvousHandler.group_rank = [one.node_id for one in plan.members].index(node_id)
 
     def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
+        self, store: Any, group_rank: int, group_world_size: int, spec: agent_api.WorkerSpec
+    ) -> list[agent_api.Worker]:
         """Assign ranks as in the plan. Torch's own method would wait for every other agent."""
         plan = PlanRendezvousHandler.plan
         first, size = plan.members[group_rank].first_rank, plan.world_size
         return [
-            Worker(
+            agent_api.Worker(
                 local_rank=local_rank,
                 global_rank=first + local_rank,
                 role_rank=first + local_rank,
@@ -105,7 +100,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         return self._pcontext.error_files if self._pcontext is not None else {}
 
     @property
-    def worker_group(self) -> WorkerGroup:
+    def worker_group(self) -> agent_api.WorkerGroup:
         return self._worker_group
 
 

@@ -82,9 +82,7 @@ class ChildProcess:
             left_s = give_up_s - clock.now_s()
             if left_s <= 0:
                 return False
-            poller = select.poll()
-            poller.register(self.pidfd, select.POLLIN)
-            poller.poll(left_s * 1000)
+            has_ended(self.pidfd, wait_s=left_s)
         return True
 
     def _ended(self, status: int) -> None:
@@ -92,11 +90,11 @@ class ChildProcess:
         os.close(self.pidfd)
 
 
-def has_ended(pidfd: int) -> bool:
+def has_ended(pidfd: int, *, wait_s: float = 0.0) -> bool:
     """Whether the process of this pidfd, a child or not, has ended with all its threads."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(wait_s * 1000))
 
 
 def spawn(

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from ftrun import clock, process_tree
@@ -109,13 +110,10 @@ def _holders() -> Iterator[str]:
 
 
 def used_by_nvml() -> UsedBytes:
-    nvml: Any = None
-    is_loaded = False
+    loaded = cache(lambda: driver() if os.path.exists(_DRIVER) else None)
 
     def used_bytes() -> dict[str, int]:
-        nonlocal nvml, is_loaded
-        if not is_loaded:
-            nvml, is_loaded = driver() if os.path.exists(_DRIVER) else None, True
+        nvml = loaded()
         found: dict[str, int] = {}
         for name in _visible_devices(nvml) if nvml is not None else ():
             # Another module reports a failing device; no wait includes it.

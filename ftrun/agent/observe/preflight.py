@@ -50,12 +50,6 @@ ANSWER_S = 2.0
 NAP_S = 0.02
 
 
-def main() -> int:
-    folder = Path(sys.argv[1])
-    sys.stdout.write(msgspec.json.encode(measure(folder)).decode())
-    return 0
-
-
 def measure(folder: Path) -> NodeMeasurements:
     started_s = clock.now_s()
     found = room(folder)
@@ -218,4 +212,4 @@ def clock_fault() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(msgspec.json.encode(measure(Path(sys.argv[1]))).decode())
