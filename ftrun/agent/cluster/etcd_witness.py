@@ -110,7 +110,7 @@ class EtcdWitness:
                 "this python. Install it on every node: pip install 'ftrun[etcd]'"
             ) from error
         self.job = job
-        self._names = [f"{host}:{port}" for host, port in endpoints]
+        self.name = ", ".join(f"{host}:{port}" for host, port in endpoints)
         kind = {"protocol": "https" if tls is not None else "http"}
         files = tls if tls is not None else EtcdTls()
         named = {"ca_cert": files.ca, "cert_cert": files.cert, "cert_key": files.key}
@@ -124,10 +124,6 @@ class EtcdWitness:
         self._folder = f"/ftrun/{run_id}/"
         self._lease_s = max(MIN_LEASE_S, math.ceil(lease_s))
         self._lease: Any = None
-
-    @property
-    def name(self) -> str:
-        return ", ".join(self._names)
 
     # --- before the run -----------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -84,6 +85,15 @@ SendTo = Callable[[str, AnyClusterMessage], None]
 """Called with a node id and a result for that node, in any thread."""
 
 
+def _in_thread(work: Callable[[], None], name: str) -> str:
+    """Start a thread; return why that is not possible, for example no more threads."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:
+        return str(error) or "no thread"
+    return ""
+
+
 class PathProber:
     """Runs the probes that a leader requests."""
 
@@ -102,14 +112,9 @@ class PathProber:
         if not self._threads.acquire(blocking=False):
             self._untried(command, f"this node already runs {MAX_AT_ONCE} probes")
             return
-        work = threading.Thread(
-            target=self._work, args=(command,), name="ftrun-path-probe", daemon=True
-        )
-        try:
-            work.start()
-        except RuntimeError as error:  # no more threads
+        if problem := _in_thread(partial(self._work, command), "ftrun-path-probe"):
             self._threads.release()
-            self._untried(command, str(error))
+            self._untried(command, problem)
 
     def _work(self, command: ProbePath) -> None:
         try:
@@ -280,12 +285,7 @@ class LinkProber:
             self._busy.release()
             return False
         self._last_s = clock.now_s()
-        work = threading.Thread(
-            target=self._work, args=(order, answer), name="ftrun-probe", daemon=True
-        )
-        try:
-            work.start()
-        except RuntimeError:  # no more threads
+        if _in_thread(partial(self._work, order, answer), "ftrun-probe"):
             self._busy.release()
             return False
         return True

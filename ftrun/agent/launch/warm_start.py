@@ -79,10 +79,6 @@ class WorkerHandle:
             return "stopped"
         return "running" if self.slot.page.get(HeartbeatField.FIRST_STEP_NS) else "starting"
 
-    @property
-    def has_ended(self) -> bool:
-        return self.child.status is not None
-
     def poll(self) -> int | None:
         self.child.reap()
         return self.child.status

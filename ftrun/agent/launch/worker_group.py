@@ -249,7 +249,9 @@ class WorkerGroup:
         """From any thread."""
         self.is_suspended = on
         number = SIGSTOP if on else SIGCONT
-        alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
+        alive = [
+            one.child for one in list(self.starter.handles.values()) if one.child.status is None
+        ]
         for child in alive:
             child.signal_group(number)
         # Processes in sessions of their own, such as a rank behind a wrapper.

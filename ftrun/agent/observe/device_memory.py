@@ -113,7 +113,7 @@ def used_by_nvml() -> UsedBytes:
     loaded = cache(lambda: driver() if os.path.exists(_DRIVER) else None)
 
     def used_bytes() -> dict[str, int]:
-        nvml = loaded()
+        nvml: Any = loaded()
         found: dict[str, int] = {}
         for name in _visible_devices(nvml) if nvml is not None else ():
             # Another module reports a failing device; no wait includes it.

@@ -255,11 +255,6 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         text = host if isinstance(host, str) else host.decode()
         return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
 
-    @property
-    def num_connections(self) -> int:
-        with self._lock:
-            return len(self._open)
-
     def start(self) -> None:
         self._thread.start()
 

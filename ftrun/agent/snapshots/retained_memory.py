@@ -36,10 +36,6 @@ class RetainedMemory:
         """Rank and descriptor of every arena; the oldest layout of each rank first."""
         return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
 
-    @property
-    def parity_fds(self) -> list[int]:
-        return [fd for _, fd in sorted(self.parity_regions.items())]
-
     def keep(self, rank: Rank, fd: int) -> None:
         self.arenas.setdefault(rank, []).append(fd)
 

@@ -166,10 +166,10 @@ class AgentSmpClient:
 
     def _hand_over(self) -> None:
         memory = self.memory
-        body = smp_messages.AdoptMemory(
-            [rank for rank, _ in memory.held], sorted(memory.parity_regions)
-        )
-        self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.parity_fds))
+        slots = sorted(memory.parity_regions)
+        body = smp_messages.AdoptMemory([rank for rank, _ in memory.held], slots)
+        parity_fds = (memory.parity_regions[slot] for slot in slots)
+        self._ask(body, fds=(*(fd for _, fd in memory.held), *parity_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
         """Make the SMP open a port for the SMPs of other nodes; return the port."""
