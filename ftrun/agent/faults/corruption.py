@@ -21,7 +21,6 @@ _WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
 
 def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) -> Version:
-    """The newest version that all these ranks have sealed."""
     held = [set(_sealed(arenas.get(Rank(rank), ()))) for rank in ranks]
     common = set.intersection(*held) if held else set()
     if not common:
@@ -126,7 +125,6 @@ def _contents(region: ParityRegion) -> list[memoryview]:
 
 
 def newest_file(directory: Path) -> Path:
-    """The largest file of the newest checkpoint."""
     files = sorted((directory / "latest").glob("*.safetensors"))
     if not files:
         raise FaultRefused(f"there is no checkpoint in {directory} yet")

@@ -168,7 +168,6 @@ def pid_limit(order: FaultOrder, pids: Sequence[int]) -> FaultAction:
 
 
 def cpu_starve(order: FaultOrder) -> FaultAction:
-    """Start `amount` busy processes per core."""
     cores = len(os.sched_getaffinity(0))
     if not 1 <= order.amount * cores <= 4096:
         raise FaultRefused(f"--amount is 1 to {4096 // cores} processes per core")

@@ -144,7 +144,6 @@ class ProgressLog:
             self.write(lateness_s)
 
     def write(self, lateness_s: Mapping[int, float]) -> None:
-        """Write a line now, unless this node runs no ranks."""
         slots, pages = self._workers.slots, self._workers.pages
         if not slots:
             return

@@ -84,7 +84,6 @@ class StatusBuilder(Published[StatusView]):
 
 
 def with_age(view: StatusView) -> StatusView:
-    """Add the age of the node's own status to the summary if it is stale."""
     if view.age_s is None or view.age_s < STALE_S:
         return view
     note = f"; the values of this node are {view.age_s:.0f} s old, because its agent is busy"
