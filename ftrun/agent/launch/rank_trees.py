@@ -108,6 +108,7 @@ class RankTrees:
 
 
 def _reap(pid: int) -> bool:
+    """Reap an ended child; return whether there is no such child any more."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
