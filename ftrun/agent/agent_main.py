@@ -1,9 +1,5 @@
 """One agent, after its warm start.
 
-Runs in:  agent.
-Takes in: the spec in the run folder; the memory of an SMP that has outlived the last agent.
-Gives:    a run, from its first generation (or the next one) to its exit code.
-
 The SMP and the node check start first, because they overlap with the imports of the zygote.
 """
 

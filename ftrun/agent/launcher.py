@@ -1,9 +1,6 @@
 """Assembles the components of a run and starts torch's launcher.
 
-Runs in:  agent, main thread. It is the first module of the agent that imports torch.
-Takes in: the spec, and the components that were started before the import of torch.
-Gives:    the run's exit code. If the run failed, one block of fewer than 25 lines on stderr: first
-          cause, the line in the user's code, what to do.
+Runs in the main thread. It is the first module of the agent that imports torch.
 """
 
 import logging
@@ -12,24 +9,22 @@ import socket
 import sys
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop, FinishedWatch
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.node import LocalNode
 from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.executor import CommandExecutor, RunEnded
+from ftrun.agent.executor import RunEnded
 from ftrun.agent.faults.controller import FaultController
-from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
-from ftrun.agent.launch.recorder_settings import DUMPS
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -39,9 +34,9 @@ from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.observe.recorder_dumps import DUMPS
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.agent.publish.observers import Observers
-from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
@@ -58,62 +53,55 @@ MAX_TRACE_LINES = 12
 _log = logging.getLogger("ftrun")
 
 
-@dataclass(frozen=True, slots=True)
-class RetainedVersion:
-    """The last step of a run, and the checkpoint that remains."""
+def retained_lines(
+    step: int,
+    directory: str | None,
+    checkpoint_step: int | None,
+    not_written: str,
+    part_step: int | None = None,
+) -> list[str]:
+    """What remains of a stopped run.
 
-    step: int
-    """The last step that any rank completed."""
-    directory: str | None
-    """Checkpoint directory; None: no checkpoints are written."""
-    checkpoint_step: int | None
-    """Step of the last checkpoint that was written."""
-    not_written: str
-    """Reason why no later checkpoint was written."""
-    part_step: int | None = None
-    """Step of the newest checkpoint part of this node, if other nodes have not written theirs."""
-
-    def lines(self) -> list[str]:
-        found = [f"  stopped at   step {self.step}"]
-        if self.directory is None:
-            return [
-                *found,
-                "  kept         nothing: snapshots were in memory only, and are freed",
-                "  to resume    start it with --checkpoint-dir DIR: its last step is then written "
-                "at the end",
-            ]
-        if self.part_step is not None and self.part_step > (self.checkpoint_step or -1):
-            return [
-                *found,
-                f"  kept         this node's part of step {self.part_step} in {self.directory}: a "
-                "checkpoint as soon as all nodes have written theirs",
-                "  to resume    start the same command again",
-            ]
-        if self.checkpoint_step is None:
-            reason = self.not_written or "no snapshot was committed yet"
-            return [*found, f"  kept         nothing in {self.directory}: {reason}"]
-        found.append(f"  kept         step {self.checkpoint_step} in {self.directory}")
-        if self.checkpoint_step < self.step:
-            reason = self.not_written or "no later snapshot was committed"
-            found.append(f"               steps {self.checkpoint_step + 1} to {self.step} are not "
-                         f"kept: {reason}")  # fmt: skip
-        return [*found, "  to resume    start the same command again"]
+    Args:
+        step: the last step that any rank completed.
+        directory: of checkpoints; None: none are written.
+        checkpoint_step: of the last checkpoint that was written.
+        not_written: why no later checkpoint was written.
+        part_step: of this node's newest part, if other nodes have not written theirs.
+    """
+    found = [f"  stopped at   step {step}"]
+    if directory is None:
+        return [
+            *found,
+            "  kept         nothing: snapshots were in memory only, and are freed",
+            "  to resume    start it with --checkpoint-dir DIR: its last step is then written at "
+            "the end",
+        ]
+    if part_step is not None and part_step > (checkpoint_step or -1):
+        return [
+            *found,
+            f"  kept         this node's part of step {part_step} in {directory}: a checkpoint as "
+            "soon as all nodes have written theirs",
+            "  to resume    start the same command again",
+        ]
+    if checkpoint_step is None:
+        reason = not_written or "no snapshot was committed yet"
+        return [*found, f"  kept         nothing in {directory}: {reason}"]
+    found.append(f"  kept         step {checkpoint_step} in {directory}")
+    if checkpoint_step < step:
+        reason = not_written or "no later snapshot was committed"
+        steps = f"steps {checkpoint_step + 1} to {step}"
+        found.append(f"               {steps} are not kept: {reason}")
+    return [*found, "  to resume    start the same command again"]
 
 
 def final_block(
     command: EndRun,
     spec: RunSpec,
     generations: GenerationRunner,
-    kept: RetainedVersion | None = None,
+    kept: list[str],
 ) -> str:
-    """The final text for the operator; often the only text that is read.
-
-    Args:
-        command: the end of the run.
-        spec: of the run.
-        generations: of this agent.
-        kept: what remains of a stopped run; None: the script does not attach, or the run failed.
-    """
+    """The final text for the operator; `kept` are `retained_lines`."""
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"
     code = int(command.exit_code)
@@ -128,8 +116,7 @@ def final_block(
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")
         lines += _trace(command.cause.detail)
-    if kept is not None:
-        lines += kept.lines()
+    lines += kept
     if command.advice:
         lines.append(f"  what to do   {command.advice}")
     if command.exit_code == ExitCode.DO_NOT_RESTART:
@@ -158,11 +145,7 @@ def launch(
     kept: PersistedAgentState,
     preflight: NodeCheck,
 ) -> int:
-    """Run to the end; return the exit code of the started process.
-
-    Raises:
-        UsageError: torch does not accept the value of a flag; nothing was started.
-    """
+    """Run to the end; return the exit code of the started process."""
     args = elastic.parse(spec)
     num_ranks, config = elastic.local_world_size(args), elastic.launch_config(args)
     zygote = _fit(zygote, journal)
@@ -171,21 +154,27 @@ def launch(
     node = LocalNode.of(spec, num_ranks, kept)
     stores = _stores(args, node)
     register(stores)
-    run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
-    _connect_smp(node, run)
-    run.observers = Observers(run)
+    run = _assemble(journal, smp, zygote, stub, stores, node=node, kept=kept)
+    _connect_smp(run)
     run.signals.catch()  # the stub forwards waiting signals as soon as the control server listens
     run.publish_status()
-    loop = _loop(run)
-    server = _control_server(run, loop.faults)
+    faults = FaultController(run) if spec.allow_faults else None
+    if run.rpc is not None:
+        run.rpc.faults = faults
+    loop = RunLoop(run, faults)
+    server = ControlServer(run, faults)
     server.start()
     if spec.profile.monitor.enabled:
         run.rank_observer.start()
     run.observers.start()
-    _warn_of_oom()
-    journal.write(_started(spec, args))
+    if one_oom_ends_all():
+        _log.warning(
+            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
+        )
+    logs = os.path.abspath(args.log_dir)
+    journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
     preflight.first()
-    node.start(run.control_loop, run.rpc, run.workers, preflight, wake=run.wake)
+    node.start(run, preflight)
     is_over = False
     try:
         elastic.run(args, config, run.workers.starter, loop.drive)
@@ -196,8 +185,8 @@ def launch(
         return int(ended.command.exit_code)
     finally:
         server.stop()
-        if loop.faults is not None:
-            loop.faults.close()
+        if faults is not None:
+            faults.close()
         run.rank_observer.close()
         run.observers.close()
         preflight.close()
@@ -208,42 +197,34 @@ def launch(
     return 0
 
 
-def _warn_of_oom() -> None:
-    if one_oom_ends_all():
-        _log.warning(
-            "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
-        )
-
-
-def _started(spec: RunSpec, args: Namespace) -> RunStarted:
-    logs = os.path.abspath(args.log_dir)
-    return RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id)
-
-
 @dataclass
-class _Run:
-    """The parts of a run on one node; a `RunView`."""
+class Run:
+    """The parts of a run on one node; each part uses the others through it."""
 
     spec: RunSpec
     journal: Journal
     smp: AgentSmpClient
+    node: LocalNode
+    stores: StorePool
     workers: WorkerGroup
     generations: GenerationRunner
     control_loop: ControlLoop
-    maintenance: Maintenance
-    rpc: ClusterRpc | None
-    rank_observer: RankObserver
-    signals: RunSignals
-    device_memory: DeviceMemory
-    observers: Observers = field(init=False)
-    started_s: float = field(default_factory=clock.now_s)
 
-    def wake(self) -> None:
-        """Wake the main loop; called by other threads after they have posted to it."""
-        self.signals.wake()
+    def __post_init__(self) -> None:
+        spec, logs = self.spec, Path(self.spec.log_folder)
+        self.started_s = clock.now_s()
+        self.rpc: ClusterRpc | None = None
+        if not self.node.is_alone:
+            # Each node has its own journal. The merged journal is next to them, on the leader.
+            self.rpc = ClusterRpc(self.control_loop, self.journal, logs.parent)
+        self.rank_observer = RankObserver(self.workers.unused_fds, spec.profile.hang, logs / DUMPS)
+        self.signals = RunSignals(spec, journal=self.journal, workers=self.workers)
+        self.device_memory = DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s)
+        self.maintenance = Maintenance(self)
+        self.observers = Observers(self)
 
     def publish_status(self) -> None:
-        """Publish the status before a long operation, during which no status is published."""
+        """Called before a long operation, during which no status is published."""
         self.observers.status.publish()
 
     def send_lines(self) -> None:
@@ -260,54 +241,7 @@ class _Run:
             self.rpc.pass_lines_on()
 
 
-def _control_server(run: _Run, faults: FaultController | None) -> ControlServer:
-    return ControlServer(
-        run.spec,
-        run.smp.folder.agent_socket,
-        status=run.observers.status.document,
-        ask_stop=run.signals.ask_stop,
-        decided=run.rpc.control_loop if run.rpc is not None else None,
-        faults=faults,
-    )
-
-
-def _connect_smp(node: LocalNode, run: _Run) -> None:
-    """Connect to the SMP that was started, or to an SMP that outlived the last agent.
-
-    Such an SMP may have closed the connection while this agent imported torch.
-    """
-    smp, maintenance = run.smp, run.maintenance
-    is_new = smp.child is not None
-    try:
-        if is_new:
-            smp.ready()
-        node.introduce(smp)
-    except PeerError as error:
-        if is_new:
-            run.journal.write(SmpUnavailable(str(error)))
-            maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
-            return
-        run.journal.write(SmpUnreachable(str(error)))
-        smp.lost()
-        with suppress(PeerError):
-            if smp.reconnect():
-                node.introduce(smp)
-        # If the SMP has ended, this starts a new SMP before the first generation.
-        maintenance.handle_exits()
-
-
-def _stores(args: Namespace, node: LocalNode) -> StorePool:
-    """The store of this node: at the address of the flags, or on any rail."""
-    if not node.is_alone:
-        return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
-    host = _checked(args.master_addr) if _is_given(args) else node.card.host
-    stores = StorePool(host, args.master_port or 0)
-    stores.check()
-    return stores
-
-
-def _assemble(  # noqa: PLR0913 - the parts of a run
-    spec: RunSpec,
+def _assemble(
     journal: Journal,
     smp: AgentSmpClient,
     zygote: ZygoteClient | None,
@@ -316,7 +250,8 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     *,
     node: LocalNode,
     kept: PersistedAgentState,
-) -> _Run:
+) -> Run:
+    spec = node.spec
     workers = WorkerGroup(
         spec,
         smp=smp,
@@ -326,93 +261,45 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     generations = GenerationRunner(
         spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
     )
-    maintenance = Maintenance(
-        spec,
-        journal=journal,
-        smp=smp,
-        zygote=zygote,
-        stores=stores,
-        workers=workers,
-        generations=generations,
-        when_smp_is_up=lambda: node.introduce(smp),
-    )
-    control_loop = node.control_loop(kept)
-    # Each node has its own journal. The merged journal is next to them, on the leader.
-    merged = Path(spec.log_folder).parent
-    return _Run(
-        spec,
-        journal,
-        smp,
-        workers,
-        generations,
-        control_loop,
-        maintenance,
-        rpc=None if node.is_alone else ClusterRpc(control_loop, journal, merged),
-        rank_observer=RankObserver(
-            workers.unused_fds, spec.profile.hang, Path(spec.log_folder) / DUMPS
-        ),
-        signals=RunSignals(spec, journal=journal, workers=workers),
-        device_memory=DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s),
-    )
+    return Run(spec, journal, smp, node, stores, workers, generations, node.control_loop(kept))
 
 
-def _loop(run: _Run) -> RunLoop:
-    report = NodeReporter(
-        run.control_loop.post,
-        run.journal,
-        run.workers,
-        run.generations,
-        run.maintenance,
-        run.smp,
-        run.rank_observer,
-        run.signals,
-        is_cluster=run.rpc is not None,
-    )
-    executor = CommandExecutor(
-        run.journal,
-        run.control_loop,
-        run.workers,
-        run.generations,
-        run.maintenance,
-        run.smp,
-        run.rank_observer,
-        report,
-        run.signals,
-        run,
-        run.device_memory,
-    )
-    faults = _faults(run) if run.spec.allow_faults else None
-    if run.rpc is not None:
-        run.rpc.faults = faults
-    finished = FinishedWatch(run.spec, run.control_loop)
-    return RunLoop(
-        run.control_loop,
-        executor,
-        run.signals,
-        report,
-        run.maintenance,
-        run.workers,
-        faults,
-        observers=[lambda now_s: finished.poll(now_s=now_s), run.observe],
-    )
+def _connect_smp(run: Run) -> None:
+    """Connect to the SMP that was started, or to an SMP that outlived the last agent.
+
+    Such an SMP may have closed the connection while this agent imported torch.
+    """
+    smp, node = run.smp, run.node
+    is_new = smp.child is not None
+    try:
+        if is_new:
+            smp.ready()
+        node.introduce(smp)
+    except PeerError as error:
+        if is_new:
+            run.journal.write(SmpUnavailable(str(error)))
+            run.maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
+            return
+        run.journal.write(SmpUnreachable(str(error)))
+        smp.lost()
+        with suppress(PeerError):
+            if smp.reconnect():
+                node.introduce(smp)
+        # If the SMP has ended, this starts a new SMP before the first generation.
+        run.maintenance.handle_exits()
 
 
-def _faults(run: _Run) -> FaultController:
-    return FaultController(
-        run.spec,
-        journal=run.journal,
-        control=run.control_loop,
-        workers=run.workers,
-        injectors=FaultInjectors(
-            run.spec, control=run.control_loop, workers=run.workers, smp=run.smp
-        ),
-        wake=run.wake,
-        send_lines=run.send_lines,
-    )
+def _stores(args: Namespace, node: LocalNode) -> StorePool:
+    if not node.is_alone:
+        return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
+    is_given = bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
+    host = _checked(args.master_addr) if is_given else node.card.host
+    stores = StorePool(host, args.master_port or 0)
+    stores.check()
+    return stores
 
 
 def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
-    """Keep the zygote if this version of torch is known to fork safely; else close it."""
     reason = unknown_torch(torch.__version__)
     if zygote is None or not reason:
         return zygote
@@ -433,11 +320,7 @@ def _checked(host: str) -> str:
     return host
 
 
-def _is_given(args: Namespace) -> bool:
-    return bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
-
-
-def _report_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
+def _report_end(command: EndRun, spec: RunSpec, run: Run) -> None:
     run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
@@ -449,19 +332,20 @@ def _report_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
     sys.stderr.flush()
 
 
-def _kept(command: EndRun, spec: RunSpec, run: _Run) -> RetainedVersion | None:
+def _kept(command: EndRun, spec: RunSpec, run: Run) -> list[str]:
+    """What remains of a stopped run; empty if the script does not attach, or the run failed."""
     is_stop = command.exit_code > 128 and command.cause is None and not command.run_continues
     # An agent that was started only to end the run has no ranks. The slots of its ranks show which
     # step they had reached.
     held = max((offer.step for offer in run.smp.memory.offers()), default=None)
     progress = run.workers.progress()
     if not is_stop or not (progress.attached or held is not None):
-        return None
-    directory, written = spec.checkpoint_directory, run.smp.last_checkpoint
-    return RetainedVersion(
+        return []
+    directory, written, part = spec.checkpoint_directory, run.smp.last_checkpoint, run.smp.last_part
+    return retained_lines(
         step=max(progress.step, held or 0),
         directory=None if directory is None else without_password(directory),
         checkpoint_step=None if written is None else written.step,
         not_written=run.maintenance.not_written,
-        part_step=None if run.smp.last_part is None else run.smp.last_part.step,
+        part_step=None if part is None else part.step,
     )

@@ -16,24 +16,25 @@ Rule 2: on several nodes SIGTERM may be for this node alone. The leader decides 
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from ftrun import clock, events
-from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.control_loop import FinishedWatch
 from ftrun.agent.executor import CommandExecutor, RunEnded
 from ftrun.agent.faults.controller import FaultController
 from ftrun.agent.launch.elastic import UNUSED_SIGNAL, FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.report import NodeReporter
 from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
 from ftrun.monitor.worker_exits import signal_name
 from ftrun.records.run import LeaveRequested, SignalForwarded
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
@@ -52,7 +53,6 @@ class RunSignals:
 
     def __init__(self, spec: RunSpec, *, journal: Journal, workers: WorkerGroup) -> None:
         self.stops = 0
-        """Number of requests to end the run."""
         self.stop_signal = 0
         self.leaves = False
         """This node was asked to drain."""
@@ -98,14 +98,12 @@ class RunSignals:
 
     @property
     def is_end_requested(self) -> bool:
-        """Whether a pending signal is not for the ranks."""
         return not all(self._is_for_ranks(number) for number, _ in self._signals)
 
     def forget(self) -> None:
         self._signals.clear()
 
     def handle(self) -> None:
-        """Handle the pending signals, and keep what the heartbeats must report."""
         while self._signals:
             self._on_signal(*self._signals.pop(0))
         with suppress(Empty):
@@ -140,68 +138,64 @@ class RunSignals:
         self._journal.write(events.StopRequested(number, by, self._workers.progress().attached))
 
 
-@dataclass
 class RunLoop:
     """One run on one node."""
 
-    control: ControlLoop
-    executor: CommandExecutor
-    signals: RunSignals
-    report: NodeReporter
-    maintenance: Maintenance
-    workers: WorkerGroup
-    faults: FaultController | None
-    observers: Sequence[Callable[[float], object]]
+    def __init__(self, run: "Run", faults: FaultController | None) -> None:
+        self._run = run
+        self._faults = faults
+        self._report = NodeReporter(run)
+        self.executor = CommandExecutor(run, self._report)
+        self._finished = FinishedWatch(run.spec, run.control_loop)
 
     def drive(self, agent: FtrunElasticAgent) -> None:
-        """Run until every rank has finished.
-
-        Raises:
-            RunEnded: the run ends in another way.
-        """
+        """Run until every rank has finished; RunEnded if the run ends in another way."""
         name_process("ftrun-agent")  # torch has set another name
         self.executor.begin(agent)
-        self.signals.catch()
+        self._run.signals.catch()
         try:
             self._turn_until_done()
         except RunEnded:
             raise
         except Exception:
             # Otherwise torch waits 30 s for suspended ranks, and delays the next agent by that.
-            self.workers.kill()
+            self._run.workers.kill()
             raise
 
     def _turn_until_done(self) -> None:
+        run = self._run
         while not self.executor.is_done:
-            self.control.tick()
+            run.control_loop.tick()
             self.executor.execute_queued()
             if self.executor.is_done:
                 return
             self._wait()
-            if self.faults is not None:
-                self.faults.poll()
+            if self._faults is not None:
+                self._faults.poll()
             self._collect()
             self.executor.repeat_unconfirmed()
-            self.maintenance.check_processes(clock.now_s())
-            for observe in self.observers:
-                observe(clock.now_s())
+            run.maintenance.check_processes(clock.now_s())
+            self._finished.poll(now_s=clock.now_s())
+            run.observe(clock.now_s())
 
     def _wait(self) -> None:
+        run = self._run
         poller = select.poll()
-        children = [handle.child for handle in self.workers.alive()]
+        children = [handle.child for handle in run.workers.alive()]
         running = [child.pidfd for child in children if child.status is None]
-        for fd in (self.signals.fileno(), *running, *self.maintenance.descriptors):
+        for fd in (run.signals.fileno(), *running, *run.maintenance.descriptors):
             poller.register(fd, select.POLLIN)
-        eager = self.workers.awaits_boundary or self.maintenance.smp_is_starting
-        eager |= self.faults is not None and self.faults.is_eager
+        eager = run.workers.awaits_boundary or run.maintenance.smp_is_starting
+        eager |= self._faults is not None and self._faults.is_eager
         poller.poll((EAGER_TICK_S if eager else TICK_S) * 1000)
         self.executor.noticed_s = clock.now_s()
 
     def _collect(self) -> None:
-        self.signals.awake()
-        self.report.collect_exits()
-        self.maintenance.handle_exits()
+        run = self._run
+        run.signals.awake()
+        self._report.collect_exits()
+        run.maintenance.handle_exits()
         self.executor.report_stuck()
-        self.signals.handle()
-        self.report.collect_notices()
-        self.report.send(is_urgent=False)
+        run.signals.handle()
+        self._report.collect_notices()
+        self._report.send(is_urgent=False)

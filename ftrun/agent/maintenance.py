@@ -1,42 +1,30 @@
 """Periodic work that needs no decision, and the exits of this node's components.
 
-Runs in:  agent, main thread, once per turn of the loop.
-Takes in: the time; exit statuses and closed connections of zygote and SMP.
-Gives:    checkpoints, standbys, a restarted SMP or zygote, reports of unresponsive ranks, measured
-          restarts.
-Survives: zygote and SMP.
+Runs in the main thread, once per turn of the loop. Survives zygote and SMP.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from signal import SIGKILL
+from typing import TYPE_CHECKING
 
 from ftrun import clock, events
-from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
-from ftrun.agent.launch.rendezvous import StorePool
-from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_client import ZygoteClient
-from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
-from ftrun.config.run_spec import RunSpec
+from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
-from ftrun.journal import Journal
 from ftrun.monitor.worker_exits import exit_text
+from ftrun.records import snapshots as records
 from ftrun.records.run import RankWithoutProgress
-from ftrun.records.snapshots import (
-    CheckpointFailedRecord,
-    CheckpointWrittenRecord,
-    SmpReady,
-    SmpUnavailable,
-    SmpUnreachable,
-)
 from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import ComponentRestarts
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import Inventory
 from ftrun.wire.shared_memory.pages import HeartbeatField
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +45,7 @@ processors."""
 class Maintenance:
     """Periodic work of one run."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a run
-        self,
-        spec: RunSpec,
-        *,
-        journal: Journal,
-        smp: AgentSmpClient,
-        zygote: ZygoteClient | None,
-        stores: StorePool,
-        workers: WorkerGroup,
-        generations: GenerationRunner,
-        when_smp_is_up: Callable[[], object],
-    ) -> None:
+    def __init__(self, run: "Run") -> None:
         self.smp_is_starting = False
         self.smp_given_up = ""
         """Why there is no SMP any more; empty while there is one."""
@@ -76,15 +53,10 @@ class Maintenance:
         """Why the last checkpoint was not written; empty if it was."""
         self.last_commit: Version | None = None
         """On several nodes: the newest version that the leader has reported as committed."""
-        self._spec = spec
-        self._journal = journal
-        self._smp = smp
-        self._zygote = zygote
-        self._stores = stores
-        self._workers = workers
-        self._generations = generations
-        self._when_smp_is_up = when_smp_is_up
-        self._checkpoint_due_s = clock.now_s() + spec.profile.checkpoint.every_s
+        self._run = run
+        self._zygote = run.workers.starter.zygote
+        """Also after it was disabled, because its children are still reaped."""
+        self._checkpoint_due_s = clock.now_s() + run.spec.profile.checkpoint.every_s
         self._checkpoints_seen = 0
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
@@ -98,152 +70,147 @@ class Maintenance:
         self._stalled_ranks.clear()
 
     def check_processes(self, now_s: float) -> None:
-        monitor = self._spec.profile.monitor
-        self._workers.kill_long_stopped(now_s, monitor.frozen_kill_after_s)
-        self._generations.measure()
-        self._generations.keep_arenas()
-        self._generations.repeats.poll()
+        run = self._run
+        monitor = run.spec.profile.monitor
+        run.workers.kill_long_stopped(now_s, monitor.frozen_kill_after_s)
+        run.generations.measure()
+        run.generations.keep_arenas()
+        run.generations.repeats.poll()
         self._report_no_progress(now_s, monitor.no_progress_report_after_s)
         self._refill(now_s)
         self._reap(now_s)
         self._bind_standbys()
         self._checkpoint(now_s)
         if self._bring_up_smp():
-            self._generations.configure_new_smp()
+            run.generations.configure_new_smp()
 
     def end(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
-        """Write the committed state and the record of the end, if there is a checkpoint directory.
-
-        Args:
-            command: how the run ends. A run that was stopped ends after the grace period.
-            is_cancelled: polled repeatedly; whether the operator wants the run to end now.
-        """
-        if self._spec.checkpoint_directory is None:
+        """Write the committed state and the record of the end to the checkpoint directory."""
+        run = self._run
+        if run.spec.checkpoint_directory is None:
             return
         is_stop = command.exit_code > 128 and command.cause is None
-        limit_s = self._spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
+        limit_s = run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
         give_up_s = clock.now_s() + limit_s
         self._await_smp(give_up_s, is_cancelled)
         versions = self._last_versions()
-        if versions or self._smp.committed:
+        if versions or run.smp.committed:
             if not self._write_last(versions, give_up_s, is_cancelled):
                 self._await_smp(give_up_s, is_cancelled)  # it has ended just now
                 if not self._write_last(versions, give_up_s, is_cancelled):
-                    self._smp.refused = "the snapshot manager was lost twice"
+                    run.smp.refused = "the snapshot manager was lost twice"
             self._report_checkpoint()
-        self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
+        run.smp.end_checkpoints(int(command.exit_code), command.reason, run.spec.command_digest)
 
     def _await_smp(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for an SMP that starts, or that replaces one that has just been lost."""
-        if not self._spec.profile.snapshot.enabled:
+        run = self._run
+        if not run.spec.profile.snapshot.enabled:
             return
         give_up_s = min(give_up_s, clock.now_s() + SMP_WAIT_S)
-        while self._smp.channel is None and not self.smp_given_up:
+        while run.smp.channel is None and not self.smp_given_up:
             if clock.now_s() >= give_up_s or is_cancelled():
                 return
             self.handle_exits()
             if self._bring_up_smp(waits=True):
-                self._generations.configure_new_smp()
+                run.generations.configure_new_smp()
             clock.sleep(SMP_POLL_S)
 
     def _write_last(
         self, versions: Sequence[Version], give_up_s: float, is_cancelled: Callable[[], bool]
     ) -> bool:
         """Return False if the SMP was lost."""
-        directory, settings = self._spec.checkpoint_directory, self._spec.profile.checkpoint
+        run = self._run
+        directory, settings = run.spec.checkpoint_directory, run.spec.profile.checkpoint
         assert directory is not None
-        if self._smp.channel is None:
-            self._smp.refused = self.smp_given_up or "there is no snapshot manager"
+        if run.smp.channel is None:
+            run.smp.refused = self.smp_given_up or "there is no snapshot manager"
             return True
         try:
-            if self._smp.finish_checkpoint(give_up_s, is_cancelled):
-                if self._spec.nodes is None:
-                    life = self._generations.life
-                    self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
-                    self._smp.finish_checkpoint(give_up_s, is_cancelled)
+            if run.smp.finish_checkpoint(give_up_s, is_cancelled):
+                if run.spec.nodes is None:
+                    life = run.generations.life
+                    run.smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
+                    run.smp.finish_checkpoint(give_up_s, is_cancelled)
                 else:
                     self._write_last_part(versions, give_up_s, is_cancelled)
         except PeerLost:
-            self._smp.lost()
+            run.smp.lost()
             return False
         except PeerError as error:
-            self._smp.refused = str(error)
+            run.smp.refused = str(error)
         return True
 
     def _last_versions(self) -> list[Version]:
         """The versions that the last checkpoint may be made of, the best first.
 
-        While ranks run, it is the version that the leader has reported as committed. If a
-        generation has ended, or the last agent of this node was killed, nodes may have received
-        different commits. The candidates are then the versions that this node holds: at most two,
-        and the newest commit is one of them. A run on one node may also end before the report of
-        its first commit arrives.
+        While ranks run, it is the version that the leader has reported as committed. After the end
+        of a generation, or of the last agent, nodes may know different commits: the candidates are
+        what this node holds, at most two. On one node the run may end before its first commit is
+        reported.
         """
-        if self._spec.nodes is not None and self._generations.has_ranks:
+        run = self._run
+        if run.spec.nodes is not None and run.generations.has_ranks:
             return [] if self.last_commit is None else [self.last_commit]
-        return self._smp.whole_versions
+        return run.smp.whole_versions
 
     def _write_last_part(
         self, versions: Sequence[Version], give_up_s: float, is_cancelled: Callable[[], bool]
     ) -> None:
         """Write the parts of these versions in turn, until a complete checkpoint results."""
-        written = self._smp.num_checkpoints
+        run = self._run
+        written = run.smp.num_checkpoints
         for wanted in versions:
             self.write_part(wanted, is_urgent=True)
-            is_over = self._smp.finish_checkpoint(give_up_s, is_cancelled)
-            if not is_over or self._smp.num_checkpoints > written:
+            is_over = run.smp.finish_checkpoint(give_up_s, is_cancelled)
+            if not is_over or run.smp.num_checkpoints > written:
                 return
 
     def holdings(self) -> tuple[Inventory, int, int]:
-        """What this node holds, and the ports of its next store and of its SMP.
-
-        If an SMP is starting, wait until it is up.
-        """
+        """What this node holds, and the ports of its next store and of its SMP, once that is up."""
+        run = self._run
         self._bring_up_smp(waits=True)
-        return self._smp.inventory(), self._stores.next_port, self._smp.port
+        return run.smp.inventory(), run.stores.next_port, run.smp.port
 
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
         """On several nodes: write this node's part of a version that all nodes write now."""
-        directory = self._spec.checkpoint_directory
-        if directory is None or not self._generations.holds_ranks:
+        run = self._run
+        directory = run.spec.checkpoint_directory
+        if directory is None or not run.generations.holds_ranks:
             return
-        settings, token = self._spec.profile.checkpoint, self._generations.token
+        settings, token = run.spec.profile.checkpoint, run.generations.token
         try:
-            self._smp.begin_checkpoint(
-                directory,
-                settings,
-                wanted,
-                token,
-                life=self._generations.life,
-                is_urgent=is_urgent,
+            run.smp.begin_checkpoint(
+                directory, settings, wanted, token, life=run.generations.life, is_urgent=is_urgent
             )
         except PeerError as error:
-            self._journal.write(CheckpointFailedRecord(str(error)))
+            run.journal.write(records.CheckpointFailedRecord(str(error)))
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
+        run = self._run
         if not self.smp_is_starting:
             return False
-        if not waits and not self._smp.folder.smp_socket.exists():
+        if not waits and not run.smp.folder.smp_socket.exists():
             return False
         crash_point("agent.smp.listening")
         try:
-            self._smp.ready()
-            self._when_smp_is_up()
+            run.smp.ready()
+            run.node.introduce(run.smp)
         except PeerError as error:
-            self._journal.write(SmpUnavailable(str(error)))
+            run.journal.write(records.SmpUnavailable(str(error)))
             return False
         self.smp_is_starting = False
         self._unreachable_since_s = None
-        self._journal.write(SmpReady(len(self._smp.memory.arenas)))
+        run.journal.write(records.SmpReady(len(run.smp.memory.arenas)))
         return True
 
     def _reap(self, now_s: float) -> None:
         """Ranks may leave processes behind all the time, which become children of this agent."""
         if now_s > self._reap_due_s:
             self._reap_due_s = now_s + REAP_EVERY_S
-            known = [handle.child for handle in self._workers.handles]
+            known = [handle.child for handle in self._run.workers.handles]
             zygote = self._zygote.children if self._zygote is not None else []
-            reap_strangers([*known, *zygote, *self._smp.children])
+            reap_strangers([*known, *zygote, *self._run.smp.children])
 
     def _refill(self, now_s: float) -> None:
         if self._zygote is None:
@@ -253,7 +220,7 @@ class Maintenance:
         if self._refill_due_s is not None and now_s > self._refill_due_s:
             self._refill_due_s = None
             try:
-                self._stores.prepare()
+                self._run.stores.prepare()
             except (OSError, RuntimeError) as error:
                 # For example too many open files. The next generation can create its store then.
                 _log.debug("no store was prepared: %s", error)
@@ -263,34 +230,36 @@ class Maintenance:
 
     def _bind_standbys(self) -> None:
         """Once all ranks have made a step, because standbys would slow their start."""
-        if self._zygote is None or self._spec.profile.start.device == "off":
+        if self._zygote is None or self._run.spec.profile.start.device == "off":
             return
-        pages = [slot.page for slot in self._workers.slots]
+        pages = self._run.workers.pages
         if pages and all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             self._zygote.bind(len(pages))
 
     def _checkpoint(self, now_s: float) -> None:
-        settings = self._spec.profile.checkpoint
-        directory = self._spec.checkpoint_directory
-        is_due = now_s > self._checkpoint_due_s and self._spec.nodes is None
-        if directory and is_due and self._smp.committed:
+        run = self._run
+        settings = run.spec.profile.checkpoint
+        directory = run.spec.checkpoint_directory
+        is_due = now_s > self._checkpoint_due_s and run.spec.nodes is None
+        if directory and is_due and run.smp.committed:
             self._checkpoint_due_s = now_s + settings.every_s
             try:
-                self._smp.begin_checkpoint(directory, settings, life=self._generations.life)
+                run.smp.begin_checkpoint(directory, settings, life=run.generations.life)
             except PeerError as error:
-                self._journal.write(CheckpointFailedRecord(str(error)))
+                run.journal.write(records.CheckpointFailedRecord(str(error)))
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
-        written = self._smp.last_checkpoint
-        if self._smp.refused:
-            self._journal.write(CheckpointFailedRecord(self._smp.refused))
-            _log.warning("no checkpoint was written: %s", self._smp.refused)
-            self.not_written, self._smp.refused = self._smp.refused, ""
-        if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
-            self._checkpoints_seen, self.not_written = self._smp.num_checkpoints, ""
-            self._journal.write(
-                CheckpointWrittenRecord(
+        run = self._run
+        written = run.smp.last_checkpoint
+        if run.smp.refused:
+            run.journal.write(records.CheckpointFailedRecord(run.smp.refused))
+            _log.warning("no checkpoint was written: %s", run.smp.refused)
+            self.not_written, run.smp.refused = run.smp.refused, ""
+        if written is not None and run.smp.num_checkpoints != self._checkpoints_seen:
+            self._checkpoints_seen, self.not_written = run.smp.num_checkpoints, ""
+            run.journal.write(
+                records.CheckpointWrittenRecord(
                     written.generation,
                     written.step,
                     written.path,
@@ -301,7 +270,7 @@ class Maintenance:
             )
 
     def _report_no_progress(self, now_s: float, limit_s: float) -> None:
-        for slot in self._workers.slots:
+        for slot in self._run.workers.slots:
             heartbeat_ns = slot.page.get(HeartbeatField.HEARTBEAT_NS)
             if not heartbeat_ns:
                 continue  # no step yet: importing, compiling, loading data
@@ -314,28 +283,30 @@ class Maintenance:
                     f"rank {slot.rank} without progress for {unresponsive_s:.0f} s (reported after "
                     f"{limit_s:.0f} s, phase {slot.page.phase or 'train'})"
                 )
-                self._journal.write(RankWithoutProgress(text, slot.rank))
+                self._run.journal.write(RankWithoutProgress(text, slot.rank))
 
     # --- exits of zygote and SMP ------------------------------------------------------------------
 
     @property
     def descriptors(self) -> list[int]:
         """Readable when zygote or SMP has ended, or when the SMP has sent a message."""
-        children = (self._smp.child, self._zygote_child())
+        run = self._run
+        children = (run.smp.child, self._zygote_child())
         found = [one.pidfd for one in children if one is not None and one.status is None]
-        return found if self._smp.channel is None else [*found, self._smp.channel.fileno()]
+        return found if run.smp.channel is None else [*found, run.smp.channel.fileno()]
 
     def handle_exits(self) -> None:
         for event in self._exits():
-            self._journal.write(event)
+            self._run.journal.write(event)
             self._execute(self._restarts.handle(event, now_s=clock.now_s()))
 
     def _execute(self, command: commands.PartCommand) -> None:
-        self._journal.write(command)
-        starter = self._workers.starter
+        run = self._run
+        run.journal.write(command)
+        starter = run.workers.starter
         match command:
             case commands.RespawnSmp():
-                self._smp.start()
+                run.smp.start()
                 self.smp_is_starting = True
             case commands.RespawnZygote():
                 if starter.zygote is not None:
@@ -347,7 +318,7 @@ class Maintenance:
                 _log.warning("no more snapshots: %s", command.reason)
 
     def _exits(self) -> list[events.PartEvent]:
-        smp, found = self._smp, list[events.PartEvent]()
+        smp, found = self._run.smp, list[events.PartEvent]()
         zygote = self._zygote_child()
         if zygote is not None and zygote.status is None and zygote.reap():
             found.append(events.ZygoteExited(f"the zygote {exit_text(zygote.ended_with)}"))
@@ -365,12 +336,12 @@ class Maintenance:
         return found
 
     def _reconnect(self, now_s: float) -> bool:
-        """Connect again to an SMP that lives and has closed its connection to this agent.
+        """Connect again to an SMP that lives and has closed its connection; False if none answers.
 
-        For example the agent was stopped and read nothing. The connection may also be lost before
-        the loop starts, while this agent imports torch. Return False if no SMP answers.
+        For example the agent was stopped and read nothing, or was importing torch.
         """
-        smp = self._smp
+        run = self._run
+        smp = run.smp
         has_ended = self.smp_is_starting or bool(self.smp_given_up)
         has_ended |= smp.child is not None and smp.child.status is not None
         if smp.channel is not None or has_ended or now_s < self._reconnect_due_s:
@@ -378,13 +349,13 @@ class Maintenance:
         self._reconnect_due_s = now_s + RECONNECT_EVERY_S
         if smp.reconnect():
             try:
-                self._when_smp_is_up()
+                run.node.introduce(run.smp)
                 self._unreachable_since_s = None
-                self._journal.write(SmpReady(len(smp.memory.arenas)))
-                self._generations.configure_new_smp()
+                run.journal.write(records.SmpReady(len(smp.memory.arenas)))
+                run.generations.configure_new_smp()
                 return True
             except PeerError as error:
-                self._journal.write(SmpUnreachable(str(error)))
+                run.journal.write(records.SmpUnreachable(str(error)))
                 smp.lost()
         self._unreachable_since_s = self._unreachable_since_s or now_s
         if smp.child is not None and now_s - self._unreachable_since_s > UNREACHABLE_S:
@@ -392,5 +363,5 @@ class Maintenance:
         return False
 
     def _zygote_child(self) -> ChildProcess | None:
-        zygote = self._workers.starter.zygote
+        zygote = self._run.workers.starter.zygote
         return zygote.child if zygote is not None else None

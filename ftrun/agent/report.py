@@ -1,92 +1,71 @@
 """Builds the report of this node for its heartbeats.
 
-Runs in:  agent, main thread.
-Takes in: ended workers, notices of the SMP, the state of all components of a run.
-Gives:    a `Heartbeat` for the control loop, marked as urgent if it needs a reaction.
+Runs in the main thread.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ftrun import clock, events
-from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import oom_kills
-from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.devices import RecentDeviceErrors
-from ftrun.agent.observe.ranks import RankObserver
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.journal import Journal
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat
 
-
-class ReceivedSignals(Protocol):
-    """Requests by signals to this agent."""
-
-    stops: int
-    stop_signal: int
-    leaves: bool
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 
-@dataclass
 class NodeReporter:
     """Reports the state of one node to the leader."""
 
-    report: Callable[[NodeReported], None]
-    journal: Journal
-    workers: WorkerGroup
-    generations: GenerationRunner
-    maintenance: Maintenance
-    smp: AgentSmpClient
-    observer: RankObserver
-    signals: ReceivedSignals
-    is_cluster: bool
-    troubles: RecentDeviceErrors = field(default_factory=RecentDeviceErrors)
-    _last: Heartbeat = field(default_factory=lambda: Heartbeat(generation=-1))
-    _exits: list[events.WorkerExit] = field(default_factory=list)
-    _differs: tuple[str, tuple[int, ...]] = ("", ())
-    _oom_kills: int | None = field(default_factory=oom_kills)
+    def __init__(self, run: "Run") -> None:
+        self.troubles = RecentDeviceErrors()
+        self._run = run
+        self._last = Heartbeat(generation=-1)
+        self._exits: list[events.WorkerExit] = []
+        self._differs: tuple[str, tuple[int, ...]] = ("", ())
+        self._oom_kills = oom_kills()
 
     def begin(self) -> None:
-        """Drop the reports of the last generation, because a new generation is prepared."""
+        """Drop the reports of the last generation."""
         self._exits.clear()
         self._differs = ("", ())
 
     def collect_exits(self) -> None:
-        ended = self.workers.ended()
+        workers = self._run.workers
+        ended = workers.ended()
         if not ended:
             return
         kills = oom_kills()
         before = self._oom_kills
         new = None if kills is None or before is None else max(0, kills - before)
         self._oom_kills = kills
-        exits = [self.workers.explain(handle, oom_kills=new) for handle in ended]
+        exits = [workers.explain(handle, oom_kills=new) for handle in ended]
         self._exits += exits
-        self.journal.write(events.WorkersExited(tuple(exits), self.workers.progress()))
+        self._run.journal.write(events.WorkersExited(tuple(exits), workers.progress()))
 
     def collect_notices(self) -> None:
-        for text in self.troubles.take(self.observer.troubles, now_s=clock.now_s()):
-            self.journal.write(DeviceError(text))
-        for notice in self.smp.drain_notices():
+        run = self._run
+        for text in self.troubles.take(run.rank_observer.troubles, now_s=clock.now_s()):
+            run.journal.write(DeviceError(text))
+        for notice in run.smp.drain_notices():
             nodes, ranks = tuple(notice.nodes), tuple(notice.ranks)
-            self.journal.write(OF_NOTICE[notice.kind](notice.reason, nodes, ranks))
+            run.journal.write(OF_NOTICE[notice.kind](notice.reason, nodes, ranks))
             if notice.kind == "replicas_differ":
                 self._differs = (notice.reason, ranks)
 
     def send(self, *, is_urgent: bool) -> None:
-        """Report the state of this node; at once if it needs a reaction."""
         heartbeat = self._heartbeat(clock.now_s())
         is_urgent |= _what_matters(heartbeat) != _what_matters(self._last)
         self._last = heartbeat
-        self.report(NodeReported(heartbeat, is_urgent))
+        self._run.control_loop.post(NodeReported(heartbeat, is_urgent))
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
-        workers, smp, generations = self.workers, self.smp, self.generations
+        run, signals, observer = self._run, self._run.signals, self._run.rank_observer
+        workers, smp, generations = run.workers, run.smp, run.generations
         progress = workers.progress()
         # Read seals before `committed()`: a rank seals a version only after the page shows the
         # previous commit. In the other order, an old commit could be paired with a new seal.
@@ -105,21 +84,21 @@ class NodeReporter:
             committed=workers.committed(),
             at_boundary=workers.awaits_boundary and workers.all_at_boundary(),
             requested_every=workers.requested_every(),
-            stops=self.signals.stops,
-            stop_signal=self.signals.stop_signal,
-            leaves=self.signals.leaves,
+            stops=signals.stops,
+            stop_signal=signals.stop_signal,
+            leaves=signals.leaves,
             smp_port=smp.port,
             survives=0 if generations.is_alone else smp.survives,
             problem=smp.restore_failed,
             problem_is_link=smp.restore_lost_links,
             unreachable=smp.unreachable,
-            unprotected=self.maintenance.smp_given_up
+            unprotected=run.maintenance.smp_given_up
             or workers.unprotected_reason()
             or smp.unprotected_reason,
             ranks=workers.reports(now_s),
-            p99_s=self.observer.p99_s,
-            views=self.observer.views,
-            sample=self.observer.sample,
+            p99_s=observer.p99_s,
+            views=observer.views,
+            sample=observer.sample,
             troubles=self.troubles.recent,
             fault=self.troubles.fault,
             differs=self._differs[0],
@@ -130,9 +109,10 @@ class NodeReporter:
 
     def _ready(self) -> VersionPair | None:
         """The newest version that this node holds and protects in this generation."""
-        ready = self.smp.ready_version
-        if self.is_cluster and self.generations.is_alone:
-            ready = self.smp.committed  # the SMP of a single member commits without the leader
+        run = self._run
+        ready = run.smp.ready_version
+        if run.rpc is not None and run.generations.is_alone:
+            ready = run.smp.committed  # the SMP of a single member commits without the leader
         return (ready.generation, ready.step) if ready is not None else None
 
 

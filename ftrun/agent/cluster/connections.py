@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
@@ -76,20 +76,7 @@ _ASIDES = (
 """Messages that need no decision about the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Out:
-    """A message to send."""
-
-    node_id: str
-    message: AnyClusterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class _Corrupt:
-    """Order to flip a bit in the next frame to each other agent, see `ftrun inject-fault`."""
-
-
-_Inbox = Happening | AuthenticatedConnection | _Out | _Corrupt | None
+_Inbox = Happening | AuthenticatedConnection | Callable[[], None] | None
 
 
 class ClusterConnections:
@@ -116,7 +103,7 @@ class ClusterConnections:
         self._lease = lease
         self._on_other_message = on_other_message
         self._each_turn = each_turn
-        self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
+        self._handshakes = Handshakes(identity, secret, take=self.post, dialled=dialled)
         self.failover = ConnectionFailover(
             control_loop.member.me, control_loop.settings, control_loop.card_of
         )
@@ -142,25 +129,23 @@ class ClusterConnections:
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, event: Happening) -> None:
-        self._put(event)
-
     def send(self, node_id: str, message: AnyClusterMessage) -> None:
         """Send a message that needs no decision, such as lines for the merged journal."""
-        self._put(_Out(node_id, message))
+        self.post(partial(self._send, node_id, message))
 
     def corrupt_next(self) -> None:
-        self._put(_Corrupt())
+        """Flip a bit in the next frame to each other agent, see `ftrun inject-fault`."""
+        self.post(self._corrupt)
 
     def wake(self) -> None:
         with suppress(OSError):  # the thread wakes anyway, or has ended
             self._wake_write.send(b"\0")
 
     def close(self) -> None:
-        self._put(None)
+        self.post(None)
         self._thread.join(5.0)
 
-    def _put(self, what: _Inbox) -> None:
+    def post(self, what: _Inbox) -> None:
         self._inbox.put(what)
         self.wake()
 
@@ -203,11 +188,8 @@ class ClusterConnections:
                     self._is_over = True
                 elif isinstance(what, AuthenticatedConnection):
                     self._made(what)
-                elif isinstance(what, _Out):
-                    self._send(what.node_id, what.message)
-                elif isinstance(what, _Corrupt):
-                    for connection in self._connections.values():
-                        connection.is_corrupted = True
+                elif callable(what):
+                    what()
                 else:
                     if isinstance(what, ConnectFailed):
                         self._handshakes.ended((what.host, what.port))
@@ -224,11 +206,16 @@ class ClusterConnections:
     def _carry_out(self, command: NetworkCommand) -> None:
         match command:
             case Connect():
-                self._dial(command)
+                if command.node_id not in self._connections:
+                    self._handshakes.call(PendingDial(command, self.failover.of(command)))
             case Send():
                 self._send(command.node_id, command.message)
             case _:
                 self._drop(command.node_id)
+
+    def _corrupt(self) -> None:
+        for connection in self._connections.values():
+            connection.is_corrupted = True
 
     def _send(self, node_id: str, message: AnyClusterMessage) -> None:
         connection = self._connections.get(node_id)
@@ -245,10 +232,6 @@ class ClusterConnections:
             self._watch(connection)
 
     # --- connections --------------------------------------------------------------------------
-
-    def _dial(self, command: Connect) -> None:
-        if command.node_id not in self._connections:
-            self._handshakes.call(PendingDial(command, self.failover.of(command)))
 
     def _made(self, made: AuthenticatedConnection) -> None:
         if made.call is not None:
@@ -296,7 +279,6 @@ class ClusterConnections:
         self._drop(node_id)
 
     def _report_direction(self, node_id: str, made: AuthenticatedConnection) -> None:
-        """Report to the operator that a node is reached over another rail than its card's."""
         call, address = made.call, made.address
         if call is None or address is None or address.host == call.dial.host:
             return
@@ -339,7 +321,8 @@ class ClusterConnections:
         connection = self._connections.pop(node_id, None)
         if connection is not None:
             self.failover.gone(node_id)
-            self._close(connection)
+            self._selector.unregister(connection)
+            connection.close()
 
     def _watch(self, connection: Connection) -> None:
         """Wait for writability only while bytes are waiting to be sent."""
@@ -348,10 +331,6 @@ class ClusterConnections:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
         if self._selector.get_key(connection).events != wanted:
             self._selector.modify(connection, wanted)
-
-    def _close(self, connection: Connection) -> None:
-        self._selector.unregister(connection)
-        connection.close()
 
     def _hang_up_all(self) -> None:
         for connection in self._connections.values():

@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.config.cluster import MembershipSettings
@@ -25,25 +25,17 @@ from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import ClockTick, Happening, RunFinished
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
-from ftrun.recovery.commands import (
-    Command,
-    Connect,
-    Disconnect,
-    NodeCommand,
-    ProbePath,
-    QueryWitness,
-    RepeatNodeCheck,
-    ResumeRanks,
-    Send,
-    SuspendRanks,
-)
+from ftrun.recovery import commands
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.urls import is_url
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.finished_run import has_finished, read_owner
 
-NetworkCommand = Connect | Send | Disconnect
+if TYPE_CHECKING:
+    from ftrun.agent.cluster.connections import ClusterConnections
+    from ftrun.agent.cluster.etcd_witness import WitnessClient
+
+NetworkCommand = commands.Connect | commands.Send | commands.Disconnect
 
 
 class ControlLoop:
@@ -58,25 +50,18 @@ class ControlLoop:
         is_chosen: bool,
     ) -> None:
         self.settings = settings
-        self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
+        self.orders: SimpleQueue[commands.NodeCommand] = SimpleQueue()
         self.monitor = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
         """The newest monitor; used only while this agent leads."""
         # These functions do not block. In a run on one node, or without a witness, they do nothing.
         self.check_again: Callable[[int], None] = _ignored
         """Starts a check of this node whose number is at least this one."""
-        self.ask_witness: Callable[[QueryWitness], None] = _ignored
-        self.probe_path: Callable[[ProbePath], None] = _ignored
+        self.ask_witness: Callable[[commands.QueryWitness], None] = _ignored
+        self.probe_path: Callable[[commands.ProbePath], None] = _ignored
         self._me = me.node_id
         self.member = Member(
-            me,
-            settings,
-            self._new_monitor,
-            now_s=clock.now_s(),
-            kept=kept,
-            is_chosen=is_chosen,
+            me, settings, self._new_monitor, now_s=clock.now_s(), kept=kept, is_chosen=is_chosen
         )
-
-    # --- for the executor -------------------------------------------------------------------------
 
     def post(self, event: Happening) -> None:
         self.think(event)
@@ -85,7 +70,7 @@ class ControlLoop:
         """Handle the time; has an effect only if the control loop has no own thread."""
         self.think(ClockTick())
 
-    def next_order(self) -> NodeCommand | None:
+    def next_order(self) -> commands.NodeCommand | None:
         try:
             return self.orders.get_nowait()
         except Empty:
@@ -115,29 +100,28 @@ class ControlLoop:
     def close(self) -> None:
         """Release the threads of the control loop; this class has none."""
 
-    # --- deciding -----------------------------------------------------------------------------
-
     def think(self, event: Happening) -> list[NetworkCommand]:
         """Decide; queue commands for the executor, and return commands for the network.
 
-        Call it only in the thread of the control loop.
+        Only in the thread of the control loop.
         """
         network: list[NetworkCommand] = []
         for command in self.member.handle(event, now_s=clock.now_s()):
             self._sort(command, network)
         return network
 
-    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
-        if isinstance(command, Connect | Send | Disconnect):
-            network.append(command)
-        elif isinstance(command, RepeatNodeCheck):
-            self.check_again(command.number)
-        elif isinstance(command, ProbePath):
-            self.probe_path(command)
-        elif isinstance(command, QueryWitness):
-            self.ask_witness(command)
-        else:
-            self.orders.put(command)
+    def _sort(self, command: commands.Command, network: list[NetworkCommand]) -> None:
+        match command:
+            case commands.Connect() | commands.Send() | commands.Disconnect():
+                network.append(command)
+            case commands.RepeatNodeCheck():
+                self.check_again(command.number)
+            case commands.ProbePath():
+                self.probe_path(command)
+            case commands.QueryWitness():
+                self.ask_witness(command)
+            case _:
+                self.orders.put(command)
 
     def _new_monitor(self) -> GenerationMonitor:
         self.monitor = GenerationMonitor(self.settings, self._me, pairs=PairCheck())
@@ -147,42 +131,20 @@ class ControlLoop:
 def _ignored(_: object) -> None: ...
 
 
-class DecisionThread(Protocol):
-    """A thread without which the agent must end."""
-
-    failure: Exception | None
-
-    def close(self) -> None: ...
-
-
-class ConnectionThread(DecisionThread, Protocol):
-    """The thread that owns the connections, see `ClusterConnections`."""
-
-    suspend_now: Callable[[bool], None]
-
-    def post(self, event: Happening) -> None: ...
-
-    def send(self, node_id: str, message: AnyClusterMessage) -> None: ...
-
-    def corrupt_next(self) -> None: ...
-
-
 class ClusterControlLoop(ControlLoop):
     """A control loop in the cluster thread; `post` passes events of the main thread to it."""
 
-    thread: ConnectionThread | None = None
-    witness_thread: DecisionThread | None = None
+    thread: "ClusterConnections | None" = None
+    witness_thread: "WitnessClient | None" = None
 
     def post(self, event: Happening) -> None:
         assert self.thread is not None
         self.thread.post(event)
 
     def tick(self) -> None:
-        """Raise the failure of a thread; the cluster thread handles the time itself.
+        """Raise the failure of a thread, so that the agent ends.
 
-        Raises:
-            RuntimeError: the cluster thread or the witness thread has ended because of a bug. The
-                agent ends with 70, and the stub starts another one.
+        The cluster thread handles the time itself.
         """
         for name, thread in (("cluster", self.thread), ("witness", self.witness_thread)):
             if thread is not None and thread.failure is not None:
@@ -193,11 +155,14 @@ class ClusterControlLoop(ControlLoop):
             if thread is not None:
                 thread.close()
 
-    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
+    def _sort(self, command: commands.Command, network: list[NetworkCommand]) -> None:
         # The main thread may be busy, so this thread suspends ranks, before another agent can have
         # replaced them.
-        if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
-            self.thread.suspend_now(isinstance(command, SuspendRanks))
+        if (
+            isinstance(command, commands.SuspendRanks | commands.ResumeRanks)
+            and self.thread is not None
+        ):
+            self.thread.suspend_now(isinstance(command, commands.SuspendRanks))
         super()._sort(command, network)
 
 

@@ -91,7 +91,6 @@ class AuthenticatedConnection:
     call: PendingDial | None = None
     """The dial of this agent that led to it; None: the other side has dialled."""
     address: PeerAddress | None = None
-    """The address that was dialled."""
 
 
 Take = Callable[[AuthenticatedConnection | ConnectFailed], None]
@@ -135,14 +134,10 @@ class Handshakes:
             self._calling.discard(call.at)
 
     def ended(self, at: tuple[str, int]) -> None:
-        """The result of the dial to this address was handled."""
         self._calling.discard(at)
 
     def report_once(self, text: str) -> None:
-        """Log a refusal once.
-
-        The operator watches this node, and the refused peer may belong to another operator.
-        """
+        """Log a refusal once, because the refused peer may belong to another operator."""
         if text not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(text)
             _log.warning("%s", text)
@@ -177,6 +172,7 @@ class Handshakes:
 
     def _called(self, call: PendingDial) -> None:
         command = call.dial
+        what = (command.host, command.port, command.node_id)
         try:
             (sock, session), address = reach(
                 call.addresses, partial(self._greet, command.node_id), deadline_s=DIAL_S
@@ -188,15 +184,12 @@ class Handshakes:
         except PeerError as error:
             refused = isinstance(error, PeerLost) and error.how == "refused"
             final = isinstance(error, HandshakeRefused)
-            what = (command.host, command.port, command.node_id)
             self._take(ConnectFailed(*what, refused, str(error), final))
         except Exception:  # noqa: BLE001
             # Rule 2: without a result, the address would never be dialled again.
             _log.exception("a bug in ftrun has ended the dial of node %s", command.node_id)
             reason = "a bug in ftrun; see the agent's log"
-            self._take(
-                ConnectFailed(command.host, command.port, command.node_id, False, reason, False)
-            )
+            self._take(ConnectFailed(*what, False, reason, False))
         else:
             self._take(AuthenticatedConnection(sock, session, call, address))
 
@@ -234,7 +227,6 @@ YOUNG_S = 0.5
 MAX_MET = 10_000
 
 CardOf = Callable[[str], NodeCard | None]
-"""Returns the newest known card of a node, or None."""
 
 
 @dataclass

@@ -45,7 +45,6 @@ TRY_S = 1.0
 """Limit of one request. etcd answers within a few milliseconds, or has no majority."""
 
 CHECK_S = 10.0
-"""Limit of the check before the run begins."""
 
 CHECK_EVERY_S = 0.5
 MIN_LEASE_S = 2
@@ -102,11 +101,7 @@ class EtcdWitness:
         lease_s: float,
         tls: EtcdTls | None = None,
     ) -> None:
-        """Load the client library.
-
-        Raises:
-            UsageError: the library is not installed.
-        """
+        """Raises UsageError if the client library is not installed."""
         try:
             from etcd3gw.client import Etcd3Client
         except ImportError as error:
@@ -115,7 +110,7 @@ class EtcdWitness:
                 "this python. Install it on every node: pip install 'ftrun[etcd]'"
             ) from error
         self.job = job
-        self._names = [f"{host}:{port}" for host, port in endpoints]
+        self.name = ", ".join(f"{host}:{port}" for host, port in endpoints)
         kind = {"protocol": "https" if tls is not None else "http"}
         files = tls if tls is not None else EtcdTls()
         named = {"ca_cert": files.ca, "cert_cert": files.cert, "cert_key": files.key}
@@ -129,10 +124,6 @@ class EtcdWitness:
         self._folder = f"/ftrun/{run_id}/"
         self._lease_s = max(MIN_LEASE_S, math.ceil(lease_s))
         self._lease: Any = None
-
-    @property
-    def name(self) -> str:
-        return ", ".join(self._names)
 
     # --- before the run -----------------------------------------------------------------------
 
@@ -205,7 +196,8 @@ class EtcdWitness:
     def _answer(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         while True:
             # Renew before the read: if the read shows this agent's lease, its full time is left.
-            self._renew()
+            if self._lease is not None and self._lease.refresh() <= 0:
+                self._lease = None
             seen = self._read()
             candidate = asked.operation in (WitnessOperation.CLAIM, WitnessOperation.READ)
             if candidate and (reason := self._taken(seen)):
@@ -230,12 +222,9 @@ class EtcdWitness:
 
     # --- the keys -----------------------------------------------------------------------------
 
-    def _renew(self) -> None:
-        if self._lease is not None and self._lease.refresh() <= 0:
-            self._lease = None
-
     def _read(self) -> _Seen:
-        found = {meta["key"].decode(): (value, meta) for value, meta in self._client_prefix()}
+        values: list[tuple[bytes, _JSON]] = self._clients[self._at].get_prefix(self._folder)
+        found = {meta["key"].decode(): (value, meta) for value, meta in values}
         register, register_meta = found.get(f"{self._folder}register", (None, {}))
         claim, claim_meta = found.get(f"{self._folder}lead", (None, {}))
         return _Seen(
@@ -245,10 +234,6 @@ class EtcdWitness:
             int(claim_meta.get("mod_revision", 0)),
             int(claim_meta.get("lease", 0)),
         )
-
-    def _client_prefix(self) -> list[tuple[bytes, _JSON]]:
-        found: list[tuple[bytes, _JSON]] = self._clients[self._at].get_prefix(self._folder)
-        return found
 
     def _swap(self, seen: _Seen, ruling: WitnessDecision, me: NodeCard) -> bool:
         register, leader = f"{self._folder}register", f"{self._folder}lead"
@@ -278,11 +263,7 @@ class EtcdWitness:
     # --- endpoints ----------------------------------------------------------------------------
 
     def _on_any(self, do: Callable[[], _Answer], for_s: float) -> _Answer:
-        """Call `do` on the endpoint that answered last, or on the next one that answers in time.
-
-        Raises:
-            EtcdUnreachable: no endpoint answers.
-        """
+        """Call `do` on the endpoint that answered last, or on the next one that answers in time."""
         end_s = clock.now_s() + for_s
         reason = "no time was left to ask"
         for _ in range(2 * len(self._clients)):

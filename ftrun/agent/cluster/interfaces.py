@@ -1,12 +1,8 @@
 """Finds the network interfaces of this machine, and the rails of this node among them.
 
-Runs in:  agent, main thread, before the run begins.
-Takes in: getifaddrs(3); the ethtool queries that need no privilege; /sys/class; the address of this
-          node's card; the interface names in `network.rails`.
-Gives:    one `NetworkInterface` for each device that has an address; `Rail`s for this node's card,
-          first the rail of the card's address; a listening socket for each rail.
-Survives: devices and drivers that do not answer: their values stay empty. An interface without a
-          listening socket is no rail.
+Runs in the main thread, before the run begins. Values of devices and drivers that do not answer
+stay empty. An interface without a listening socket is no rail.
+
 Source:   getifaddrs(3), netdevice(7), linux/ethtool.h.
 
 The kernel is queried over a socket if possible, not through /sys, because a container may see the
@@ -70,16 +66,11 @@ class NetworkInterface:
     """The RDMA device of this interface."""
 
     def bits(self, host: str) -> int | None:
-        """Length of the prefix of this address; None: the interface does not have the address."""
         return next((bits for address, bits in self.addresses if address == host), None)
 
 
 def interfaces(system: Path = Path("/sys")) -> list[NetworkInterface]:
-    """All interfaces that have an address, in the kernel's order.
-
-    Raises:
-        OSError: the kernel does not list them.
-    """
+    """All interfaces that have an address, in the kernel's order; OSError if it lists none."""
     found: dict[str, NetworkInterface] = {}
     for name, flags, host, bits in _addresses():
         one = found.setdefault(name, NetworkInterface(name))
@@ -123,7 +114,8 @@ def _addresses() -> Iterator[tuple[str, int, str, int]]:
             host = _host(entry.address)
             if host is not None:
                 mask = _host(entry.netmask)
-                yield _device(entry.name), entry.flags, host, _bits(mask)
+                bits = int(ipaddress.ip_address(mask)).bit_count() if mask is not None else 0
+                yield _device(entry.name), entry.flags, host, bits
             at = entry.next
     finally:
         libc.freeifaddrs(first)
@@ -143,10 +135,6 @@ def _host(address: int | None) -> str | None:
     if family == socket.AF_INET6:
         return socket.inet_ntop(family, ctypes.string_at(address + 8, 16))
     return None
-
-
-def _bits(mask: str | None) -> int:
-    return int(ipaddress.ip_address(mask)).bit_count() if mask is not None else 0
 
 
 def _driver(requester: socket.socket, name: str) -> str:
@@ -209,11 +197,8 @@ def own_rails(
         host: the address of this node's card.
         named: interfaces that the user has named; empty: all interfaces to other nodes.
         only_first: use only the interface of that address, and named interfaces.
-        is_again: this node has been part of the run, so a missing rail is no error.
-
-    Raises:
-        UsageError: a named interface is missing, is down or has no address, and `is_again` is
-            false.
+        is_again: this node has been part of the run, so a named interface that cannot be used is
+            no UsageError.
     """
     try:
         found = interfaces()
@@ -248,15 +233,10 @@ def rails_among(
 def listen_on(
     rails: Sequence[Rail], first: socket.socket, before: NodeCard | None
 ) -> tuple[list[Rail], list[socket.socket]]:
-    """Open a listening socket on each rail.
+    """Open a listening socket on each rail; return rails with their ports, and all sockets.
 
-    Args:
-        rails: of this node.
-        first: the socket that already listens on the first rail.
-        before: the card of this node's last agent, whose ports the other nodes know.
-
-    Returns:
-        The rails with their ports, and all sockets. A rail without a socket is left out.
+    A rail without a socket is left out. `first` already listens on the first rail; `before` is the
+    card of this node's last agent, whose ports the other nodes know.
     """
     found, sockets = [], [first]
     number = first.getsockname()[1]

@@ -1,19 +1,17 @@
 """Sets up this node: name, address, secret, and control loop.
 
-Runs in:  agent, main thread, before the run begins.
-Takes in: the run's spec, the state that the last agent of this node persisted.
-Gives:    a `NodeCard`; a `ControlLoop`, with a thread of its own if there are other nodes.
+Runs in the main thread, before the run begins.
 """
 
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.cluster.connections import ClusterConnections
@@ -22,9 +20,7 @@ from ftrun.agent.cluster.etcd_witness import EtcdWitness, WitnessClient
 from ftrun.agent.cluster.interfaces import listen_on, own_rails
 from ftrun.agent.cluster.path_probe import LinkProber, PathProber
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
-from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.launch.rendezvous import LOOPBACK
-from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, last_agent_ended_s
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -36,6 +32,9 @@ from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
 from ftrun.wire.transport.tcp import bind_address, is_local_address, is_own_name, listen_tcp
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 NAME_CHECK_S = 0.5
 """Seconds between two name look-ups of the endpoint."""
@@ -69,9 +68,13 @@ class LocalNode:
             name = socket.gethostname() or "node"
             return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
         register = _register(spec, nodes, persisted)
-        host = _known_host(nodes, persisted) or _find_host(nodes, spec.profile.nodes.join_timeout_s)
+        before = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
+        if before is not None and is_local_address(before.host):
+            host = before.host
+        else:
+            host = _find_host(nodes, spec.profile.nodes.join_timeout_s)
         number, endpoint = _endpoint(nodes, host) if register is None else (0, None)
-        listener = endpoint or _own_port(host, nodes.node_id, persisted)
+        listener = endpoint or _own_port(host, before)
         secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
         network = spec.profile.network
         is_narrow = nodes.bind is not None or (secret is None and network.plan != "on")
@@ -81,7 +84,6 @@ class LocalNode:
             only_first=is_narrow,
             is_again=persisted.plan is not None,
         )
-        before = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
         rails, listeners = listen_on(rails, listener, before)
         card = NodeCard(
             node_id=nodes.node_id,
@@ -111,12 +113,7 @@ class LocalNode:
             user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
         )
         kind = ControlLoop if self.is_alone else ClusterControlLoop
-        control_loop = kind(
-            self.card,
-            settings,
-            kept=persisted.plan,
-            is_chosen=persisted.is_chosen,
-        )
+        control_loop = kind(self.card, settings, kept=persisted.plan, is_chosen=persisted.is_chosen)
         control_loop.member.follower.agent_lost_s = last_agent_ended_s()
         return control_loop
 
@@ -125,16 +122,8 @@ class LocalNode:
             others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
             smp.listen_for_peers(self.card.host, self.secret, others)
 
-    def start(
-        self,
-        control: ControlLoop,
-        rpc: ClusterRpc | None,
-        workers: WorkerGroup,
-        preflight: NodeCheck,
-        *,
-        wake: Callable[[], None],
-    ) -> None:
-        """Start the threads that connect this node to the others; `wake` wakes the main thread."""
+    def start(self, run: "Run", preflight: NodeCheck) -> None:
+        control, rpc = run.control_loop, run.rpc
         if not isinstance(control, ClusterControlLoop) or rpc is None:
             return
         identity = PeerIdentity(
@@ -149,9 +138,9 @@ class LocalNode:
             identity,
             self.secret,
             self.listeners,
-            wake_executor=wake,
-            suspend_now=workers.suspend,
-            lease=workers.lease,
+            wake_executor=run.signals.wake,
+            suspend_now=run.workers.suspend,
+            lease=run.workers.lease,
             on_other_message=rpc.take,
             dialled=preflight.dialled,
             each_turn=rpc.control_loop.poll,
@@ -202,11 +191,6 @@ class LocalNode:
                 self.card.port,
                 HOW_TO_MAKE,
             )
-
-
-def _known_host(nodes: NodesSpec, persisted: PersistedAgentState) -> str | None:
-    card = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
-    return card.host if card is not None and is_local_address(card.host) else None
 
 
 def _register(
@@ -280,14 +264,11 @@ def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     return 0, None
 
 
-def _own_port(host: str, node_id: str, persisted: PersistedAgentState) -> socket.socket:
+def _own_port(host: str, before: NodeCard | None) -> socket.socket:
     """A listener on the port of this node's last agent, if possible; else on a free port."""
-    card = persisted.plan.card(node_id) if persisted.plan is not None else None
-    if card is not None and card.host == host:
-        try:
-            return listen_tcp(host, card.port)
-        except UsageError:
-            pass
+    if before is not None and before.host == host:
+        with suppress(UsageError):
+            return listen_tcp(host, before.port)
     return listen_tcp(host, 0)
 
 

@@ -35,6 +35,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -84,6 +85,15 @@ SendTo = Callable[[str, AnyClusterMessage], None]
 """Called with a node id and a result for that node, in any thread."""
 
 
+def _in_thread(work: Callable[[], None], name: str) -> str:
+    """Start a thread; return why that is not possible, for example no more threads."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:
+        return str(error) or "no thread"
+    return ""
+
+
 class PathProber:
     """Runs the probes that a leader requests."""
 
@@ -102,14 +112,9 @@ class PathProber:
         if not self._threads.acquire(blocking=False):
             self._untried(command, f"this node already runs {MAX_AT_ONCE} probes")
             return
-        work = threading.Thread(
-            target=self._work, args=(command,), name="ftrun-path-probe", daemon=True
-        )
-        try:
-            work.start()
-        except RuntimeError as error:  # no more threads
+        if problem := _in_thread(partial(self._work, command), "ftrun-path-probe"):
             self._threads.release()
-            self._untried(command, str(error))
+            self._untried(command, problem)
 
     def _work(self, command: ProbePath) -> None:
         try:
@@ -160,11 +165,7 @@ def probe_path(
 
 
 def serve_path_probe(sock: socket.socket) -> None:
-    """Serve the other side of a probe; the caller closes the socket.
-
-    Raises:
-        OSError: the dialler has ended, or is too slow.
-    """
+    """Serve the other side; OSError if the dialler has ended. The caller closes the socket."""
     sock.settimeout(SERVE_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     give_up_s = clock.now_s() + SERVE_S
@@ -276,8 +277,7 @@ class LinkProber:
     def take(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> bool:
         """Start a probe, from any thread, without waiting.
 
-        Returns:
-            False if another probe is in progress, or was started less than `PAUSE_S` ago.
+        False if one is in progress, or was started less than `PAUSE_S` ago.
         """
         if not self._busy.acquire(blocking=False):
             return False
@@ -285,12 +285,7 @@ class LinkProber:
             self._busy.release()
             return False
         self._last_s = clock.now_s()
-        work = threading.Thread(
-            target=self._work, args=(order, answer), name="ftrun-probe", daemon=True
-        )
-        try:
-            work.start()
-        except RuntimeError:  # no more threads
+        if _in_thread(partial(self._work, order, answer), "ftrun-probe"):
             self._busy.release()
             return False
         return True
@@ -321,11 +316,7 @@ def probe(
 
 
 def serve_probe(sock: socket.socket) -> None:
-    """Serve the other side of a probe; the caller closes the socket.
-
-    Raises:
-        OSError: the prober has ended, or is too slow.
-    """
+    """Serve the other side; OSError if the prober has ended. The caller closes the socket."""
     give_up_s = clock.now_s() + PROBE_S
     tune(sock, bulk=False, user_timeout_s=PROBE_S)
     for _ in range(LINK_PINGS):

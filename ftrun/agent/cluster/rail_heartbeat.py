@@ -120,12 +120,12 @@ class RailHeartbeat:
                 self._judge(now_s)
             for key, _ in self._selector.select(max(0.0, due_s - clock.now_s())):
                 assert isinstance(key.fileobj, socket.socket)
-                self._receive(key.fileobj)
-
-    # --- sending ------------------------------------------------------------------------------
+                # nothing more to read, or the kernel reports that an earlier datagram was refused
+                with suppress(OSError):
+                    while True:
+                        self._take(key.fileobj.recv(_MAX_BYTES))
 
     def _check_plan(self) -> None:
-        """Compute the neighbours again if the generation has changed."""
         plan = self._control_loop.plan
         if plan is self._plan:
             return
@@ -170,14 +170,6 @@ class RailHeartbeat:
             body = msgspec.msgpack.encode(pulse)
             with suppress(OSError):  # no route, or no buffer space: the other nodes detect it
                 sock.sendto(self._code(body) + body, (there.host, there.port))
-
-    # --- receiving --------------------------------------------------------------------------------
-
-    def _receive(self, sock: socket.socket) -> None:
-        # nothing more to read, or the kernel reports that an earlier datagram was refused
-        with suppress(OSError):
-            while True:
-                self._take(sock.recv(_MAX_BYTES))
 
     def _take(self, data: bytes) -> None:
         code, body = data[:_CODE_BYTES], data[_CODE_BYTES:]

@@ -1,10 +1,7 @@
 """Requests between the nodes of a run that need no decision: status, and lines for the journal.
 
-Runs in:  agent: `take` in the cluster thread, which also publishes `control_loop`; `whole` in the
-          control thread, the rest in the main thread.
-Takes in: messages that the control loop does not handle.
-Gives:    the status of the whole run on any node; one merged journal on the leader.
-Survives: a leader that does not answer: the node's own status is shown, with a note.
+`take` runs in the cluster thread, which also publishes `control_loop`; `whole` in the control
+thread, the rest in the main thread. If the leader does not answer, the node's own status is shown.
 """
 
 import threading
@@ -49,13 +46,11 @@ class ClusterRpc:
         self.faults: FaultController | None = None
         """Takes orders for faults; None: this node takes none."""
         self.prober: LinkProber | None = None
-        """Probes links if the leader requests it."""
         self.control_loop = Published(
             partial(control_loop_status, control_loop, is_alone=False),
             wake=self._wake,
             every_s=CONTROL_LOOP_EVERY_S,
         )
-        """The status of the control loop."""
         self.control_loop.publish()  # the cluster thread does not run yet
         self._control_loop = control_loop
         self._journal = journal
@@ -124,13 +119,11 @@ class ClusterRpc:
         ours = self._journal.take_copies()
         leader = self._control_loop.member.leader_card
         if self._control_loop.leads:
-            self._write([*ours, *self._taken()])
+            theirs = [self._lines.popleft() for _ in range(len(self._lines))]
+            self._write([*ours, *theirs])
         elif leader is not None and self.thread is not None:
             for some in _in_parts(ours):
                 self.thread.send(leader.node_id, JournalLines(some))
-
-    def _taken(self) -> list[str]:
-        return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def _write(self, lines: list[str]) -> None:
         if not lines:

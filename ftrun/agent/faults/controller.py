@@ -1,10 +1,7 @@
 """Accepts fault orders, injects the faults when they are due, and journals them.
 
-Runs in:  agent: `ask` in a thread for each order, `take` in the cluster thread, the rest in the
-          main thread, once per turn of the loop. It exists only in a run with --allow-faults.
-Takes in: orders from the operator on this machine, and from other nodes if the run has a secret.
-Gives:    faults on this node; `FaultOrdered`, `FaultFired` and `FaultEnded` in the journal.
-Survives: ranks; an order that a rank has not reached stays valid for its next process.
+`ask` runs in a thread for each order, `take` in the cluster thread, the rest in the main thread,
+once per turn of the loop. An order that a rank has not reached stays valid for its next process.
 
 Rule 1: the journal records an order when it is accepted, and again when it has fired. The journal
         therefore shows an order that never fires.
@@ -14,21 +11,18 @@ Rule 2: an order that waits for its step, or a fault with a duration, can be can
 
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
-from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused, FtrunError
-from ftrun.journal import Journal
 from ftrun.records.faults import FaultAcceptedRecord, FaultInjected, FaultReverted
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.fault_catalog import fault_kind
@@ -37,6 +31,9 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
 from ftrun.wire.messages.faults import FaultOrder, ForwardFault, ForwardFaultReply
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 ANSWER_S = 30.0
 """Longer than the start of a reverter (reverter.py), so that an order that timed out is not
@@ -92,24 +89,9 @@ class _Running:
 class FaultController:
     """Fault orders of one node."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        *,
-        journal: Journal,
-        control: ControlLoop,
-        workers: WorkerGroup,
-        injectors: FaultInjectors,
-        wake: Callable[[], None],
-        send_lines: Callable[[], None],
-    ) -> None:
-        self._spec = spec
-        self._journal = journal
-        self._control = control
-        self._workers = workers
-        self._acts = injectors
-        self._wake = wake
-        self._send_lines = send_lines
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._acts = FaultInjectors(run)
         self._tickets: SimpleQueue[_Ticket] = SimpleQueue()
         self._sent: dict[str, _Ticket] = {}
         """Orders forwarded to other nodes, by id."""
@@ -128,7 +110,7 @@ class FaultController:
         is_here = node_id in ("", self._own_id)
         if is_here:
             self._tickets.put(ticket)
-            self._wake()
+            self._run.signals.wake()
         else:
             self._sent[order.id] = ticket
             self._send(node_id, ForwardFault(order))
@@ -147,12 +129,8 @@ class FaultController:
         return fault_messages.FaultAccepted(order.id, node_id or self._own_id, ticket.how)
 
     def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
-        """Return the node for an order, and the order with its rank filled in.
-
-        Raises:
-            FaultRefused: there is no such rank or node.
-        """
-        plan = self._control.plan
+        """The node for an order, and the order with its rank filled in."""
+        plan = self._run.control_loop.plan
         if plan is None:
             raise FaultRefused("the run has not begun yet: it has no ranks to break")
         if order.cancels:
@@ -183,7 +161,7 @@ class FaultController:
 
     @property
     def _own_id(self) -> str:
-        nodes, plan = self._spec.nodes, self._control.plan
+        nodes, plan = self._run.spec.nodes, self._run.control_loop.plan
         if nodes is not None:
             return nodes.node_id
         return plan.members[0].node_id if plan is not None else ""
@@ -198,15 +176,15 @@ class FaultController:
                 ticket.how, ticket.refused = message.how, message.refused
                 ticket.answered.set()
             return
-        nodes = self._spec.nodes
+        nodes = self._run.spec.nodes
         if nodes is None or nodes.secret_file is None:
             self._send(sender, ForwardFaultReply(message.order.id, refused=_UNAUTHENTICATED))
             return
         self._tickets.put(_Ticket(message.order, asked_by=sender))
-        self._wake()
+        self._run.signals.wake()
 
     def _send(self, node_id: str, message: ForwardFault | ForwardFaultReply) -> None:
-        control = self._control
+        control = self._run.control_loop
         if isinstance(control, ClusterControlLoop) and control.thread is not None:
             control.thread.send(node_id, message)
 
@@ -218,7 +196,6 @@ class FaultController:
         return any(run.action is not None and not run.has_fired for run in self._running)
 
     def poll(self) -> None:
-        """Accept new orders, inject due faults, and detect faults that have fired or ended."""
         try:
             while True:
                 self._begin(self._tickets.get_nowait())
@@ -228,7 +205,10 @@ class FaultController:
             if running.action is None:
                 self._check_page(running)
             elif not running.has_fired and self._is_due(running):
-                self._fire_later(running)
+                try:
+                    self._fire(running)
+                except _CANNOT as error:
+                    self._over(running, f"not made: {error}")
             if running.active_fault is not None and running.active_fault.is_over():
                 over = "it is taken back"
                 self._over(running, over if running.has_fired else "its rank has ended before")
@@ -289,11 +269,6 @@ class FaultController:
         self._answer(ticket)
 
     def _take_back(self, running: _Running) -> None:
-        """Cancel or revert a fault.
-
-        Raises:
-            FaultRefused: the fault cannot be reverted.
-        """
         order = running.order
         if running.action is None and not running.has_fired:
             self._page(order.rank).cancel(running.number)
@@ -319,13 +294,9 @@ class FaultController:
         ticket.answered.set()
 
     def _prepare(self, order: FaultOrder) -> _Running:
-        """Check the order as far as possible before it is due.
-
-        Raises:
-            FaultRefused: the fault is not possible.
-        """
+        """Check the order as far as possible before it is due."""
         kind = fault_kind(order.kind)
-        step = self._step_of(order.rank) if kind.by_rank else self._step_here()
+        step = self._step_here(order.rank) if kind.by_rank else self._step_here()
         if order.at_step and step >= order.at_step:
             subject = f"rank {order.rank}" if kind.by_rank else "this node"
             raise FaultRefused(
@@ -350,12 +321,6 @@ class FaultController:
         is_late_enough = clock.now_s() >= running.not_before_s
         return is_late_enough and self._step_here() >= running.order.at_step
 
-    def _fire_later(self, running: _Running) -> None:
-        try:
-            self._fire(running)
-        except _CANNOT as error:
-            self._over(running, f"not made: {error}")
-
     def _fire(self, running: _Running) -> None:
         """Inject the fault; if it ends this agent, journal it first."""
         action = running.action
@@ -363,7 +328,7 @@ class FaultController:
         running.has_fired = True
         if action.is_last:
             self._report_fired(running, self._step_here(), clock.now_s())
-            self._send_lines()
+            self._run.send_lines()
         running.active_fault = action.do()
         if not action.is_last:
             self._report_fired(running, self._step_here(), clock.now_s())
@@ -401,7 +366,7 @@ class FaultController:
             self._running.remove(running)
 
     def _report_ordered(self, order: FaultOrder, how: str) -> None:
-        self._journal.write(
+        self._run.journal.write(
             FaultAcceptedRecord(
                 order.id,
                 order.kind,
@@ -418,26 +383,24 @@ class FaultController:
         order = running.order
         how = running.action.how if running.action is not None else _ITSELF
         record = FaultInjected(order.id, order.kind, order.rank, step, round(at_s, 6), how)
-        self._journal.write(record)
+        self._run.journal.write(record)
 
     def _over(self, running: _Running, reason: str) -> None:
         order = running.order
-        self._journal.write(FaultReverted(order.id, order.kind, order.rank, reason))
+        self._run.journal.write(FaultReverted(order.id, order.kind, order.rank, reason))
         if running in self._running:
             self._running.remove(running)
 
     def _page(self, rank: int) -> FaultPage:
-        pages = self._workers.fault_pages
+        pages = self._run.workers.fault_pages
         assert pages is not None
         pages.fd_of(rank)
         return pages.by_rank[rank]
 
-    def _step_here(self) -> int:
-        return max((_step_on(slot.page) for slot in self._workers.slots), default=0)
-
-    def _step_of(self, rank: int) -> int:
-        slots = self._workers.slots
-        return next((_step_on(slot.page) for slot in slots if slot.rank == rank), 0)
+    def _step_here(self, rank: int | None = None) -> int:
+        """Completed steps of this rank, or the most of all ranks here."""
+        slots = [slot for slot in self._run.workers.slots if rank in (None, slot.rank)]
+        return max((_step_on(slot.page) for slot in slots), default=0)
 
 
 def _step_on(page: SharedPage) -> int:
@@ -446,11 +409,7 @@ def _step_on(page: SharedPage) -> int:
 
 
 def _node_named(plan: GenerationPlan, text: str) -> str:
-    """Return the id of a node, given its id or its index among the voters of the plan.
-
-    Raises:
-        FaultRefused: there is no such node.
-    """
+    """The id of a node, given its id or its index among the voters of the plan."""
     names = [card.node_id for card in plan.voters]
     if text in names:
         return text

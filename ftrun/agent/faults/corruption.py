@@ -1,8 +1,7 @@
 """Corrupts stored data: snapshots, mirrors and parity for other nodes, checkpoints on disk.
 
-Runs in:  agent, main thread; for `ftrun inject-fault` only.
-Takes in: descriptors of arenas and parity regions, a checkpoint directory.
-Gives:    changed bytes. Digests stay unchanged, except for parity rows in `make_stale`.
+Runs in the main thread, for `ftrun inject-fault` only. Digests stay unchanged, except for parity
+rows in `make_stale`.
 
 Rule 1: an arena is changed only when its rank is dead.
 """
@@ -22,11 +21,6 @@ _WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
 
 def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) -> Version:
-    """Return the newest version that all these ranks have sealed.
-
-    Raises:
-        FaultRefused: there is none.
-    """
     held = [set(_sealed(arenas.get(Rank(rank), ()))) for rank in ranks]
     common = set.intersection(*held) if held else set()
     if not common:
@@ -38,7 +32,6 @@ def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) ->
 
 
 def flip_from(arenas: Mapping[Rank, Sequence[int]], rank: int, oldest: Version) -> None:
-    """Flip a bit in each sealed snapshot of a dead rank that is `oldest` or newer."""
     for fd in arenas.get(Rank(rank), ()):
         with closing(Arena(fd, writable=True)) as arena:
             for slot in range(NUM_SLOTS):
@@ -62,11 +55,7 @@ def _flip(arena: Arena, slot: int) -> None:
 
 
 def check_kept(parity_regions: Sequence[int], *, at_least: int) -> None:
-    """Check that this node stores data of at least `at_least` versions for other nodes.
-
-    Raises:
-        FaultRefused: it stores fewer versions.
-    """
+    """Check that this node stores data of at least `at_least` versions for other nodes."""
     found = 0
     for fd in parity_regions:
         with closing(_open(fd)) as region:
@@ -136,11 +125,6 @@ def _contents(region: ParityRegion) -> list[memoryview]:
 
 
 def newest_file(directory: Path) -> Path:
-    """Return the largest file of the newest checkpoint.
-
-    Raises:
-        FaultRefused: there is none.
-    """
     files = sorted((directory / "latest").glob("*.safetensors"))
     if not files:
         raise FaultRefused(f"there is no checkpoint in {directory} yet")

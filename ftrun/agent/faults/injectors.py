@@ -1,8 +1,6 @@
 """Prepares the faults that the agent injects on its node.
 
-Runs in:  agent, main thread.
-Takes in: an order for this node.
-Gives:    a prepared `FaultAction`; FaultRefused with the missing requirement.
+Runs in the main thread. FaultRefused names the missing requirement.
 
 Rule 1: if possible, checks run when the order is accepted, not when the fault is due.
 Rule 2: a reverter, which outlives the agent, ends each fault that has a duration.
@@ -14,32 +12,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
-from ftrun.agent.faults import corruption as corruption
-from ftrun.agent.faults.machine import (
-    FaultCgroup,
-    check_free,
-    clock_jump,
-    cpu_starve,
-    fd_limit,
-    fill,
-    make_group,
-    pid_limit,
-)
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
+from ftrun.agent.faults import corruption, machine
 from ftrun.agent.faults.network import link_fault
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.agent.launch.warm_start import WorkerHandle
-from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.proc import cores_used
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused
 from ftrun.urls import is_url
 from ftrun.wire.fault_orders import FAULT_PREFIX
 from ftrun.wire.messages.faults import FaultOrder
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 _PERIOD_US = 20_000
 """Quota period of the cpu cgroup; short, so that a rank is slowed evenly."""
@@ -51,13 +40,8 @@ _MIB = 1 << 20
 class FaultInjectors:
     """All faults that an agent injects."""
 
-    def __init__(
-        self, spec: RunSpec, *, control: ControlLoop, workers: WorkerGroup, smp: AgentSmpClient
-    ) -> None:
-        self._spec = spec
-        self._control = control
-        self._workers = workers
-        self._smp = smp
+    def __init__(self, run: "Run") -> None:
+        self._run = run
         self._makers: dict[str, Callable[[FaultOrder], FaultAction]] = {
             "rank-kill": lambda order: self._signal_rank(order, signal.SIGKILL),
             "stop": lambda order: self._signal_rank(order, signal.SIGSTOP),
@@ -70,12 +54,12 @@ class FaultInjectors:
             "zygote-kill": self._zygote_kill,
             "node-loss": self._node_loss,
             "freeze": self._freeze,
-            "shm-full": lambda order: fill(order, Path("/dev/shm"), "/dev/shm"),
-            "disk-full": lambda order: fill(order, Path(spec.log_folder), "the logs"),
-            "fd-limit": fd_limit,
-            "pid-limit": lambda order: pid_limit(order, self._children()),
-            "cpu-starve": cpu_starve,
-            "clock-jump": clock_jump,
+            "shm-full": lambda order: machine.fill(order, Path("/dev/shm"), "/dev/shm"),
+            "disk-full": lambda order: machine.fill(order, Path(run.spec.log_folder), "the logs"),
+            "fd-limit": machine.fd_limit,
+            "pid-limit": lambda order: machine.pid_limit(order, self._children()),
+            "cpu-starve": machine.cpu_starve,
+            "clock-jump": machine.clock_jump,
             "bitflip-wire": self._bitflip_wire,
             "bitflip-shm": self._bitflip_shm,
             "fragment-truncate": self._fragments,
@@ -87,20 +71,10 @@ class FaultInjectors:
         }
 
     def action(self, order: FaultOrder) -> FaultAction:
-        """Prepare the fault.
-
-        Raises:
-            FaultRefused: the fault is not possible here.
-        """
         return self._makers[order.kind](order)
 
     def rank(self, rank: int) -> WorkerHandle:
-        """Return the handle of a running rank of this node.
-
-        Raises:
-            FaultRefused: the rank does not run here.
-        """
-        for handle in self._workers.alive():
+        for handle in self._run.workers.alive():
             if handle.slot.rank == rank:
                 return handle
         raise FaultRefused(
@@ -108,17 +82,13 @@ class FaultInjectors:
         )
 
     def make_room_for_oom(self, order: FaultOrder) -> RunningFault:
-        """Create a memory cgroup for this rank, so that an oom affects no other process.
-
-        Raises:
-            FaultRefused: the amount is out of range, or the cgroup cannot be created.
-        """
+        """Create a memory cgroup for this rank, so that an oom affects no other process."""
         pid = self.rank(order.rank).pid
         limit_bytes = int(order.amount * _MIB)
         if not 16 <= order.amount <= 1 << 20:
             raise FaultRefused(f"--amount is 16 to 1048576 MiB, not {order.amount:g}")
-        check_free(pid)
-        group = make_group("memory", f"{FAULT_PREFIX}{order.id}", pid)
+        machine.check_free(pid)
+        group = machine.make_group("memory", f"{FAULT_PREFIX}{order.id}", pid)
         try:
             if group.is_v2:
                 group.set("memory.max", limit_bytes)
@@ -133,7 +103,7 @@ class FaultInjectors:
             raise FaultRefused(f"no limit can be set in {group.path}: {error.strerror}") from None
         # With --at-step, the rank must not be limited before that step, so it moves into the
         # cgroup itself at that step.
-        return self._put_into(group, [] if order.at_step else [pid], for_s=0.0, pids_of=[pid])
+        return group.take([] if order.at_step else [pid], targets=[pid], for_s=0.0)
 
     # --- ranks --------------------------------------------------------------------------------
 
@@ -150,28 +120,28 @@ class FaultInjectors:
     def continue_rank(
         self, handle: WorkerHandle, order: FaultOrder, since_s: float
     ) -> RunningFault | None:
-        """Send SIGCONT to a stopped rank `for_s` after `since_s`; None if `for_s` is 0.
+        """Send SIGCONT `for_s` after `since_s`, from which the agent's time limit counts too.
 
-        The agent's time limit for a stopped rank also counts from `since_s`.
+        Never if `for_s` is 0.
         """
         try:
             return continue_later(named(handle.pid), order.for_s, since_s=since_s)
         finally:
-            self._workers.stopped_by_order(handle, since_s)
+            self._run.workers.stopped_by_order(handle, since_s)
 
     def _slow(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
         if not 0 < order.amount < 1024:
             raise FaultRefused(f"--amount is a fraction of a core above 0, not {order.amount:g}")
-        check_free(handle.pid)
+        machine.check_free(handle.pid)
         try:
-            group = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
+            group = machine.make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
             group.remove()
         except FaultRefused:
             return self._slow_by_signals(order, handle)
 
         def do() -> RunningFault:
-            made = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
+            made = machine.make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
             quota_us = max(1000, int(_PERIOD_US * order.amount))
             try:
                 if made.is_v2:
@@ -182,7 +152,7 @@ class FaultInjectors:
             except OSError as error:
                 made.remove()
                 raise FaultRefused(f"no quota can be set in {made.path}: {error}") from None
-            return self._put_into(made, [handle.pid], for_s=order.for_s, pids_of=[handle.pid])
+            return made.take([handle.pid], targets=[handle.pid], for_s=order.for_s)
 
         uses = cores_used(handle.pid)
         how = f"a cpu cgroup with {order.amount:g} of a core"
@@ -210,29 +180,10 @@ class FaultInjectors:
 
         return FaultAction(f"SIGSTOP for {1 - order.amount:.0%} of the time (no cpu cgroup)", do)
 
-    def _put_into(
-        self, group: FaultCgroup, pids: list[int], *, for_s: float, pids_of: list[int]
-    ) -> RunningFault:
-        """Move processes into a cgroup; its reverter moves them back and removes the cgroup.
-
-        The reverter does this after `for_s`, or earlier if all processes of `pids_of` have ended.
-        """
-        try:
-            return RunningFault(
-                [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in pids],
-                [group.undo],
-                for_s=for_s,
-                targets=named(*pids_of),
-            )
-        except FaultRefused:
-            group.remove()
-            raise
-
     # --- components of ftrun ------------------------------------------------------------------
 
     def _smp_kill(self, _: FaultOrder) -> FaultAction:
-        pid = self._smp_pid()
-        return FaultAction(f"SIGKILL to pid {pid}", lambda: os.kill(pid, signal.SIGKILL))
+        return _kill(self._smp_pid())
 
     def _smp_stop(self, order: FaultOrder) -> FaultAction:
         target = named(self._smp_pid())
@@ -245,7 +196,7 @@ class FaultInjectors:
         return FaultAction(f"SIGSTOP to pid {target[0][0]}, SIGCONT after {order.for_s:g} s", do)
 
     def _smp_pid(self) -> int:
-        smp = self._smp
+        smp = self._run.smp
         if smp.child is not None and smp.child.status is None:
             return smp.child.pid
         if smp.channel is None:
@@ -253,12 +204,10 @@ class FaultInjectors:
         return smp.channel.peer_pid
 
     def _agent_kill(self, _: FaultOrder) -> FaultAction:
-        pid = os.getpid()
-        how = f"SIGKILL to pid {pid}"
-        return FaultAction(how, lambda: os.kill(pid, signal.SIGKILL), is_last=True)
+        return _kill(os.getpid(), is_last=True)
 
     def _leader_kill(self, order: FaultOrder) -> FaultAction:
-        if not self._control.leads:
+        if not self._run.control_loop.leads:
             raise FaultRefused("this node is no longer the leader. Run the command again")
         return self._agent_kill(order)
 
@@ -270,7 +219,7 @@ class FaultInjectors:
         return FaultAction(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
 
     def _zygote_kill(self, _: FaultOrder) -> FaultAction:
-        zygote = self._workers.starter.zygote
+        zygote = self._run.workers.starter.zygote
         child = zygote.child if zygote is not None else None
         if child is None or child.status is not None:
             raise FaultRefused("there is no zygote on this node: ranks are started fresh")
@@ -326,15 +275,16 @@ class FaultInjectors:
         return []
 
     def _children(self) -> list[int]:
-        zygote = self._workers.starter.zygote
-        children = [self._smp.child, zygote.child if zygote is not None else None]
-        children += [handle.child for handle in self._workers.alive()]
+        run = self._run
+        zygote = run.workers.starter.zygote
+        children = [run.smp.child, zygote.child if zygote is not None else None]
+        children += [handle.child for handle in run.workers.alive()]
         return [child.pid for child in children if child is not None and child.status is None]
 
     # --- links --------------------------------------------------------------------------------
 
     def _link(self, order: FaultOrder) -> FaultAction:
-        spec, plan = self._spec, self._control.plan
+        spec, plan = self._run.spec, self._run.control_loop.plan
         if spec.nodes is None or plan is None:
             raise FaultRefused("this run has one node, so it has no link to another node")
         card = plan.card(spec.nodes.node_id)
@@ -349,7 +299,7 @@ class FaultInjectors:
         return FaultAction(fault.how, do, is_answered_first=is_cut)
 
     def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
-        control = self._control
+        control = self._run.control_loop
         thread = control.thread if isinstance(control, ClusterControlLoop) else None
         if thread is None:
             raise FaultRefused("this run has one node, so it sends no frames to other nodes")
@@ -360,8 +310,8 @@ class FaultInjectors:
 
     def _bitflip_shm(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
-        arenas = self._smp.memory.arenas
-        local = [slot.rank for slot in self._workers.slots]
+        arenas = self._run.smp.memory.arenas
+        local = [slot.rank for slot in self._run.workers.slots]
         newest = corruption.newest_common(arenas, local)
 
         def do() -> None:
@@ -376,7 +326,7 @@ class FaultInjectors:
         )
 
     def _fragments(self, order: FaultOrder) -> FaultAction:
-        parity_regions = list(self._smp.memory.parity_regions.values())
+        parity_regions = list(self._run.smp.memory.parity_regions.values())
         corrupt = (
             corruption.truncate if order.kind == "fragment-truncate" else corruption.make_stale
         )
@@ -385,7 +335,7 @@ class FaultInjectors:
         return FaultAction(how, lambda: corrupt(parity_regions))
 
     def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:
-        directory = self._spec.checkpoint_directory
+        directory = self._run.spec.checkpoint_directory
         if directory is None:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
         if is_url(directory):
@@ -394,6 +344,12 @@ class FaultInjectors:
         find()
         how = f"one bit in the newest checkpoint in {directory}"
         return FaultAction(how, lambda: corruption.flip_in_file(find()))
+
+
+def _kill(pid: int, *, is_last: bool = False) -> FaultAction:
+    return FaultAction(
+        f"SIGKILL to pid {pid}", lambda: os.kill(pid, signal.SIGKILL), is_last=is_last
+    )
 
 
 def continue_later(

@@ -1,8 +1,6 @@
 """Injects faults of the machine: full file systems, limits, busy CPUs, clock jumps.
 
-Runs in:  agent, main thread.
-Takes in: an order for this node.
-Gives:    a prepared `FaultAction`; FaultRefused if the fault would harm other users of the machine.
+Runs in the main thread. FaultRefused: the fault is not possible, or would harm other users.
 """
 
 import contextlib
@@ -31,11 +29,6 @@ class FaultCgroup:
     parent: Path
     is_v2: bool
 
-    @property
-    def undo(self) -> list[object]:
-        """Step for the reverter that empties and removes the cgroup."""
-        return ["empty", str(self.path), str(self.parent)]
-
     def set(self, name: str, value: object) -> None:
         (self.path / name).write_text(str(value), encoding="ascii")
 
@@ -49,15 +42,31 @@ class FaultCgroup:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
+    def take(
+        self,
+        pids: Sequence[int],
+        *,
+        targets: Sequence[int],
+        for_s: float,
+        then: Sequence[Sequence[object]] = (),
+    ) -> RunningFault:
+        """Move processes into the cgroup.
+
+        The reverter moves them back after `for_s`, or when all targets have ended.
+        """
+        steps = [["write", f"{self.path}/cgroup.procs", str(pid)] for pid in pids]
+        undo = [["empty", str(self.path), str(self.parent)]]
+        try:
+            return RunningFault([*steps, *then], undo, for_s=for_s, targets=named(*targets))
+        except FaultRefused:
+            self.remove()
+            raise
+
 
 def check_free(pid: int) -> None:
     """Check that no fault holds this process in a cgroup.
 
-    If two faults overlapped, a reverter would move the process into a cgroup that the other
-    reverter has removed.
-
-    Raises:
-        FaultRefused: a fault holds the process.
+    Another reverter would move it into a cgroup that is removed by then.
     """
     if any(FAULT_PREFIX in line for line in _lines(pid)):
         raise FaultRefused(
@@ -66,11 +75,7 @@ def check_free(pid: int) -> None:
 
 
 def make_group(controller: str, name: str, pid: int) -> FaultCgroup:
-    """Create a cgroup of this controller below (v1) or next to (v2) the cgroup of a process.
-
-    Raises:
-        FaultRefused: no cgroup can be created; the text has the reasons.
-    """
+    """Create a cgroup of this controller below (v1) or next to (v2) the cgroup of a process."""
     problems: list[str] = []
     for parent, is_v2, home in _parents(controller, pid):
         path = parent / name
@@ -124,11 +129,7 @@ MAX_FILL_BYTES = 4 << 30
 
 
 def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
-    """Fill a file system if it is small and separate from that of /.
-
-    Raises:
-        FaultRefused: filling it could harm others.
-    """
+    """Fill a file system if it is small and separate from that of /."""
     limit_bytes = MAX_FILL_BYTES
     if order.kind == "shm-full":
         limit_bytes = min(limit_bytes, max(0, free_memory()) // 4)
@@ -145,7 +146,6 @@ def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
 
 
 def fd_limit(order: FaultOrder) -> FaultAction:
-    """Prevent this agent from opening more file descriptors."""
     (me,) = named(os.getpid())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -155,34 +155,19 @@ def fd_limit(order: FaultOrder) -> FaultAction:
 
 
 def pid_limit(order: FaultOrder, pids: Sequence[int]) -> FaultAction:
-    """Move this agent and these processes into a pids cgroup that is full.
-
-    Raises:
-        FaultRefused: no such cgroup can be created.
-    """
+    """Move this agent and these processes into a pids cgroup that is full."""
     check_free(os.getpid())
     make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid()).remove()
 
     def do() -> RunningFault:
         group = make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid())
-        moved = [os.getpid(), *pids]
-        steps = [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in moved]
-        capped = [*steps, ["cap processes", str(group.path)]]
-        try:
-            return RunningFault(capped, [group.undo], for_s=order.for_s, targets=named(*moved))
-        except FaultRefused:
-            group.remove()
-            raise
+        moved, cap = [os.getpid(), *pids], ["cap processes", str(group.path)]
+        return group.take(moved, targets=moved, for_s=order.for_s, then=[cap])
 
     return FaultAction("a pids cgroup that is full", do)
 
 
 def cpu_starve(order: FaultOrder) -> FaultAction:
-    """Start `amount` busy processes per core.
-
-    Raises:
-        FaultRefused: the amount is out of range.
-    """
     cores = len(os.sched_getaffinity(0))
     if not 1 <= order.amount * cores <= 4096:
         raise FaultRefused(f"--amount is 1 to {4096 // cores} processes per core")
@@ -193,11 +178,7 @@ def cpu_starve(order: FaultOrder) -> FaultAction:
 
 
 def clock_jump(order: FaultOrder) -> FaultAction:
-    """Make the wall clock of this run jump, by libfaketime.
-
-    Raises:
-        FaultRefused: the run does not use libfaketime with the required settings.
-    """
+    """Make the wall clock of this run jump, by libfaketime."""
     path = os.environ.get("FAKETIME_TIMESTAMP_FILE", "")
     is_there = "faketime" in os.environ.get("LD_PRELOAD", "") and path
     if not is_there or os.environ.get("FAKETIME_NO_CACHE") != "1":
@@ -219,11 +200,7 @@ def clock_jump(order: FaultOrder) -> FaultAction:
 def check_may_be_filled(folder: Path, what: str, limit_bytes: int) -> None:
     """Check that a file system is small and is not that of /.
 
-    The check uses the total size, not the free space, because filling the rest of a large file
-    system that is nearly full does the most harm.
-
-    Raises:
-        FaultRefused: filling it could harm others.
+    The check uses the total size, because filling the rest of a large one does the most harm.
     """
     found = os.statvfs(folder)
     size_bytes = found.f_blocks * found.f_frsize

@@ -1,8 +1,6 @@
 """Plans a cut, slow or lossy link of this node with `tc`, if this affects only this node.
 
-Runs in:  agent, main thread (it checks and plans; the reverter runs the commands).
-Takes in: the address by which other nodes reach this node.
-Gives:    commands that inject the fault, and commands that revert it.
+Runs in the main thread: it checks and plans, and the reverter runs the commands.
 
 Rule 1: a machine is never cut off by mistake. The device must be one end of a veth pair, and the
         network namespace must differ from that of process 1. If that comparison proves nothing,
@@ -46,11 +44,6 @@ class LinkFault:
 
 
 def link_fault(order: FaultOrder, *, host: str, is_allowed_anywhere: bool) -> LinkFault:
-    """Plan the fault.
-
-    Raises:
-        FaultRefused: the fault is not possible here, or not without harm to others.
-    """
     tc, ip = shutil.which("tc"), shutil.which("ip")
     if tc is None or ip is None:
         raise FaultRefused("it needs the programs ip and tc (package iproute2)")
@@ -134,11 +127,7 @@ def _device_of(ip: str, host: str) -> str:
 def _asked(program: str, *words: str) -> list[dict[str, Any]]:
     try:
         done = subprocess.run(
-            [program, "-json", *words],
-            capture_output=True,
-            timeout=_COMMAND_S,
-            check=True,
-            cwd="/",
+            [program, "-json", *words], capture_output=True, timeout=_COMMAND_S, check=True, cwd="/"
         )
         found: list[dict[str, Any]] = json.loads(done.stdout or b"[]")
     except (OSError, subprocess.SubprocessError, ValueError) as error:

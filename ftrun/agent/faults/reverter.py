@@ -1,9 +1,6 @@
 """Starts and ends the reverter process of a fault.
 
-Runs in:  agent, main thread.
-Takes in: steps to do and to undo, see reverter_process.py.
-Gives:    a `RunningFault`; a `FaultAction` that starts one; or FaultRefused with the error of the
-          step that failed.
+Runs in the main thread. reverter_process.py has the steps to do and to undo.
 """
 
 import json
@@ -36,7 +33,7 @@ class RunningFault:
         targets: Sequence[Process] = (),
         waits: bool = True,
     ) -> None:
-        """Start the fault.
+        """Start the fault; FaultRefused if a step fails, after an undo.
 
         Args:
             do: steps that inject the fault.
@@ -45,9 +42,6 @@ class RunningFault:
             since_s: monotonic time at which the fault began; 0: when all of `do` is done.
             targets: processes that the fault affects.
             waits: wait until `do` is done; false if the fault stops or kills this process.
-
-        Raises:
-            FaultRefused: a step has failed; all steps are undone.
         """
         order = {"do": do, "undo": undo, "for_s": for_s, "since_s": since_s, "targets": targets}
         started = subprocess.Popen(

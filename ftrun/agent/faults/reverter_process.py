@@ -95,7 +95,7 @@ class FaultReverter:
                 self._has_started = True
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self.revert()
-            _report(f"failed {_as_text(error)}")
+            _report("failed " + str(error).replace("\n", " "))
             return 1
         _report("done")
         try:
@@ -105,7 +105,6 @@ class FaultReverter:
         return 0
 
     def revert(self) -> None:
-        """Undo the fault; if a step fails, the next steps still run."""
         for step in self._undo if self._has_started else []:
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
                 self._take(step)
@@ -170,8 +169,7 @@ class FaultReverter:
     def _signal_tree(self, number: int, root: int) -> None:
         """Stop, kill or continue a process and all its descendants except reverters.
 
-        Processes are stopped first, in several passes, because a running process may start others
-        during a pass. Before a kill, other reverters undo their faults.
+        Several passes stop them first, because a running process may start others during a pass.
         """
         if number == signal.SIGCONT:
             _signal(number, self._tree)
@@ -179,7 +177,7 @@ class FaultReverter:
         if number == signal.SIGKILL:
             _end_reverters(root)
         for _ in range(_PASSES):
-            new = [one for one in _descendants(root) if one not in self._tree]
+            new = [one for one in _family(root)[0] if one not in self._tree]
             if not new:
                 break
             self._tree += new
@@ -193,11 +191,6 @@ def _signal(number: int, processes: list[Process]) -> None:
         if start_time(pid) == at:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _descendants(root: int) -> list[Process]:
-    """The root and its descendants, breadth first, without reverters and their children."""
-    return _family(root)[0]
 
 
 def _end_reverters(root: int) -> None:
@@ -290,9 +283,9 @@ def _limit(target: Process, what: int, soft: int) -> None:
 
 
 def _cap_files(target: Process) -> None:
-    """Limit a process to its lowest free descriptor number, so that it can open no more files.
+    """Limit a process to its lowest free descriptor number.
 
-    The number is sampled 20 times, because threads of the process open and close files.
+    It is sampled 20 times, because threads of the process open and close files.
     """
     pid, at = target
     if start_time(pid) == at:
@@ -306,12 +299,7 @@ def _lowest_free(pid: int) -> int:
 
 
 def _cap_processes(group: str) -> None:
-    """Set the limit to the present number, so that no process in the cgroup can fork."""
     _write(f"{group}/pids.max", Path(group, "pids.current").read_text(encoding="ascii").strip())
-
-
-def _as_text(error: Exception) -> str:
-    return str(error).replace("\n", " ")
 
 
 def _report(text: str) -> None:

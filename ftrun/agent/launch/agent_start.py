@@ -48,7 +48,6 @@ class Started:
     error: BaseException | None = None
     """For the agent to raise once it can report it: torch cannot be imported, or Ctrl-C."""
     is_forked: bool = False
-    """This agent is a fork of the reserve."""
 
 
 def begin() -> Started | None:
@@ -62,7 +61,9 @@ def begin() -> Started | None:
         os.set_inheritable(reserve_fd, False)
     try:
         words = _prepare(RunFolder(Path(sys.argv[1])))
-        link = _zygote_link() if words is not None else None
+        link = None
+        if words is not None:
+            link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised again by the agent
         return Started(error=error)
     if words is None or link is None:
@@ -125,11 +126,7 @@ def unknown_torch(text: str) -> str:
 
 
 def _prepare(folder: RunFolder) -> list[str] | None:
-    """Import torch, with SIGINT unblocked.
-
-    Returns:
-        The folder of the script and the modules to preload; None if no zygote is to be forked.
-    """
+    """Import torch, with SIGINT unblocked; return the words for the zygote. None: no zygote."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
     try:
         spec = json.loads(folder.spec.read_bytes())
@@ -152,10 +149,6 @@ def _prepare(folder: RunFolder) -> list[str] | None:
     finally:
         gc.enable()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-
-def _zygote_link() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _run_zygote(fd: int, agent_pid: int, words: list[str], reserve_fd: int) -> None:

@@ -1,10 +1,8 @@
 """torchrun's own launcher, with three parts replaced by ftrun's.
 
-Runs in:  agent, main thread.
-Takes in: torchrun's arguments.
-Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker starter and rendezvous.
-          Everything else stays torch's, in the installed version: flags, log folders, error files,
-          macros, environment contract.
+Runs in the main thread. Everything but agent class, worker starter and rendezvous stays torch's, in
+the installed version: flags, log folders, error files, macros, environment contract.
+
 Source:   the names used here exist from torch 2.6 to 2.15; see docs/internals.md.
 """
 
@@ -20,17 +18,10 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher import api as launcher_api
 
-from ftrun.agent.launch.rendezvous import BACKEND, NodePlacement, PlanRendezvousHandler
+from ftrun.agent.launch.rendezvous import BACKEND, PlanRendezvousHandler
 from ftrun.agent.launch.warm_start import FULL, WorkerStarter
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
@@ -49,35 +40,30 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
 
     drive: Callable[["FtrunElasticAgent"], None]
 
-    def _invoke_run(self, role: str = "default") -> RunResult:
+    def _invoke_run(self, role: str = "default") -> agent_api.RunResult:
         type(self).drive(self)
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-
-    def place_in(self, plan: GenerationPlan, node_id: str) -> None:
-        group_rank = next(i for i, one in enumerate(plan.members) if one.node_id == node_id)
-        PlanRendezvousHandler.placement = NodePlacement(
-            group_rank=group_rank,
-            num_nodes=len(plan.members),
-            first_rank=plan.members[group_rank].first_rank,
-            world_size=plan.world_size,
-            store_host=plan.store_host,
-            store_port=plan.store_port,
-            rail_host=plan.store_host if plan.paths is not None else "",
+        return agent_api.RunResult(
+            state=agent_api.WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks)
         )
 
+    def place_in(self, plan: GenerationPlan, node_id: str) -> None:
+        PlanRendezvousHandler.plan = plan
+        PlanRendezvousHandler.group_rank = [one.node_id for one in plan.members].index(node_id)
+
     def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
+        self, store: Any, group_rank: int, group_world_size: int, spec: agent_api.WorkerSpec
+    ) -> list[agent_api.Worker]:
         """Assign ranks as in the plan. Torch's own method would wait for every other agent."""
-        at = PlanRendezvousHandler.placement
+        plan = PlanRendezvousHandler.plan
+        first, size = plan.members[group_rank].first_rank, plan.world_size
         return [
-            Worker(
+            agent_api.Worker(
                 local_rank=local_rank,
-                global_rank=at.first_rank + local_rank,
-                role_rank=at.first_rank + local_rank,
-                world_size=at.world_size,
-                role_world_size=at.world_size,
+                global_rank=first + local_rank,
+                role_rank=first + local_rank,
+                world_size=size,
+                role_world_size=size,
             )
             for local_rank in range(spec.local_world_size)
         ]
@@ -114,7 +100,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         return self._pcontext.error_files if self._pcontext is not None else {}
 
     @property
-    def worker_group(self) -> WorkerGroup:
+    def worker_group(self) -> agent_api.WorkerGroup:
         return self._worker_group
 
 
@@ -140,11 +126,6 @@ def parse(spec: RunSpec) -> Namespace:
 
 
 def local_world_size(args: Namespace) -> int:
-    """The number of ranks that this node starts.
-
-    Raises:
-        UsageError: --nproc-per-node gives a number that cannot be started here.
-    """
     with _flags_refused(f"--nproc-per-node {args.nproc_per_node}"):
         count = int(torchrun.determine_local_world_size(args.nproc_per_node))
     if count < 1:
@@ -153,11 +134,7 @@ def local_world_size(args: Namespace) -> int:
 
 
 def launch_config(args: Namespace) -> tuple[Any, ...]:
-    """Convert the flags with torch, which checks all of them; creates the log folder.
-
-    Raises:
-        UsageError: a flag has a value that torch does not accept.
-    """
+    """Convert the flags with torch, which checks all of them; creates the log folder."""
     for flag, value in (("redirects", args.redirects), ("tee", args.tee)):
         with _flags_refused(f"--{flag} {value}"):
             multiprocessing_api.Std.from_str(value)
@@ -176,12 +153,8 @@ def _flags_refused(what: str) -> Iterator[None]:
 
 
 def run(
-    args: Namespace,
-    config: tuple[Any, ...],
-    starter: WorkerStarter,
-    drive: Callable[[Any], None],
+    args: Namespace, config: tuple[Any, ...], starter: WorkerStarter, drive: Callable[[Any], None]
 ) -> None:
-    """Run torchrun's launcher with ftrun's parts; return when the run has ended well."""
     FtrunElasticAgent.drive = staticmethod(drive)
     # Torch looks these names up at each use. `setattr` is needed because mypy rejects a direct
     # assignment to names that the module does not export.

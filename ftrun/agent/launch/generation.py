@@ -1,10 +1,7 @@
 """Prepares and starts a generation on this node, and measures the phases of a restart.
 
-Runs in:  agent, main thread.
-Takes in: a plan, once to prepare it, and again to start its ranks when it is chosen.
-Gives:    running workers, journal lines, a `Recovered` with measured phases.
-Survives: this agent: the state for the next agent is persisted in the SMP and the stub before a
-          plan is accepted.
+Runs in the main thread. The state for the next agent is persisted in the SMP and the stub before a
+plan is accepted.
 """
 
 import logging
@@ -86,7 +83,6 @@ class GenerationRunner:
         self._is_share = False
         """Other nodes have read a part of the loaded checkpoint."""
         self._reported_bad: set[str] = set()
-        """Checkpoints whose rejection was reported already."""
 
     @property
     def is_member(self) -> bool:
@@ -113,10 +109,7 @@ class GenerationRunner:
 
     @property
     def token(self) -> str:
-        """Identifies this generation: equal on all of its nodes, different in all others.
-
-        A restarted agent of the same node computes the same token, even if spares have joined.
-        """
+        """Identifies this generation: equal on all of its nodes, and for a restarted agent."""
         plan = self.newest_plan
         if plan is None:
             return ""
@@ -189,7 +182,6 @@ class GenerationRunner:
         self.repeats.launched()
 
     def send_to_smp(self) -> None:
-        """Send the plan to the SMP; if the SMP has ended, the next SMP receives it."""
         if self.plan is None:
             return
         # In the middle of a generation the newest commit must be protected again.
@@ -224,7 +216,7 @@ class GenerationRunner:
         restart = self.restarts[-1] if self.restarts else None
         if restart is None or restart.phases_s is not None or restart.generation != self.number:
             return
-        pages = [slot.page for slot in self._workers.slots]
+        pages = self._workers.pages
         if not pages or not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             return
 
@@ -248,7 +240,6 @@ class GenerationRunner:
         )
 
     def _launch_request(self, plan: GenerationPlan) -> LaunchRequest:
-        """The launch request of this node's ranks; `WorkerGroup` completes it for each rank."""
         return LaunchRequest(
             generation=Generation(plan.generation),
             rank=Rank(-1),
@@ -286,11 +277,7 @@ class GenerationRunner:
         return found
 
     def _await_share(self) -> None:
-        """Wait until this node has the whole checkpoint, before it accepts the plan.
-
-        Raises:
-            SnapshotError: the checkpoint cannot be loaded.
-        """
+        """Wait until this node has the whole checkpoint, before it accepts the plan."""
         if not self._is_share:
             return
         try:
@@ -378,8 +365,6 @@ def _path_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
         return {}
 
 
-_log = logging.getLogger(__name__)
-
 _CAUSES = (NodeLost, VerdictRecord)
 """Records that may name the same failure, like the reason of the next generation."""
 
@@ -400,10 +385,8 @@ class Announcements:
     def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
         """Print an entry, unless its cause was already printed.
 
-        Args:
-            entry: from the leader.
-            has_ranks: this node runs ranks. On other nodes `beginning` is not called, so the entry
-                for a new generation clears the causes.
+        Without ranks here, `beginning` is not called, so the entry for a new generation clears the
+        causes.
         """
         record = entry.record
         if isinstance(record, GenerationChosen) and not has_ranks:

@@ -13,12 +13,9 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 def phases_of(
     restart: Recovered, pages: Sequence[SharedPage], *, memory_s: float
 ) -> dict[str, float]:
-    """Seconds of each phase, in order; `device` and `device_memory` only if a device was used.
+    """Seconds of each phase, in order, from pages of ranks that have completed a step.
 
-    Args:
-        restart: without its phases.
-        pages: of ranks that have completed a step.
-        memory_s: how long the start has waited for device memory.
+    `device` and `device_memory` only if a device was used.
     """
 
     def last_s(at: HeartbeatField) -> float:

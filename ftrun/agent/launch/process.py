@@ -1,9 +1,6 @@
 """Children of the agent, observed through pidfds.
 
-Runs in:  agent, main thread.
-Takes in: pids of children, own or adopted (a zygote's grandchildren are reparented to the agent,
-          which reaps them).
-Gives:    `ChildProcess` objects with a pidfd that becomes readable at their end.
+Runs in the main thread. A zygote's grandchildren are reparented to the agent, which reaps them.
 
 A pidfd always refers to one process, so a signal never reaches a later process with the same pid.
 The status is read with waitid on exactly that pid, so this code never reaps a child of torch.
@@ -80,15 +77,12 @@ class ChildProcess:
             os.killpg(self.pid, number)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait at most `deadline_s` seconds; return whether the child has ended."""
         give_up_s = clock.now_s() + deadline_s
         while not self.reap():
             left_s = give_up_s - clock.now_s()
             if left_s <= 0:
                 return False
-            poller = select.poll()
-            poller.register(self.pidfd, select.POLLIN)
-            poller.poll(left_s * 1000)
+            has_ended(self.pidfd, wait_s=left_s)
         return True
 
     def _ended(self, status: int) -> None:
@@ -96,11 +90,11 @@ class ChildProcess:
         os.close(self.pidfd)
 
 
-def has_ended(pidfd: int) -> bool:
+def has_ended(pidfd: int, *, wait_s: float = 0.0) -> bool:
     """Whether the process of this pidfd, a child or not, has ended with all its threads."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(wait_s * 1000))
 
 
 def spawn(

@@ -1,9 +1,7 @@
 """Ends the processes that ranks have started, and waits until they have ended.
 
-Runs in:  agent, main thread. The agent is a subreaper, so it becomes the parent of each process
-          whose own parent ends.
-Takes in: pids of ranks, before they are killed.
-Gives:    ended processes. A process that outlives its rank keeps device memory, ports and files.
+Runs in the main thread. The agent is a subreaper, so it becomes the parent of each process whose
+own parent ends. A process that outlives its rank keeps device memory, ports and files.
 
 Rule 1: the trees are read before the kill. Afterwards a program with a session and an environment
         of its own cannot be distinguished from other children of the agent.
@@ -59,7 +57,6 @@ class RankTrees:
         return any(open_device_files(pid) for pid in (*self._ranks, *self._pidfds))
 
     def kill_below(self) -> None:
-        """Send SIGKILL to all processes below the ranks that were found."""
         for pid, pidfd in list(self._pidfds.items()):
             if has_ended(pidfd):
                 _reap(pid)

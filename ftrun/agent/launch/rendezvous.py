@@ -1,8 +1,6 @@
 """One store for each generation, and the rendezvous handler that torch asks for it.
 
-Runs in:  agent, main thread.
-Takes in: the address by which workers reach this node; the placement of this node in a generation.
-Gives:    TCPStores, each bound to that one address; the store address for workers of other nodes.
+Runs in the main thread.
 
 Each generation has a new store. torchrun reuses one, and a restarted rank then reads keys of the
 last attempt (pytorch#135712). A store is created ahead of need, because the start of the next
@@ -16,8 +14,7 @@ import errno
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -30,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from ftrun import clock
 from ftrun.errors import UsageError
+from ftrun.wire.cluster.generation import GenerationPlan
 
 BACKEND = "ftrun"
 LOOPBACK = "127.0.0.1"
@@ -44,11 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_store(address: str, port: int = 0) -> TCPStore:
-    """Create a store that listens on `address` only, on `port` or any free one.
-
-    Raises:
-        OSError: it is no address of this node, or the port is taken there.
-    """
+    """Create a store that listens on `address` only, on `port` or any free one."""
     return _store_at(address, _listener(address, port))
 
 
@@ -80,13 +74,7 @@ def _store_at(address: str, listener: socket.socket) -> TCPStore:
 
 
 class StorePool:
-    """The stores of this generation and of the next.
-
-    Args:
-        address: of this node's card.
-        port: a fixed one; 0: any.
-        others: the addresses of this node's other rails.
-    """
+    """The stores of this generation and of the next; `others` are addresses of other rails."""
 
     def __init__(self, address: str, port: int, others: Sequence[str] = ()) -> None:
         self.address = address
@@ -113,9 +101,8 @@ class StorePool:
     def take(self, address: str = "") -> TCPStore:
         """Return the store of a new generation.
 
-        Args:
-            address: where the store listens, with the port that was reported before; empty or the
-                pool's own `address`: the store that was created ahead of need.
+        Without an `address`, and at the pool's own one, it is the store that was created ahead of
+        need.
         """
         if self._port:
             self._current = None
@@ -139,7 +126,7 @@ class StorePool:
                 ) from error
 
     def _at_given_port(self, address: str) -> TCPStore:
-        """The store at the given port. A later generation uses any other if it stays taken."""
+        """The store at the given port, or at any other if it stays taken."""
         give_up_s = clock.now_s() + TAKEN_S
         while True:
             try:
@@ -175,8 +162,8 @@ class StorePool:
     def _on_rail(self, address: str) -> TCPStore | None:
         """Move the next store to another rail; None if it stays or the port is taken there.
 
-        If the port is taken, ranks of other nodes do not find their store. They fail, and the next
-        generation follows. This is no reason to end this agent.
+        A taken port is no reason to end this agent: ranks of other nodes do not find their store
+        and fail, and the next generation follows.
         """
         if address in ("", self.address):
             return None
@@ -193,25 +180,13 @@ class StorePool:
         self._held = {}
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlacement:
-    """The placement of this node in a generation, in the terms of torch."""
-
-    group_rank: int
-    num_nodes: int
-    first_rank: int
-    world_size: int
-    store_host: str
-    store_port: int
-    rail_host: str = ""
-    """Where the store of this node listens, if its ranks use a rail that a network plan has
-    chosen."""
-
-
 class PlanRendezvousHandler(RendezvousHandler):
     """A rendezvous that is complete already: the plan says which nodes take part."""
 
-    placement = NodePlacement(0, 1, 0, 1, LOOPBACK, 0)
+    plan: ClassVar[GenerationPlan]
+    """Of the generation that starts."""
+    group_rank: ClassVar[int]
+    """The index of this node in the plan, which torch calls its group rank."""
 
     def __init__(self, run_id: str, pool: StorePool) -> None:
         self._run_id = run_id
@@ -225,16 +200,16 @@ class PlanRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        at = self.placement
+        plan = self.plan
         # Ranks are in the plan and not exchanged, so no agent waits for the store of another agent.
         # That agent may be dead by now, which is detected in another way. Only workers connect to
         # it.
-        own = at.rail_host or self._pool.address
-        store = self._pool.take(own) if at.group_rank == 0 else HashStore()
-        port = store.port if isinstance(store, TCPStore) else at.store_port
-        address = store.host if isinstance(store, TCPStore) else at.store_host
+        own = plan.store_host if plan.paths is not None else ""
+        store = self._pool.take(own) if self.group_rank == 0 else HashStore()
+        port = store.port if isinstance(store, TCPStore) else plan.store_port
+        address = store.host if isinstance(store, TCPStore) else plan.store_host
         info = RendezvousStoreInfo(address, port)
-        return RendezvousInfo(store, at.group_rank, at.num_nodes, info)
+        return RendezvousInfo(store, self.group_rank, len(plan.members), info)
 
     def is_closed(self) -> bool:
         return False

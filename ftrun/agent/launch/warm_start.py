@@ -1,10 +1,7 @@
 """Starts the process of a rank: from a standby of the zygote, or fresh if no standby can serve.
 
-Runs in:  agent, main thread (PDEATHSIG fires when the forking thread ends), under torch's
-          SubprocessContext.
-Takes in: the arguments that torch would pass to Popen.
-Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler.
-Survives: what ends zygote and standbys: a rank then starts as a new process.
+Runs in the main thread, because PDEATHSIG fires when the forking thread ends, under torch's
+SubprocessContext. A `WorkerHandle` replaces torch's own SubprocessHandler.
 """
 
 import errno
@@ -82,20 +79,12 @@ class WorkerHandle:
             return "stopped"
         return "running" if self.slot.page.get(HeartbeatField.FIRST_STEP_NS) else "starting"
 
-    @property
-    def has_ended(self) -> bool:
-        return self.child.status is not None
-
     def poll(self) -> int | None:
         self.child.reap()
         return self.child.status
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait as Popen.wait does.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
+        """As Popen.wait."""
         if not self.child.wait(3600.0 if timeout is None else timeout):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
         return self.child.status
@@ -111,9 +100,6 @@ def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> 
     """The command behind `numactl`, as torch's own SubprocessHandler starts it.
 
     Before torch 2.9 the command of torch has it already, and torch gives no options.
-
-    Raises:
-        UsageError: this node cannot bind the rank, for example because it has no GPU.
     """
     if numa_options is None:
         return command
@@ -164,98 +150,70 @@ class WorkerStarter:
         numa_options: object = None,
         **_: Any,
     ) -> WorkerHandle:
-        slot = self.slots[local_rank_id]
+        slot, argv = self.slots[local_rank_id], [str(arg) for arg in args]
         streams = [_log_file(path) if path else None for path in (stdout, stderr)]
         variables = {**os.environ, **env, **self.variables}
-        argv = [str(arg) for arg in args]
-        child, start = self._start(entrypoint, argv, variables, streams, slot, numa_options)
+        is_python = entrypoint == sys.executable and argv[:1] == ["-u"]
+        child, reason = None, self._fresh_reason(entrypoint, is_python, numa_options)
+        if not reason and self.zygote is not None:
+            request = _warm_request(slot.request, argv[1:], variables, streams)
+            try:
+                child = self.zygote.launch(request, local_rank_id)
+            except ZygoteUnavailable as error:
+                reason = str(error)
+        start = "warm"
+        if child is None:
+            start = "fresh"
+            self.journal.write(FreshStartUsed(reason, slot.rank))
+            command = _fresh_command(entrypoint, argv, is_python=is_python)
+            child = spawn(
+                bound_to_cpus(command, local_rank_id, numa_options),
+                name=f"rank {slot.rank}",
+                variables={**variables, LAUNCH: encode_launch(slot.request).decode()},
+                pass_fds=list(slot.request.descriptors.values()),
+                streams=streams,
+                new_session=True,
+            )
         handle = WorkerHandle(local_rank_id, child, slot, start)
         handle.streams = [stream for stream in streams if stream is not None]
         self.handles[local_rank_id] = handle
         return handle
 
-    def _start(
-        self,
-        entrypoint: str,
-        argv: list[str],
-        variables: dict[str, str],
-        streams: Sequence[IO[str] | None],
-        slot: LaunchSlot,
-        numa_options: object,
-    ) -> tuple[ChildProcess, str]:
-        python = entrypoint == sys.executable and argv[:1] == ["-u"]
-        fresh_reason = self._fresh_reason(entrypoint, python=python, numa_options=numa_options)
-        if fresh_reason is None and self.zygote is not None:
-            try:
-                return self._warm(self.zygote, argv[1:], variables, streams, slot), "warm"
-            except ZygoteUnavailable as error:
-                fresh_reason = str(error)
-        self.journal.write(FreshStartUsed(fresh_reason or "", slot.rank))
-        started = self._fresh(
-            entrypoint, argv, variables, streams, slot, python=python, numa_options=numa_options
-        )
-        return started, "fresh"
-
-    def _fresh_reason(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
+    def _fresh_reason(self, entrypoint: str, is_python: bool, numa_options: object) -> str:
         if self.zygote is None:
             return "--start fresh, or the zygote was disabled"
         if numa_options is not None:
             return "--numa-binding wraps the command"
-        if not python:
-            return f"{entrypoint} is not this interpreter"
-        return None
+        return "" if is_python else f"{entrypoint} is not this interpreter"
 
-    def _warm(
-        self,
-        zygote: ZygoteClient,
-        argv: list[str],
-        variables: dict[str, str],
-        streams: Sequence[IO[str] | None],
-        slot: LaunchSlot,
-    ) -> ChildProcess:
-        stdout, stderr = (
-            stream.fileno() if stream is not None else number
-            for stream, number in zip(streams, (1, 2), strict=True)
-        )
-        is_module = argv[0] == "-m"
-        return zygote.launch(
-            msgspec.structs.replace(
-                slot.request,
-                start="warm",
-                descriptors={**slot.request.descriptors, "stdout": stdout, "stderr": stderr},
-                argv=argv[1:] if is_module else argv,
-                is_module=is_module,
-                variables=variables,
-                cwd=os.getcwd(),
-            ),
-            self._local_rank(slot),
-        )
 
-    def _local_rank(self, slot: LaunchSlot) -> int:
-        """With --virtual-local-rank, LOCAL_RANK is 0 in each rank."""
-        return next(number for number, one in self.slots.items() if one is slot)
+def _warm_request(
+    request: LaunchRequest,
+    argv: list[str],
+    variables: dict[str, str],
+    streams: Sequence[IO[str] | None],
+) -> LaunchRequest:
+    stdout, stderr = (
+        stream.fileno() if stream is not None else number
+        for stream, number in zip(streams, (1, 2), strict=True)
+    )
+    is_module = argv[0] == "-m"
+    return msgspec.structs.replace(
+        request,
+        start="warm",
+        descriptors={**request.descriptors, "stdout": stdout, "stderr": stderr},
+        argv=argv[1:] if is_module else argv,
+        is_module=is_module,
+        variables=variables,
+        cwd=os.getcwd(),
+    )
 
-    def _fresh(
-        self,
-        entrypoint: str,
-        argv: list[str],
-        variables: dict[str, str],
-        streams: Sequence[IO[str] | None],
-        slot: LaunchSlot,
-        *,
-        python: bool,
-        numa_options: object = None,
-    ) -> ChildProcess:
-        if python:
-            kind = ["module", *argv[2:]] if argv[1] == "-m" else ["script", *argv[1:]]
-        else:
-            kind = ["command", entrypoint, *argv]
-        command = python_command("ftrun.worker.process.startup", *kind)
-        return spawn(
-            bound_to_cpus(command, self._local_rank(slot), numa_options),
-            name=f"rank {slot.rank}",
-            variables={**variables, LAUNCH: encode_launch(slot.request).decode()},
-            pass_fds=list(slot.request.descriptors.values()),
-            streams=streams,
-            new_session=True,
-        )
+
+def _fresh_command(entrypoint: str, argv: list[str], *, is_python: bool) -> list[str]:
+    if not is_python:
+        kind = ["command", entrypoint, *argv]
+    elif argv[1] == "-m":
+        kind = ["module", *argv[2:]]
+    else:
+        kind = ["script", *argv[1:]]
+    return python_command("ftrun.worker.process.startup", *kind)

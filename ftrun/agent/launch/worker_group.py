@@ -1,9 +1,6 @@
 """The workers of this node: their processes, their pages, and the commands for all of them.
 
-Runs in:  agent, main thread.
-Takes in: a generation to prepare for.
-Gives:    launch slots for the starter, worker exits with their reasons, progress.
-Survives: each worker: pages and error files of dead workers are read here.
+Runs in the main thread. Pages and error files outlive their worker, and are read here.
 """
 
 import json
@@ -20,9 +17,9 @@ from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
-from ftrun.agent.launch.recorder_settings import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
+from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
@@ -147,15 +144,13 @@ class WorkerGroup:
             process_tree.note_sessions(self._smp.folder.path, self.pids())
 
     def kill(self) -> str:
-        """End every worker now, and every process that a worker has started.
+        """End every worker, and every process that a worker has started; return what is stuck.
 
-        Returns:
-            What has not ended, as `stuck` reports it. It hangs in the kernel with SIGKILL pending,
-                so it runs no line of the script any more.
+        It hangs in the kernel with SIGKILL pending, so it runs no line of the script any more.
         """
         page_fds = [handle.slot.request.descriptors["heartbeat"] for handle in self.handles]
         trees = RankTrees(self.pids(), page_fds)
-        is_on_page = any(slot.page.get(HeartbeatField.DEVICE_NS) for slot in self.slots)
+        is_on_page = any(page.get(HeartbeatField.DEVICE_NS) for page in self.pages)
         self.used_device |= is_on_page or trees.use_device()
         for handle in self.handles:
             handle.child.signal_group(SIGKILL)
@@ -209,17 +204,16 @@ class WorkerGroup:
     def ask_last_snapshot(self, after_step: int) -> None:
         """Have every rank stop after this step; -1: at the first boundary that none has passed."""
         if self.commands is not None:
-            furthest = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)
+            furthest = most(self.pages, HeartbeatField.STEP)
             self.commands.set(
                 CommandField.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
 
     def sealed(self) -> tuple[int, int] | None:
         """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
-        pages = [slot.page for slot in self.slots]
         steps = [
             page.get(HeartbeatField.SEALED_STEP)
-            for page in pages
+            for page in self.pages
             if page.get(HeartbeatField.SEALED_COUNT)
             and page.get(HeartbeatField.SEALED_GENERATION) == self.generation
         ]
@@ -229,11 +223,8 @@ class WorkerGroup:
         """The newest version that the command page shows as committed: (generation, step)."""
         if self.commands is None or self.commands.get(CommandField.COMMITTED_STEP) < 0:
             return None
-        step, generation = (
-            self.commands.get(at)
-            for at in (CommandField.COMMITTED_STEP, CommandField.COMMITTED_GENERATION)
-        )
-        return (generation, step)
+        step = self.commands.get(CommandField.COMMITTED_STEP)
+        return (self.commands.get(CommandField.COMMITTED_GENERATION), step)
 
     def take_from(self, step: int) -> None:
         if self.commands is not None:
@@ -255,10 +246,12 @@ class WorkerGroup:
             self.commands.set(CommandField.LEASE_NS, until_ns)
 
     def suspend(self, on: bool) -> None:
-        """Suspend every rank at once, or resume it; from any thread."""
+        """From any thread."""
         self.is_suspended = on
         number = SIGSTOP if on else SIGCONT
-        alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
+        alive = [
+            one.child for one in list(self.starter.handles.values()) if one.child.status is None
+        ]
         for child in alive:
             child.signal_group(number)
         # Processes in sessions of their own, such as a rank behind a wrapper.
@@ -272,6 +265,10 @@ class WorkerGroup:
     @property
     def handles(self) -> list[WorkerHandle]:
         return [handle for _, handle in sorted(self.starter.handles.items())]
+
+    @property
+    def pages(self) -> list[SharedPage]:
+        return [slot.page for slot in self.slots]
 
     @property
     def slots(self) -> list[LaunchSlot]:
@@ -317,7 +314,7 @@ class WorkerGroup:
 
     def unprotected_reason(self) -> str:
         """Why no snapshots are taken of a rank here; empty if they are."""
-        pages = [slot.page for slot in self.slots]
+        pages = self.pages
         notes = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
         if notes:
             return notes[0]
@@ -329,39 +326,18 @@ class WorkerGroup:
 
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
-        step = max((slot.page.get(HeartbeatField.STEP) for slot in self.slots), default=0)
-        here = max(
-            (
-                step - first
-                if slot.page.get(HeartbeatField.ATTACHED)
-                else slot.page.get(HeartbeatField.STEP)
-                for slot in self.slots
-                if slot.page.get(HeartbeatField.FIRST_STEP_NS)
-            ),
-            default=0,
-        )
-        attached = any(slot.page.get(HeartbeatField.ATTACHED) for slot in self.slots)
-        return events.Progress(Step(step), here, attached)
+        pages = self.pages
+        step = most(pages, HeartbeatField.STEP)
+        here = [
+            step - first if page.get(HeartbeatField.ATTACHED) else page.get(HeartbeatField.STEP)
+            for page in pages
+            if page.get(HeartbeatField.FIRST_STEP_NS)
+        ]
+        attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
+        return events.Progress(Step(step), max(here, default=0), attached)
 
     def reports(self, now_s: float) -> tuple[RankReport, ...]:
-        return tuple(
-            RankReport(
-                rank=handle.slot.rank,
-                pid=handle.pid,
-                state=handle.state,
-                step=handle.slot.page.get(HeartbeatField.STEP),
-                age_s=round(now_s - handle.slot.page.get(HeartbeatField.HEARTBEAT_NS) / 1e9, 3)
-                if handle.slot.page.get(HeartbeatField.HEARTBEAT_NS)
-                else -1.0,
-                phase=handle.slot.page.phase,
-                loss=handle.slot.page.loss if handle.slot.page.get(HeartbeatField.LOSS) else None,
-                loss_step=handle.slot.page.get(HeartbeatField.LOSS_STEP),
-                bad_step=handle.slot.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
-                p50_s=quantile_s(handle.slot.page.step_times, 0.5),
-                p99_s=quantile_s(handle.slot.page.step_times, 0.99),
-            )
-            for handle in self.handles
-        )
+        return tuple(_report(handle, now_s) for handle in self.handles)
 
     def all_at_boundary(self) -> bool:
         alive = self.alive()
@@ -385,19 +361,16 @@ class WorkerGroup:
                 handle.child.signal_group(SIGKILL)
 
     def stopped_by_order(self, handle: WorkerHandle, since_s: float) -> None:
-        """Record that a fault has stopped this rank at `since_s`.
+        """Record the stop of a rank by a fault.
 
-        Starting the reverter delays this process, and that delay must not count as a paused
-        machine.
+        The start of the reverter delays this process, and must not count as a paused machine.
         """
         handle.stopped_since_s, self._polled_s = since_s, clock.now_s()
 
     def requested_every(self) -> int:
         if self._spec.profile.snapshot.every != "auto":
             return 0
-        return max(
-            (slot.page.get(HeartbeatField.REQUESTED_EVERY) for slot in self.slots), default=0
-        )
+        return most(self.pages, HeartbeatField.REQUESTED_EVERY)
 
     # --- details ------------------------------------------------------------------------------
 
@@ -460,6 +433,24 @@ class WorkerGroup:
         return "", "", 0
 
 
+def _report(handle: WorkerHandle, now_s: float) -> RankReport:
+    page = handle.slot.page
+    heartbeat_ns = page.get(HeartbeatField.HEARTBEAT_NS)
+    return RankReport(
+        rank=handle.slot.rank,
+        pid=handle.pid,
+        state=handle.state,
+        step=page.get(HeartbeatField.STEP),
+        age_s=max(0.0, round(now_s - heartbeat_ns / 1e9, 3)) if heartbeat_ns else -1.0,
+        phase=page.phase,
+        loss=page.loss if page.get(HeartbeatField.LOSS) else None,
+        loss_step=page.get(HeartbeatField.LOSS_STEP),
+        bad_step=page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
+        p50_s=quantile_s(page.step_times, 0.5),
+        p99_s=quantile_s(page.step_times, 0.99),
+    )
+
+
 def _last_stack(handle: WorkerHandle) -> str:
     stack = parse_dump(stacks(handle.slot.stack_fd)) if handle.child.ended_with < 0 else None
     return as_traceback(stack) if stack is not None else ""
@@ -469,7 +460,6 @@ def _last_stack(handle: WorkerHandle) -> str:
 
 
 def step_counts(pages: Sequence[SharedPage]) -> list[int]:
-    """Number of steps in each step-time bucket, summed over the ranks."""
     return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
 
 
@@ -479,7 +469,6 @@ def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
 
 
 def blocked_s(pages: Sequence[SharedPage]) -> float:
-    """Seconds for which snapshots have blocked the slowest rank of this generation."""
     return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
 
 

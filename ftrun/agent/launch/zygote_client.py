@@ -93,7 +93,6 @@ class ZygoteClient:
 
     @property
     def holds_device(self) -> bool:
-        """Whether a standby uses device memory."""
         return any(standby.binding is not None for standby in self._standbys)
 
     def start(self) -> None:
@@ -119,11 +118,7 @@ class ZygoteClient:
         self._order(self._wanted - len(self._standbys) - self._ordered)
 
     def launch(self, request: LaunchRequest, local_rank: int) -> ChildProcess:
-        """Turn a standby into a worker.
-
-        Raises:
-            ZygoteUnavailable: there is no standby, and none came.
-        """
+        """Turn a standby into a worker; ZygoteUnavailable if there is none, and none came."""
         try:
             data = encode_launch(request)
         except UnicodeEncodeError as error:
@@ -135,23 +130,19 @@ class ZygoteClient:
             standby = self._take_bound(local_rank) or self._take()
             if standby.is_bound:
                 self._without_step.add(local_rank)
-            if standby.child is None:
-                standby.child = self._hello(standby)
-            if standby.child is None or standby.child.reap():
-                standby.orders.close()
-                continue
-            try:
-                send_request(standby.orders, data, list(request.descriptors.values()))
-            except ConnectionError:  # it has ended
-                self._dropped.append(standby.child)
-                standby.orders.close()
-                continue
-            except OSError as error:  # for example no free descriptor
-                self._dropped.append(standby.child)
-                standby.orders.close()
-                raise ZygoteUnavailable(f"no launch request can be sent: {error}") from error
-            standby.orders.close()
-            return standby.child
+            with standby.orders as orders:
+                child = standby.child or self._hello(standby)
+                if child is None or child.reap():
+                    continue
+                try:
+                    send_request(orders, data, list(request.descriptors.values()))
+                except OSError as error:
+                    self._dropped.append(child)
+                    if isinstance(error, ConnectionError):  # it has ended
+                        continue
+                    # for example no free descriptor
+                    raise ZygoteUnavailable(f"no launch request can be sent: {error}") from error
+                return child
 
     def close(self) -> None:
         """End zygote and standbys; both end when their sockets close."""
@@ -202,7 +193,6 @@ class ZygoteClient:
                 standby.orders.send(msgspec.json.encode(standby.binding))
 
     def unbind(self, reason: str) -> None:
-        """End the bound standbys, and bind no more."""
         self._binds_no_more = True
         for standby in list(self._standbys):
             if standby.binding is not None:
@@ -256,7 +246,6 @@ class ZygoteClient:
         self._journal.write(StandbyDropped(standby.binding.local_rank, reason))
 
     def _take_bound(self, local_rank: int) -> Standby | None:
-        """The standby that is bound for this rank, if it fits."""
         now = self._launched[local_rank]
         for standby in list(self._standbys):
             binding = standby.binding
@@ -309,9 +298,7 @@ class ZygoteClient:
         self._control.settimeout(deadline_s)
         try:
             data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 4)
-        except (TimeoutError, BlockingIOError):
-            return False
-        except OSError:
+        except OSError:  # also if nothing has come in time
             return False
         if not data:
             self._control.close()
@@ -340,7 +327,7 @@ class ZygoteClient:
         standby.orders.settimeout(10.0)
         try:
             return _child_of(standby.orders.recv(_MAX_ANSWER_BYTES))
-        except (TimeoutError, OSError):
+        except OSError:
             return None
 
 

@@ -1,11 +1,7 @@
 """Waits until the device memory of ended ranks is free again.
 
-Runs in:  agent, the main thread; NVML is called in separate threads.
-Takes in: memory in use on each GPU, by NVML; CUDA_VISIBLE_DEVICES.
-Gives:    a wait before the next generation. If the memory is not freed, the generation starts
-          anyway, and the log names the processes that have device files open.
-Survives: a machine without NVML; a driver that does not answer: the wait ends at its limit, and
-          later generations do not wait.
+Runs in the main thread; NVML is called in separate threads. If the memory is not freed, or the
+driver does not answer, the generation starts anyway, and later ones do not wait for that driver.
 
 The driver frees the memory of a process after its end, when the last descriptor of its context is
 closed. A generation that starts earlier can run out of memory.
@@ -18,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from ftrun import clock, process_tree
@@ -66,8 +63,7 @@ class DeviceMemory:
     def wait(self, *, since_s: float, standbys_use_it: bool = False) -> float:
         """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds.
 
-        If standbys use GPUs, each GPU may have one standby. The driver gets at least `_ANSWER_S`
-        to answer.
+        The driver gets at least `_ANSWER_S`.
         """
         began_s = clock.now_s()
         allowed_bytes = TOLERANCE_BYTES + (STANDBY_BYTES if standbys_use_it else 0)
@@ -104,7 +100,6 @@ class DeviceMemory:
 
 
 def _holders() -> Iterator[str]:
-    """Processes of this user that have device files open."""
     num_named = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         if files := open_device_files(name):
@@ -115,14 +110,10 @@ def _holders() -> Iterator[str]:
 
 
 def used_by_nvml() -> UsedBytes:
-    """Reads the memory in use on the visible GPUs of this machine."""
-    nvml: Any = None
-    is_loaded = False
+    loaded = cache(lambda: driver() if os.path.exists(_DRIVER) else None)
 
     def used_bytes() -> dict[str, int]:
-        nonlocal nvml, is_loaded
-        if not is_loaded:
-            nvml, is_loaded = driver() if os.path.exists(_DRIVER) else None, True
+        nvml: Any = loaded()
         found: dict[str, int] = {}
         for name in _visible_devices(nvml) if nvml is not None else ():
             # Another module reports a failing device; no wait includes it.

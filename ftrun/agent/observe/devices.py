@@ -1,12 +1,8 @@
 """Error counters of network cards and GPUs: errors, lost links, throttling.
 
-Runs in:  agent, the thread of the rank observer; calls of NVML in threads of their own.
-Takes in: /sys/class/net, /sys/class/infiniband; for GPUs NVML, if its package and driver are
-          present.
-Gives:    reports of what was counted since the last poll; none if nothing was. For the process
-          of the preflight check the faults and warnings of all GPUs.
-Survives: missing devices: a machine without them reports nothing. A GPU that is lost, and a driver
-          that does not answer: both are reported, and the ranks are observed as before.
+Runs in the thread of the rank observer; calls of NVML in threads of their own. A GPU that is lost
+and a driver that does not answer are reported, and the ranks are observed as before.
+
 Source:   the counters are the kernel's (Documentation/ABI/testing/sysfs-class-net-statistics,
           sysfs-class-infiniband) and NVML's; which of them matter: docs/papers.md, C4 and Aegis.
 
@@ -43,19 +39,16 @@ _KEPT = 8
 _NET = ("rx_errors", "tx_errors", "rx_crc_errors", "tx_carrier_errors")
 """Without dropped packets: a card drops every frame that no program on the node asks for."""
 _PORT = ("symbol_error", "link_downed", "port_rcv_errors", "port_xmit_discards")
-_WORDS = {
-    "carrier_down_count": "link lost",
-    "link_downed": "link lost",
-}
+_WORDS = {"carrier_down_count": "link lost", "link_downed": "link lost"}
 
 
 T = TypeVar("T")
 
 
 class BoundedCall(Generic[T]):
-    """Calls a function in a thread of its own, so that the caller has a deadline.
+    """Calls a function in a thread of its own, so that its one caller has a deadline.
 
-    For one caller at a time. `otherwise` is the answer if the function fails.
+    `otherwise` is the answer if it fails.
     """
 
     def __init__(self, function: Callable[[], T], *, otherwise: T) -> None:
@@ -65,7 +58,6 @@ class BoundedCall(Generic[T]):
         self._asked_s: float | None = None
 
     def begin(self) -> None:
-        """Begin a call, if none is in progress."""
         if self._asked_s is None:
             self._asked_s = clock.now_s()
             threading.Thread(target=self._call, name="device-driver", daemon=True).start()
@@ -104,7 +96,6 @@ class DeviceCounters:
         self._is_unresponsive = False
 
     def poll(self, now_s: float, *, on_device: bool) -> tuple[DeviceReport, ...]:
-        """What was counted since the last poll, if a poll is due."""
         if now_s < self._due_s:
             return ()
         is_first = not self._due_s
@@ -248,10 +239,7 @@ class Gpus:
                 )
 
     def _xids(self) -> list[DeviceReport]:
-        """Read the errors that the driver has reported.
-
-        If there is none, the wait ends with an error.
-        """
+        """Errors that the driver has reported; without one, the wait ends with an error."""
         found: list[DeviceReport] = []
         with suppress(self._nvml.NVMLError):
             while self._events is not None and len(found) < _MAX_XIDS:
@@ -308,11 +296,7 @@ def driver() -> Any:
 
 
 def uncorrectable_errors(nvml: Any, device: Any) -> int:
-    """Uncorrectable memory errors since the driver was loaded.
-
-    Raises:
-        NVMLError: unknown to this device.
-    """
+    """Since the driver was loaded; NVMLError if unknown to this device."""
     return int(
         nvml.nvmlDeviceGetTotalEccErrors(
             device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -321,11 +305,7 @@ def uncorrectable_errors(nvml: Any, device: Any) -> int:
 
 
 def slowdown(nvml: Any, device: Any) -> str:
-    """Text that says that heat or a fault throttles the device; empty: not throttled.
-
-    Raises:
-        NVMLError: unknown to this device.
-    """
+    """That heat or a fault throttles the device; NVMLError if unknown to this device."""
     try:
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(device)
     except nvml.NVMLError_FunctionNotFound:  # a driver before 535; CUDA 14 has only the new name
@@ -335,11 +315,7 @@ def slowdown(nvml: Any, device: Any) -> str:
 
 
 def recovery_action(nvml: Any, device: Any) -> int:
-    """NVML's number of the action that the GPU needs; 0: none, or the driver is older than 570.
-
-    Raises:
-        NVMLError: unknown to this driver.
-    """
+    """NVML's number of the action that the GPU needs; 0: none, or the driver is older than 570."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
     (value,) = nvml.nvmlDeviceGetFieldValues(device, [field])
     return int(value.value.uiVal) if value.nvmlReturn == nvml.NVML_SUCCESS else 0
@@ -360,10 +336,7 @@ def _is_lost(nvml: Any, error: Any) -> bool:
 
 
 def device_health() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Number of GPUs, faults, and warnings; empty without a driver.
-
-    A fault of a GPU that the ranks cannot use is a warning.
-    """
+    """Number of GPUs, faults, and warnings, such as faults of GPUs that the ranks cannot use."""
     nvml = driver()
     if nvml is None:
         return 0, (), ()

@@ -1,9 +1,7 @@
 """Reads the Python stack of a rank without the rank's cooperation.
 
-Runs in:  agent, the thread of the rank observer.
-Takes in: a pid; the rank's stack file, in case py-spy is not permitted.
-Gives:    a `RankStack`: the main thread's frames, the innermost first, and whether it holds the
-          GIL.
+Runs in the thread of the rank observer.
+
 Source:   py-spy reads another process's memory (10 to 30 ms here); a container may forbid that.
           faulthandler's C code writes all stacks of its own process on a signal, even while the GIL
           is held, but not while the process is stopped.
@@ -43,13 +41,7 @@ def spy_program() -> str | None:
 
 
 def take_stack(pid: int, *, dumper: int, stack_fd: int) -> RankStack | None:
-    """The stack of a rank's main thread; None if neither method works.
-
-    Args:
-        pid: of the rank.
-        dumper: the signal on which the rank writes its stacks; 0: it has reported none.
-        stack_fd: the file to which it writes them.
-    """
+    """The stack of a main thread; `dumper`: the signal on which it writes its stacks, or 0."""
     found = _py_spy_stack(pid)
     if found is None and dumper:
         found = _dumped(pid, dumper, stack_fd)

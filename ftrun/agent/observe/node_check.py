@@ -1,12 +1,7 @@
 """Checks whether this node is fit to run ranks: starts next to the imports, and repeats later.
 
-Runs in:  agent: the main thread at the start, then a thread of its own for each further check;
-          `dialled` in the thread of a handshake.
-Takes in: the profile's floors; the agent that this one has reached.
-Gives:    `NodeChecked` for the control loop, a `PreFlight` line in the journal, text for the
-          operator.
-Survives: a check that hangs, for example on a dead disk or driver: it is killed, and the result
-          contains a warning.
+Runs in the main thread at the start, then in a thread for each further check; `dialled` in the
+thread of a handshake. A check that hangs, for example on a dead disk or driver, is killed.
 
 Rule 1: a run on one node, and an agent that was restarted, measure only what costs nothing. The
         first has no node to compare with, and ranks wait for the second.
@@ -73,14 +68,8 @@ class NodeCheck:
         self._busy = threading.Lock()
         self._stop = threading.Event()
 
-    # --- the first check --------------------------------------------------------------------------
-
     def begin(self, *, is_awaited: bool) -> None:
-        """Start the first check, and return at once.
-
-        Args:
-            is_awaited: an earlier agent of this node took part in the run.
-        """
+        """Start the first check. `is_awaited`: an earlier agent here was part of the run."""
         if not self._settings.enabled:
             return
         self._started_s = clock.now_s()
@@ -110,13 +99,8 @@ class NodeCheck:
         self._stop.set()
         self._end_child()
 
-    # --- the link -----------------------------------------------------------------------------
-
     def dialled(self, node_id: str, host: str, port: int) -> None:
-        """Measure the link to the first agent that was reached.
-
-        That agent has received nothing from this one yet.
-        """
+        """Measure the link to the first agent that was reached, which has received nothing yet."""
         self._link = (node_id, host, port)
         if not self._is_link_due or self.fitness is None:
             return
@@ -133,10 +117,7 @@ class NodeCheck:
             probe(order, self._identity, self._secret, limit_s=LINK_S)
         )
 
-    # --- further checks ---------------------------------------------------------------------------
-
     def again(self, number: int) -> None:
-        """Run a complete check with at least this number, in a thread of its own."""
         work = threading.Thread(
             target=self._again, args=(number,), name="ftrun-preflight", daemon=True
         )
@@ -164,8 +145,6 @@ class NodeCheck:
             if self.fitness is None or self.fitness.is_fit:
                 return
             wait_s *= 2
-
-    # --- details ------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._started_s = clock.now_s()

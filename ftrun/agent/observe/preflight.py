@@ -50,12 +50,6 @@ ANSWER_S = 2.0
 NAP_S = 0.02
 
 
-def main() -> int:
-    folder = Path(sys.argv[1])
-    sys.stdout.write(msgspec.json.encode(measure(folder)).decode())
-    return 0
-
-
 def measure(folder: Path) -> NodeMeasurements:
     started_s = clock.now_s()
     found = room(folder)
@@ -91,7 +85,6 @@ def _used_s() -> float:
 
 
 def room(folder: Path) -> NodeMeasurements:
-    """What can be read without a measurement."""
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     disk = -1
     with suppress(OSError):
@@ -117,10 +110,7 @@ def free_memory() -> int:
 
 
 def free_processes() -> int:
-    """Number of processes that the limits still allow; -1: no limit.
-
-    The pids cgroup also counts processes of other users.
-    """
+    """Number that the limits still allow, -1: no limit. The cgroup counts other users too."""
     found = [room for room in (cgroup_limit_left("pids"),) if room is not None]
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # RLIMIT_NPROC does not apply to root
@@ -138,15 +128,8 @@ def _own_threads() -> int:
     return count
 
 
-# --- measurements -----------------------------------------------------------------------------
-
-
 def copy_rate(free_bytes: int) -> float:
-    """Bytes per second that one thread copies within memory; 0: there is too little free memory.
-
-    Args:
-        free_bytes: of memory; -1: unknown.
-    """
+    """Bytes per second that one thread copies within memory; 0: too little of it is free."""
     size = BLOCK_BYTES
     if 0 <= free_bytes < 8 * size:
         size = free_bytes // 8 // PIECE_BYTES * PIECE_BYTES
@@ -171,11 +154,7 @@ def copy_rate(free_bytes: int) -> float:
 
 
 def loopback() -> tuple[float, float]:
-    """The shortest round trip in seconds, and bytes per second, over TCP within this machine.
-
-    Raises:
-        OSError: there is no loopback, or it does not answer.
-    """
+    """The shortest round trip in seconds, and bytes per second, over TCP within this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
@@ -233,4 +212,4 @@ def clock_fault() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(msgspec.json.encode(measure(Path(sys.argv[1]))).decode())

@@ -1,14 +1,9 @@
 """What the kernel reports of the ranks: state and work of processes, counters of connections.
 
-Runs in:  agent, the thread of the rank observer.
-Takes in: pids of the ranks; /proc/PID/fd for their sockets, and one netlink query (sock_diag with
-          TCP_INFO) for the kernel's counters of each.
-Gives:    `SocketCounters` of each established connection; a `LinkSample` for each remote address of
-          the ranks, with the changes since the last poll; `ProcessState`, None if the process has
-          ended.
-Survives: a kernel or container that does not answer such queries: `error` says why, and there are
-          no figures. Root is not needed: /proc/PID/fd is readable for ranks of the same user, and
-          the kernel reports connections of the own network namespace to every user.
+Runs in the thread of the rank observer. It reads /proc/PID/fd, and asks the kernel by netlink
+(sock_diag with TCP_INFO). Root is not needed: the kernel reports connections of the own network
+namespace to every user. If it does not answer, `error` says why, and there are no figures.
+
 Source:   `inet_diag.h` and `tcp.h` of Linux 4.19 and later; older kernels send a shorter tcp_info,
           and missing fields read as 0. pyroute2 would do the same with every field decoded, but
           takes 130 ms and 20 MB to import and 7 ms of CPU for 128 connections, against 1.5 ms here
@@ -61,17 +56,13 @@ class SocketCounters:
     rtt_s: float
     """Smoothed by the kernel."""
     bytes_acked: int
-    bytes_received: int
     bytes_sent: int
     """Retransmitted bytes included."""
     busy_s: float
     """Time with bytes in flight, without the time in which the peer had no receive window."""
     retransmits: int
-    """Retransmitted segments."""
     unacked_segments: int
     notsent_bytes: int
-    delivery_bytes_per_s: int
-    """The newest measurement of the kernel; 0 if there is none."""
 
 
 class SocketStats:
@@ -198,8 +189,8 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
     local_port, remote_port = _PORTS.unpack_from(data, start + 4)
     local = data[start + 8 : start + 8 + size]
     remote = data[start + 24 : start + 24 + size]
-    unacked, rtt_us, again, acked, received, notsent, rate, busy_us, no_room_us, _, sent = (
-        _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
+    unacked, rtt_us, again, acked, _, notsent, _, busy_us, no_room_us, _, sent = _INFO.unpack(
+        _tcp_info(data, start + _DIAG_BYTES, end)
     )
     return SocketCounters(
         inode=inode,
@@ -207,13 +198,11 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
         remote=(_address(family, remote), remote_port),
         rtt_s=rtt_us / 1e6,
         bytes_acked=acked,
-        bytes_received=received,
         bytes_sent=sent,
         busy_s=max(0, busy_us - no_room_us) / 1e6,
         retransmits=again,
         unacked_segments=unacked,
         notsent_bytes=notsent,
-        delivery_bytes_per_s=rate,
     )
 
 
@@ -284,10 +273,7 @@ def cores_used(pid: int, *, within_s: float = 0.25) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process without pages of files; 0 if it has ended.
-
-    Pages of a mapped data set can be taken back at any time. Called once a second, so it is cheap.
-    """
+    """Without pages of files, which can be taken back at any time. Cheap: called once a second."""
     words = _first_line(f"/proc/{pid}/statm").split()
     pages = int(words[1]) - int(words[2]) if len(words) > 2 else 0
     return max(0, pages) * os.sysconf("SC_PAGE_SIZE")
@@ -300,10 +286,15 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _io_bytes(pid: int) -> int:
+    return _counted(f"/proc/{pid}/io", "rchar", "wchar")
+
+
+def _counted(path: str, *names: str) -> int:
+    """The sum of the numbers behind these names; 0 for those that cannot be read."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines():
-            if line.startswith(("rchar", "wchar")):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            if line.startswith(names):
                 total += int(line.split()[1])
     return total
 
@@ -336,17 +327,9 @@ def _children_work(pid: int, depth: int = 4) -> float:
             # A process that only communicates uses little processor time, so its voluntary switches
             # count too.
             total += (int(fields[11]) + int(fields[12])) * _TICK_S + _io_bytes(int(word))
-            total += _switches(int(word))
+            total += _counted(f"/proc/{word}/status", "voluntary_ctxt_switches")
             total += _children_work(int(word), depth - 1) if depth else 0.0
     return total
-
-
-def _switches(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                return int(line.split()[1])
-    return 0
 
 
 def _first_line(path: str) -> str:

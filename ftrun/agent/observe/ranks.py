@@ -80,16 +80,6 @@ class _Memory:
     unmoved_since_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Activity:
-    """Cores used since the last poll; seconds without any work, in a busy loop, with one stack."""
-
-    cpu: float
-    still_s: float
-    spins_s: float
-    unmoved_s: float
-
-
 class _GroupMemory:
     """Since when nothing has changed in each group of each rank."""
 
@@ -138,7 +128,6 @@ class RankObserver:
         self._sampler = Sampler()
         self._devices = DeviceCounters()
         self.troubles: SimpleQueue[DeviceReport] = SimpleQueue()
-        """Errors that network cards and GPUs have counted."""
         self._awake_since_s = clock.now_s()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftrun-eyes", daemon=True)
@@ -178,7 +167,10 @@ class RankObserver:
                 # Without observations a run is as well off as under torchrun, so it must not end
                 # here.
                 _log.exception("a look at the ranks failed: this is a bug in ftrun")
-            self._close_unused()
+            # Only this thread writes to the stack files of ended ranks, so only it closes them.
+            with suppress(Empty):
+                while True:
+                    os.close(self._unused_fds.get_nowait())
             last_s = clock.now_s()
 
     def _poll(self) -> None:
@@ -239,14 +231,11 @@ class RankObserver:
         stack = take_stack(
             handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.slot.stack_fd
         ) or RankStack(())
-        recorded = self._read(handle, facts)
-        activity = self._compare(rank, handle.pid, facts, stack)
+        recorded = Recorded()
+        if facts.state not in ("T", "t"):  # a stopped process does not answer
+            recorded = self._reader(handle).read(page)
         return msgspec.structs.replace(
-            view,
-            cpu=round(activity.cpu, 2),
-            still_s=round(activity.still_s, 2),
-            spins_s=round(activity.spins_s, 2),
-            unmoved_s=round(activity.unmoved_s, 2),
+            self._compared(view, facts, stack),
             holds_gil=stack.holds_gil,
             is_gil_known=stack.is_spied,
             groups=self._group_memory.with_times(rank, recorded.groups, clock.now_s()),
@@ -257,18 +246,14 @@ class RankObserver:
             child=facts.child,
         )
 
-    def _read(self, handle: WorkerHandle, facts: ProcessState) -> Recorded:
-        if facts.state in ("T", "t"):
-            return Recorded()  # a stopped process does not answer
-        return self._reader(handle).read(handle.slot.page)
-
     def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
         reader = RecorderReader(path, stack_fd=handle.slot.stack_fd)
         return self._readers.setdefault(path, reader)
 
-    def _compare(self, rank: int, pid: int, facts: ProcessState, stack: RankStack) -> _Activity:
-        now_s = clock.now_s()
+    def _compared(self, view: RankView, facts: ProcessState, stack: RankStack) -> RankView:
+        """With the cores used, and the seconds without work, in a busy loop and with one stack."""
+        rank, pid, now_s = view.rank, view.pid, clock.now_s()
         functions = own_functions(stack.frames)
         last = self._memories.get(rank)
         cpu, still_since_s, spins_since_s, unmoved_since_s = 0.0, now_s, now_s, now_s
@@ -289,13 +274,13 @@ class RankObserver:
             pid, facts, stack.frames, functions, now_s, still_since_s, spins_since_s,
             unmoved_since_s,
         )  # fmt: skip
-        return _Activity(cpu, now_s - still_since_s, now_s - spins_since_s, now_s - unmoved_since_s)
-
-    def _close_unused(self) -> None:
-        """Close stack files of ended ranks; only here, because only this thread writes to them."""
-        with suppress(Empty):
-            while True:
-                os.close(self._unused_fds.get_nowait())
+        return msgspec.structs.replace(
+            view,
+            cpu=round(cpu, 2),
+            still_s=round(now_s - still_since_s, 2),
+            spins_s=round(now_s - spins_since_s, 2),
+            unmoved_s=round(now_s - unmoved_since_s, 2),
+        )
 
 
 _FEW_STEPS = 5

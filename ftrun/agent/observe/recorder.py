@@ -1,10 +1,9 @@
 """Reads the flight recorders of a rank without the rank's cooperation.
 
-Runs in:  agent, the thread of the rank observer; on a failure the main thread, for a moment.
-Takes in: the unix socket of torch's worker server in the rank, whose C++ threads answer even if the
-          rank hangs while it holds the GIL; the rank's page. For gloo in torch 2.8 and 2.9, whose
-          server has no handler for it, the file to which the rank writes its stacks.
-Gives:    `Recorded`: the groups with their collectives; dumps for torch's own analyzer.
+Runs in the thread of the rank observer; on a failure in the main thread, for a moment. The C++
+threads of torch's worker server in the rank answer even if the rank hangs while it holds the GIL.
+That of torch 2.8 and 2.9 has no handler for gloo: the rank writes its calls to its stack file.
+
 Source:   torch 2.8 to 2.15. ProcessGroupNCCL has a recorder of its own. Its full dump queries a
           device event for each open entry, in the thread that answers, and a query breaks a graph
           capture in any thread of the rank. Its counts (`includecollectives=false`) query nothing,
@@ -189,10 +188,7 @@ class RecorderReader:
             return self._query(page, f"{_NCCL_PICKLE}&onlyactive=true", RECORDER_S)
 
     def _query(self, page: SharedPage, request: str, deadline_s: float) -> bytes | None:
-        """The answer to a request that queries events; None: a graph may be captured.
-
-        Raises: as `_ask`.
-        """
+        """As `_ask`, for a request that queries events; None: a graph may be captured."""
         if not may_query_device(page, deadline_s):
             return None
         try:
@@ -233,7 +229,6 @@ def _recorded(
     has_states: bool = False,
     is_status_only: bool = False,
 ) -> Recorded:
-    """What the recorder of device collectives has answered."""
     trace = parse_trace(answer)
     if trace is None:
         return Recorded(is_complete=False, notes=(_UNREADABLE,))
@@ -262,11 +257,7 @@ def may_query_device(page: SharedPage, deadline_s: float) -> bool:
 
 
 def handlers(path: str, deadline_s: float) -> frozenset[str]:
-    """Names of the handlers of a rank's server.
-
-    Raises:
-        OSError: as `_ask`.
-    """
+    """Names of the handlers of a rank's server; OSError as from `_ask`."""
     try:
         found = json.loads(_ask(path, "", deadline_s, method="GET"))
     except ValueError as error:

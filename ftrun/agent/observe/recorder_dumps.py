@@ -1,66 +1,48 @@
-"""Dumps of the flight recorders, in the form that torch's own analyzer reads.
+"""Dumps of the flight recorders for torch's own analyzer, and the recorders' variables.
 
-Runs in:  agent, the thread of the rank observer; the reader also in tools.
-Takes in: recorders of the ranks, when a hang is suspected; files that torch has dumped by itself.
-Gives:    `rank_<R>` for each rank in the folder of a generation. The command
-          `torchfrtrace FOLDER -p rank_` compares them.
+Runs in the thread of the rank observer. `torchfrtrace FOLDER -p rank_` compares the files
+`rank_<R>` in the folder of a generation.
 
-Rule 1: a pickle may name any code. It is read here only, by an unpickler that refuses every name.
-        What a rank sends as a pickle is written as it is, and the agent does not read it.
+Rule 1: a pickle may name any code. What a rank sends as a pickle is written as it is, and the agent
+        does not read it.
 Rule 2: the analyzer fails on a dump without groups (torch's own of gloo), so they are taken from
         the rank's page.
+Rule 3: variables that the user has set stay. TORCH_FR_BUFFER_SIZE overrides
+        TORCH_NCCL_TRACE_BUFFER_SIZE, so it is set only if the user has set neither. The latter is
+        never set, because torch warns about it in every rank (seen with 2.13), and only the dump
+        pipe of 2.8 to 2.11 needs it.
 """
 
 import json
 import os
 import pickle  # noqa: TID251 - the format of torch's dumps; see rule 1
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from ftrun.agent.launch.recorder_settings import PIPE, PIPE_STEM
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.proc import process_facts
 from ftrun.agent.observe.recorder import RECORDER_S, RecorderReader, may_query_device
-from ftrun.monitor.flight_recorder import Trace, trace_of
 from ftrun.monitor.page_values import decode_groups
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
-MAX_DUMP_BYTES = 64 << 20
 PREFIX = "rank_"
 
+RECORDED_CALLS = 128
+"""Number of collectives in gloo's recorder; reading torch's default of 2,000 takes 15 ms."""
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values only."""
+RECORDED_ON_DEVICE = 2000
+"""Number of collectives in NCCL's recorder, which is not read while ranks make steps. Torch 2.8 to
+2.10 record nothing without a size."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"the dump names {module}.{name}, which is not plain data")
+DUMPS = "fr"
+"""Folder of dumps below the logs of a node, with a folder for each generation."""
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the dump refers to an object outside of it")
-
-
-def read_dump(path: Path) -> Trace:
-    """Read a dump.
-
-    Raises:
-        ValueError: it is too large, or no dump of plain values.
-        OSError: it cannot be read.
-    """
-    if path.stat().st_size > MAX_DUMP_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_DUMP_BYTES >> 20} MiB")
-    try:
-        with path.open("rb") as file:
-            found = _PlainUnpickler(file).load()
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a torn pickle raises errors of any type
-        raise ValueError(f"{path} is no dump of plain values: {error}") from error
-    trace = trace_of(found)
-    if trace is None:
-        raise ValueError(f"{path} is no dump of a flight recorder")
-    return trace
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+PIPE_STEM = "recorder_"
+_DEVICES = ("dev/nvidia[0-9]*", "dev/kfd")
 
 
 def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader]]) -> int:
@@ -85,14 +67,9 @@ def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader
 
 
 def as_pickle(dump: bytes, groups: str) -> bytes:
-    """A dump as torch's analyzer reads it; a pickle stays as it is.
+    """A dump as torch's analyzer reads it; a pickle stays as it is. ValueError: it is none.
 
-    Args:
-        dump: a pickle of NCCL's recorder, or the JSON of another one.
-        groups: ranks of the groups, as on the page.
-
-    Raises:
-        ValueError: it is neither.
+    `groups`: as on the page.
     """
     if dump[:1] == pickle.PROTO:
         return dump
@@ -127,3 +104,29 @@ def _write(folder: Path, rank: int, data: bytes) -> None:
     part = folder / f".{PREFIX}{rank}"
     part.write_bytes(data)
     part.rename(folder / f"{PREFIX}{rank}")
+
+
+def has_nccl_devices(root: Path = Path("/")) -> bool:
+    """Whether this machine has devices for NCCL or RCCL; opens no device."""
+    return any(True for pattern in _DEVICES for _ in root.glob(pattern))
+
+
+def recorder_variables(
+    user: Mapping[str, str], *, dumps: Path, pipes: Path, has_devices: bool
+) -> dict[str, str]:
+    """Variables that `user` has not set. `pipes` is on a local file system.
+
+    Torch ends a rank that cannot make its pipe.
+    """
+    found: dict[str, str] = {}
+    if not any(name in user for name in _SIZES):
+        found[_SIZES[0]] = str(RECORDED_ON_DEVICE if has_devices else RECORDED_CALLS)
+    if not has_devices:
+        return found
+    with suppress(OSError):  # if the disk is full, torch uses its default folder
+        dumps.mkdir(parents=True, exist_ok=True)
+        if not any(name in user for name in _FILES):
+            found |= dict.fromkeys(_FILES, str(dumps / "rank_"))
+    if PIPE not in user:
+        found[PIPE] = str(pipes / PIPE_STEM)
+    return found

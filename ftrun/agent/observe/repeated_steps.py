@@ -1,8 +1,6 @@
 """Compares the steps that this node's ranks repeat after a restart with the earlier ones.
 
-Runs in:  agent, main thread, once per turn of the loop.
-Takes in: the boundary records in the heartbeat pages, of dead ranks too.
-Gives:    a `Repeat` for each restart, for status, heartbeats, the journal and the screen.
+Runs in the main thread, once per turn of the loop.
 
 Rule: it observes only. An error ends the comparison, never the run.
 """
@@ -36,7 +34,6 @@ class RepeatedSteps:
         """By rank: the step in its page when its records were read last."""
         self._next: Execution | None = None
         self._is_open = False
-        """The current generation has no final result."""
 
     @property
     def warning(self) -> str:
@@ -60,7 +57,7 @@ class RepeatedSteps:
         )
 
     def launched(self) -> None:
-        """Begin the comparison of the launched ranks.
+        """Begin the comparison.
 
         Old pages are read only now, because a launch must not wait for that.
         """
@@ -72,7 +69,6 @@ class RepeatedSteps:
             self._is_open = following.generation > 0
 
     def poll(self) -> None:
-        """Read new records, and report a result once it is known."""
         if self._is_open:
             self._guarded(self._poll)
 
@@ -80,8 +76,6 @@ class RepeatedSteps:
         """Read the last records of this generation's ranks, which are dead or have finished."""
         if self._pages:
             self._guarded(self._conclude)
-
-    # --- details ------------------------------------------------------------------------------
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

@@ -1,8 +1,7 @@
 """Builds the status from the control loop: the run, its nodes and its incidents.
 
-Runs in:  agent, the thread of the control loop.
-Takes in: the control loop of this agent.
-Gives:    one immutable `ControlLoopStatus` for other threads; docs/operations.md describes it.
+Runs in the thread of the control loop; other threads get one immutable `ControlLoopStatus`.
+docs/operations.md describes it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +31,7 @@ from ftrun.recovery.incidents import Incident
 from ftrun.recovery.past import Departure
 from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages.status import (
     CLOSED,
     ClusterStatus,
@@ -59,7 +58,6 @@ class ControlLoopStatus:
     leader_host: str
     state: SupervisorState
     lateness_s: Mapping[int, float]
-    """Lateness in seconds, by rank."""
     suspicion: tuple[float, str] | None
     """Seconds without a step, and the description of the suspected hang; None: no hang is
     suspected."""
@@ -140,18 +138,6 @@ def lateness_of(control_loop: ControlLoop) -> Mapping[int, float]:
     return control_loop.monitor.watching.slow.lateness_s
 
 
-def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
-    """Last collective call by rank, such as `all_reduce #41,207`; known only during a suspicion."""
-    found: dict[int, str] = {}
-    for view in views:
-        entered = [group for group in view.groups if group.calls]
-        group = next((one for one in entered if one.waits_seq), entered[-1] if entered else None)
-        if group is not None:
-            call = group.call(group.waits_seq) or group.calls[-1]
-            found[view.rank] = f"{call.op} #{call.seq:,}"
-    return found
-
-
 # --- incidents --------------------------------------------------------------------------------
 
 
@@ -228,7 +214,7 @@ def _node(
         step=heartbeat.step or None,
         ready=heartbeat.ready,
         unprotected_reason=heartbeat.unprotected,
-        ranks=_ranks(heartbeat, lateness_s),
+        ranks=rank_statuses(heartbeat.ranks, heartbeat.views, lateness_s),
     )
 
 
@@ -242,8 +228,10 @@ def _role(peer: PeerState, plan: GenerationPlan | None) -> str:
     return "spare" if is_spare else "joining"
 
 
-def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankStatus, ...]:
-    calls = last_collectives(heartbeat.views)
+def rank_statuses(
+    reports: Iterable[RankReport], views: Iterable[RankView], lateness_s: Mapping[int, float]
+) -> tuple[RankStatus, ...]:
+    calls = _last_collectives(views)
     return tuple(
         RankStatus(
             rank=rank.rank,
@@ -258,12 +246,23 @@ def _ranks(heartbeat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankS
             lateness_s=lateness_s.get(rank.rank),
             last_collective=calls.get(rank.rank),
         )
-        for rank in heartbeat.ranks
+        for rank in reports
     )
 
 
+def _last_collectives(views: Iterable[RankView]) -> dict[int, str]:
+    """By rank, such as `all_reduce #41,207`; known only during a suspicion."""
+    found: dict[int, str] = {}
+    for view in views:
+        entered = [group for group in view.groups if group.calls]
+        group = next((one for one in entered if one.waits_seq), entered[-1] if entered else None)
+        if group is not None:
+            call = group.call(group.waits_seq) or group.calls[-1]
+            found[view.rank] = f"{call.op} #{call.seq:,}"
+    return found
+
+
 def _gone(gone: Departure, now_s: float) -> NodeStatus:
-    """Entry of a node that was lost or has drained under an earlier leader."""
     return NodeStatus(
         node_id=gone.card.node_id,
         host=gone.card.host,
@@ -412,7 +411,6 @@ class _LedRun:
         return len(electorate(plan.voters) & here) + is_witnessed
 
     def _usable_spares(self, plan: GenerationPlan) -> int:
-        """Number of nodes that can replace a lost node now."""
         excluded = self.control_loop.monitor.excluded(now_s=self.now_s)
         return len(
             standing_by(self.leader.known, plan) - set(self.leader.screening.reported) - excluded
@@ -442,9 +440,8 @@ class _LedRun:
 def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
     """Connected nodes without ranks.
 
-    A node that joined after this generation began has no vote if its vote would not increase the
-    tolerated losses (membership/leader/reconfiguration.py). The next generation still gives it
-    ranks.
+    Also a node that has no vote, because its vote would not increase the tolerated losses
+    (membership/leader/reconfiguration.py).
     """
     members = {node.node_id for node in plan.members}
     spares = {card.node_id for card in plan.spares}

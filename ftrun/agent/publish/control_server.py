@@ -1,29 +1,26 @@
 """Answers requests of the operator independently of the main thread.
 
-Runs in:  agent, a thread of its own, so that it answers status also while torch starts workers.
-Takes in: connections on agent.sock; the published status.
-Gives:    status documents; stop requests, queued for the loop; results of fault orders. Each fault
-          order has a thread of its own, because another node may take long to answer.
+Runs in a thread of its own, so that it answers status also while torch starts workers. Each fault
+order has a thread, because another node may take long to answer.
 """
 
 import logging
 import selectors
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
-from ftrun.agent.publish.cluster_status import ControlLoopStatus
-from ftrun.agent.publish.published import Published
-from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FtrunError, PeerError
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
 from ftrun.wire.messages.faults import FaultOrder
 from ftrun.wire.transport.channel import Channel, accept, listen
+
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 _log = logging.getLogger(__name__)
 
@@ -31,32 +28,12 @@ REFUSED_PAUSE_S = 0.05
 
 
 class ControlServer:
-    """Server of agent.sock.
+    """Server of agent.sock; without `faults`, the run does not allow them."""
 
-    Args:
-        path: of the socket.
-        status: returns the published status document.
-        ask_stop: requests the end of the run, for this reason.
-        decided: the status of the control loop; None: the run has one node.
-        faults: takes orders for faults; None: the run does not allow them.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        path: Path,
-        *,
-        status: Callable[[], bytes],
-        ask_stop: Callable[[str], None],
-        decided: Published[ControlLoopStatus] | None,
-        faults: FaultController | None,
-    ) -> None:
-        self._spec = spec
-        self._status = status
-        self._ask_stop = ask_stop
-        self._decided = decided
+    def __init__(self, run: "Run", faults: FaultController | None) -> None:
+        self._run = run
         self._faults = faults
-        self._path = path
+        self._path = run.smp.folder.agent_socket
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="ftrun-control", daemon=True)
         self._stop_read, self._stop_write = socket.socketpair()
@@ -86,19 +63,16 @@ class ControlServer:
                 if key.fileobj is self._stop_read:
                     return
                 try:
-                    self._serve_one(key.fileobj)
+                    if key.fileobj is self._server:
+                        self._accept()
+                    elif isinstance(key.fileobj, Channel):
+                        self._answer(key.fileobj)
                 except Exception:  # noqa: BLE001 - an error costs one client
                     # The thread must continue, because it answers all status and stop requests.
                     _log.exception("a request was not answered: a bug of ftrun")
                     if isinstance(key.fileobj, Channel):
                         self._hang_up(key.fileobj)
                     clock.sleep(REFUSED_PAUSE_S)
-
-    def _serve_one(self, ready: object) -> None:
-        if ready is self._server:
-            self._accept()
-        elif isinstance(ready, Channel):
-            self._answer(ready)
 
     def _hang_up(self, channel: Channel) -> None:
         with suppress(KeyError, ValueError, OSError):
@@ -108,7 +82,7 @@ class ControlServer:
 
     def _accept(self) -> None:
         try:
-            channel = accept(self._server, run_id=self._spec.run_id)
+            channel = accept(self._server, run_id=self._run.spec.run_id)
         except OSError as error:
             # For example too many open files: clients wait until a descriptor is free.
             _log.debug("a client was not accepted: %s", error)
@@ -119,26 +93,26 @@ class ControlServer:
 
     def _status_reply(self) -> messages.AnyMessage:
         try:
-            return messages.StatusReply(self._status())
+            return messages.StatusReply(self._run.observers.status.document())
         except PeerError as error:
             return messages.Refused(str(error))
 
     def _stop(self) -> messages.AnyMessage:
-        """Request a stop; without a secret, only on the leader's node.
+        """Without a secret, only on the leader's node.
 
-        In a run without a secret, any host that reaches the port could join as a node and request
-        a stop through it.
+        Any host that reaches the port could join, and request a stop through its node.
         """
-        nodes, decided = self._spec.nodes, self._decided
-        if nodes is not None and decided is not None and nodes.secret_file is None:
-            control_loop = decided.read().value
+        run = self._run
+        nodes, rpc = run.spec.nodes, run.rpc
+        if nodes is not None and rpc is not None and nodes.secret_file is None:
+            control_loop = rpc.control_loop.read().value
             if control_loop.leader_id and not control_loop.leads:
                 return messages.Refused(
                     "this run is UNAUTHENTICATED, so only the node of the leader accepts a stop: "
                     f"node {control_loop.leader_id} ({control_loop.leader_host}). Or send SIGINT "
                     "to ftrun on any node"
                 )
-        self._ask_stop("ftrun stop")
+        run.signals.ask_stop("ftrun stop")
         return messages.Done()
 
     def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:

@@ -1,10 +1,7 @@
 """Reports incidents to the operator's command and to a webhook.
 
-Runs in:  agent, a thread of its own for each of the two; `take` in any thread that writes the
-          journal.
-Takes in: `verdict` and `incident_closed` lines, which only the leader writes.
-Gives:    one JSON document for each line, on stdin of the command and as body of a POST.
-Survives: any failure of a hook. A failure causes a `hook_failed` line and a log line only.
+Each of the two has a thread of its own; `take` runs in any thread that writes the journal. A
+failure of a hook causes a `hook_failed` line and a log line only.
 
 Rule 1: data of the run never become part of a command. The shell gets the command as the operator
         has written it; the data are on stdin and in environment variables.
@@ -129,7 +126,6 @@ class _Line:
 
 
 def document(record: VerdictRecord | IncidentClosed, facts: Mapping[str, object]) -> dict[str, Any]:
-    """Build the document for the hooks from a journal line."""
     if isinstance(record, VerdictRecord):
         event, kind = "verdict", record.verdict.kind.value
         found = {name: getattr(record.verdict, name) for name in _OF_VERDICT}
@@ -205,8 +201,8 @@ def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
 class Webhook:
     """Sends documents to one URL.
 
-    The time limit of urllib applies to each wait separately, and name resolution has none.
-    Therefore each delivery runs in a thread of its own, which is abandoned after `limit_s`.
+    The limit of urllib is for each wait, and name resolution has none. So each delivery has a
+    thread, which is abandoned after `limit_s`.
     """
 
     def __init__(self, url: str, limit_s: float = WEBHOOK_S) -> None:
@@ -256,7 +252,7 @@ class Webhook:
 
 
 def _without_credentials(url: str) -> tuple[str, dict[str, str]]:
-    """Returns the URL without its name and password, and the header that contains them."""
+    """The URL without its name and password, and the header that contains them."""
     parts = urllib.parse.urlsplit(url)
     credentials, at, host = parts.netloc.rpartition("@")
     if not at:

@@ -21,7 +21,7 @@ import logging
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,23 +54,19 @@ RankRows = Sequence[tuple[str, RankStatus]]
 """Node id and status of each rank."""
 
 
-class RunCollector(Collector):
-    """Reads the status of the run at each scrape."""
+class _Families(Collector):
+    """Drops families without samples, because some parsers reject HELP without samples."""
 
-    def __init__(
-        self, node_id: str, status: Callable[[], StatusView], counters: Callable[[], RunCounters]
-    ) -> None:
-        self._node_id = node_id
-        self._status = status
-        self._counters = counters
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = [family for family in found if family.samples]
 
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self._node_id, self._status(), self._counters())
+    def collect(self) -> Iterable[Metric]:
+        return self._found
 
 
-def text_of(collector: Collector) -> bytes:
+def text_of(node_id: str, status: StatusView, counters: RunCounters) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Described(collector))
+    registry.register(_Families(families(node_id, status, counters)))
     return generate_latest(registry)
 
 
@@ -106,19 +102,16 @@ def _progress(status: StatusView, ranks: RankRows) -> Iterator[Metric]:
     yield from _gauge("ftrun_ranks", "Number of ranks that this page covers.", len(ranks))
     loss = next((rank.loss for _, rank in ranks if rank.loss is not None), None)
     yield from _gauge("ftrun_loss", "Newest loss that the script reported.", loss)
+    quantiles = {
+        "0.5": [rank.step_p50_s for _, rank in ranks if rank.step_p50_s],
+        "0.99": [rank.step_p99_s for _, rank in ranks if rank.step_p99_s],
+    }
     times = GaugeMetricFamily(
         "ftrun_step_seconds",
         "Upper bound of this step-time quantile on the slowest rank; at most 25 % too high.",
         labels=("quantile",),
     )
-    quantiles = (
-        ("0.5", [rank.step_p50_s for _, rank in ranks if rank.step_p50_s]),
-        ("0.99", [rank.step_p99_s for _, rank in ranks if rank.step_p99_s]),
-    )
-    for quantile, known in quantiles:
-        if known:
-            times.add_metric((quantile,), max(known))
-    yield times
+    yield _with(times, {quantile: max(known) for quantile, known in quantiles.items() if known})
     yield from _gauge("ftrun_uptime_seconds", "Time since this agent started.", status.uptime_s)
 
 
@@ -161,13 +154,8 @@ def _snapshots(status: StatusView, step: int) -> Iterator[Metric]:
     counts = CounterMetricFamily(
         "ftrun_snapshots", "Snapshots of this generation, by result.", labels=("result",)
     )
-    for result, number in (
-        ("taken", has.taken),
-        ("skipped", has.skipped),
-        ("discarded", has.discarded),
-    ):
-        counts.add_metric((result,), number)
-    yield counts
+    results = {"taken": has.taken, "skipped": has.skipped, "discarded": has.discarded}
+    yield _with(counts, results)
     yield CounterMetricFamily(
         "ftrun_snapshot_blocked_seconds",
         "Time for which snapshots blocked the ranks of this generation.",
@@ -185,17 +173,14 @@ def _failures(status: StatusView, counters: RunCounters) -> Iterator[Metric]:
     closed = CounterMetricFamily(
         "ftrun_incidents", "Closed incidents, by kind of the verdict.", labels=("kind",)
     )
-    for kind, count in sorted(counters.incidents.items()):
-        closed.add_metric((kind,), count)
-    yield closed
+    yield _with(closed, dict(sorted(counters.incidents.items())))
     if status.lifecycle is not None:
         is_open = any(one.is_open for one in status.incidents)
         yield from _gauge("ftrun_incident_open", "1: an incident is open.", float(is_open))
         lifecycle = GaugeMetricFamily("ftrun_lifecycle_state", "1: the present state of the run.",
                                       labels=("state",))  # fmt: skip
-        for state in LifecycleState:
-            lifecycle.add_metric((state.value,), float(state.value == status.lifecycle))
-        yield lifecycle
+        states = [state.value for state in LifecycleState]
+        yield _with(lifecycle, {state: float(state == status.lifecycle) for state in states})
     recovery = HistogramMetricFamily(
         "ftrun_recovery_seconds",
         "Time from a fault to the next step of every rank (phase total), and its parts.",
@@ -207,9 +192,7 @@ def _failures(status: StatusView, counters: RunCounters) -> Iterator[Metric]:
     yield from _gauge("ftrun_goodput_ratio", "Productive time over all time.", counters.goodput)
     seconds = CounterMetricFamily("ftrun_time_seconds", "Time of the run, by class.",
                                   labels=("class",))  # fmt: skip
-    for name, spent_s in counters.seconds.items():
-        seconds.add_metric((name,), spent_s)
-    yield seconds
+    yield _with(seconds, counters.seconds)
     yield CounterMetricFamily("ftrun_hooks_failed", "Failed hooks.", value=counters.hooks_failed)
 
 
@@ -218,9 +201,8 @@ def _nodes(status: StatusView) -> Iterator[Metric]:
         return
     roles = [node.role for node in status.cluster.nodes]
     nodes = GaugeMetricFamily("ftrun_nodes", "Nodes of the run, by role.", labels=("role",))
-    for role in ("member", "spare", "joining", "lost", "left"):
-        nodes.add_metric((role,), roles.count(role))
-    yield nodes
+    known = ("member", "spare", "joining", "lost", "left")
+    yield _with(nodes, {role: roles.count(role) for role in known})
     yield from _gauge("ftrun_tolerated_node_losses",
                       "Nodes of each protection group that may be lost.",
                       status.cluster.tolerated_losses)  # fmt: skip
@@ -231,26 +213,17 @@ def _gauge(name: str, about: str, value: float | None) -> Iterable[Metric]:
         yield GaugeMetricFamily(name, about, value=value)
 
 
-class _Described(Collector):
-    """Drops families without samples, because some parsers reject HELP without samples."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    def collect(self) -> Iterable[Metric]:
-        return [family for family in self._collector.collect() if family.samples]
+def _with(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+    for label, value in values.items():
+        family.add_metric((label,), value)
+    return family
 
 
 # --- server -----------------------------------------------------------------------------------
 
 
 class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """Server of one port of this node.
-
-    Args:
-        text: builds the text of a scrape; called in threads of the server.
-        token: bearer token that clients must send; None: no token is required.
-    """
+    """Server of one port of this node. It calls `text` in threads, and needs `token` if given."""
 
     daemon_threads = True
     block_on_close = False
@@ -260,11 +233,7 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     def __init__(
         self, host: str, port: int, *, text: Text, token: str | None, cut_off_s: float = CUT_OFF_S
     ) -> None:
-        """Bind and listen.
-
-        Raises:
-            OSError: the port is in use, or the address does not belong to this machine.
-        """
+        """OSError: the port is in use, or the address does not belong to this machine."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -285,11 +254,6 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         host, port = self.server_address[:2]
         text = host if isinstance(host, str) else host.decode()
         return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
-
-    @property
-    def num_connections(self) -> int:
-        with self._lock:
-            return len(self._open)
 
     def start(self) -> None:
         self._thread.start()
@@ -379,12 +343,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def read_token(path: str) -> str:
-    """Read the bearer token that clients must send.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is empty.
-    """
+    """OSError: the file cannot be read. ValueError: it is empty."""
     with Path(path).open("rb") as file:
         token = file.read(MAX_TOKEN_BYTES).decode("utf-8", "replace").strip()
     if not token:

@@ -1,10 +1,7 @@
 """Observers of a run: progress log, Prometheus metrics, hooks and `network.json`.
 
-Runs in:  agent, main thread; observers that may block have threads of their own. `RunMetrics.copy`
-          runs in threads of the metrics server.
-Takes in: the run, at each turn of its loop; the lines of this node's journal.
-Gives:    `progress` lines, /metrics, incident reports to commands and webhooks, `network.json`.
-Survives: all failures of observers; they do not affect the run.
+Runs in the main thread; observers that may block have threads of their own, and `RunMetrics.copy`
+runs in those of the metrics server. Failures of observers do not affect the run.
 
 All counters begin at 0 in each agent. Prometheus detects such a counter reset.
 """
@@ -13,6 +10,7 @@ import ipaddress
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,17 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.launch.worker_group import (
-    WorkerGroup,
-    blocked_s,
-    loss_in,
-    most,
-    step_counts,
-)
-from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
+from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, loss_in, most, step_counts
+from ftrun.agent.publish.cluster_status import lateness_of
 from ftrun.agent.publish.hooks import Hooks
-from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.status import RunView, StatusBuilder
+from ftrun.agent.publish.status import StatusBuilder
 from ftrun.errors import PeerError
 from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
@@ -39,11 +30,11 @@ from ftrun.records.incidents import IncidentClosed, SuspicionRaised
 from ftrun.records.membership import GenerationChosen, NetworkPlanRecord, PathsProbed
 from ftrun.records.recovery import DowntimeRecord, GenerationStartedRecord
 from ftrun.records.run import HookFailed, MetricsDisabled, ProgressRecord
-from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
     from ftrun.agent.publish.metrics import MetricsServer
 
 PROGRESS_EVERY_S = 10.0
@@ -59,7 +50,7 @@ _log = logging.getLogger("ftrun")
 class Observers:
     """All observers of one agent."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: "Run") -> None:
         self.status = StatusBuilder(run)
         self._run = run
         self._node_id = run.control_loop.member.me.node_id
@@ -68,8 +59,7 @@ class Observers:
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
-        decided = run.rpc.control_loop if run.rpc is not None else None
-        self._network = NetworkFile(decided, Path(run.spec.log_folder))
+        self._network = NetworkFile(run)
         self._server: MetricsServer | None = None
         run.journal.watch(self._metrics.take)
         run.journal.watch(self._hooks.take)
@@ -81,14 +71,16 @@ class Observers:
             return
         # Imported here, because the library costs memory and some milliseconds, and most runs do
         # not use it.
-        from ftrun.agent.publish.metrics import MetricsServer, RunCollector, read_token, text_of
+        from ftrun.agent.publish.metrics import MetricsServer, read_token, text_of
 
         where = f"{settings.host} port {settings.port}"
-        collector = RunCollector(self._node_id, self.status.of_node, self._metrics.copy)
         try:
             token = read_token(settings.token_file) if settings.token_file else None
             self._server = MetricsServer(
-                settings.host, settings.port, text=lambda: text_of(collector), token=token
+                settings.host,
+                settings.port,
+                text=lambda: text_of(self._node_id, self.status.of_node(), self._metrics.copy()),
+                token=token,
             )
         except (OSError, ValueError) as error:
             self._run.journal.write(MetricsDisabled(f"{where}: {error}"))
@@ -102,7 +94,6 @@ class Observers:
             )
 
     def poll(self, now_s: float) -> None:
-        """Update all observers; called once per turn of the loop."""
         self.status.poll(now_s)
         self._metrics.poll(now_s=now_s)
         self._progress.poll(self._lateness_s(), now_s=now_s)
@@ -153,13 +144,12 @@ class ProgressLog:
             self.write(lateness_s)
 
     def write(self, lateness_s: Mapping[int, float]) -> None:
-        """Write a line now, unless this node runs no ranks."""
-        slots = self._workers.slots
+        slots, pages = self._workers.slots, self._workers.pages
         if not slots:
             return
-        pages = [slot.page for slot in slots]
         progress = self._workers.progress()
         counts = step_counts(pages)
+        late_s = {rank: round(seconds, 6) for rank, seconds in lateness_s.items()}
         self._journal.write(
             ProgressRecord(
                 step=progress.step,
@@ -173,11 +163,7 @@ class ProgressLog:
                 committed=self._workers.committed(),
                 loss=loss_in(pages),
                 ranks=tuple(
-                    (
-                        int(slot.rank),
-                        slot.page.get(HeartbeatField.STEP),
-                        _rounded(lateness_s.get(slot.rank)),
-                    )
+                    (int(slot.rank), slot.page.get(HeartbeatField.STEP), late_s.get(slot.rank))
                     for slot in slots
                 ),
             )
@@ -185,14 +171,11 @@ class ProgressLog:
 
 
 class NetworkFile:
-    """Writes `network.json` next to the journal, for `ftrun network` after the run.
+    """Writes `network.json` for `ftrun network`. A full disk costs the file, never the run."""
 
-    The file is replaced atomically. A full disk costs the file, never the run.
-    """
-
-    def __init__(self, decided: Published[ControlLoopStatus] | None, folder: Path) -> None:
-        self._decided = decided
-        self._path = folder / NETWORK_NAME
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._path = Path(run.spec.log_folder) / NETWORK_NAME
 
     def take(self, record: Record) -> None:
         if isinstance(record, _AFTER_WHICH_IT_DIFFERS):
@@ -200,10 +183,10 @@ class NetworkFile:
 
     def keep(self) -> None:
         """Write the present state; do nothing if this node is not the leader."""
-        if self._decided is None:
+        if self._run.rpc is None:
             return
         try:
-            decided = self._decided.read().value
+            decided = self._run.rpc.control_loop.read().value
         except PeerError:
             return
         network = decided.cluster.network if decided.cluster is not None else None
@@ -248,7 +231,7 @@ class RunCounters:
 class RunMetrics:
     """Collects the counters of one agent."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: "Run") -> None:
         self._run = run
         self._lock = threading.Lock()
         self._counters = RunCounters()
@@ -264,7 +247,10 @@ class RunMetrics:
                 case IncidentClosed(verdict_kind=name):
                     self._counters.incidents[name] = self._counters.incidents.get(name, 0) + 1
                 case DowntimeRecord():
-                    self._add_downtime(record)
+                    for phase in DOWNTIME_PARTS:
+                        if (took_s := getattr(record, f"{phase}_s")) is not None:
+                            known = self._counters.recovery
+                            known.setdefault(phase, DurationHistogram()).add(took_s)
                 case SuspicionRaised() if self._book is not None:
                     self._book.move(PRODUCTIVE, DETECTION, record.unresponsive_s)
                 case HookFailed():
@@ -273,7 +259,6 @@ class RunMetrics:
                     pass
 
     def poll(self, *, now_s: float) -> None:
-        """Account the time since the last turn; only on the leader."""
         control_loop = self._run.control_loop
         leader = control_loop.member.leader
         with self._lock:
@@ -284,39 +269,23 @@ class RunMetrics:
                 self._book = TimeAccounting(self._started_s or now_s)
             self._started_s = None
             incidents = control_loop.monitor.incidents
-            pages = [slot.page for slot in self._run.workers.slots]
+            life, incident = incidents.life.state, incidents.open
+            has_stepped = incident is not None and incident.downtime is not None
+            pages = self._run.workers.pages
             self._book.turn(
-                incidents.life.state.value,
+                life.value,
                 is_paused=leader.pause.is_on,
-                has_stepped=_has_stepped(incidents.life.state, incidents.open),
+                has_stepped=life is LifecycleState.VERIFY and has_stepped,
                 blocked_s=blocked_s(pages),
                 now_s=now_s,
             )
 
     def copy(self) -> RunCounters:
         with self._lock:
-            known, book = self._counters, self._book
-            now_s = clock.now_s()
-            return RunCounters(
-                restarts=known.restarts,
-                hooks_failed=known.hooks_failed,
-                incidents=dict(known.incidents),
-                recovery={
-                    phase: DurationHistogram(list(spread.counts), spread.sum_s)
-                    for phase, spread in known.recovery.items()
-                },
-                seconds=book.counters(now_s) if book is not None else {},
-                goodput=book.goodput(now_s) if book is not None else None,
-            )
-
-    def _add_downtime(self, record: DowntimeRecord) -> None:
-        for phase in DOWNTIME_PARTS:
-            if (took_s := getattr(record, f"{phase}_s")) is not None:
-                self._counters.recovery.setdefault(phase, DurationHistogram()).add(took_s)
-
-
-def _has_stepped(life: LifecycleState, incident: Incident | None) -> bool:
-    return life is LifecycleState.VERIFY and incident is not None and incident.downtime is not None
+            found, book, now_s = deepcopy(self._counters), self._book, clock.now_s()
+            if book is not None:
+                found.seconds, found.goodput = book.counters(now_s), book.goodput(now_s)
+            return found
 
 
 def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
@@ -326,10 +295,6 @@ def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
         total += count
         found.append((edge, float(total)))
     return found
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 def _is_loopback(host: str) -> bool:

@@ -38,12 +38,7 @@ class Reading(Generic[T]):
 
 
 class Published(Generic[T]):
-    """The newest value of one owner thread.
-
-    Args:
-        build: builds the value; runs in the owner's thread.
-        wake: ends the owner's wait; runs in the reader's thread.
-    """
+    """The newest value of one owner thread. `build` runs in that thread, `wake` in a reader's."""
 
     def __init__(
         self, build: Callable[[], T], *, wake: Callable[[], None], every_s: float = EVERY_S
@@ -85,8 +80,7 @@ class Published(Generic[T]):
     def read(self) -> Reading[T]:
         """Return a fresh value, or the last one if the owner is busy.
 
-        Raises:
-            PeerError: no value was built yet.
+        PeerError if there is none yet.
         """
         with self._changed:
             self._asked = asked = self._asked + 1
@@ -96,11 +90,7 @@ class Published(Generic[T]):
         return self.last()
 
     def last(self) -> Reading[T]:
-        """Return the last value without waiting.
-
-        Raises:
-            PeerError: no value was built yet.
-        """
+        """Return the last value without waiting; PeerError if there is none yet."""
         with self._changed:
             if self._found is None:
                 reason = self._problem or "the agent has just been started"

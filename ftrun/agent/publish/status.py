@@ -1,37 +1,23 @@
 """Builds the status of `ftrun status`.
 
-Runs in:  agent: `poll` and `publish` in the main thread, which owns the data of the node's status;
-          `document` and `of_node` in any other thread, which reads the published value.
-Takes in: the components of a `RunView`; the published `ControlLoopStatus`.
-Gives:    one immutable `StatusView`; docs/operations.md describes it.
+`poll` and `publish` run in the main thread, which owns the data of the node's status; `document`
+and `of_node` in any other thread, which reads one immutable `StatusView`. docs/operations.md
+describes it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.launch.generation import GenerationRunner
-from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, most
-from ftrun.agent.maintenance import Maintenance
-from ftrun.agent.observe.ranks import RankObserver
-from ftrun.agent.publish.cluster_status import (
-    ControlLoopStatus,
-    control_loop_status,
-    last_collectives,
-)
+from ftrun.agent.launch.worker_group import blocked_s, most
+from ftrun.agent.publish.cluster_status import ControlLoopStatus, control_loop_status, rank_statuses
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config.run_spec import RunSpec
-from ftrun.journal import FILE_NAME, Journal
+from ftrun.journal import FILE_NAME
 from ftrun.membership.discovery import MemberRole
-from ftrun.monitor.numerics import finite
-from ftrun.monitor.page_values import quantile_s
 from ftrun.recovery.supervisor import STOPPING, SupervisorState
 from ftrun.urls import without_password
 from ftrun.wire.messages.status import (
@@ -47,29 +33,15 @@ from ftrun.wire.messages.status import (
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
-
-class RunView(Protocol):
-    """The parts of one run on one node; for reading only."""
-
-    spec: RunSpec
-    journal: Journal
-    smp: AgentSmpClient
-    workers: WorkerGroup
-    generations: GenerationRunner
-    control_loop: ControlLoop
-    maintenance: Maintenance
-    rpc: ClusterRpc | None
-    rank_observer: RankObserver
-    started_s: float
-
-    def wake(self) -> None: ...
+if TYPE_CHECKING:
+    from ftrun.agent.launcher import Run
 
 
 class StatusBuilder(Published[StatusView]):
     """Status of one node, readable in all threads."""
 
-    def __init__(self, run: RunView) -> None:
-        super().__init__(self._build_view, wake=run.wake)
+    def __init__(self, run: "Run") -> None:
+        super().__init__(self._build_view, wake=run.signals.wake)
         self.metrics_address: str | None = None
         self._run = run
 
@@ -84,11 +56,7 @@ class StatusBuilder(Published[StatusView]):
     # --- any other thread ---------------------------------------------------------------------
 
     def document(self) -> bytes:
-        """Status of this node as JSON; with several nodes, merged with the leader's status.
-
-        Raises:
-            PeerError: no status was published yet.
-        """
+        """Status of this node as JSON, merged with the leader's; PeerError if there is none yet."""
         nodes, rpc = self._run.spec.nodes, self._run.rpc
         # Read the control loop's status first, because the node's status is built from it.
         cluster = rpc.whole() if rpc is not None else None
@@ -98,11 +66,7 @@ class StatusBuilder(Published[StatusView]):
         return msgspec.json.encode(with_age(view))
 
     def of_node(self) -> StatusView:
-        """Status of this node without requests to others; with `cluster` on a leader of several.
-
-        Raises:
-            PeerError: no status was published yet.
-        """
+        """Status of this node without requests to others; PeerError if there is none yet."""
         rpc = self._run.rpc
         published = rpc.control_loop.read().value if rpc is not None else None
         view = self._read_view()
@@ -120,7 +84,6 @@ class StatusBuilder(Published[StatusView]):
 
 
 def with_age(view: StatusView) -> StatusView:
-    """Add the age of the node's own status to the summary if it is stale."""
     if view.age_s is None or view.age_s < STALE_S:
         return view
     note = f"; the values of this node are {view.age_s:.0f} s old, because its agent is busy"
@@ -134,7 +97,7 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         is_following = cluster.role == MemberRole.FOLLOWING.value
         parts = [view.summary, summary] if is_following else [summary, view.summary]
         summary = "; ".join(parts)
-    everywhere = {rank.rank: rank for node in cluster.nodes for rank in node.ranks}
+    late_s = {rank.rank: rank.lateness_s for node in cluster.nodes for rank in node.ranks}
     return msgspec.structs.replace(
         view,
         cluster=cluster,
@@ -145,7 +108,7 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         incidents=cluster.incidents,
         restarts=_merged_restarts(view.restarts, cluster.restarts),
         warnings=cluster.warnings or view.warnings,
-        ranks=tuple(_with_lateness(rank, everywhere.get(rank.rank)) for rank in view.ranks),
+        ranks=tuple(_with_lateness(rank, late_s.get(rank.rank)) for rank in view.ranks),
         snapshots=_protected_as(view.snapshots, cluster),
     )
 
@@ -153,10 +116,9 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
 def _merged_restarts(
     own: Sequence[RestartStatus], whole: Sequence[RestartStatus]
 ) -> tuple[RestartStatus, ...]:
-    """Restarts of this node and of the run.
+    """The leader also has restarts under earlier agents, and the downtime.
 
-    The leader also has restarts under earlier agents, and only the leader knows the downtime. The
-    values that this node measured itself take precedence.
+    This node measures the rest itself.
     """
     known = {restart.generation: restart for restart in whole}
     for restart in own:
@@ -184,16 +146,20 @@ def _protected_as(
     )
 
 
-def _with_lateness(own: RankStatus, of_run: RankStatus | None) -> RankStatus:
-    if of_run is None or of_run.lateness_s is None:
-        return own
-    return msgspec.structs.replace(own, lateness_s=of_run.lateness_s)
+def _with_lateness(rank: RankStatus, late_s: float | None) -> RankStatus:
+    return rank if late_s is None else msgspec.structs.replace(rank, lateness_s=late_s)
 
 
-def _own_status(run: RunView, decided: ControlLoopStatus) -> StatusView:
+def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
     now_s, zygote = clock.now_s(), run.workers.starter.zygote
     snapshots = _snapshots(run, now_s)
-    ranks = _ranks(run, decided.lateness_s, now_s)
+    reports, views = run.workers.reports(now_s), run.rank_observer.views
+    ranks = tuple(
+        msgspec.structs.replace(rank, start=handle.start)
+        for rank, handle in zip(
+            rank_statuses(reports, views, decided.lateness_s), run.workers.handles, strict=True
+        )
+    )
     warning = run.generations.repeats.warning
     return StatusView(
         run_id=run.spec.run_id,
@@ -219,7 +185,7 @@ def _own_status(run: RunView, decided: ControlLoopStatus) -> StatusView:
     )
 
 
-def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
+def _restarts(run: "Run", now_s: float) -> tuple[RestartStatus, ...]:
     repeats = run.generations.repeats.results
     return tuple(
         RestartStatus(
@@ -234,7 +200,7 @@ def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
     )
 
 
-def _state(run: RunView, decided: ControlLoopStatus) -> str:
+def _state(run: "Run", decided: ControlLoopStatus) -> str:
     state = decided.state
     if state in STOPPING:
         return "stopping"
@@ -246,16 +212,13 @@ def _state(run: RunView, decided: ControlLoopStatus) -> str:
 
 
 def _summary(
-    run: RunView,
-    decided: ControlLoopStatus,
-    ranks: Sequence[RankStatus],
-    snapshots: SnapshotStatus,
+    run: "Run", decided: ControlLoopStatus, ranks: Sequence[RankStatus], snapshots: SnapshotStatus
 ) -> str:
     if snapshots.unprotected_reason:
         protection = f"UNPROTECTED: {snapshots.unprotected_reason}"
     elif snapshots.step is not None:
         protection = f"{retained_text(snapshots.step)} ({snapshots.age_s or 0.0:.1f} s ago)"
-    elif (kept := _retained_step(run)) is not None:
+    elif (kept := max((one.step for one in run.smp.memory.offers()), default=None)) is not None:
         protection = f"snapshots up to step {kept:,} are in memory"
     else:
         protection = "no snapshot yet"
@@ -269,42 +232,15 @@ def _summary(
     return f"{_state(run, decided)} {at}{generation}; {protection}"
 
 
-def _retained_step(run: RunView) -> int | None:
-    """Newest step in the memory kept from an earlier agent; None: there is none."""
-    return max((offer.step for offer in run.smp.memory.offers()), default=None)
-
-
-def _ranks(run: RunView, lateness_s: Mapping[int, float], now_s: float) -> tuple[RankStatus, ...]:
-    found: list[RankStatus] = []
-    calls = last_collectives(run.rank_observer.views)
-    for handle in run.workers.handles:
-        page = handle.slot.page
-        heartbeat_ns = page.get(HeartbeatField.HEARTBEAT_NS)
-        times = page.step_times
-        found.append(
-            RankStatus(
-                rank=handle.slot.rank,
-                pid=handle.pid,
-                state=handle.state,
-                step=page.get(HeartbeatField.STEP) if heartbeat_ns else None,
-                heartbeat_age_s=now_s - heartbeat_ns / 1e9 if heartbeat_ns else None,
-                phase=page.phase,
-                loss=finite(page.loss) if page.get(HeartbeatField.LOSS) else None,
-                start=handle.start,
-                step_p50_s=quantile_s(times, 0.5) or None,
-                step_p99_s=quantile_s(times, 0.99) or None,
-                lateness_s=lateness_s.get(handle.slot.rank),
-                last_collective=calls.get(handle.slot.rank),
-            )
-        )
-    return tuple(found)
-
-
-def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
-    pages = [slot.page for slot in run.workers.slots]
+def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
+    pages = run.workers.pages
     commands = run.workers.commands
     committed = run.workers.committed()
     reason = run.maintenance.smp_given_up or run.workers.unprotected_reason()
+    memory = run.smp.memory
+    arena_bytes = sum(read_shape(fd).total_bytes for _, fd in memory.held)
+    # mirrors and parity that this node stores for its protection group
+    redundancy_bytes = sum(os.fstat(fd).st_size for fd in memory.parity_regions.values())
     return SnapshotStatus(
         protected=committed is not None and not reason,
         unprotected_reason=reason,
@@ -313,8 +249,8 @@ def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
         generation=committed[0] if committed else None,
         age_s=_age_s(run, committed, now_s) if committed else None,
         bytes_per_rank=most(pages, HeartbeatField.IMAGE_BYTES),
-        memory_bytes=_memory_bytes(run) + _redundancy_bytes(run),
-        redundancy_bytes=_redundancy_bytes(run),
+        memory_bytes=arena_bytes + redundancy_bytes,
+        redundancy_bytes=redundancy_bytes,
         taken=most(pages, HeartbeatField.SEALED_COUNT),
         skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
         discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
@@ -323,7 +259,7 @@ def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
     )
 
 
-def _every(run: RunView, commands: SharedPage | None, *, furthest: int) -> int:
+def _every(run: "Run", commands: SharedPage | None, *, furthest: int) -> int:
     """Present snapshot interval in steps; 0: a new interval is set and not used yet."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
@@ -334,33 +270,19 @@ def _every(run: RunView, commands: SharedPage | None, *, furthest: int) -> int:
     return max(1, announced)
 
 
-def _age_s(run: RunView, committed: tuple[int, int], now_s: float) -> float:
+def _age_s(run: "Run", committed: tuple[int, int], now_s: float) -> float:
     """Seconds since the last local rank sealed the committed version."""
-    sealed_ns = 0
-    for fds in run.smp.memory.arenas.values():
-        for fd in fds:
-            sealed_ns = max(
-                [sealed_ns]
-                + [
-                    header.sealed_ns
-                    for header in read_slot_headers(fd)
-                    if header.state is SlotState.SEALED
-                    and (header.generation, header.step) == committed
-                ]
-            )
+    headers = [header for _, fd in run.smp.memory.held for header in read_slot_headers(fd)]
+    sealed = [
+        header.sealed_ns
+        for header in headers
+        if header.state is SlotState.SEALED and (header.generation, header.step) == committed
+    ]
+    sealed_ns = max(sealed, default=0)
     return max(0.0, now_s - sealed_ns / 1e9) if sealed_ns else 0.0
 
 
-def _memory_bytes(run: RunView) -> int:
-    return sum(read_shape(fd).total_bytes for fds in run.smp.memory.arenas.values() for fd in fds)
-
-
-def _redundancy_bytes(run: RunView) -> int:
-    """Bytes of mirrors and parity that this node stores for its protection group."""
-    return sum(os.fstat(fd).st_size for fd in run.smp.memory.parity_regions.values())
-
-
-def _checkpoint(run: RunView, now_s: float) -> CheckpointStatus | None:
+def _checkpoint(run: "Run", now_s: float) -> CheckpointStatus | None:
     settings = run.spec.profile.checkpoint
     if not settings.directory:
         return None

@@ -5,29 +5,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProtectionSummary:
-    """Numbers that determine which losses the run tolerates now.
-
-    Args:
-        members: number of nodes that run ranks.
-        spares: number of nodes that can replace a lost node.
-        min_nodes: if the run has fewer members, it pauses.
-        voters: number of voters of the next generation, including a witness that votes.
-        votes: number of these voters that can vote now.
-        survives: number of nodes of each group whose state can be rebuilt.
-        groups: number of protection groups.
-        committed: step that a restart restores; None: nothing is committed.
-        unprotected: reason why a part of the state is in no snapshot; empty: there is none.
-    """
+    """Numbers of nodes and votes that determine which losses the run tolerates now."""
 
     members: int
+    """They run ranks."""
     spares: int
     min_nodes: int
+    """With fewer members, the run pauses."""
     voters: int
+    """Of the next generation, including a witness that votes; `votes` of them can vote now."""
     votes: int
     survives: int
+    """Nodes of each protection group whose state can be rebuilt."""
     groups: int
     committed: int | None
+    """Step that a restart restores."""
     unprotected: str = ""
+    """Why a part of the state is in no snapshot."""
 
     @property
     def trains_without(self) -> int:
@@ -39,23 +33,19 @@ class ProtectionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Present activity of the ranks.
-
-    Args:
-        step: the largest step boundary of any rank.
-        start_step: step of the version from which this generation starts.
-        has_stepped: a rank has made a step in this generation.
-        unresponsive_s: seconds without a step while a hang is suspected; None: no suspicion.
-        hang: text of the verdict; empty: no verdict yet.
-        end: `stopping` or `ending` if the run is about to end; else empty.
-    """
+    """Present activity of the ranks."""
 
     step: int
     start_step: int
+    """Of the version from which this generation starts."""
     has_stepped: bool
+    """In this generation."""
     unresponsive_s: float | None = None
+    """Seconds without a step while a hang is suspected."""
     hang: str = ""
+    """Text of the verdict; empty: no verdict yet."""
     end: str = ""
+    """`stopping` or `ending` if the run is about to end."""
 
 
 def activity_text(now: Activity, where: str) -> str:

@@ -1,10 +1,7 @@
 """The memory and state of a node that outlive its SMP and its agent.
 
-Runs in:  agent, main thread.
-Takes in: descriptors of arenas and parity regions, from the SMP or the stub; the accepted plan.
-Gives:    the sealed versions in the arenas; the arena for the start of a rank; memory and state for
-          the next SMP and, through SMP and stub, for the next agent.
-Survives: the loss of SMP and agent at the same time, because the stub holds the memory too.
+Runs in the main thread. Memory and state survive the loss of SMP and agent at the same time,
+because the stub holds them too.
 
 SMP and stub retain the state as bytes and do not decode it; the stub has no msgspec. The stub
 receives the state in a memfd, as the first descriptor, because the plan of thousands of nodes is
@@ -33,16 +30,11 @@ class RetainedMemory:
         self.arenas: dict[Rank, list[int]] = {}
         """Arenas by rank, the newest layout last."""
         self.parity_regions: dict[int, int] = {}
-        """Parity regions by slot."""
 
     @property
     def held(self) -> list[tuple[Rank, int]]:
         """Rank and descriptor of every arena; the oldest layout of each rank first."""
         return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
-
-    @property
-    def parity_fds(self) -> list[int]:
-        return [fd for _, fd in sorted(self.parity_regions.items())]
 
     def keep(self, rank: Rank, fd: int) -> None:
         self.arenas.setdefault(rank, []).append(fd)
@@ -90,10 +82,7 @@ class RetainedMemory:
         return sorted(whole, reverse=True)
 
     def void(self, chosen: Callable[[Version], bool]) -> int:
-        """Void the chosen versions for good; return the number of slots.
-
-        The workers must be dead.
-        """
+        """Void the chosen versions; return the number of slots. The workers must be dead."""
         return sum(void_slots(fd, chosen) for _, fd in self.held)
 
     def void_slot(self, rank: Rank, wanted: Version | None) -> None:
@@ -106,10 +95,7 @@ class RetainedMemory:
                 os.close(fd)
 
     def drop_previous_layouts(self, committed: Version | None) -> None:
-        """Close arenas that are older than the arena with the committed version.
-
-        Every rank has sealed a committed version, so older layouts are not needed.
-        """
+        """Close arenas of older layouts: every rank has sealed the committed version."""
         for fds in self.arenas.values():
             while len(fds) > 1 and committed in _sealed(fds[-1]):
                 os.close(fds.pop(0))
@@ -117,8 +103,7 @@ class RetainedMemory:
     def has_more_than(self, committed: Version) -> bool:
         """Whether a rank has several arenas, and one of them lacks the committed version.
 
-        That arena is being filled, or the SMP has freed it. The SMP frees an arena that was granted
-        in an earlier generation and does not hold the committed version.
+        That arena is being filled, or was granted in an earlier generation and is freed by the SMP.
         """
         several = [fds for fds in self.arenas.values() if len(fds) > 1]
         return any(committed not in _sealed(fd) for fds in several for fd in fds)

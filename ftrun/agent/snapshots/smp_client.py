@@ -1,9 +1,7 @@
 """The agent's side of the SMP: starts it, sends requests, and hands over retained memory.
 
-Runs in:  agent, main thread.
-Takes in: the run folder.
-Gives:    restore points, checkpoints; duplicates of the SMP's memory, see `retained_memory`.
-Survives: the SMP: the agent holds duplicates of its memfds, and the next SMP receives them.
+Runs in the main thread. The agent holds duplicates of the SMP's memfds, which the next SMP
+receives.
 """
 
 import os
@@ -66,7 +64,6 @@ class AgentSmpClient:
     restore_failed: str = ""
     restore_lost_links: bool = False
     unreachable: tuple[str, ...] = ()
-    """Nodes that the SMP cannot reach now."""
     is_restored: bool = False
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
@@ -89,8 +86,7 @@ class AgentSmpClient:
     def find(self) -> bytes | None:
         """Adopt an SMP that outlived its agent, and its memory.
 
-        Returns:
-            The state that the last agent persisted in the SMP; None if there is no SMP.
+        Return the persisted state, or None.
         """
         try:
             self.channel = self._connect(1.0)
@@ -137,10 +133,9 @@ class AgentSmpClient:
         self.child = spawn(argv, name="smp", variables=os.environ)
 
     def ready(self) -> None:
-        """Connect to the SMP that was started, and hand over the memory of the previous SMP.
+        """Connect to the SMP that was started, and hand over the memory.
 
-        Raises:
-            PeerError: the SMP has not started within `START_WAIT_S`.
+        PeerError after `START_WAIT_S`.
         """
         give_up_s = clock.now_s() + START_WAIT_S
         while True:
@@ -157,16 +152,10 @@ class AgentSmpClient:
             self._ask(smp_messages.PersistRunState(self._run_state))
 
     def complete(self, fds: list[int]) -> None:
-        """Finish the hand-over to an adopted SMP if its own agent ended before the hand-over.
+        """Finish the hand-over to an adopted SMP if its own agent ended before.
 
-        An SMP that was started to adopt memory makes its workers wait for a hand-over, which may be
-        empty.
-
-        Args:
-            fds: arenas that the stub retained; this object owns them from now on.
-
-        Raises:
-            PeerError: the SMP has ended by now; this object retains its memory and these arenas.
+        The workers of such an SMP wait for a hand-over, which may be empty. `fds` are arenas that
+        the stub retained. After a PeerError this object holds all of the memory.
         """
         if self.memory.held or self.memory.parity_regions:
             for fd in fds:
@@ -177,10 +166,10 @@ class AgentSmpClient:
 
     def _hand_over(self) -> None:
         memory = self.memory
-        body = smp_messages.AdoptMemory(
-            [rank for rank, _ in memory.held], sorted(memory.parity_regions)
-        )
-        self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.parity_fds))
+        slots = sorted(memory.parity_regions)
+        body = smp_messages.AdoptMemory([rank for rank, _ in memory.held], slots)
+        parity_fds = (memory.parity_regions[slot] for slot in slots)
+        self._ask(body, fds=(*(fd for _, fd in memory.held), *parity_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
         """Make the SMP open a port for the SMPs of other nodes; return the port."""
@@ -215,10 +204,7 @@ class AgentSmpClient:
             self.channel.send(smp_messages.AbandonVersion(generation, step))
 
     def inventory(self) -> smp_messages.Inventory:
-        """The slots of this node, and its parity regions.
-
-        The SMP does not change them until the next generation begins.
-        """
+        """Slots and parity regions. The SMP does not change them until the next generation."""
         if self.channel is not None:
             with suppress(PeerError):
                 answer = self._ask(smp_messages.InventoryRequest(freeze_versions=True)).body
@@ -280,8 +266,7 @@ class AgentSmpClient:
     def finish_checkpoint(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> bool:
         """Wait for the checkpoint in progress, until `give_up_s` of the monotonic clock.
 
-        Returns:
-            Whether it has ended; False also if it was cancelled.
+        False if it was cancelled or is too late.
         """
         if self.writing and self.channel is not None:
             self.channel.send(checkpoint_messages.ExpediteCheckpoint())
@@ -309,21 +294,13 @@ class AgentSmpClient:
                 self._ask(body, deadline_s=END_WAIT_S)
 
     def await_restored(self) -> None:
-        """Wait until this node has the whole restored version, or the restore has failed.
-
-        Raises:
-            PeerError: the SMP has ended, or has reported neither within `CHECKPOINT_WAIT_S`.
-        """
+        """Wait until this node has the whole restored version, or the restore has failed."""
         give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
         while self.channel is not None and not (self.is_restored or self.restore_failed):
             self._take(self.channel.receive(deadline_s=give_up_s - clock.now_s()))
 
     def collect(self) -> None:
-        """Handle the SMP's unsolicited messages.
-
-        Raises:
-            PeerLost: the SMP has ended.
-        """
+        """Handle the SMP's unsolicited messages; PeerLost if it has ended."""
         if self.channel is not None:
             for received in self.channel.receive_ready():
                 self._take(received)
@@ -354,22 +331,16 @@ class AgentSmpClient:
         self.memory.close()
 
     def _ask(
-        self,
-        body: messages.AnyMessage,
-        *,
-        fds: tuple[int, ...] = (),
-        deadline_s: float = 0.0,
+        self, body: messages.AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 0.0
     ) -> ReceivedMessage:
         """Send a request, and handle unsolicited messages that arrive before its answer.
 
-        Args:
-            body: the request.
-            fds: descriptors to send with it.
-            deadline_s: the longest time without any message; 0: `answer_wait_s`.
+        A late answer is discarded. `deadline_s` is the longest time without any message; 0:
+        `answer_wait_s`.
 
         Raises:
             PeerLost: the SMP has ended.
-            PeerTimeout: the SMP has not answered in time. A late answer is discarded.
+            PeerTimeout: the SMP has not answered in time.
         """
         if self.channel is None:
             raise PeerLost(peer="the SMP")

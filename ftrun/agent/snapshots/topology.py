@@ -1,9 +1,6 @@
 """Builds the messages about a plan for this node's SMP, and chooses checkpoints to resume from.
 
-Runs in:  agent. Pure, except for the memory of `AgentSmpClient` that it reads.
-Takes in: a plan, this node's id.
-Gives:    a `BeginGeneration`: the protection group with the addresses of its SMPs, and the sources
-          of the restored version for ranks whose shard is not here.
+Pure, except for the memory of `AgentSmpClient` that it reads.
 
 Rule 1: SMPs identify themselves by a digest of their group with its addresses. An address is
         therefore computed from the plan alone, so that every node computes the same.
@@ -49,12 +46,8 @@ class CheckpointSource:
 def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[CheckpointSource]:
     """The sources, in the order in which they are tried.
 
-    Args:
-        spec: of the run.
-        life: of the run; see `GenerationPlan.life`.
-        has_committed: the run has committed snapshots. If it then writes no checkpoints, the
-            checkpoint that it started from is no source, because that would discard all
-            later steps without an error.
+    If the run has committed snapshots and writes no checkpoints, the checkpoint that it started
+    from is no source, because that would discard all later steps without an error.
     """
     directory, path = spec.checkpoint_directory, spec.resume_path
     is_auto = spec.profile.checkpoint.resume == "auto"
@@ -88,13 +81,8 @@ def begin_generation(
 ) -> BeginGeneration:
     """The message that begins a generation at this node's SMP.
 
-    Args:
-        plan: the generation.
-        node_id: this node.
-        spec: of the run.
-        restored: the version that it starts from, or the newest commit in the middle of it.
-        smp: holds the memory of this node.
-        previous_world_size: world size of the restored version; 0: the same as now.
+    `restored` may also be the newest commit in its middle; `previous_world_size` 0: the same as
+    now.
     """
     node = plan.member(node_id)
     ranks = list(node.ranks) if node is not None else []
@@ -224,9 +212,8 @@ def _loaders(places: _Places, previous_world_size: int) -> list[PreviousGroup]:
 def _readable(places: _Places, ranks: list[int], restored: Version | None) -> list[PreviousGroup]:
     """Groups of nodes from which any rank's shard of the restored version can be read.
 
-    The nodes of this generation are the first group, because each node fetches, or has loaded, the
-    shards of its own ranks. The other groups may free their copies after the restored version is
-    committed again.
+    The nodes of this generation come first: each fetches, or has loaded, the shards of its own
+    ranks. The others may free their copies once the version is committed again.
     """
     plan = places.plan
     if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:

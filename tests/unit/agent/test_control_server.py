@@ -29,15 +29,14 @@ class Served:
         self.make: Any = lambda: b"{}"
         self.stops: list[str] = []
         self.path = path
-        spec: Any = SimpleNamespace(run_id="mine", nodes=None)
-        self.server = ControlServer(
-            spec,
-            path,
-            status=lambda: self.make(),
-            ask_stop=self.stops.append,
-            decided=None,
-            faults=None,
+        run: Any = SimpleNamespace(
+            spec=SimpleNamespace(run_id="mine", nodes=None),
+            smp=SimpleNamespace(folder=SimpleNamespace(agent_socket=path)),
+            observers=SimpleNamespace(status=SimpleNamespace(document=lambda: self.make())),
+            signals=SimpleNamespace(ask_stop=self.stops.append),
+            rpc=None,
         )
+        self.server = ControlServer(run, None)
         self.server.start()
 
     def channel(self) -> Channel:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent.launcher import RetainedVersion
+from ftrun.agent.launcher import retained_lines
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.wire.messages.checkpoint import CheckpointWritten
 from ftrun.wire.messages.envelope import Envelope
@@ -16,26 +16,28 @@ from ftrun.wire.transport.channel import ReceivedMessage
     ("kept", "words"),
     [
         (
-            RetainedVersion(7, None, None, ""),
+            (7, None, None, ""),
             ["stopped at   step 7", "kept         nothing", "--checkpoint"],
         ),
         (
-            RetainedVersion(7, "ckpt", 7, ""),
+            (7, "ckpt", 7, ""),
             ["stopped at   step 7", "kept         step 7 in ckpt", "again"],
         ),
         (
-            RetainedVersion(7, "ckpt", None, "disk full"),
+            (7, "ckpt", None, "disk full"),
             ["step 7", "kept         nothing in ckpt: disk full"],
         ),
         (
-            RetainedVersion(7, "ckpt", 4, "disk full"),
+            (7, "ckpt", 4, "disk full"),
             ["step 7", "step 4 in ckpt", "steps 5 to 7 are not kept: disk full", "to resume"],
         ),
     ],
     ids=["no-folder", "all", "none-written", "an-earlier-one"],
 )
-def test_each_line_reports_what_is_kept(kept: RetainedVersion, words: list[str]) -> None:
-    lines = kept.lines()
+def test_each_line_reports_what_is_kept(
+    kept: tuple[int, str | None, int | None, str], words: list[str]
+) -> None:
+    lines = retained_lines(*kept)
     assert len(lines) == len(words)
     for line, word in zip(lines, words, strict=True):
         assert word in line

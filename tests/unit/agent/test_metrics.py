@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from ftrun.agent.publish.metrics import (
     MAX_CONNECTIONS,
     MetricsServer,
-    RunCollector,
     read_token,
     text_of,
 )
@@ -39,7 +38,7 @@ STATUS: dict[str, Any] = {
 
 def samples(status: dict[str, Any], figures: RunCounters) -> dict[str, float]:
     view = msgspec.convert(status, StatusView)
-    text = text_of(RunCollector("n0", lambda: view, lambda: figures)).decode()
+    text = text_of("n0", view, figures).decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
@@ -211,7 +210,7 @@ def test_a_scraper_that_does_not_read_is_cut_off(serve: Serve) -> None:
         slow.settimeout(60)
         slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert asked.wait(60)
-        until(lambda: server.num_connections == 0)
+        until(lambda: len(server._open) == 0)
         # The data that the kernel had received before the cut can still be read, and no more.
         received = 0
         with suppress(ConnectionError):
@@ -224,7 +223,7 @@ def test_more_connections_than_there_is_room_for_are_closed(serve: Serve) -> Non
     server = serve()
     idle = [socket.create_connection(server.server_address[:2]) for _ in range(MAX_CONNECTIONS)]
     try:
-        until(lambda: server.num_connections == MAX_CONNECTIONS)
+        until(lambda: len(server._open) == MAX_CONNECTIONS)
         with closing(socket.create_connection(server.server_address[:2])) as late:
             late.settimeout(60)
             assert late.recv(1) == b""

@@ -19,11 +19,10 @@ from unit.monitor.ranks import view
 
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess
-from ftrun.agent.launch.recorder_settings import PIPE
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.observe import recorder
 from ftrun.agent.observe.recorder import RecorderReader, may_query_device
-from ftrun.agent.observe.recorder_dumps import write_dumps
+from ftrun.agent.observe.recorder_dumps import PIPE, write_dumps
 from ftrun.config.profile import HangConfig
 from ftrun.ids import Rank
 from ftrun.monitor.hang_detector import find_hang

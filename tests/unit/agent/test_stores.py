@@ -1,18 +1,19 @@
 """A store for each generation, on the rail that the plan names, at the promised port."""
 
 import socket
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ftrun.agent.launch import rendezvous
 from ftrun.agent.launch.rendezvous import (
-    NodePlacement,
     PlanRendezvousHandler,
     StorePool,
     make_store,
 )
 from ftrun.errors import UsageError
+from tests.unit.recovery.made import plan
 
 OWN, OTHER = "127.0.0.1", "127.78.0.2"
 
@@ -55,14 +56,17 @@ def test_a_promised_port_is_held_on_every_rail_until_it_is_taken() -> None:
     assert can_listen(OTHER, again)
 
 
-def test_a_port_that_cannot_be_had_costs_no_agent() -> None:
+def test_a_port_that_cannot_be_had_costs_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = StorePool(OWN, 0)
     port = pool.next_port
     with socket.socket() as taken:
         taken.bind((OTHER, port))
         taken.listen()
         handler = PlanRendezvousHandler("run", pool)
-        handler.placement = NodePlacement(0, 2, 0, 2, OTHER, port, OTHER)
+        paths: Any = object()
+        changes = {"store_host": OTHER, "store_port": port, "paths": paths}
+        monkeypatch.setattr(PlanRendezvousHandler, "plan", plan(1, "ab", **changes), raising=False)
+        monkeypatch.setattr(PlanRendezvousHandler, "group_rank", 0, raising=False)
         info = handler.next_rendezvous()
     # Ranks of this node get the address of an existing store, and wait there for missing ranks.
     assert info.bootstrap_store_info.master_addr == OWN

@@ -153,10 +153,11 @@ generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=r
 maintenance = SimpleNamespace(smp_given_up="")
 observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
 signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)
-report = NodeReporter(
-    lambda here: reported.append(here.heartbeat), Journal(Path(".")), group, generations,
-    maintenance, group._smp, observer, signals, is_cluster=False,
-)
+control_loop = SimpleNamespace(post=lambda here: reported.append(here.heartbeat))
+report = NodeReporter(SimpleNamespace(
+    control_loop=control_loop, journal=Journal(Path(".")), workers=group, generations=generations,
+    maintenance=maintenance, smp=group._smp, rank_observer=observer, signals=signals, rpc=None,
+))
 
 def state():
     report.send(is_urgent=False)
