@@ -180,8 +180,7 @@ def outcome_of(path: Path) -> Outcome:
 
 def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
     """Describes the first difference; empty if there is none."""
-    at, printed = first_difference(expected, found)
-    return printed if at is not None else ""
+    return first_difference(expected, found)[1]
 
 
 def first_difference(

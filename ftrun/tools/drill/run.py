@@ -139,10 +139,7 @@ class DrillRun:
         """Lets the job complete; DrillRunFailed at another exit code or a timeout."""
         self.job.let_go(self.folder)
         self._wait(
-            "the end of the job",
-            self.has_ended,
-            _END_S + self.job.steps * 0.3,
-            exit_code=exit_code,
+            "the end of the job", self.has_ended, _END_S + self.job.steps * 0.3, exit_code=exit_code
         )
         for node, process in enumerate(self._processes):
             if process.poll() not in (None, exit_code) and node not in self._may_end:
@@ -261,7 +258,7 @@ class _Watch:
 
     def is_over(self) -> bool:
         lines = self._run.journal()[self._since :]
-        if not is_over(self._trial, lines, self._order_id, more_steps=True):
+        if not is_over(self._trial, lines, self._order_id):
             self._mark = None
             if self._run.is_near_end(_LAST_STEPS):
                 raise DrillRunFailed(

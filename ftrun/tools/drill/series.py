@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ftrun import clock
@@ -154,20 +155,13 @@ def compare_all(
 
 def batches(trials: Sequence[FaultTrial], most: int) -> Iterator[list[FaultTrial]]:
     """Groups the trials that share a run, in order."""
-    together: list[FaultTrial] = []
-    for trial in trials:
-        if trial.expected.alone or trial.kind.startswith(CLUSTER):
-            if together:
-                yield together
-            together = []
-            yield [trial]
-            continue
-        together.append(trial)
-        if len(together) == most:
-            yield together
-            together = []
-    if together:
-        yield together
+    for is_alone, group in groupby(trials, _is_alone):
+        some, size = list(group), 1 if is_alone else most
+        yield from (some[at : at + size] for at in range(0, len(some), size))
+
+
+def _is_alone(trial: FaultTrial) -> bool:
+    return trial.expected.alone or trial.kind.startswith(CLUSTER)
 
 
 def shape(part: RunSection) -> str:
