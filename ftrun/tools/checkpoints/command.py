@@ -148,9 +148,6 @@ def _took(num_bytes: int, seconds: float) -> str:
     return f"{duration(seconds)}, {size(num_bytes / max(seconds, 1e-9))}/s"
 
 
-# --- export -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     """The options of an export."""
@@ -233,9 +230,6 @@ def _one_of(flag: str, given: str, known: Sequence[_Word]) -> _Word:
         if one == given:
             return one
     raise UsageError(f"{flag} is one of {', '.join(known)}, not {given!r}")
-
-
-# --- convert ----------------------------------------------------------------------------------
 
 
 @app.command("convert")

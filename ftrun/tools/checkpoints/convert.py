@@ -121,9 +121,6 @@ def _facts(
     )
 
 
-# --- options ------------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> ShardingRules:
     try:
         return read_rules(path.read_text(), source=str(path))
@@ -209,9 +206,6 @@ def _folder_of(path: Path) -> Path:
     if latest.is_symlink():
         return path / latest.readlink()
     raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a latest one")
-
-
-# --- the new checkpoint -------------------------------------------------------------------------
 
 
 class LinkedFiles:

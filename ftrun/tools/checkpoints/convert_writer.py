@@ -253,9 +253,6 @@ class _ShardWriter:
             self._digests.append(xxhash.xxh3_64_intdigest(b""))
 
 
-# --- numbers as bits ---
-
-
 def bits_type(item_bytes: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"u{item_bytes}")
 

@@ -138,9 +138,6 @@ def _write(folder: Path, rows: list[FaultResult], **about: object) -> None:
     (folder / PAGE_NAME).write_text(page, encoding="utf-8", errors="replace")
 
 
-# --- the table and the page -------------------------------------------------------------------
-
-
 def cells(row: FaultResult) -> tuple[str, ...]:
     return (
         row.fault, row.target, row.nodes, detected(row), yes_or_no(row.culprit_right),

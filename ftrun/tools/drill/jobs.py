@@ -159,9 +159,6 @@ class BaselineRuns:
         return found
 
 
-# --- outcomes ---------------------------------------------------------------------------------
-
-
 def outcome_of(path: Path) -> Outcome:
     """If a repeated step has another result, both are joined to a text that equals no outcome."""
     found: Outcome = {}

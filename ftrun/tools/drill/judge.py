@@ -83,7 +83,7 @@ def fired_at(lines: Sequence[Line], order_id: str) -> FaultInjected | None:
 
 
 def is_over(trial: FaultTrial, lines: Sequence[Line], order_id: str) -> bool:
-    """Whether the expected incidents have occurred, and all incidents since the fault are closed."""
+    """Whether all expected incidents have occurred, and all since the fault are closed."""
     fired = fired_at(lines, order_id)
     if fired is None:
         return False
@@ -134,9 +134,6 @@ def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared
     row.equal = not difference if is_compared else None
     if difference and trial.expected.equal:
         row.fail(difference)
-
-
-# --- parts of a row ---------------------------------------------------------------------------
 
 
 def _in_effect(
@@ -223,9 +220,6 @@ def _ends(expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line]) ->
         and row.steps_lost > expected.steps_lost
     ):
         row.fail(f"{row.steps_lost} steps lost, {expected.steps_lost} allowed")
-
-
-# --- lines ------------------------------------------------------------------------------------
 
 
 def _proof(expected: ExpectedOutcome, later: Sequence[Line]) -> Line | None:

@@ -74,8 +74,6 @@ class DrillRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- from the start to the end ------------------------------------------------------------
-
     def _start(self) -> None:
         secret = self.folder / "secret"
         secret.write_bytes(secrets.token_bytes(32))
@@ -157,8 +155,6 @@ class DrillRun:
             except FtrunError:
                 return
 
-    # --- what it shows ------------------------------------------------------------------------
-
     def journal(self) -> list[Line]:
         """Returns the lines of all nodes in order of time; the nodes share a clock."""
         logs = self.folder / "ftrun-logs" / self.run_id
@@ -178,8 +174,6 @@ class DrillRun:
 
     def is_near_end(self, spare: int = 60) -> bool:
         return self.job.steps > 0 and self.last_step() > self.job.steps - spare
-
-    # --- inside -------------------------------------------------------------------------------
 
     def _order(self, trial: FaultTrial) -> str:
         words = [sys.executable, "-m", "ftrun", "inject-fault", trial.kind, self.run_id, "--json"]

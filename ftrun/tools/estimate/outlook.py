@@ -154,9 +154,6 @@ def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
     )
 
 
-# --- strategies -------------------------------------------------------------------------------
-
-
 def _noticed(given: Assumptions, m_s: float) -> RecoveryStrategy:
     restart_s = given.periodic_restart_s
     kinds = [
@@ -240,9 +237,6 @@ def _lost_share(given: Assumptions) -> float:
 
 def _mean_dead_s(kinds: Sequence[FailureKind]) -> float:
     return math.fsum(kind.share * kind.dead_s for kind in kinds)
-
-
-# --- codes ------------------------------------------------------------------------------------
 
 
 def _codes(

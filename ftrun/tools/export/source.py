@@ -107,8 +107,6 @@ class ExportSource:
             found.append(f"frozen parameters: {listed(frozen, _SHOWN)}")
         return found
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _plain_of(self, rank: Rank) -> dict[str, bytes]:
         entry = self._headers[rank].entries[PLAIN_NAME]
         raw = self._reader.held("plain values", Holder(rank, entry))

@@ -198,11 +198,9 @@ def is_alive(run_id: str) -> bool:
     from ftrun.cli.runs import RunLiveness, inspect_run
     from ftrun.wire.run_environment import all_run_folders
 
-    folders = [folder for folder in all_run_folders() if folder.run_id == run_id]
-    return any(
-        inspect_run(folder).life in (RunLiveness.RUNNING, RunLiveness.STARTING)
-        for folder in folders
-    )
+    alive = (RunLiveness.RUNNING, RunLiveness.STARTING)
+    ours = (folder for folder in all_run_folders() if folder.run_id == run_id)
+    return any(inspect_run(folder).life in alive for folder in ours)
 
 
 def raw_lines(folder: Path) -> Iterator[bytes]:
@@ -235,9 +233,11 @@ def last_words(
     empty: Path | None = None
     found: list[Path] = []
     for place in places:
-        pattern = f"*/attempt_{generation}/{local}"
-        streams = [sorted(one.glob("std*.log")) for one in _sorted(place, pattern)]
-        found = next((paths for paths in streams if any(_size(p) for p in paths)), [])
+        # The newest first: each launch of a run has a folder of its own.
+        attempts = place.glob(f"*/attempt_{generation}/{local}") if place.is_dir() else ()
+        newest_first = sorted(attempts, key=changed_s, reverse=True)
+        streams = [sorted(one.glob("std*.log")) for one in newest_first]
+        found = next((paths for paths in streams if any(map(_has_text, paths))), [])
         empty = empty or next((paths[0].parent for paths in streams if paths), None)
         if found:
             break
@@ -257,15 +257,8 @@ def last_words(
     return f"Rank {rank}, generation {generation}: {clean(str(shown), 250)}", tuple(lines)
 
 
-def _sorted(place: Path, pattern: str) -> list[Path]:
-    """The newest first: each launch of a run has a folder of its own."""
-    if not place.is_dir():
-        return []
-    return sorted(place.glob(pattern), key=changed_s, reverse=True)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+def _has_text(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _tail(path: Path) -> list[str]:

@@ -65,8 +65,6 @@ class Verification:
         except LimitReached as error:
             return self._nothing(str(error))
 
-    # --- runs ----------------------------------------------------------------------------------
-
     def _announce(self) -> None:
         options = self._options
         self._show(
@@ -99,8 +97,6 @@ class Verification:
         texts += [_restart_text(restart) for restart in compare.restarts(finished.trace)]
         self._show("; ".join(texts))
         return finished
-
-    # --- verdict -------------------------------------------------------------------------------
 
     def _judge(self, first: Finished, second: Finished) -> Document:
         reference, trace = first.trace, second.trace

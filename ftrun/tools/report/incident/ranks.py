@@ -196,9 +196,6 @@ def slow_kind(kind: str) -> bool:
     return kind in _SLOW
 
 
-# --- evidence ---------------------------------------------------------------------------------
-
-
 def stacks_of(
     judged: VerdictRecord | None,
     culprits: Sequence[int],
