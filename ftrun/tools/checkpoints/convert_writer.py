@@ -62,9 +62,6 @@ class Conversion:
     dtypes: Mapping[str, str]
     plain: Sequence[bytes]
 
-    def dtype_of(self, name: str) -> str:
-        return self.dtypes.get(name, self.before.wholes[name].dtype)
-
     @cached_property
     def placed(self) -> list[dict[str, PlacedEntry]]:
         return [
@@ -74,10 +71,11 @@ class Conversion:
 
     @cached_property
     def layouts(self) -> list[Layout]:
+        dtypes = {name: one.dtype for name, one in self.before.wholes.items()} | self.dtypes
         return [
             make_layout(
                 [
-                    LayoutEntry(name, self.dtype_of(one.name), one.shape, self._when[one.name])
+                    LayoutEntry(name, dtypes[one.name], one.shape, self._when[one.name])
                     for name, one in placed.items()
                 ],
                 plain_bytes=len(self.plain[rank]) + 8,
@@ -213,7 +211,9 @@ class _ShardWriter:
         self._file.write(data)
         while data:
             if not self._left:
-                self._begin_piece()
+                self._add_empty_pieces()
+                self._left = self._sizes.popleft()
+                self._digest = xxhash.xxh3_64()
             part = data[: self._left]
             self._digest.update(part)
             self._left -= len(part)
@@ -241,11 +241,6 @@ class _ShardWriter:
             table_digest=xxhash.xxh3_64_hexdigest(table),
             header_digest=header_digest,
         )
-
-    def _begin_piece(self) -> None:
-        self._add_empty_pieces()
-        self._left = self._sizes.popleft()
-        self._digest = xxhash.xxh3_64()
 
     def _add_empty_pieces(self) -> None:
         while self._sizes and not self._sizes[0]:

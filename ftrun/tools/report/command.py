@@ -4,10 +4,14 @@ It reads the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
 """
 
 import json
+import math
 import os
+import shlex
+import shutil
 import sys
 import webbrowser
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +25,6 @@ from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import FtrunError, UsageError
 from ftrun.journal import FILE_NAME
 from ftrun.records.decode import decode
-from ftrun.tools.report.dumps import collect_dumps
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
 from ftrun.tools.report.run import incident_by, run_facts
 
@@ -103,7 +106,7 @@ def _put(out: str | None, usual: Path, page: str) -> Path:
 def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentFacts:
     if chosen.is_planned:
         return chosen
-    chosen = replace(chosen, dumps=collect_dumps(folder, chosen))
+    chosen = replace(chosen, dumps=_collect_dumps(folder, chosen))
     if not chosen.culprits:
         return chosen
     rank = chosen.culprits[0]
@@ -117,6 +120,28 @@ def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentF
         logs=facts.logs.get(home.name if home is not None else "", ""),
     )
     return replace(chosen, log_title=title, log_lines=lines)
+
+
+def _collect_dumps(folder: Path, incident: IncidentFacts) -> str:
+    """Copy the dumps of all nodes to `incident-0003/fr`; return the command that analyses them.
+
+    Empty if there are none. They belong to the incident by their times, because an incident without
+    a restart has no generation.
+    """
+    found = folder / f"incident-{incident.number:04d}" / "fr"
+    end_t_s = incident.began_t_s + (incident.recovered_s or math.inf)
+    dumps: list[tuple[float, Path]] = []
+    with suppress(OSError):
+        for logs in (folder, *folder.iterdir()):
+            dumps += [(path.stat().st_mtime, path) for path in logs.glob("fr/*/rank_*")]
+    for at_t_s, dump in sorted(dumps):
+        if incident.began_t_s <= at_t_s <= end_t_s:
+            with suppress(OSError):
+                found.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(dump, found / dump.name)
+    if not found.is_dir():
+        return ""
+    return shlex.join(["torchfrtrace", str(found), "-p", "rank_"])
 
 
 # --- files of a run ---------------------------------------------------------------------------
