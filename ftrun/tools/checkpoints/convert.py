@@ -131,7 +131,6 @@ def _read(path: Path) -> ShardingRules:
 
 
 def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> ShardingRules:
-    """Returns the rules of the new world: those of a file, or the old ones on another mesh."""
     given = [n for n in ("to", "ranks", "mesh") if getattr(arguments, n) not in (None, "")]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} both define the new layout: give one")

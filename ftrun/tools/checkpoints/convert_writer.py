@@ -157,7 +157,6 @@ class WorldWriter:
                 left.cancel()
 
     def _alike(self, entry: LayoutEntry, ranks: Sequence[int]) -> list[list[int]]:
-        """Groups ranks that have the same content of an entry."""
         if entry.name == PLAIN_NAME:
             return [[rank] for rank in ranks]
         found: dict[int, list[int]] = {}

@@ -48,7 +48,6 @@ class DrillSeries:
                 self.rows.extend(self._batch(part, batch))
 
     def _batch(self, part: RunSection, batch: Sequence[FaultTrial]) -> Iterator[FaultResult]:
-        """Yields a row for every trial, in as many runs as needed."""
         left = list(batch)
         steps = steps_for(part, batch)
         while left:
@@ -154,7 +153,6 @@ def compare_all(
 
 
 def batches(trials: Sequence[FaultTrial], most: int) -> Iterator[list[FaultTrial]]:
-    """Groups the trials that share a run, in order."""
     for is_alone, group in groupby(trials, _is_alone):
         some, size = list(group), 1 if is_alone else most
         yield from (some[at : at + size] for at in range(0, len(some), size))

@@ -309,7 +309,7 @@ class EstimateCommand(TyperCommand):
 
 def estimate_help() -> str:
     width = help_width()
-    own = {f"{_flag(name)} {metavar}".rstrip(): text for name, (_, metavar, text) in _OWN.items()}
+    own = {f"{flag_of(name)} {metavar}".rstrip(): text for name, (_, metavar, text) in _OWN.items()}
     parts = [_INTRO, "Options:", *help_rows(own, width)]
     groups: dict[str, dict[str, str]] = {}
     for name, about in ABOUT.items():
@@ -325,10 +325,6 @@ def estimate_help() -> str:
 def default_text(name: str) -> str:
     value = next(field.default for field in fields(Assumptions) if field.name == name)
     return "" if value is None else f"{value:,.10g}"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def estimate_command(**typed: Any) -> None:
@@ -351,7 +347,7 @@ def estimate_command(**typed: Any) -> None:
 
 def _parameters() -> Iterator[inspect.Parameter]:
     for name, (kind, metavar, text) in _OWN.items():
-        declared = option(_flag(name), text, metavar or None)
+        declared = option(flag_of(name), text, metavar or None)
         yield parameter(name, kind if kind is bool else kind | None, declared)
     for field in fields(Assumptions):
         about, kind = ABOUT[field.name], int if field.type is int else float

@@ -308,7 +308,6 @@ def _grid(drawing: Drawing, outlooks: Sequence[Outlook], xs: Sequence[float], le
 
 
 def _apart(ys: Sequence[float]) -> list[float]:
-    """Moves the heights apart so that no two labels overlap."""
     order = sorted(range(len(ys)), key=lambda index: (ys[index], -index))
     placed: dict[int, float] = {}
     lowest = -math.inf

@@ -60,7 +60,6 @@ class ExportSource:
             )
 
     def note(self, note: str) -> None:
-        """Adds a note for the operator, once."""
         if note not in self.notes:
             self.notes.append(note)
 
@@ -128,7 +127,6 @@ class ExportSource:
                 yield rank, plain.decode(parts[name])
 
     def _differing(self, name: str, words: str) -> str | None:
-        """Describes how the ranks differ in a part of the plain values."""
         (_, first), *others = self._each(name)
         for rank, other in others:
             if (found := difference(first, other, words)) is not None:
@@ -203,7 +201,6 @@ class WholeTensorReader:
         return found
 
     def held(self, name: str, holder: Holder) -> memoryview:
-        """Returns the bytes of one rank's entry."""
         entry = holder.entry
         return self._read(name, holder, entry.offset, entry.num_bytes)
 

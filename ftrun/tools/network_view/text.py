@@ -229,7 +229,6 @@ def order_text(facts: NetworkFacts) -> str:
 
 
 def _cut(parts: Sequence[str], between: str, thing: str) -> str:
-    """Joins the first `_MOST_PARTS` parts, and counts the others."""
     more = f"{between}{count(len(parts) - _MOST_PARTS, thing)} more"
     return between.join(parts[:_MOST_PARTS]) + more * (len(parts) > _MOST_PARTS)
 

@@ -219,7 +219,6 @@ def _of_a_live_run(run_id: str) -> Path | None:
 
 
 def is_alive(run_id: str) -> bool:
-    """A launcher of that run is alive on this machine."""
     from ftrun.cli.runs import RunLiveness, inspect_run
     from ftrun.wire.run_environment import all_run_folders
 

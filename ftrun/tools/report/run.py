@@ -202,7 +202,6 @@ def _notes(
 
 
 def incident_by(facts: RunFacts, wanted: str) -> IncidentFacts:
-    """The incident of this number, or the `last` one."""
     known = {one.number: one for one in facts.incidents}
     if not known:
         raise FtrunError(f"run {facts.run_id} has had no incident")

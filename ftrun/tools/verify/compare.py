@@ -9,14 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ftrun.wire.verify_records import (
-    ATTACHED,
-    BATCH,
-    BOUNDARY,
-    KILLED,
-    STARTED,
-    VerifyRecord,
-)
+from ftrun.wire.verify_records import ATTACHED, BATCH, BOUNDARY, KILLED, STARTED, VerifyRecord
 
 _RESULTS = ("tensor", "value", "loss", "batch", "input")
 

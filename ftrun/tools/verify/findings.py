@@ -22,14 +22,7 @@ from ftrun.tools.verify.compare import (
     reference_turns,
     word_of,
 )
-from ftrun.wire.verify_records import (
-    BATCH,
-    BOUNDARY,
-    FAILED,
-    FORWARD,
-    OPTIMIZER,
-    VerifyRecord,
-)
+from ftrun.wire.verify_records import BATCH, BOUNDARY, FAILED, FORWARD, OPTIMIZER, VerifyRecord
 
 _SHOWN = 4
 

@@ -90,7 +90,6 @@ def _em(one: str) -> float:
 
 
 def fit(words: str, room: float, size: float = 12.0) -> str:
-    """The words, cut where they would be wider."""
     if width_of(words, size) <= room:
         return words
     used = width_of("\u2026", size)
@@ -174,7 +173,6 @@ class Axis:
 
 
 def ticks(begin: float, end: float, width: float) -> Iterable[tuple[float, str]]:
-    """Round values between two, with their words."""
     if not (math.isfinite(begin) and math.isfinite(end)) or end <= begin:
         return
     step = nice((end - begin) / max(width / _TICK_PX, 1.0), seconds=True)
