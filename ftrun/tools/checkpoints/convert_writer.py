@@ -102,12 +102,7 @@ class WorldWriter:
         self._workers = workers
 
     def write(self, folder: Path) -> list[ShardFile]:
-        """Writes all files, durable.
-
-        Raises:
-            CheckpointError: the old checkpoint is damaged.
-            OSError: a file cannot be written.
-        """
+        """Writes all files, durable; CheckpointError: the old checkpoint is damaged."""
         found: list[ShardFile] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
             for ranks in self._batches():

@@ -33,12 +33,9 @@ _GPT = ("--layers", "2", "--width", "96", "--context", "64")
 
 @dataclass(frozen=True, slots=True)
 class DrillJob:
-    """One job as it is started.
+    """One job as it is started; in `argv`, the word FOLDER is replaced by the folder of the run.
 
-    Args:
-        argv: script and arguments; the word FOLDER is replaced by the folder of the run.
-        notes: names of the files with results in that folder; empty: none.
-        steps: number of steps; 0: unknown.
+    `notes` are names of the files with results in that folder; `steps` is 0 if unknown.
     """
 
     name: str

@@ -188,10 +188,9 @@ def _check_cluster(part: RunSection) -> None:
 
 
 def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResult:
-    """Injects one fault into a virtual node from outside: power, cable, kernel.
+    """Injects one fault of scripts/drill_faults.py into a virtual node: power, cable, kernel.
 
-    An agent cannot switch off its own node. Each of these faults, which scripts/drill_faults.py
-    describes, defines its own number of nodes with one rank each, and has its own cluster.
+    Each of them defines its own number of nodes with one rank each, and has its own cluster.
     """
     faults = load_script("drill_faults", "breaking virtual nodes")
     nodes = load_script("drill_nodes", "breaking virtual nodes")

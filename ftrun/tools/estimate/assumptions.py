@@ -33,9 +33,7 @@ AUTO_BUDGET = 0.02
 class AssumptionInfo:
     """Description of one assumption; `source` is that of its default, or how it is derived.
 
-    Args:
-        group: heading in the help text.
-        is_above: the minimum itself is excluded.
+    `group` is a heading of the help text. With `is_above` the minimum itself is excluded.
     """
 
     group: str

@@ -183,11 +183,7 @@ class WholeTensorReader:
         self._part_bytes = part_bytes
 
     def parts(self, tensor: WholeTensor) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor, in order.
-
-        Raises:
-            CheckpointError: a piece is damaged, and no other rank has the same.
-        """
+        """Yields the bytes in order; CheckpointError: no rank has an undamaged copy of a piece."""
         if 0 in tensor.shape:
             return
         most_items = self._part_bytes // ITEM_BYTES[tensor.dtype]

@@ -70,10 +70,7 @@ def life_of(generation: int, records: Sequence[VerifyRecord]) -> Life:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event of a rank in which a result differs from the reference.
-
-    `keys` are all keys that differ in this event, results first.
-    """
+    """The first event of a rank in which a result differs; `keys` differ in it, results first."""
 
     rank: int
     generation: int

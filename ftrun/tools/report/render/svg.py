@@ -115,12 +115,7 @@ class _Piece:
 class Axis:
     """Seconds to pixels; where one part would be too small to see, in two scales.
 
-    Args:
-        begin_s: the left end.
-        end_s: the right end.
-        left: in pixels.
-        right: in pixels.
-        turn_s: where a quick part follows a long one; the scale may change there.
+    The scale may change at `turn_s`, where a quick part follows a long one.
     """
 
     def __init__(
