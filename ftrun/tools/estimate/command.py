@@ -77,10 +77,6 @@ class Estimate:
     origins: Mapping[str, str]
     notes: Sequence[str]
 
-    @property
-    def all_notes(self) -> list[str]:
-        return [*self.notes, *words.caveats(self.outlooks, self.given)]
-
 
 def estimated(
     nodes_text: str,
@@ -113,7 +109,8 @@ def estimated(
     given = Assumptions(**values)
     if wrong := problems(given):
         raise UsageError("; ".join(wrong))
-    return Estimate([outlook(one, given, decided) for one in nodes], given, origins, notes)
+    outlooks = [outlook(one, given, decided) for one in nodes]
+    return Estimate(outlooks, given, origins, [*notes, *words.caveats(outlooks, given)])
 
 
 def node_counts(text: str) -> list[int]:
@@ -241,7 +238,7 @@ def _show(made: Estimate) -> None:
         f"assumed: defaults of {at_default} assumptions; ftrun estimate --help lists them with "
         "their sources"
     )
-    for note in made.all_notes:
+    for note in made.notes:
         render.write_plain(f"note: {note}")
 
 
@@ -259,7 +256,7 @@ def _html(made: Estimate) -> str:
             "nodes": last.nodes,
             "advice": words.advice(last, made.given),
             "assumptions": _assumptions(made),
-            "notes": made.all_notes,
+            "notes": made.notes,
         }
 
     return fitted_page("estimate.html", values, source="ftrun estimate", made_t_s=clock.wall_s())
@@ -284,7 +281,7 @@ def _document(made: Estimate) -> dict[str, Any]:
         "assumptions": _assumptions(made),
         "nodes": [_plain(asdict(one) | {"code": one.code.name}) for one in made.outlooks],
         "advice": {"nodes": last.nodes, **dict(words.advice(last, made.given))},
-        "notes": made.all_notes,
+        "notes": made.notes,
     }
 
 
