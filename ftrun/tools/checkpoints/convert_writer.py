@@ -71,7 +71,8 @@ class Conversion:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        dtypes = {name: one.dtype for name, one in self.before.wholes.items()} | self.dtypes
+        old = {name: one.dtype for name, one in self.before.wholes.items()}
+        dtypes = {**old, **self.dtypes}
         return [
             make_layout(
                 [

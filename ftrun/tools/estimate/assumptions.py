@@ -49,7 +49,7 @@ _GROUPS = "The run", "Failures", "Checkpoints and a restart", "ftrun", "The choi
 _RUN, _FAILURES, _PERIODIC, _FTRUN, _CHOICE = _GROUPS
 
 
-def _assumed(default: float | None, *about: str, **limits: Any) -> Any:
+def _assumed(default: float | None, *about: Any, **limits: Any) -> Any:
     return field(default=default, metadata={"about": AssumptionInfo(*about, **limits)})
 
 

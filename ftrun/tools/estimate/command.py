@@ -207,7 +207,6 @@ def _counts(one: IncidentFacts) -> bool:
 
 
 def nothing_measured(facts: RunFacts, found: Sequence[str]) -> str:
-    """Describes what this run does not measure; empty if it measures all that matters."""
     missing = {
         "snapshot_cost_s": "the cost of a snapshot (no Pulse line, or none was taken)",
         "restart_s": "the cost of a restart (no failure was survived)",

@@ -237,7 +237,6 @@ def _days(given: Assumptions) -> str:
 
 
 def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
-    """Draws a curve for each strategy; the outlooks have the same assumptions."""
     ways = [[getattr(one, way).goodput for one in outlooks] for way in _STRATEGIES]
     last = outlooks[-1]
     about = f"with {last.nodes:,} nodes " + ", ".join(

@@ -127,7 +127,6 @@ class _Writer(FileSystemWriter):
 
 
 def _cut(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Groups items of neighbouring names into files of limited size."""
     groups: list[list[WriteItem]] = [[]]
     room = FILE_BYTES
     for item in items:

@@ -129,23 +129,16 @@ def _numbered(
 
 def _of_attempt(
     attempt: Path, node: str, launch: int, generation: int, lines: Sequence[Line]
-) -> list[LogFile]:
+) -> Iterator[LogFile]:
     start = started(lines, generation=generation, node=node)
     ranks = start.record.ranks if start is not None else ()
     started_s = start.t_s if start is not None else _created_s(attempt)
-    found: list[LogFile] = []
-    for folder in attempt.iterdir():
-        if not folder.name.isdigit():
-            continue
-        local = int(folder.name)
-        rank = ranks[local] if local < len(ranks) else local
-        paths = [folder / name for name in STREAMS]
-        found += [
-            LogFile(path, node, rank, launch, generation, started_s, local < len(ranks))
-            for path in paths
-            if path.is_file()
-        ]
-    return found
+    for path in (folder / name for folder in attempt.iterdir() for name in STREAMS):
+        if path.parent.name.isdigit() and path.is_file():
+            local = int(path.parent.name)
+            is_placed = local < len(ranks)
+            rank = ranks[local] if is_placed else local
+            yield LogFile(path, node, rank, launch, generation, started_s, is_placed)
 
 
 def _created_s(folder: Path) -> float:

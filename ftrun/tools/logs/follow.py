@@ -196,7 +196,6 @@ class LogReader:
         self._splitter = LineSplitter()
 
     def grown(self) -> list[str]:
-        """Returns complete lines since the last poll."""
         found: list[str] = []
         try:
             with self.path.open("rb") as file:

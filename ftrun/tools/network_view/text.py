@@ -199,7 +199,6 @@ SINGLE_PATHS = "bad paths between nodes without another fault"
 
 
 def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str]]:
-    """Returns the choices of the plan with their reasons: title and text."""
     part, plan = report.part, report.part.chosen
     found = [("plan", effect(part))]
     if plan.order:

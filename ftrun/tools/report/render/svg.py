@@ -183,11 +183,8 @@ def _tick_words(value: float, step: float) -> str:
         return f"{value:.0f} s" if abs(value) < 120 else duration(value)
     if step < 1e-3:
         return f"{value * 1e3:.3g} ms"
-    return f"{value * 1000:.0f} ms" if abs(value) < 1 else f"{value:.{_digits(step)}f} s"
-
-
-def _digits(step: float) -> int:
-    return max(0, -math.floor(math.log10(step) + 1e-9))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value * 1000:.0f} ms" if abs(value) < 1 else f"{value:.{digits}f} s"
 
 
 def nice(least: float, *, seconds: bool = False) -> float:
