@@ -223,9 +223,8 @@ def _missing_ranks(index: CheckpointIndex) -> list[int]:
 def _facts(
     storage: Storage, one: StoredCheckpoint, latest: str, problems: Sequence[str]
 ) -> CheckpointInfo:
-    facts = CheckpointInfo(
-        one.name, storage.path_of(one.name), one.name == latest, problems=tuple(problems)
-    )
+    path, is_latest = storage.path_of(one.name), one.name == latest
+    facts = CheckpointInfo(one.name, path, is_latest, problems=tuple(problems))
     index = one.index
     if index is None:
         return facts

@@ -62,9 +62,6 @@ class Conversion:
     dtypes: Mapping[str, str]
     plain: Sequence[bytes]
 
-    def dtype_of(self, name: str) -> str:
-        return self.dtypes.get(name, self.before.wholes[name].dtype)
-
     @cached_property
     def placed(self) -> list[dict[str, PlacedEntry]]:
         return [
@@ -74,10 +71,12 @@ class Conversion:
 
     @cached_property
     def layouts(self) -> list[Layout]:
+        old = {name: one.dtype for name, one in self.before.wholes.items()}
+        dtypes = {**old, **self.dtypes}
         return [
             make_layout(
                 [
-                    LayoutEntry(name, self.dtype_of(one.name), one.shape, self._when[one.name])
+                    LayoutEntry(name, dtypes[one.name], one.shape, self._when[one.name])
                     for name, one in placed.items()
                 ],
                 plain_bytes=len(self.plain[rank]) + 8,
@@ -104,12 +103,7 @@ class WorldWriter:
         self._workers = workers
 
     def write(self, folder: Path) -> list[ShardFile]:
-        """Writes all files, durable.
-
-        Raises:
-            CheckpointError: the old checkpoint is damaged.
-            OSError: a file cannot be written.
-        """
+        """Writes all files, durable; CheckpointError: the old checkpoint is damaged."""
         found: list[ShardFile] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
             for ranks in self._batches():
@@ -159,7 +153,6 @@ class WorldWriter:
                 left.cancel()
 
     def _alike(self, entry: LayoutEntry, ranks: Sequence[int]) -> list[list[int]]:
-        """Groups ranks that have the same content of an entry."""
         if entry.name == PLAIN_NAME:
             return [[rank] for rank in ranks]
         found: dict[int, list[int]] = {}
@@ -213,7 +206,9 @@ class _ShardWriter:
         self._file.write(data)
         while data:
             if not self._left:
-                self._begin_piece()
+                self._add_empty_pieces()
+                self._left = self._sizes.popleft()
+                self._digest = xxhash.xxh3_64()
             part = data[: self._left]
             self._digest.update(part)
             self._left -= len(part)
@@ -242,18 +237,10 @@ class _ShardWriter:
             header_digest=header_digest,
         )
 
-    def _begin_piece(self) -> None:
-        self._add_empty_pieces()
-        self._left = self._sizes.popleft()
-        self._digest = xxhash.xxh3_64()
-
     def _add_empty_pieces(self) -> None:
         while self._sizes and not self._sizes[0]:
             self._sizes.popleft()
             self._digests.append(xxhash.xxh3_64_intdigest(b""))
-
-
-# --- numbers as bits ---
 
 
 def bits_type(item_bytes: int) -> np.dtype[np.unsignedinteger]:

@@ -26,12 +26,7 @@ from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.text import count, duration
 from ftrun.errors import ExitCode, FtrunError
 from ftrun.tools.drill.judge import FaultResult
-from ftrun.tools.drill.plan import (
-    drill_plan_names,
-    find_drill_plan,
-    read_drill_plan,
-    trials_of,
-)
+from ftrun.tools.drill.plan import drill_plan_names, find_drill_plan, read_drill_plan, trials_of
 from ftrun.tools.drill.series import DrillSeries, check, shape
 
 DEFAULT_PLAN = "drill-quick"
@@ -46,8 +41,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def _drill(
     plan: Annotated[
-        str | None,
-        typer.Argument(help="name or file; see --list", autocompletion=drill_plan_names),
+        str | None, typer.Argument(help="name or file; see --list", autocompletion=drill_plan_names)
     ] = None,
     out: Annotated[str | None, option("--out", "results and logs go there", "DIR")] = None,
     only: Annotated[list[str] | None, option("--only", "only this kind of fault", "KIND")] = None,
@@ -132,24 +126,16 @@ def _folder(name: str, out: str | None) -> Path:
     return folder.resolve()
 
 
-def _write(folder: Path, rows: list[FaultResult], *, name: str, about: str, took_s: float) -> None:
+def _write(folder: Path, rows: list[FaultResult], **about: object) -> None:
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
     (folder / JSON_NAME).write_text(text, encoding="utf-8")
-    page = drill_page(
-        rows, name=name, about=about, conditions=_conditions(), took_s=took_s,
-        source=str(folder / JSON_NAME), made_t_s=clock.wall_s(),
-    )  # fmt: skip
-    (folder / PAGE_NAME).write_text(page, encoding="utf-8", errors="replace")
-
-
-def _conditions() -> list[str]:
-    return [
+    conditions = [
         f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
         f"ftrun {__version__}, Python {platform.python_version()}",
     ]
-
-
-# --- the table and the page -------------------------------------------------------------------
+    source, made_t_s = str(folder / JSON_NAME), clock.wall_s()
+    page = drill_page(rows, source=source, made_t_s=made_t_s, conditions=conditions, **about)
+    (folder / PAGE_NAME).write_text(page, encoding="utf-8", errors="replace")
 
 
 def cells(row: FaultResult) -> tuple[str, ...]:
@@ -188,9 +174,9 @@ def markdown(rows: Sequence[FaultResult]) -> str:
         "|---|--:|---|--:|---|---|--:|---|---|",
     ]
     for group in grouped(rows):
-        passed = f"{group.passed} of {group.count}"
+        passed, found = f"{group.passed} of {group.count}", group.found.replace("|", "\\|")
         lines.append(
-            f"| `{group.fault}` | {group.count} | {_escaped(group.found)} | "
+            f"| `{group.fault}` | {group.count} | {found} | "
             f"{detected(group)} | {group.culprit} | {group.action} | {group.lost} | "
             f"{group.equal} | {passed if group.passed < group.count else 'yes'} |"
         )
@@ -257,21 +243,14 @@ def detected(it: "FaultResult | FaultSummary") -> str:
     return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
 def drill_page(
-    rows: Sequence[FaultResult],
-    *,
-    name: str,
-    about: str,
-    conditions: Sequence[str],
-    took_s: float,
-    source: str,
-    made_t_s: float,
+    rows: Sequence[FaultResult], *, source: str, made_t_s: float, **about: object
 ) -> str:
-    """`took_s` is the duration of the whole drill, `source` the JSON file with the same rows."""
+    """`source` is the JSON file with the same rows.
+
+    `about` is `name` and `about` of the plan, `conditions` of the machine (lines of text), and
+    `took_s` of the whole drill.
+    """
     # Imported here, because the template engine takes 0.1 s to import.
     from ftrun.tools.report.render.page import fitted_page
 
@@ -282,14 +261,11 @@ def drill_page(
             "groups": grouped(rows),
             "passed": sum(row.passed for row in rows),
             "sentence": summary(rows),
-            "name": name,
-            "about": about,
-            "conditions": conditions,
-            "took_s": took_s,
             "most": max(int(_MOST_ROWS * share), 20),
             "detected": detected,
             "seconds": seconds,
             "yes_or_no": yes_or_no,
+            **about,
         }
 
     return fitted_page("drill.html", values, source=source, made_t_s=made_t_s)

@@ -32,7 +32,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def scripts_folder() -> Path:
-    """Returns the folder of ftrun's scripts: in the installed package, or in the checkout."""
     package = Path(ftrun.__file__).parent
     installed = package / "_data" / "scripts"
     return installed if installed.is_dir() else package.parent / "scripts"
@@ -83,7 +82,10 @@ class JobHost:
                 process.kill()
                 process.communicate()
         if process.returncode != 0:
-            raise FtrunError(_last_words(err, process.returncode))
+            printed = err.strip().splitlines() or [
+                f"it ended with {process.returncode} and said nothing"
+            ]
+            raise FtrunError(printed[-1].removeprefix("Error: "))
         return str(out)
 
     def address(self, node: int) -> str:
@@ -120,10 +122,3 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _last_words(printed: str, code: int) -> str:
-    lines = [line for line in printed.strip().splitlines() if line.strip()]
-    if not lines:
-        return f"it ended with {code} and said nothing"
-    return lines[-1].removeprefix("Error: ")

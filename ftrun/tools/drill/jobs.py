@@ -33,12 +33,9 @@ _GPT = ("--layers", "2", "--width", "96", "--context", "64")
 
 @dataclass(frozen=True, slots=True)
 class DrillJob:
-    """One job as it is started.
+    """One job as it is started; in `argv`, the word FOLDER is replaced by the folder of the run.
 
-    Args:
-        argv: script and arguments; the word FOLDER is replaced by the folder of the run.
-        notes: names of the files with results in that folder; empty: none.
-        steps: number of steps; 0: unknown.
+    `notes` are names of the files with results in that folder; `steps` is 0 if unknown.
     """
 
     name: str
@@ -159,9 +156,6 @@ class BaselineRuns:
         return found
 
 
-# --- outcomes ---------------------------------------------------------------------------------
-
-
 def outcome_of(path: Path) -> Outcome:
     """If a repeated step has another result, both are joined to a text that equals no outcome."""
     found: Outcome = {}
@@ -180,8 +174,7 @@ def outcome_of(path: Path) -> Outcome:
 
 def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
     """Describes the first difference; empty if there is none."""
-    at, printed = first_difference(expected, found)
-    return printed if at is not None else ""
+    return first_difference(expected, found)[1]
 
 
 def first_difference(

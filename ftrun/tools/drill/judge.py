@@ -82,34 +82,24 @@ def fired_at(lines: Sequence[Line], order_id: str) -> FaultInjected | None:
     return next((one for one in injected if one.id == order_id), None)
 
 
-def is_over(trial: FaultTrial, lines: Sequence[Line], order_id: str, *, more_steps: bool) -> bool:
-    """Whether all expected effects of a trial have occurred, and `more_steps` were made."""
+def is_over(trial: FaultTrial, lines: Sequence[Line], order_id: str) -> bool:
+    """Whether all expected incidents have occurred, and all since the fault are closed."""
     fired = fired_at(lines, order_id)
     if fired is None:
         return False
+    # A fault inside a rank ends with the rank, and the journal has no line for its end.
+    is_taken_back = trial.rank < 0 or trial.kind == "slow" or not trial.expected.verdicts
     reverted = (line.record.id for line in of_kinds(lines, FaultReverted))
-    if trial.lasts_s and order_id not in reverted and _is_taken_back(trial):
+    if trial.lasts_s and order_id not in reverted and is_taken_back:
         return False
-    return is_settled(trial, lines, fired.fired_s, more_steps=more_steps)
-
-
-def is_settled(
-    trial: FaultTrial, lines: Sequence[Line], since_s: float, *, more_steps: bool
-) -> bool:
-    """Returns whether all incidents since then are closed, and the expected ones have occurred."""
-    later = [line for line in lines if line.monotonic_s >= since_s]
+    later = [line for line in lines if line.monotonic_s >= fired.fired_s]
     opened = _incidents(later)
     closed = {line.record.incident for line in of_kinds(later, IncidentClosed)}
     if trial.expected.verdicts and not opened:
         return False
     if trial.expected.proof and not _proof(trial.expected, later):
         return False
-    return opened <= closed and more_steps
-
-
-def _is_taken_back(trial: FaultTrial) -> bool:
-    """A fault inside a rank ends with the rank, and the journal has no line for its end."""
-    return trial.rank < 0 or trial.kind == "slow" or not trial.expected.verdicts
+    return opened <= closed
 
 
 def judge(
@@ -133,8 +123,8 @@ def judge(
     _in_effect(trial.expected, row, later, since_s)
     _verdicts(trial.expected, row, later, since_s)
     _ends(trial.expected, row, later)
-    recovered = [line.record for line in later if isinstance(line.record, DowntimeRecord)]
-    stepped_s = [one.stepped_s for one in recovered if one.stepped_s is not None]
+    recovered = (line.record.stepped_s for line in of_kinds(later, DowntimeRecord))
+    stepped_s = [at_s for at_s in recovered if at_s is not None]
     row.training_again_s = round(max(stepped_s) - since_s, 3) if stepped_s else None
     row.passed = not row.problem
 
@@ -144,9 +134,6 @@ def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared
     row.equal = not difference if is_compared else None
     if difference and trial.expected.equal:
         row.fail(difference)
-
-
-# --- parts of a row ---------------------------------------------------------------------------
 
 
 def _in_effect(
@@ -233,9 +220,6 @@ def _ends(expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line]) ->
         and row.steps_lost > expected.steps_lost
     ):
         row.fail(f"{row.steps_lost} steps lost, {expected.steps_lost} allowed")
-
-
-# --- lines ------------------------------------------------------------------------------------
 
 
 def _proof(expected: ExpectedOutcome, later: Sequence[Line]) -> Line | None:

@@ -48,7 +48,6 @@ def _kind_problems(name: str) -> Iterator[str]:
 
 
 def _settings_problems(found: dict[str, Any]) -> Iterator[str]:
-    """Checks that each is a profile key with a valid value."""
     nested: dict[str, dict[str, object]] = {}
     for name, value in found.items():
         section, _, key = name.partition(".")

@@ -74,8 +74,6 @@ class DrillRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- from the start to the end ------------------------------------------------------------
-
     def _start(self) -> None:
         secret = self.folder / "secret"
         secret.write_bytes(secrets.token_bytes(32))
@@ -125,8 +123,8 @@ class DrillRun:
                 code, timeout_s = trial.expected.exit_code, self._timeout_s(trial)
                 self._wait("the end of the run", self.has_ended, timeout_s, exit_code=code)
             else:
-                watch = _Watch(self, trial, order_id, since)
-                self._wait(f"the end of {trial.kind}", watch.is_over, self._timeout_s(trial))
+                is_ended = self._watch(trial, order_id, since)
+                self._wait(f"the end of {trial.kind}", is_ended, self._timeout_s(trial))
         except DrillRunFailed as error:
             row.problem = str(error)
             raise
@@ -139,10 +137,7 @@ class DrillRun:
         """Lets the job complete; DrillRunFailed at another exit code or a timeout."""
         self.job.let_go(self.folder)
         self._wait(
-            "the end of the job",
-            self.has_ended,
-            _END_S + self.job.steps * 0.3,
-            exit_code=exit_code,
+            "the end of the job", self.has_ended, _END_S + self.job.steps * 0.3, exit_code=exit_code
         )
         for node, process in enumerate(self._processes):
             if process.poll() not in (None, exit_code) and node not in self._may_end:
@@ -159,8 +154,6 @@ class DrillRun:
                 self.host.ask(0, words, folder=self.folder, within_s=_ASK_S)
             except FtrunError:
                 return
-
-    # --- what it shows ------------------------------------------------------------------------
 
     def journal(self) -> list[Line]:
         """Returns the lines of all nodes in order of time; the nodes share a clock."""
@@ -182,8 +175,6 @@ class DrillRun:
     def is_near_end(self, spare: int = 60) -> bool:
         return self.job.steps > 0 and self.last_step() > self.job.steps - spare
 
-    # --- inside -------------------------------------------------------------------------------
-
     def _order(self, trial: FaultTrial) -> str:
         words = [sys.executable, "-m", "ftrun", "inject-fault", trial.kind, self.run_id, "--json"]
         words += ["--rank", str(trial.rank)] if trial.rank >= 0 else []
@@ -196,6 +187,27 @@ class DrillRun:
         node = trial.node if trial.node in alive else (alive or [0])[0]
         printed = self.host.ask(node, words, folder=self.folder, within_s=_ASK_S)
         return str(json.loads(printed)["id"])
+
+    def _watch(self, trial: FaultTrial, order_id: str, since: int) -> Callable[[], bool]:
+        """Whether the expected effects of a fault have occurred, and steps are made again."""
+        mark: tuple[int, float] | None = None
+
+        def is_ended() -> bool:
+            nonlocal mark
+            if not is_over(trial, self.journal()[since:], order_id):
+                mark = None
+                if self.is_near_end(_LAST_STEPS):
+                    raise DrillRunFailed(
+                        f"its {self.job.steps} steps are over, and nothing was seen"
+                    )
+                return False
+            mark = mark or (self.last_step(), clock.now_s())
+            step, at_s = mark
+            if not self.job.notes:
+                return clock.now_s() - at_s >= _NO_NOTES_S or self.has_ended()
+            return self.last_step() >= step + self.part.steps_between
+
+        return is_ended
 
     def _timeout_s(self, trial: FaultTrial) -> float:
         kill_after_s = 0.0
@@ -250,30 +262,6 @@ def _lost_nodes(lines: Sequence[Line]) -> set[int]:
     verdicts = [line.record.verdict for line in of_kinds(lines, VerdictRecord)]
     lost = [name for one in verdicts if one.kind is VerdictKind.NODE_LOST for name in one.nodes]
     return {int(name.removeprefix("node")) for name in lost if name[4:].isdigit()}
-
-
-class _Watch:
-    """Detects the end of a fault: its expected effects have occurred, and steps are made again."""
-
-    def __init__(self, run: DrillRun, trial: FaultTrial, order_id: str, since: int) -> None:
-        self._run, self._trial, self._order_id, self._since = run, trial, order_id, since
-        self._mark: tuple[int, float] | None = None
-
-    def is_over(self) -> bool:
-        lines = self._run.journal()[self._since :]
-        if not is_over(self._trial, lines, self._order_id, more_steps=True):
-            self._mark = None
-            if self._run.is_near_end(_LAST_STEPS):
-                raise DrillRunFailed(
-                    f"its {self._run.job.steps} steps are over, and nothing was seen"
-                )
-            return False
-        if self._mark is None:
-            self._mark = (self._run.last_step(), clock.now_s())
-        step, at_s = self._mark
-        if not self._run.job.notes:
-            return clock.now_s() - at_s >= _NO_NOTES_S or self._run.has_ended()
-        return self._run.last_step() >= step + self._run.part.steps_between
 
 
 class _JournalFile:

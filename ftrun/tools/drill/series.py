@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ftrun import clock
@@ -47,7 +48,6 @@ class DrillSeries:
                 self.rows.extend(self._batch(part, batch))
 
     def _batch(self, part: RunSection, batch: Sequence[FaultTrial]) -> Iterator[FaultResult]:
-        """Yields a row for every trial, in as many runs as needed."""
         left = list(batch)
         steps = steps_for(part, batch)
         while left:
@@ -153,21 +153,13 @@ def compare_all(
 
 
 def batches(trials: Sequence[FaultTrial], most: int) -> Iterator[list[FaultTrial]]:
-    """Groups the trials that share a run, in order."""
-    together: list[FaultTrial] = []
-    for trial in trials:
-        if trial.expected.alone or trial.kind.startswith(CLUSTER):
-            if together:
-                yield together
-            together = []
-            yield [trial]
-            continue
-        together.append(trial)
-        if len(together) == most:
-            yield together
-            together = []
-    if together:
-        yield together
+    for is_alone, group in groupby(trials, _is_alone):
+        some, size = list(group), 1 if is_alone else most
+        yield from (some[at : at + size] for at in range(0, len(some), size))
+
+
+def _is_alone(trial: FaultTrial) -> bool:
+    return trial.expected.alone or trial.kind.startswith(CLUSTER)
 
 
 def shape(part: RunSection) -> str:
@@ -196,10 +188,9 @@ def _check_cluster(part: RunSection) -> None:
 
 
 def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResult:
-    """Injects one fault into a virtual node from outside: power, cable, kernel.
+    """Injects one fault of scripts/drill_faults.py into a virtual node: power, cable, kernel.
 
-    An agent cannot switch off its own node. Each of these faults, which scripts/drill_faults.py
-    describes, defines its own number of nodes with one rank each, and has its own cluster.
+    Each of them defines its own number of nodes with one rank each, and has its own cluster.
     """
     faults = load_script("drill_faults", "breaking virtual nodes")
     nodes = load_script("drill_nodes", "breaking virtual nodes")

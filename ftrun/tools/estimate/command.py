@@ -77,10 +77,6 @@ class Estimate:
     origins: Mapping[str, str]
     notes: Sequence[str]
 
-    @property
-    def all_notes(self) -> list[str]:
-        return [*self.notes, *words.caveats(self.outlooks, self.given)]
-
 
 def estimated(
     nodes_text: str,
@@ -113,7 +109,8 @@ def estimated(
     given = Assumptions(**values)
     if wrong := problems(given):
         raise UsageError("; ".join(wrong))
-    return Estimate([outlook(one, given, decided) for one in nodes], given, origins, notes)
+    outlooks = [outlook(one, given, decided) for one in nodes]
+    return Estimate(outlooks, given, origins, [*notes, *words.caveats(outlooks, given)])
 
 
 def node_counts(text: str) -> list[int]:
@@ -210,7 +207,6 @@ def _counts(one: IncidentFacts) -> bool:
 
 
 def nothing_measured(facts: RunFacts, found: Sequence[str]) -> str:
-    """Describes what this run does not measure; empty if it measures all that matters."""
     missing = {
         "snapshot_cost_s": "the cost of a snapshot (no Pulse line, or none was taken)",
         "restart_s": "the cost of a restart (no failure was survived)",
@@ -241,7 +237,7 @@ def _show(made: Estimate) -> None:
         f"assumed: defaults of {at_default} assumptions; ftrun estimate --help lists them with "
         "their sources"
     )
-    for note in made.all_notes:
+    for note in made.notes:
         render.write_plain(f"note: {note}")
 
 
@@ -259,7 +255,7 @@ def _html(made: Estimate) -> str:
             "nodes": last.nodes,
             "advice": words.advice(last, made.given),
             "assumptions": _assumptions(made),
-            "notes": made.all_notes,
+            "notes": made.notes,
         }
 
     return fitted_page("estimate.html", values, source="ftrun estimate", made_t_s=clock.wall_s())
@@ -284,7 +280,7 @@ def _document(made: Estimate) -> dict[str, Any]:
         "assumptions": _assumptions(made),
         "nodes": [_plain(asdict(one) | {"code": one.code.name}) for one in made.outlooks],
         "advice": {"nodes": last.nodes, **dict(words.advice(last, made.given))},
-        "notes": made.all_notes,
+        "notes": made.notes,
     }
 
 
@@ -309,7 +305,7 @@ class EstimateCommand(TyperCommand):
 
 def estimate_help() -> str:
     width = help_width()
-    own = {f"{_flag(name)} {metavar}".rstrip(): text for name, (_, metavar, text) in _OWN.items()}
+    own = {f"{flag_of(name)} {metavar}".rstrip(): text for name, (_, metavar, text) in _OWN.items()}
     parts = [_INTRO, "Options:", *help_rows(own, width)]
     groups: dict[str, dict[str, str]] = {}
     for name, about in ABOUT.items():
@@ -325,10 +321,6 @@ def estimate_help() -> str:
 def default_text(name: str) -> str:
     value = next(field.default for field in fields(Assumptions) if field.name == name)
     return "" if value is None else f"{value:,.10g}"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def estimate_command(**typed: Any) -> None:
@@ -351,7 +343,7 @@ def estimate_command(**typed: Any) -> None:
 
 def _parameters() -> Iterator[inspect.Parameter]:
     for name, (kind, metavar, text) in _OWN.items():
-        declared = option(_flag(name), text, metavar or None)
+        declared = option(flag_of(name), text, metavar or None)
         yield parameter(name, kind if kind is bool else kind | None, declared)
     for field in fields(Assumptions):
         about, kind = ABOUT[field.name], int if field.type is int else float

@@ -83,12 +83,7 @@ def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
 
 
 def over_disk(
-    memory_goodput: float,
-    *,
-    every_s: float,
-    blocks_s: float,
-    share: float,
-    recovery_s: float,
+    memory_goodput: float, *, every_s: float, blocks_s: float, share: float, recovery_s: float
 ) -> float:
     """Goodput if some failures must restore the last checkpoint on disk.
 

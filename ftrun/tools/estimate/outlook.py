@@ -40,11 +40,9 @@ class FixedChoices:
 
 @dataclass(frozen=True, slots=True)
 class CodeOption:
-    """A code k + m, and its properties with a given number of nodes; m = 0: no parity.
+    """A code k + m (`data` + `parity`) with a given number of nodes; m = 0: no parity.
 
     Args:
-        data: k.
-        parity: m.
         loss: probability that lost nodes destroy all snapshots during the run, if domains are
             spread over the groups. ftrun spreads domains that are configured.
         loss_side_by_side: the same if each group consists of neighbours.
@@ -79,7 +77,6 @@ class RecoveryStrategy:
 
     Args:
         interval_s: useful time between two saves.
-        goodput: goodput with this interval.
         dead_s: mean time from a failure to the next step.
         redone_s: mean time of repeated steps per failure: half an interval, and the lag.
     """
@@ -152,9 +149,6 @@ def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
         too_few=too_few(in_repair, spares),
         too_few_without=too_few(in_repair, 0),
     )
-
-
-# --- strategies -------------------------------------------------------------------------------
 
 
 def _noticed(given: Assumptions, m_s: float) -> RecoveryStrategy:
@@ -240,9 +234,6 @@ def _lost_share(given: Assumptions) -> float:
 
 def _mean_dead_s(kinds: Sequence[FailureKind]) -> float:
     return math.fsum(kind.share * kind.dead_s for kind in kinds)
-
-
-# --- codes ------------------------------------------------------------------------------------
 
 
 def _codes(

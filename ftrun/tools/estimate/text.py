@@ -237,7 +237,6 @@ def _days(given: Assumptions) -> str:
 
 
 def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
-    """Draws a curve for each strategy; the outlooks have the same assumptions."""
     ways = [[getattr(one, way).goodput for one in outlooks] for way in _STRATEGIES]
     last = outlooks[-1]
     about = f"with {last.nodes:,} nodes " + ", ".join(
@@ -308,7 +307,6 @@ def _grid(drawing: Drawing, outlooks: Sequence[Outlook], xs: Sequence[float], le
 
 
 def _apart(ys: Sequence[float]) -> list[float]:
-    """Moves the heights apart so that no two labels overlap."""
     order = sorted(range(len(ys)), key=lambda index: (ys[index], -index))
     placed: dict[int, float] = {}
     lowest = -math.inf

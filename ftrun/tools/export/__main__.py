@@ -17,7 +17,7 @@ from ftrun import clock
 from ftrun.cli.screen.atomic_output import check_free, staged_output
 from ftrun.errors import FtrunError
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.tools.export.safetensors import left_out_of_safetensors, write_safetensors
+from ftrun.tools.export.safetensors import write_safetensors
 from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
@@ -65,7 +65,8 @@ def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
         outline = world.outline(NameFilter(order.only), is_whole=order.format != "safetensors")
         left_out = list(world.left_out)
         if order.format == "safetensors":
-            left_out += left_out_of_safetensors(outline)
+            reason = "safetensors files hold tensors of modules only"
+            left_out += [f"{name}: {reason}" for name in outline.others]
         with staged_output(out) as made:
             num_tensors = _write(made, outline, world, order)
     finally:
@@ -89,49 +90,43 @@ def _write(made: Path, outline: ExportOutline, world: ExportSource, order: Expor
         from ftrun.tools.export.dcp import Placeholders, write_dcp
 
         placeholders = Placeholders(world)
-        tree = _Filled(outline, world, order, lambda _, *kind: placeholders.make(*kind))
-        write_dcp(made, tree.of(by_index=False), placeholders, num_writers=order.num_writers)
-        return tree.num_tensors
+        tree, num_tensors = _filled(outline, world, order, placeholders.make, by_index=False)
+        write_dcp(made, tree, placeholders, num_writers=order.num_writers)
+        return num_tensors
     from ftrun.tools.export.state_dict import PlaceholderTensors, write_state_dict
 
     rooms = PlaceholderTensors()
-    tree = _Filled(outline, world, order, rooms.make)
-    write_state_dict(made, tree.of(by_index=True), rooms, world, num_writers=order.num_writers)
-    return tree.num_tensors
+    tree, num_tensors = _filled(outline, world, order, rooms.make, by_index=True)
+    write_state_dict(made, tree, rooms, world, num_writers=order.num_writers)
+    return num_tensors
 
 
-class _Filled:
-    """The tree of an outline with a placeholder of the format in place of each reference.
+def _filled(
+    outline: ExportOutline, world: ExportSource, order: ExportJob, make: Any, *, by_index: bool
+) -> tuple[dict[str, Any], int]:
+    """Returns the tree with a placeholder in place of each reference, and their number.
 
     `make` returns the placeholder for a name, a tensor and a dtype.
     """
+    learned = {name for names in outline.modules.values() for name in names.values()}
+    num_tensors = 0
 
-    def __init__(
-        self, outline: ExportOutline, world: ExportSource, order: ExportJob, make: Any
-    ) -> None:
-        self._outline = outline
-        self._world = world
-        self._dtype = order.dtype
-        self._make = make
-        self._learned = {name for names in outline.modules.values() for name in names.values()}
-        self.num_tensors = 0
-
-    def of(self, *, by_index: bool) -> dict[str, Any]:
-        tree = replaced(self._outline.tree(by_index=by_index), self._leaf)
-        assert isinstance(tree, dict)
-        return tree
-
-    def _leaf(self, value: object) -> object:
+    def leaf(value: object) -> object:
+        nonlocal num_tensors
         if isinstance(value, TensorRef):
-            tensor = self._world.whole(value.name)
-            self.num_tensors += 1
+            tensor = world.whole(value.name)
+            num_tensors += 1
             if value.kind == "array":
-                self._world.note(f"{value.name} is a numpy array; it is written as a tensor")
-            wanted = self._dtype if value.name in self._learned else ""
-            return self._make(value.name, tensor, dtype_out(tensor, wanted))
+                world.note(f"{value.name} is a numpy array; it is written as a tensor")
+            wanted = order.dtype if value.name in learned else ""
+            return make(value.name, tensor, dtype_out(tensor, wanted))
         if type(value).__module__ == "numpy":
             return value.item()  # type: ignore[attr-defined]
         return value
+
+    tree = replaced(outline.tree(by_index=by_index), leaf)
+    assert isinstance(tree, dict)
+    return tree, num_tensors
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Placeholders:
         self._meant: dict[int, tuple[WholeTensor, Cast | None]] = {}
         self._own = threading.local()
 
-    def make(self, tensor: WholeTensor, dtype: str) -> torch.Tensor:
+    def make(self, _name: str, tensor: WholeTensor, dtype: str) -> torch.Tensor:
         made = torch.empty(tensor.shape, dtype=DTYPES[dtype], device="meta")
         self._meant[id(made)] = (tensor, cast_of(tensor.dtype, dtype))
         return made
@@ -127,7 +127,6 @@ class _Writer(FileSystemWriter):
 
 
 def _cut(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Groups items of neighbouring names into files of limited size."""
     groups: list[list[WriteItem]] = [[]]
     room = FILE_BYTES
     for item in items:

@@ -115,13 +115,6 @@ def _planned(
     return PlannedFile(file_name, header, places, len(header) + end)
 
 
-# --- the files of a checkpoint ---
-
-
-def left_out_of_safetensors(outline: ExportOutline) -> list[str]:
-    return [f"{name}: safetensors files hold tensors of modules only" for name in outline.others]
-
-
 def write_safetensors(
     folder: Path, outline: ExportOutline, world: ExportSource, order: ExportJob
 ) -> int:

@@ -79,8 +79,6 @@ class ExportOutline:
     Args:
         modules: of each module, its own names and the names of the tensors in the snapshot.
         extra_state: of each module, the results of `get_extra_state`, by torch's own keys.
-        tensors: names of attached tensors.
-        optimizers: by name.
         objects: trees of all other objects that have a state.
         session: step and epoch.
     """
@@ -150,7 +148,6 @@ def outline_of(
             `session`.
         optimizer_states: of each optimizer the state of every parameter, of all ranks together.
         held: names of all tensors without a reference.
-        choice: selects names.
     """
     modules, tied = _modules(parts, held)
     found = ExportOutline()

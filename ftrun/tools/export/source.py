@@ -60,7 +60,6 @@ class ExportSource:
             )
 
     def note(self, note: str) -> None:
-        """Adds a note for the operator, once."""
         if note not in self.notes:
             self.notes.append(note)
 
@@ -107,8 +106,6 @@ class ExportSource:
             found.append(f"frozen parameters: {listed(frozen, _SHOWN)}")
         return found
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _plain_of(self, rank: Rank) -> dict[str, bytes]:
         entry = self._headers[rank].entries[PLAIN_NAME]
         raw = self._reader.held("plain values", Holder(rank, entry))
@@ -130,7 +127,6 @@ class ExportSource:
                 yield rank, plain.decode(parts[name])
 
     def _differing(self, name: str, words: str) -> str | None:
-        """Describes how the ranks differ in a part of the plain values."""
         (_, first), *others = self._each(name)
         for rank, other in others:
             if (found := difference(first, other, words)) is not None:
@@ -187,11 +183,7 @@ class WholeTensorReader:
         self._part_bytes = part_bytes
 
     def parts(self, tensor: WholeTensor) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor, in order.
-
-        Raises:
-            CheckpointError: a piece is damaged, and no other rank has the same.
-        """
+        """Yields the bytes in order; CheckpointError: no rank has an undamaged copy of a piece."""
         if 0 in tensor.shape:
             return
         most_items = self._part_bytes // ITEM_BYTES[tensor.dtype]
@@ -205,7 +197,6 @@ class WholeTensorReader:
         return found
 
     def held(self, name: str, holder: Holder) -> memoryview:
-        """Returns the bytes of one rank's entry."""
         entry = holder.entry
         return self._read(name, holder, entry.offset, entry.num_bytes)
 

@@ -45,8 +45,7 @@ def write_tensors(
 ) -> list[int]:
     """Writes all tensors; returns the CRC-32 of each in the same order, or 0 if not `wants_crc`.
 
-    Raises:
-        CheckpointError: a tensor is damaged; the files are incomplete.
+    CheckpointError: a tensor is damaged; the files are incomplete.
     """
     casts = {(one.tensor.dtype, one.dtype): cast_of(one.tensor.dtype, one.dtype) for one in placed}
     fds = {path: os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in {one.path for one in placed}}

@@ -92,9 +92,6 @@ def _logs(
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# --- what is there ----------------------------------------------------------------------------
-
-
 def _folder(run_id: str | None) -> Path:
     """Returns the log folder of the named run, else of the live run, else of the newest one."""
     if run_id is None:
@@ -166,9 +163,6 @@ def _none_of_them(every: Sequence[LogFile], choice: LogFilter) -> str:
     ]
     what = ", ".join(one for one in asked if one)
     return f"no log file here is of {what}; there are ranks {ranks} of generations {generations}"
-
-
-# --- all that is there ------------------------------------------------------------------------
 
 
 def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> None:

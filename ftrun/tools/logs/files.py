@@ -100,10 +100,12 @@ def _roots(folder: Path, lines: Sequence[Line]) -> list[tuple[str, Path]]:
 def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Path]:
     """Returns the launch folders, oldest first; a shared folder is filtered for this run."""
     folders = [one for one in root.iterdir() if one.is_dir()]
-    reported = [line.record for line in of_kinds(lines, RunStarted)]
-    names = {one.rdzv_id or one.run_id for one in reported}
-    ours = [one for one in folders if any(_is_launch(one.name, name) for name in names)]
-    return sorted(ours if is_shared else folders, key=_created_s)
+    if is_shared:
+        reported = [line.record for line in of_kinds(lines, RunStarted)]
+        # torch adds eight characters of tempfile to the name; `a` must not match `a_b`.
+        names = "|".join(re.escape(one.rdzv_id or one.run_id) for one in reported)
+        folders = [one for one in folders if re.fullmatch(rf"({names})_[a-z0-9_]{{8}}", one.name)]
+    return sorted(folders, key=_created_s)
 
 
 def _numbered(
@@ -125,30 +127,18 @@ def _numbered(
         yield number, attempts
 
 
-def _is_launch(folder: str, name: str) -> bool:
-    """The folder is named by torch with eight characters of tempfile; `a` must not match `a_b`."""
-    return re.fullmatch(rf"{re.escape(name)}_[a-z0-9_]{{8}}", folder) is not None
-
-
 def _of_attempt(
     attempt: Path, node: str, launch: int, generation: int, lines: Sequence[Line]
-) -> list[LogFile]:
+) -> Iterator[LogFile]:
     start = started(lines, generation=generation, node=node)
     ranks = start.record.ranks if start is not None else ()
     started_s = start.t_s if start is not None else _created_s(attempt)
-    found: list[LogFile] = []
-    for folder in attempt.iterdir():
-        if not folder.name.isdigit():
-            continue
-        local = int(folder.name)
-        rank = ranks[local] if local < len(ranks) else local
-        paths = [folder / name for name in STREAMS]
-        found += [
-            LogFile(path, node, rank, launch, generation, started_s, local < len(ranks))
-            for path in paths
-            if path.is_file()
-        ]
-    return found
+    for path in (folder / name for folder in attempt.iterdir() for name in STREAMS):
+        if path.parent.name.isdigit() and path.is_file():
+            local = int(path.parent.name)
+            is_placed = local < len(ranks)
+            rank = ranks[local] if is_placed else local
+            yield LogFile(path, node, rank, launch, generation, started_s, is_placed)
 
 
 def _created_s(folder: Path) -> float:

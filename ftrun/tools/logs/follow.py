@@ -61,7 +61,9 @@ def follow(folder: Path, choice: LogFilter) -> None:
         follower.print_grown()
         if clock.now_s() - listed_s >= LIST_EVERY_S:
             listed_s = clock.now_s()
-            is_over = not follower.is_alive  # before the last listing, so that no file is missed
+            is_over = not is_run_alive(
+                follower.lines
+            )  # before the last listing, so that no file is missed
             follower.list_files()
             if is_over:
                 follower.finish(follower.readers)
@@ -79,8 +81,8 @@ class LogTailer:
         self._width = 0
         self._seen: set[Path] = set()
         self._unplaced = 0
-        self._lines = read_lines(folder)
-        files = [one for one in log_files(folder, self._lines) if choice.takes(one)]
+        self.lines = read_lines(folder)
+        files = [one for one in log_files(folder, self.lines) if choice.takes(one)]
         newest = max((file.era for file in files), default=None)
         last = FOLLOWED_LINES if choice.lines is None else choice.lines
         for file in files:
@@ -88,16 +90,12 @@ class LogTailer:
             if file.era == newest:
                 self._open(file, tail_offset(file.path, last))
 
-    @property
-    def is_alive(self) -> bool:
-        return is_run_alive(self._lines)
-
     def list_files(self) -> None:
         """Opens the files of new generations, and closes those of old ones."""
-        if all(file.path in self._seen for file in log_files(self._folder, self._lines)):
+        if all(file.path in self._seen for file in log_files(self._folder, self.lines)):
             return
-        self._lines = read_lines(self._folder)
-        files = log_files(self._folder, self._lines)
+        self.lines = read_lines(self._folder)
+        files = log_files(self._folder, self.lines)
         new = [file for file in files if file.path not in self._seen]
         if not all(file.is_placed for file in new) and self._unplaced < UNPLACED_LISTS:
             self._unplaced += 1
@@ -127,7 +125,7 @@ class LogTailer:
         for path in old:
             del self.readers[path]
         if old:
-            report_generation(newest[1], self._lines)
+            report_generation(newest[1], self.lines)
         for file in new:
             self._open(file, 0)
 
@@ -198,7 +196,6 @@ class LogReader:
         self._splitter = LineSplitter()
 
     def grown(self) -> list[str]:
-        """Returns complete lines since the last poll."""
         found: list[str] = []
         try:
             with self.path.open("rb") as file:

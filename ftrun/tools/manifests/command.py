@@ -12,7 +12,7 @@ from ftrun.cli.launch.command_line import OWN_FLAGS
 from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
 from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.manifests.job import JobOptions, MachineSpec, job_of
-from ftrun.tools.manifests.kubernetes import KubernetesOptions, PodOptions, manifest
+from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
 from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
 
 _OF_FTRUN = (*OWN_FLAGS, *TORCHRUN_FLAGS)
@@ -63,11 +63,14 @@ def _slurm(
 @app.command("kubernetes", cls=_Command)
 @with_groups
 def _kubernetes(
-    words: _Words, place: PodOptions, cluster: KubernetesOptions, options: JobOptions,
-    machine: MachineSpec, out: _Out = None,
-) -> None:  # fmt: skip
+    words: _Words,
+    place: KubernetesOptions,
+    options: JobOptions,
+    machine: MachineSpec,
+    out: _Out = None,
+) -> None:
     """Write a JobSet, or a TrainJob with its runtime."""
-    _give(manifest(job_of(words, machine, options), place, cluster), out)
+    _give(manifest(job_of(words, machine, options), place), out)
 
 
 def _give(text: str, out: str | None, *, is_script: bool = False) -> None:

@@ -62,24 +62,19 @@ class ManifestJob:
     line: CommandLine
     flags: tuple[str, ...]
     """ftrun's flags as typed, and a longer --grace if the last checkpoint needs it."""
-
     script: tuple[str, ...]
     """The script and its arguments as typed; includes a `--` before the script."""
-
     profile: Profile
     name: str | None
     least: int
     most: int
     """Nodes that train; `least` is smaller only with --nnodes MIN:MAX."""
-
     spares: int
     ranks: int
     """Per node."""
-
     machine: MachineSpec
     grace_s: float
     """From the stop signal until ranks are killed; the last checkpoint may take as long again."""
-
     time_s: int | None
 
     @property

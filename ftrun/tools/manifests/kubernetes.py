@@ -39,8 +39,8 @@ _EXIT_CODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class PodOptions:
-    """Options of a pod."""
+class KubernetesOptions:
+    """Options of a pod and of the whole job."""
 
     image: Annotated[str, option("--image", "has ftrun, torch and the script")]
     gpu_resource: Annotated[
@@ -60,32 +60,28 @@ class PodOptions:
     ] = None
     user: Annotated[int, option("--user", "of the pods; 0: the image's own", "UID")] = 1000
     workdir: Annotated[str, option("--workdir", "where ftrun is started", "DIR")] = "/workspace"
-
-
-@dataclass(frozen=True, slots=True)
-class KubernetesOptions:
-    """Options of the whole job."""
-
     kind: Annotated[str, option("--kind", "jobset or trainjob")] = "jobset"
     namespace: Annotated[str | None, option("--namespace", "not given: none")] = None
     restarts: Annotated[int, option("--restarts", "times that all pods may fail", "N")] = 20
 
 
-def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) -> str:
+def manifest(job: ManifestJob, place: KubernetesOptions) -> str:
     """Returns YAML for `kubectl apply`; a comment above each part says what happens without it."""
-    if cluster.kind not in KINDS:
-        raise UsageError(f"--kind is {' or '.join(KINDS)}, not {cluster.kind!r}")
-    if not 0 <= cluster.restarts <= 10_000:
-        raise UsageError(f"--restarts is 0 to 10000, not {cluster.restarts}")
-    name = _name(job, cluster)
+    if place.kind not in KINDS:
+        raise UsageError(f"--kind is {' or '.join(KINDS)}, not {place.kind!r}")
+    if not 0 <= place.restarts <= 10_000:
+        raise UsageError(f"--restarts is 0 to 10000, not {place.restarts}")
+    name = _name(job, place)
     secret = place.secret or f"{name}-secret"
-    mount = _mount(job, place)
+    mount: str | None = None
+    if place.claim is not None:
+        mount = place.claim.partition(":")[2] or job.shared_directory or "/shared"
     _check_pod(place, secret)
     _check_paths(job, place, mount)
     shm_bytes = _shm_bytes(job, place)
     command, script = _command(job, name), [_literally(word) for word in job.script]
     text = job.line.torchrun_value("nproc-per-node") or "1"
-    if cluster.kind == "trainjob":
+    if place.kind == "trainjob":
         _check_words(command, script)
         if job.nodes == 1:
             command[1:1] = ["--master-addr", "127.0.0.1"]
@@ -93,7 +89,6 @@ def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) ->
         "kubernetes.yaml",
         job=job,
         place=place,
-        cluster=cluster,
         name=name,
         secret=secret,
         mount=mount,
@@ -108,14 +103,14 @@ def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) ->
     return "".join(f"{line}\n" for line in lines if line)
 
 
-def _name(job: ManifestJob, cluster: KubernetesOptions) -> str:
+def _name(job: ManifestJob, place: KubernetesOptions) -> str:
     """Returns the name of the JobSet; Kubernetes derives the names of pods from it."""
     stem = re.sub(r"[^a-z0-9-]+", "-", job.stem.lower()).strip("-0123456789")
     room = _MAX_LABEL - len(f"-node-0-{job.nodes - 1}") - _RANDOM_END
     name = job.name if job.name is not None else stem[:room].rstrip("-") or "ftrun"
     for what, text, most in (
         ("--name", name, room),
-        *([("--namespace", cluster.namespace, _MAX_LABEL)] if cluster.namespace else []),
+        *([("--namespace", place.namespace, _MAX_LABEL)] if place.namespace else []),
     ):
         if not _LABEL.fullmatch(text) or len(text) > most:
             raise UsageError(
@@ -125,7 +120,7 @@ def _name(job: ManifestJob, cluster: KubernetesOptions) -> str:
     return name
 
 
-def _check_pod(place: PodOptions, secret: str) -> None:
+def _check_pod(place: KubernetesOptions, secret: str) -> None:
     claim = [("--claim", place.claim.partition(":")[0], _NAME)] if place.claim is not None else []
     for flag, text, form in (
         ("--secret", secret, _NAME),
@@ -150,13 +145,7 @@ def _check_words(command: list[str], script: list[str]) -> None:
             )
 
 
-def _mount(job: ManifestJob, place: PodOptions) -> str | None:
-    if place.claim is None:
-        return None
-    return place.claim.partition(":")[2] or job.shared_directory or "/shared"
-
-
-def _check_paths(job: ManifestJob, place: PodOptions, mount: str | None) -> None:
+def _check_paths(job: ManifestJob, place: KubernetesOptions, mount: str | None) -> None:
     directory = job.shared_directory
     paths = (("--workdir", place.workdir), ("--checkpoint-dir", directory), ("--claim", mount))
     for flag, path in paths:
@@ -179,7 +168,7 @@ def _check_paths(job: ManifestJob, place: PodOptions, mount: str | None) -> None
         )
 
 
-def _shm_bytes(job: ManifestJob, place: PodOptions) -> int:
+def _shm_bytes(job: ManifestJob, place: KubernetesOptions) -> int:
     if place.shm is not None:
         return size_of(place.shm, "--shm")
     in_flight = _PREFETCH * place.loader_workers + _HELD_BATCHES
@@ -187,7 +176,7 @@ def _shm_bytes(job: ManifestJob, place: PodOptions) -> int:
     return -(-(_NCCL_BYTES + batches * size_of(place.batch, "--batch")) // MIB) * MIB
 
 
-def _shm_reason(job: ManifestJob, place: PodOptions) -> str:
+def _shm_reason(job: ManifestJob, place: KubernetesOptions) -> str:
     if place.shm is not None:
         return "As --shm says."
     found = f"{quantity(_NCCL_BYTES)} for NCCL, as its guide requires"
@@ -200,7 +189,7 @@ def _shm_reason(job: ManifestJob, place: PodOptions) -> str:
     return f"{found}."
 
 
-def _resources(job: ManifestJob, place: PodOptions, shm_bytes: int) -> dict[str, Any]:
+def _resources(job: ManifestJob, place: KubernetesOptions, shm_bytes: int) -> dict[str, Any]:
     machine = job.machine
     requests: dict[str, str] = {}
     limits: dict[str, str | int] = {}

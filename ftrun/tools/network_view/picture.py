@@ -68,7 +68,7 @@ def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
     words_top = places.bottom + arcs
     legend_top = words_top + _LINE * len(single) + 14
     entries = rail_entries(facts, places.rails)
-    height = legend_top + legend_height(entries, _WIDTH)
+    height = legend_top + legend_height(entries)
     drawing = Drawing(
         _WIDTH, height, name="network", title="Nodes, leaf switches and rails", about=about(facts)
     )
@@ -83,7 +83,7 @@ def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
         reported = f"{words.path_name(path)} over {path.rail}: {words.wrong(path, facts)}"
         y = words_top + _LINE * (number + 1)
         drawing.text(_LEFT, y, fit(reported, _RIGHT - _LEFT, 13), "mark-label")
-    draw_legend(drawing, entries, _WIDTH, legend_top)
+    draw_legend(drawing, entries, legend_top)
     return drawing.markup(style_sheet)
 
 
@@ -148,7 +148,9 @@ def _node(drawing: Drawing, facts: NetworkFacts, places: _Places, node: str) -> 
                 x, top, x, places.node_top, style.get(known.state, f"link rail-{number % 4}")
             )
             if known.state is PathState.DEAD:
-                _cross(drawing, x, (top + places.node_top) / 2)
+                y = (top + places.node_top) / 2
+                drawing.line(x - 5, y - 5, x + 5, y + 5, "cross")
+                drawing.line(x - 5, y + 5, x + 5, y - 5, "cross")
     height = places.node_bottom - places.node_top
     drawing.rect(left, places.node_top, wide, height, "node-box")
     place = f"{facts.ring.index(node)} " if node in facts.ring else ""
@@ -166,13 +168,7 @@ def _node(drawing: Drawing, facts: NetworkFacts, places: _Places, node: str) -> 
         drawing.text(left + 19, y, fit(reported, wide - 22), ink)
 
 
-def _cross(drawing: Drawing, x: float, y: float) -> None:
-    drawing.line(x - 5, y - 5, x + 5, y + 5, "cross")
-    drawing.line(x - 5, y + 5, x + 5, y - 5, "cross")
-
-
 def _ring(drawing: Drawing, facts: NetworkFacts, places: _Places) -> None:
-    """Draws an arc from each node to the next one, and from the last to the first."""
     ring = facts.ring
     if len(ring) < 2:
         return
@@ -206,11 +202,7 @@ _MOST_BOXES = 160
 _MOST_TIPS = 400
 _GOOD = "at-2"
 _STYLES = ("at-some", "at-slow", "at-dead")
-_LEVEL_WORDS = (
-    "one path of it is bad",
-    "a rail of it is slow",
-    "a rail of it is dead",
-)
+_LEVEL_WORDS = ("one path of it is bad", "a rail of it is slow", "a rail of it is dead")
 
 
 def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
@@ -228,7 +220,7 @@ def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
     legend_top = top + rows * (box_high + _BOX_GAP) + 8
     levels = _levels(facts)
     entries = _many_entries(facts, levels, len(groups) - len(shown))
-    height = legend_top + legend_height(entries, _WIDTH)
+    height = legend_top + legend_height(entries)
     drawing = Drawing(
         _WIDTH, height, name="network", title="Leaf switches and nodes", about=about(facts)
     )
@@ -245,7 +237,9 @@ def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
         drawing.rect(left, y, box_wide, box_high, "leaf-box")
         name = leaf or ("no leaf known" if facts.leaves else "leaf switches are not known")
         drawing.text(left + 8, y + 16, fit(name, box_wide - 16, 13), "label strong")
-        drawing.text(left + 8, y + 32, _uplink(between.get(leaf, 0.0), box_wide), "tick")
+        per_s = between.get(leaf, 0.0)
+        uplink = fit(f"up {words.rate(per_s)}", box_wide - 16, 11.5) if per_s > 0 else ""
+        drawing.text(left + 8, y + 32, uplink, "tick")
         for place, node in enumerate(nodes):
             x = left + _EDGE + side * (place % columns)
             at = y + _HEAD + side * (place // columns)
@@ -258,7 +252,7 @@ def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
         level = levels[node]
         tip = f"{node}: {_LEVEL_WORDS[level - 1]}" if number < _MOST_TIPS else ""
         drawing.rect(x, at, side - 2, side - 2, _STYLES[level - 1], tip)
-    draw_legend(drawing, entries, _WIDTH, legend_top)
+    draw_legend(drawing, entries, legend_top)
     return drawing.markup(style_sheet)
 
 
@@ -272,10 +266,6 @@ def _levels(facts: NetworkFacts) -> dict[str, int]:
         for end in (path.source, path.destination):
             found[end] = max(found[end], 1)
     return found
-
-
-def _uplink(per_s: float, room: float) -> str:
-    return fit(f"up {words.rate(per_s)}", room - 16, 11.5) if per_s > 0 else ""
 
 
 def _many_entries(facts: NetworkFacts, levels: dict[str, int], hidden: int) -> Sequence[Entry]:
@@ -352,26 +342,26 @@ def about(facts: NetworkFacts) -> str:
     return "; ".join(parts)
 
 
-def legend_height(entries: Sequence[Entry], width: float) -> float:
-    return _ROW * (1 + max((row for row, _, _ in _placed(entries, width)), default=-1)) + 8
+def legend_height(entries: Sequence[Entry]) -> float:
+    return _ROW * (1 + max((row for row, _, _ in _placed(entries)), default=-1)) + 8
 
 
-def draw_legend(drawing: Drawing, entries: Sequence[Entry], width: float, top: float) -> None:
-    for row, x, (sign, style, text) in _placed(entries, width):
+def draw_legend(drawing: Drawing, entries: Sequence[Entry], top: float) -> None:
+    for row, x, (sign, style, text) in _placed(entries):
         y = top + _ROW * row + 12
         if sign == "line":
             drawing.line(x, y - 4, x + 20, y - 4, style)
         elif sign:
             drawing.rect(x, y - 9, 20 if style.startswith("left-out") else 10, 10, style)
-        drawing.text(x + (_SIGN if sign else 0), y, fit(text, width - x - _SIGN - _EDGE), "tick")
+        drawing.text(x + (_SIGN if sign else 0), y, fit(text, _WIDTH - x - _SIGN - _EDGE), "tick")
 
 
-def _placed(entries: Sequence[Entry], width: float) -> Iterator[tuple[int, float, Entry]]:
+def _placed(entries: Sequence[Entry]) -> Iterator[tuple[int, float, Entry]]:
     """Yields row, left end and entry."""
     row, x = 0, _EDGE
     for entry in entries:
         wide = _SIGN + width_of(entry[2])
-        if x > _EDGE and x + wide > width - _EDGE:
+        if x > _EDGE and x + wide > _WIDTH - _EDGE:
             row, x = row + 1, _EDGE
         yield row, x, entry
         x += wide + _SPACE

@@ -199,7 +199,6 @@ SINGLE_PATHS = "bad paths between nodes without another fault"
 
 
 def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str]]:
-    """Returns the choices of the plan with their reasons: title and text."""
     part, plan = report.part, report.part.chosen
     found = [("plan", effect(part))]
     if plan.order:
@@ -229,7 +228,6 @@ def order_text(facts: NetworkFacts) -> str:
 
 
 def _cut(parts: Sequence[str], between: str, thing: str) -> str:
-    """Joins the first `_MOST_PARTS` parts, and counts the others."""
     more = f"{between}{count(len(parts) - _MOST_PARTS, thing)} more"
     return between.join(parts[:_MOST_PARTS]) + more * (len(parts) > _MOST_PARTS)
 

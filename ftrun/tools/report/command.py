@@ -4,10 +4,14 @@ It reads the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over.
 """
 
 import json
+import math
 import os
+import shlex
+import shutil
 import sys
 import webbrowser
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +25,6 @@ from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import FtrunError, UsageError
 from ftrun.journal import FILE_NAME
 from ftrun.records.decode import decode
-from ftrun.tools.report.dumps import collect_dumps
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
 from ftrun.tools.report.run import incident_by, run_facts
 
@@ -103,7 +106,7 @@ def _put(out: str | None, usual: Path, page: str) -> Path:
 def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentFacts:
     if chosen.is_planned:
         return chosen
-    chosen = replace(chosen, dumps=collect_dumps(folder, chosen))
+    chosen = replace(chosen, dumps=_collect_dumps(folder, chosen))
     if not chosen.culprits:
         return chosen
     rank = chosen.culprits[0]
@@ -117,6 +120,28 @@ def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentF
         logs=facts.logs.get(home.name if home is not None else "", ""),
     )
     return replace(chosen, log_title=title, log_lines=lines)
+
+
+def _collect_dumps(folder: Path, incident: IncidentFacts) -> str:
+    """Copy the dumps of all nodes to `incident-0003/fr`; return the command that analyses them.
+
+    Empty if there are none. They belong to the incident by their times, because an incident without
+    a restart has no generation.
+    """
+    found = folder / f"incident-{incident.number:04d}" / "fr"
+    end_t_s = incident.began_t_s + (incident.recovered_s or math.inf)
+    dumps: list[tuple[float, Path]] = []
+    with suppress(OSError):
+        for logs in (folder, *folder.iterdir()):
+            dumps += [(path.stat().st_mtime, path) for path in logs.glob("fr/*/rank_*")]
+    for at_t_s, dump in sorted(dumps):
+        if incident.began_t_s <= at_t_s <= end_t_s:
+            with suppress(OSError):
+                found.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(dump, found / dump.name)
+    if not found.is_dir():
+        return ""
+    return shlex.join(["torchfrtrace", str(found), "-p", "rank_"])
 
 
 # --- files of a run ---------------------------------------------------------------------------
@@ -194,15 +219,12 @@ def _of_a_live_run(run_id: str) -> Path | None:
 
 
 def is_alive(run_id: str) -> bool:
-    """A launcher of that run is alive on this machine."""
     from ftrun.cli.runs import RunLiveness, inspect_run
     from ftrun.wire.run_environment import all_run_folders
 
-    folders = [folder for folder in all_run_folders() if folder.run_id == run_id]
-    return any(
-        inspect_run(folder).life in (RunLiveness.RUNNING, RunLiveness.STARTING)
-        for folder in folders
-    )
+    alive = (RunLiveness.RUNNING, RunLiveness.STARTING)
+    ours = (folder for folder in all_run_folders() if folder.run_id == run_id)
+    return any(inspect_run(folder).life in alive for folder in ours)
 
 
 def raw_lines(folder: Path) -> Iterator[bytes]:
@@ -235,9 +257,11 @@ def last_words(
     empty: Path | None = None
     found: list[Path] = []
     for place in places:
-        pattern = f"*/attempt_{generation}/{local}"
-        streams = [sorted(one.glob("std*.log")) for one in _sorted(place, pattern)]
-        found = next((paths for paths in streams if any(_size(p) for p in paths)), [])
+        # The newest first: each launch of a run has a folder of its own.
+        attempts = place.glob(f"*/attempt_{generation}/{local}") if place.is_dir() else ()
+        newest_first = sorted(attempts, key=changed_s, reverse=True)
+        streams = [sorted(one.glob("std*.log")) for one in newest_first]
+        found = next((paths for paths in streams if any(map(_has_text, paths))), [])
         empty = empty or next((paths[0].parent for paths in streams if paths), None)
         if found:
             break
@@ -257,15 +281,8 @@ def last_words(
     return f"Rank {rank}, generation {generation}: {clean(str(shown), 250)}", tuple(lines)
 
 
-def _sorted(place: Path, pattern: str) -> list[Path]:
-    """The newest first: each launch of a run has a folder of its own."""
-    if not place.is_dir():
-        return []
-    return sorted(place.glob(pattern), key=changed_s, reverse=True)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+def _has_text(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _tail(path: Path) -> list[str]:

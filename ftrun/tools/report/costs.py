@@ -56,7 +56,6 @@ def losses_of(
     background: RunBackground,
     snapshots: SnapshotTotals | None,
 ) -> list[LostTime]:
-    """The classes, the empty ones left out."""
     starts = [start_of(launch)[0] or 0.0 for launch in launches]
     over = [one for one in incidents if one.recovered_s is not None]
     detection = sum(one.noticed_s for one in over)

@@ -64,6 +64,7 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
     has_trained = bool(step) and wall_s > 0
     progress = of_kinds(lines, ProgressRecord)
     starts = {line.record.generation for line in of_kinds(lines, GenerationStartedRecord)}
+    deaths = Counter(type(line.record) for line in lines if type(line.record) in _OWN_DEATHS)
     return RunFacts(
         run_id=clean(start.run_id, 100) if start is not None else name,
         script=clean(start.script, 300) if start is not None else "",
@@ -91,7 +92,9 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
         checkpoints=len(background.checkpoints),
         progress=tuple(_progress(lines, incidents)),
         marks=tuple((one.began_t_s, str(one.number)) for one in unplanned),
-        other_deaths=tuple(_own_deaths(lines)),
+        other_deaths=tuple(
+            f"{_OWN_DEATHS[kind]}: {count(times, 'time')}" for kind, times in deaths.items()
+        ),
         launches=len(launches),
         generations=len(starts),
         logs={line.node: line.record.logs for line in runs},
@@ -124,10 +127,10 @@ def _with_verdict(facts: RunFacts) -> RunFacts:
     reported = count(len(happened), "incident") if happened else "no incident"
     if happened:
         last = happened[-1]
-        took = last.recovered_s
         where = "ago" if facts.state == "running" else "before the end"
-        reported += f", the last {duration(facts.ended_t_s - last.began_t_s)} {where}" + (
-            f" ({duration(took)})" if took is not None else "")  # fmt: skip
+        reported += f", the last {duration(facts.ended_t_s - last.began_t_s)} {where}"
+        if last.recovered_s is not None:
+            reported += f" ({duration(last.recovered_s)})"
     return replace(facts, verdict="  ".join([*parts, reported]))
 
 
@@ -140,10 +143,10 @@ def _points(lines: Sequence[Line]) -> list[tuple[float, int]]:
                 step = progress.step
             case GenerationStartedRecord(restored=None, generation=0):
                 step = 0
-            case GenerationStartedRecord() | Recovered():
-                step = line.record.restored.step if line.record.restored is not None else None
-            case ProgressRecord() if line.record.steps_here:
-                step = line.record.step
+            case GenerationStartedRecord(restored=version) | Recovered(restored=version):
+                step = version.step if version is not None else None
+            case ProgressRecord(step=reported, steps_here=here) if here:
+                step = reported
             case LifecycleChanged(old="check"):
                 step = found[-1][1] if found else 0
             case _:
@@ -180,15 +183,8 @@ def _nodes(
     return found
 
 
-def _own_deaths(lines: Sequence[Line]) -> list[str]:
-    counted = Counter(type(line.record) for line in lines if type(line.record) in _OWN_DEATHS)
-    return [f"{_OWN_DEATHS[kind]}: {count(times, 'time')}" for kind, times in counted.items()]
-
-
 def _notes(
-    background: RunBackground,
-    lines: Sequence[Line],
-    launches: Sequence[Sequence[Line]],
+    background: RunBackground, lines: Sequence[Line], launches: Sequence[Sequence[Line]]
 ) -> list[str]:
     found = []
     if not background.has_first_step:
@@ -206,7 +202,6 @@ def _notes(
 
 
 def incident_by(facts: RunFacts, wanted: str) -> IncidentFacts:
-    """The incident of this number, or the `last` one."""
     known = {one.number: one for one in facts.incidents}
     if not known:
         raise FtrunError(f"run {facts.run_id} has had no incident")

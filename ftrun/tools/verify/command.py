@@ -113,7 +113,6 @@ def verify(words: Sequence[str]) -> int:
 
 
 def options_of(line: CommandLine) -> Options:
-    """Checks the options; raises a UsageError."""
     if line.script is None:
         raise UsageError(
             "no script is given. For example: ftrun verify --nproc-per-node 2 train.py"

@@ -9,14 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ftrun.wire.verify_records import (
-    ATTACHED,
-    BATCH,
-    BOUNDARY,
-    KILLED,
-    STARTED,
-    VerifyRecord,
-)
+from ftrun.wire.verify_records import ATTACHED, BATCH, BOUNDARY, KILLED, STARTED, VerifyRecord
 
 _RESULTS = ("tensor", "value", "loss", "batch", "input")
 
@@ -77,10 +70,7 @@ def life_of(generation: int, records: Sequence[VerifyRecord]) -> Life:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event of a rank in which a result differs from the reference.
-
-    `keys` are all keys that differ in this event, results first.
-    """
+    """The first event of a rank in which a result differs; `keys` differ in it, results first."""
 
     rank: int
     generation: int

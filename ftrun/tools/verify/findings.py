@@ -22,14 +22,7 @@ from ftrun.tools.verify.compare import (
     reference_turns,
     word_of,
 )
-from ftrun.wire.verify_records import (
-    BATCH,
-    BOUNDARY,
-    FAILED,
-    FORWARD,
-    OPTIMIZER,
-    VerifyRecord,
-)
+from ftrun.wire.verify_records import BATCH, BOUNDARY, FAILED, FORWARD, OPTIMIZER, VerifyRecord
 
 _SHOWN = 4
 
@@ -373,7 +366,6 @@ def _place(where: str) -> str:
 
 
 def _file(path: str) -> str:
-    """Returns a path relative to the current folder, if it is in it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -395,9 +387,11 @@ def lines_that_set(file: str, variable: str, function_line: int) -> list[int]:
         return []
     scope: ast.AST = tree
     for node in ast.walk(tree):
-        if isinstance(node, _FUNCTIONS) and function_line in _first_lines(node):
-            scope = node
-            break
+        if isinstance(node, _FUNCTIONS):
+            decorators = [decorator.lineno for decorator in node.decorator_list]
+            if function_line in (node.lineno, *decorators):
+                scope = node
+                break
     attribute = variable.rpartition(".")[2] if "." in variable else None
     if attribute is not None:
         stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
@@ -418,10 +412,6 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             yield node
             waiting += ast.iter_child_nodes(node)
-
-
-def _first_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[int]:
-    return {node.lineno, *(decorator.lineno for decorator in node.decorator_list)}
 
 
 @functools.cache

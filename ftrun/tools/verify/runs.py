@@ -64,14 +64,6 @@ def kills_at(steps: Sequence[int]) -> tuple[Kill, ...]:
     return tuple(kills)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of all runs together; `give_up_s` is monotonic time."""
-
-    give_up_s: float
-    disk_bytes: int
-
-
 @dataclass
 class Finished:
     """One run that has ended."""
@@ -154,18 +146,13 @@ class VerifyRun:
         if process.returncode < 0:  # killed before it was the stub, or by SIGKILL
             sweep()
 
-    def wait(self, limits: Limits, *, share: float = 1.0) -> Finished:
-        """Waits for the end; the run may use this share of the remaining time.
-
-        Raises:
-            LimitReached: the time or the disk space is used up.
-        """
+    def wait(self, *, timeout_s: float, disk_bytes: int) -> Finished:
+        """Waits for the end; LimitReached: the time, or the disk space of all runs, is used up."""
         assert self._process is not None
         started_s = polled_s = clock.now_s()
-        give_up_s = started_s + share * (limits.give_up_s - started_s)
         while (code := self._process.poll()) is None:
             now_s = clock.now_s()
-            if now_s > give_up_s:
+            if now_s > started_s + timeout_s:
                 lives = [life for lives in self._trace().values() for life in lives]
                 steps = max((life.last_step for life in lives), default=0)
                 raise LimitReached(
@@ -176,7 +163,7 @@ class VerifyRun:
                 )
             if now_s - polled_s > _DISK_EVERY_S:
                 polled_s = now_s
-                self._check_disk(limits)
+                self._check_disk(disk_bytes)
             clock.sleep(_POLL_S)
         finished = self._finished(code, started_s)
         finished.trace = self._trace()
@@ -189,12 +176,12 @@ class VerifyRun:
             output = "\n".join(line for line in lines if str(self._folder) not in line)
         return Finished(code, clock.now_s() - started_s, output)
 
-    def _check_disk(self, limits: Limits) -> None:
+    def _check_disk(self, disk_bytes: int) -> None:
         used = _size(self._folder.parent)
-        if used > limits.disk_bytes:
+        if used > disk_bytes:
             raise LimitReached(
                 f"records and logs take {used // _MEBIBYTE} MiB, and --max-disk allows "
-                f"{limits.disk_bytes // _MEBIBYTE}. Raise it or lower --steps"
+                f"{disk_bytes // _MEBIBYTE}. Raise it or lower --steps"
             )
 
     def _trace(self) -> Trace:

@@ -12,7 +12,7 @@ from ftrun.tools.verify import compare
 from ftrun.tools.verify.command import DIFFERENT, NOT_COMPARED, Options
 from ftrun.tools.verify.compare import Difference, ObservedRestart, Trace
 from ftrun.tools.verify.findings import Finding, find, random_sources
-from ftrun.tools.verify.runs import Finished, LimitReached, Limits, VerifyRun, kills_at, plan_kills
+from ftrun.tools.verify.runs import Finished, LimitReached, VerifyRun, kills_at, plan_kills
 from ftrun.wire.verify_records import VerifyPlan
 
 EQUAL = "equal"
@@ -21,9 +21,10 @@ NOT_DETERMINISTIC = "not deterministic"
 FAILED_AFTER_RESTART = "failed after a restart"
 NOTHING_COMPARED = "nothing compared"
 
+_SHOWN_OF_DIFFERENCE = ("rank", "generation", "step", "event", "keys")
 _FIRST, _REST = range(1), range(1, 1 << 30)
 _FIRST_SHARE = 0.6
-"""Share of the time of all runs for the first one."""
+"""Part of the time of all runs that the first one may take."""
 
 
 Document = dict[str, Any]
@@ -41,7 +42,7 @@ class Verification:
         self._kills = (
             kills_at(steps) if steps is not None else plan_kills(options.steps, options.num_kills)
         )
-        self._limits = Limits(clock.now_s() + options.timeout_s, options.disk_bytes)
+        self._end_s = clock.now_s() + options.timeout_s
         self._runs: list[Finished] = []
 
     def carry_out(self) -> Document:
@@ -64,8 +65,6 @@ class Verification:
             return self._judge(first, second)
         except LimitReached as error:
             return self._nothing(str(error))
-
-    # --- runs ----------------------------------------------------------------------------------
 
     def _announce(self) -> None:
         options = self._options
@@ -93,14 +92,14 @@ class Verification:
         is_kept = self._options.folder is not None
         with VerifyRun(folder, self._options.words, plan, is_kept=is_kept) as run:
             # The other runs need the time of the first one again.
-            finished = run.wait(self._limits, share=_FIRST_SHARE if number == 1 else 1.0)
+            share = _FIRST_SHARE if number == 1 else 1.0
+            left_s = self._end_s - clock.now_s()
+            finished = run.wait(timeout_s=share * left_s, disk_bytes=self._options.disk_bytes)
         self._runs.append(finished)
         texts = [f"run {number}: {compare.steps_of(finished.trace)} steps, {finished.took_s:.1f} s"]
         texts += [_restart_text(restart) for restart in compare.restarts(finished.trace)]
         self._show("; ".join(texts))
         return finished
-
-    # --- verdict -------------------------------------------------------------------------------
 
     def _judge(self, first: Finished, second: Finished) -> Document:
         reference, trace = first.trace, second.trace
@@ -219,7 +218,12 @@ class Verification:
                 for run in self._runs
             ],
             "restarts": [{**asdict(one), "repeated": one.repeated} for one in restarts],
-            "difference": None if found is None else _difference_document(found),
+            "difference": None
+            if found is None
+            else {
+                **{name: getattr(found, name) for name in _SHOWN_OF_DIFFERENCE},
+                "where": found.record.where,
+            },
             "findings": [asdict(finding) for finding in findings],
             "compared": compare.counts(self._runs[-1].trace) if self._runs else {},
         }
@@ -246,7 +250,6 @@ def _difference_text(found: Difference) -> str:
 
 
 def _exactness(trace: Trace, found: Difference, findings: list[Finding]) -> list[str]:
-    """Says that the restored state is not the reason, if that is known."""
     if any(finding.kind in ("snapshot", "overwritten", "not restored") for finding in findings):
         return []
     life = next((x for x in trace[found.rank] if x.generation == found.generation), None)
@@ -266,8 +269,3 @@ def _numbered(findings: list[Finding]) -> list[str]:
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _difference_document(found: Difference) -> Document:
-    names = ("rank", "generation", "step", "event", "keys")
-    return {name: getattr(found, name) for name in names} | {"where": found.record.where}

@@ -85,13 +85,12 @@ def test_steps_that_were_made_until_the_verdict_are_counted() -> None:
     assert judged(trial("segv", 0), unknown, order_id).detected_steps is None
 
 
-def test_hang_is_over_when_its_incident_is_closed_and_steps_are_made() -> None:
+def test_hang_is_over_when_its_incident_is_closed() -> None:
     order_id, lines = lines_of("hang")
     it = trial("hang", 0)
-    assert not is_over(it, lines, order_id, more_steps=False)
-    assert is_over(it, lines, order_id, more_steps=True)
+    assert is_over(it, lines, order_id)
     unfinished = [line for line in lines if not isinstance(line.record, IncidentClosed)]
-    assert not is_over(it, unfinished, order_id, more_steps=True)
+    assert not is_over(it, unfinished, order_id)
     assert judged(it, lines, order_id).passed
 
 

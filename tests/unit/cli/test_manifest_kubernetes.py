@@ -12,7 +12,7 @@ from manifest_schema import problems
 
 from ftrun.errors import UsageError
 from ftrun.tools.manifests.job import JobOptions, MachineSpec, job_of
-from ftrun.tools.manifests.kubernetes import KubernetesOptions, PodOptions, manifest
+from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
 from ftrun.tools.manifests.yaml_text import WIDTH
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -23,9 +23,6 @@ def documents(
     words: str | list[str],
     *,
     machine: MachineSpec | None = None,
-    kind: str = "jobset",
-    namespace: str | None = None,
-    restarts: int = 20,
     name: str | None = None,
     time: str | None = None,
     **place: Any,
@@ -34,9 +31,8 @@ def documents(
     job = job_of(typed, machine or MachineSpec(), JobOptions(name, time))
     if job.shared_directory:
         place.setdefault("claim", "shared")
-    where = PodOptions(image=place.pop("image", "registry.example/train:1"), **place)
-    text = manifest(job, where, KubernetesOptions(kind, namespace, restarts))
-    return list(yaml.safe_load_all(text))
+    where = KubernetesOptions(image=place.pop("image", "registry.example/train:1"), **place)
+    return list(yaml.safe_load_all(manifest(job, where)))
 
 
 def job_of_pods(document: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +266,7 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
 def test_lines_are_no_longer_than_a_screen() -> None:
     job = job_of(FOUR.split(), MachineSpec(8, 8, "1Gi", "1Gi"), JobOptions())
     for kind in ("jobset", "trainjob"):
-        text = manifest(job, PodOptions("i", claim="shared"), KubernetesOptions(kind))
+        text = manifest(job, KubernetesOptions("i", claim="shared", kind=kind))
         assert max(map(len, text.splitlines())) <= WIDTH
 
 

@@ -188,7 +188,6 @@ class _Sorting:
 
 
 def words_of(record: Record) -> str:
-    """The reason or the sentence of a record; empty if it has none."""
     return getattr(record, "reason", "") or getattr(record, "text", "")
 
 

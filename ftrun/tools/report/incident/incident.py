@@ -211,7 +211,6 @@ def _generation(case: IncidentLines) -> int | None:
 
 
 def _repeated(case: IncidentLines) -> tuple[str, ...]:
-    """The newest comparison of each node."""
     newest = {
         line.node: clean(line.record.result.text, 400) for line in case.of(RepeatedStepsRecord)
     }
@@ -302,7 +301,6 @@ SIGNALS = {"SIGSEGV": "segv", "SIGABRT": "abort", "SIGKILL": "rank-kill", "SIGBU
 
 
 def sentence_of(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> IncidentFacts:
-    """The same facts with the sentence and the drill."""
     what = _what(facts, case, verdict_text)
     parts = [what, _done(facts, what), _lost(facts)]
     sentence = "; ".join(part for part in parts if part)

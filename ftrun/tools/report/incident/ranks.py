@@ -47,8 +47,8 @@ def rows_of(
         role = "culprit" if rank in culprits else "victim" if rank in victims else ""
         home, next_placement = homes.get(rank, ("", ""))
         line = by_node.get(next_placement, moments.slowest)
-        both = [*_before(rank, role, moments, views.get(rank), deaths.get(rank, all_died)),
-                *_after(line, moments)]  # fmt: skip
+        before = _before(role, moments, views.get(rank), deaths.get(rank, all_died))
+        both = [*before, *_after(line, moments)]
         bars = tuple(bar for bar in both if bar.took_s > 1e-6)
         is_alone = role == "culprit" or home != next_placement
         alike = tuple((bar.name, _about(bar.begin_s, length)) for bar in bars)
@@ -70,7 +70,6 @@ def _about(at_s: float, length_s: float) -> int:
 
 
 def _views(case: IncidentLines) -> dict[int, tuple[float, RankView]]:
-    """The first observation of each rank, and its time."""
     found: dict[int, tuple[float, RankView]] = {}
     for line in case.of(VerdictRecord):
         for view in line.record.ranks:
@@ -90,33 +89,23 @@ def ended_by_themselves(case: IncidentLines, acted: float | None) -> list[tuple[
 
 
 def _before(
-    rank: int,
-    role: str,
-    moments: IncidentTimes,
-    seen: tuple[float, RankView] | None,
-    died: float | None,
+    role: str, moments: IncidentTimes, seen: tuple[float, RankView] | None, died: float | None
 ) -> list[TimelineBar]:
     """Until the ranks are ended."""
     end = _stop_begins(moments) - moments.start
+    last_step, style, name = 0.0, "unknown", "not observed"
     if died is not None:
-        at = max(died - moments.start, 0.0)
-        return [
-            TimelineBar("training", -1e9, at, "training"),
-            TimelineBar("dead", at, max(at, end), "dead"),
-        ]
-    if seen is not None:
+        last_step, style, name = max(died - moments.start, 0.0), "dead", "dead"
+    elif seen is not None:
         at_s, view = seen
         last_step = min(max(at_s - view.unresponsive_s - moments.start, 0.0), end)
         style, name = _style(view, role)
-        return [
-            TimelineBar("training", -1e9, last_step, "training"),
-            TimelineBar(name, last_step, end, style),
-        ]
-    if role == "culprit":
-        name, style = "no sign of life", "dead"
-    else:
-        name, style = "not observed", "unknown"
-    return [TimelineBar("training", -1e9, 0.0, "training"), TimelineBar(name, 0.0, end, style)]
+    elif role == "culprit":
+        style, name = "dead", "no sign of life"
+    return [
+        TimelineBar("training", -1e9, last_step, "training"),
+        TimelineBar(name, last_step, max(last_step, end), style),
+    ]
 
 
 def _style(view: RankView, role: str) -> tuple[str, str]:
@@ -137,7 +126,6 @@ def _stop_begins(moments: IncidentTimes) -> float:
 
 
 def _after(line: JournalLine[Recovered] | None, moments: IncidentTimes) -> list[TimelineBar]:
-    """From the stop to the first steps."""
     zero = moments.start
     begin = _stop_begins(moments) - zero
     decided = line.at(line.record.decided_s) if line is not None else None
@@ -192,11 +180,7 @@ def _fewer(rows: list[RankRow]) -> list[RankRow]:
 
 
 def slow_kind(kind: str) -> bool:
-    """Of a verdict: the ranks continue, and are slow."""
     return kind in _SLOW
-
-
-# --- evidence ---------------------------------------------------------------------------------
 
 
 def stacks_of(
@@ -246,7 +230,6 @@ def _collective(group: ProcessGroupView) -> str:
 
 
 def delays_of(case: IncidentLines) -> DelayView | None:
-    """The newest matrix of a verdict."""
     with_matrix = [one.record for one in case.of(VerdictRecord) if one.record.matrix]
     return _matrix(with_matrix[-1].matrix[: _MAX_NODES**2]) if with_matrix else None
 

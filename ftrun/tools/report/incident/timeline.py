@@ -134,7 +134,6 @@ def _first_signs(
 def _slowest(
     recovered: Sequence[JournalLine[Recovered]],
 ) -> tuple[JournalLine[Recovered] | None, float | None]:
-    """The line of the node whose first step was last, and when that was."""
     found = [(at if (at := first_step_at(line)) is not None else line.t_s, line)
              for line in recovered]  # fmt: skip
     if not found:

@@ -115,7 +115,6 @@ def strip(facts: IncidentFacts) -> Markup | None:
 
 
 def heat_map(delays: DelayView) -> Markup:
-    """A cell for each sender and receiver; the darker, the slower."""
     rows, columns = len(delays.senders), len(delays.receivers)
     cell = min(44.0, (WIDTH - 180) / columns, 900.0 / rows)
     known = [c for row in delays.cells_s for c in row if c is not None]

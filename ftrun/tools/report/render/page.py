@@ -20,15 +20,7 @@ from ftrun.cli.screen import text as words
 from ftrun.errors import InternalError
 from ftrun.tools.report.costs import GOODPUT_MEANS
 from ftrun.tools.report.facts import IncidentFacts, NodeFacts, RunFacts
-from ftrun.tools.report.render.charts import (
-    STATES,
-    axis_of,
-    heat_map,
-    progress,
-    shares,
-    strip,
-    timeline,
-)
+from ftrun.tools.report.render import charts
 
 MAX_BYTES = 300_000
 _TEMPLATES = Path(__file__).parent / "pages"
@@ -60,8 +52,8 @@ def run_page(run: RunFacts, *, source: str, made_t_s: float, links: bool = True)
         return {
             "run": run,
             "links": links,
-            "shares": shares(run),
-            "progress": progress(run),
+            "shares": charts.shares(run),
+            "progress": charts.progress(run),
             "has_pulses": not any("progress lines" in note for note in run.notes),
             "shown": run.incidents[-max(int(200 * share), 5) :],
             "nodes": _reporting(run.nodes, max(int(100 * share), 10)),
@@ -84,11 +76,11 @@ def incident_page(
             "links": links,
             "it": it,
             "place": [one.number for one in run.incidents].index(it.number) + 1,
-            "timeline": timeline(it),
-            "strip": strip(it),
-            "heat": heat_map(it.delays) if it.delays is not None else None,
-            "states": [one for one in STATES if one[0] in used],
-            "broken": axis_of(it).is_broken,
+            "timeline": charts.timeline(it),
+            "strip": charts.strip(it),
+            "heat": charts.heat_map(it.delays) if it.delays is not None else None,
+            "states": [one for one in charts.STATES if one[0] in used],
+            "broken": charts.axis_of(it).is_broken,
             "run_href": RUN_NAME,
         }
 
@@ -108,15 +100,9 @@ def fitted_page(
 ) -> str:
     """A template with the values for the largest share of texts and lists that fits."""
     for share in _SHARES:
-        page = (
-            _environment(share)
-            .get_template(template)
-            .render(
-                version=__version__,
-                source=source,
-                made_at=words.when(made_t_s),
-                **values(share),
-            )
+        loaded = _environment(share).get_template(template)
+        page = loaded.render(
+            version=__version__, source=source, made_at=words.when(made_t_s), **values(share)
         )
         if len(page.encode("utf-8", "replace")) <= MAX_BYTES:
             return page
@@ -141,10 +127,10 @@ def _environment(share: float) -> Environment:
     found.filters.update(
         short=short,
         duration=words.duration,
-        soon=_soon,
+        soon=lambda seconds: "at once" if 0 <= seconds < 1e-3 else words.duration(seconds),
         when=words.when,
-        clock=_day_and_clock,
-        milli=_milli,
+        clock=lambda t_s: words.when(t_s)[5:19],
+        milli=lambda t_s: f"{words.clock(t_s)}.{int(t_s * 1000) % 1000:03d}",
         percent=words.percent,
         count=words.count,
         ranks=words.ranks,
@@ -155,18 +141,6 @@ def _environment(share: float) -> Environment:
     return found
 
 
-def _soon(seconds: float) -> str:
-    return "at once" if 0 <= seconds < 1e-3 else words.duration(seconds)
-
-
-def _day_and_clock(t_s: float) -> str:
-    return words.when(t_s)[5:19]
-
-
-def _milli(t_s: float) -> str:
-    return f"{words.clock(t_s)}.{int(t_s * 1000) % 1000:03d}"
-
-
 def _rank_time(seconds: float | None, ranks: int | None) -> str:
     if seconds is None or ranks is None:
         return words.NOT_KNOWN
@@ -175,8 +149,5 @@ def _rank_time(seconds: float | None, ranks: int | None) -> str:
 
 
 def _subject(one: IncidentFacts) -> str:
-    culprits: Sequence[int] = one.culprits
-    reported = [words.ranks(culprits)] if culprits else []
-    return ", ".join([*reported, *one.nodes[:3]]) or (
-        "planned" if one.is_planned else "no rank named"
-    )
+    named = ", ".join([*([words.ranks(one.culprits)] if one.culprits else []), *one.nodes[:3]])
+    return named or ("planned" if one.is_planned else "no rank named")

@@ -90,7 +90,6 @@ def _em(one: str) -> float:
 
 
 def fit(words: str, room: float, size: float = 12.0) -> str:
-    """The words, cut where they would be wider."""
     if width_of(words, size) <= room:
         return words
     used = width_of("\u2026", size)
@@ -116,12 +115,7 @@ class _Piece:
 class Axis:
     """Seconds to pixels; where one part would be too small to see, in two scales.
 
-    Args:
-        begin_s: the left end.
-        end_s: the right end.
-        left: in pixels.
-        right: in pixels.
-        turn_s: where a quick part follows a long one; the scale may change there.
+    The scale may change at `turn_s`, where a quick part follows a long one.
     """
 
     def __init__(
@@ -174,7 +168,6 @@ class Axis:
 
 
 def ticks(begin: float, end: float, width: float) -> Iterable[tuple[float, str]]:
-    """Round values between two, with their words."""
     if not (math.isfinite(begin) and math.isfinite(end)) or end <= begin:
         return
     step = nice((end - begin) / max(width / _TICK_PX, 1.0), seconds=True)
@@ -190,11 +183,8 @@ def _tick_words(value: float, step: float) -> str:
         return f"{value:.0f} s" if abs(value) < 120 else duration(value)
     if step < 1e-3:
         return f"{value * 1e3:.3g} ms"
-    return f"{value * 1000:.0f} ms" if abs(value) < 1 else f"{value:.{_digits(step)}f} s"
-
-
-def _digits(step: float) -> int:
-    return max(0, -math.floor(math.log10(step) + 1e-9))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value * 1000:.0f} ms" if abs(value) < 1 else f"{value:.{digits}f} s"
 
 
 def nice(least: float, *, seconds: bool = False) -> float:
