@@ -11,7 +11,6 @@ from ftrun.agent.snapshots.smp_client import NOTHING, UnconfirmedCommands
 from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version
-from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
     ClockTick,
     ConnectionClosed,
@@ -762,6 +761,3 @@ def _plan(plan: GenerationPlan) -> str:
         f"{plan.generation} by {plan.leader}: {members} | {spares} | from {plan.restore} "
         f"{plan.restore_reason} groups {plan.groups} m {plan.parity}"
     )
-
-
-ENDED = MemberRole.ENDED

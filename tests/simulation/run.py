@@ -104,7 +104,6 @@ class Simulation:
         self.nodes: list[Node] = []
         self._incarnation = _INCARNATION
         self._groups: dict[int, Group] = {}
-        self._converged_s: float | None = None
         for index in range(self.scenario.num_nodes):
             node = Node(self, f"n{index}", endpoint=index == 0)
             self.nodes.append(node)

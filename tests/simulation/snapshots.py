@@ -70,10 +70,8 @@ class Page:
         at = restored if restored is not None else version(-1, -1)
         self.set(CommandField.COMMITTED_GENERATION, at.generation)
         self.set(CommandField.COMMITTED_STEP, at.step)
-        for word in (CommandField.ABANDONED_STEP, CommandField.COMMITTED_IN):
-            self.set(word, -1)
-        for word in (CommandField.PROTECTING_STEP, CommandField.TAKE_FROM):
-            self.set(word, -1)
+        for word in ("ABANDONED_STEP", "COMMITTED_IN", "PROTECTING_STEP", "TAKE_FROM"):
+            self.set(CommandField[word], -1)
 
     def get(self, at: CommandField) -> int:
         return self._words[at]
@@ -748,7 +746,7 @@ class Smp:
         if smp is None or not smp.is_alive or smp.port != port:
             return None
         network, mine = self.node.network, self.node.node_id
-        both = network.passes(mine, node_id) and network.passes(node_id, mine)
+        both = network.connects(mine, node_id)
         return smp if both and smp.generation == self.generation else None
 
     def good_state(self, wanted: Version, rank: int) -> int | None:
