@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import POLL_S, ROOT, BenchError, Deadline, NotesReader
+from bench_common import POLL_S, ROOT, BenchError, Deadline, RankFiles
 from virtual_cluster import VirtualCluster
 from virtual_node import Process, processes_of
 
@@ -46,7 +46,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **fixed, **(extra or {})}
 
 
-class NodesRun:
+class NodesRun(RankFiles):
     """One run. Every wait is bounded, and fails with the output of the nodes."""
 
     def __init__(
@@ -60,14 +60,13 @@ class NodesRun:
         spares: int = 0,
         flags: Sequence[object] = (),
     ) -> None:
+        super().__init__(folder, members)
         self.cluster = cluster
-        self.folder = folder
         self.members = members
         self.spares = spares
         self.deadline = deadline
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """The started ftrun of each node, the newest if there were several."""
-        self.readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(members)]
         self._words = [str(word) for word in words]
         self.lost: set[int] = set()
         """Nodes that were powered off or reset, and not started again."""
@@ -189,15 +188,7 @@ class NodesRun:
     @property
     def generation(self) -> int:
         """The newest in which every rank has completed a step; -1: none."""
-        return min(
-            max((line["generation"] for line in reader.of("step")), default=-1)
-            for reader in self.readers
-        )
-
-    def first_steps(self, generation: int) -> list[Line]:
-        """The first step that each rank completed in it; empty until all have."""
-        found = [reader.of("step", generation) for reader in self.readers]
-        return [lines[0] for lines in found] if all(found) else []
+        return self.newest("step")
 
     def next_step_ns(self, after_ns: int) -> int | None:
         """When the last rank completed the first step of a later generation; None: not all have."""

@@ -6,11 +6,12 @@ Gives:    per generation the step that all ranks restored and the last one that 
 Only new lines are read, because a training of 100 kills records thousands of steps.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench_common import NotesReader
 
 Line = dict[str, Any]
 
@@ -23,15 +24,13 @@ class Life:
     """The step boundary at which it began."""
     done: int = 0
     """Steps completed since the start of the training; 0: none in this generation."""
-    first_ns: int = 0
-    """When it completed its first step."""
 
 
 @dataclass
 class RankNotes:
-    """Reads the records of one rank incrementally."""
+    """What the records of one rank say so far."""
 
-    path: Path
+    file: NotesReader
     lives: dict[int, Life] = field(default_factory=dict)
     committed: int = 0
     """The newest committed step in its records."""
@@ -39,27 +38,22 @@ class RankNotes:
     intervals_ns: list[int] = field(default_factory=list)
     """Between two steps of one generation."""
     problems: list[str] = field(default_factory=list)
-    _read_bytes: int = 0
+    _taken: int = 0
+    """Number of lines."""
     _last: Line | None = None
 
     def read(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._read_bytes)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for raw in whole.splitlines():
-            self._take(json.loads(raw))
+        lines = self.file.read()
+        for line in lines[self._taken :]:
+            self._take(line)
+        self._taken = len(lines)
 
     def _take(self, line: Line) -> None:
         generation = int(line["generation"])
         if self.lives and generation < max(self.lives):
-            self.problems.append(
-                f"{self.path.stem}: {line['kind']} in generation {generation} on {line['node']} "
-                f"after generation {max(self.lives)} had begun"
-            )
+            what = f"{line['kind']} in generation {generation} on {line['node']}"
+            newest = f"after generation {max(self.lives)} had begun"
+            self.problems.append(f"{self.file.path.stem}: {what} {newest}")
             return
         life = self.lives.setdefault(generation, Life())
         if line["kind"] == "attached":
@@ -67,7 +61,6 @@ class RankNotes:
         if line["kind"] != "step":
             self._last = None
             return
-        life.first_ns = life.first_ns or int(line["ns"])
         life.done = int(line["step"]) + 1
         self.committed = max(self.committed, int(line.get("committed", 0)))
         self.sealed = max(self.sealed, int(line.get("sealed", 0)))
@@ -80,7 +73,7 @@ class TrainingNotes:
     """Of all ranks together."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.ranks = [RankNotes(path) for path in paths]
+        self.ranks = [RankNotes(NotesReader(path)) for path in paths]
 
     def read(self) -> None:
         for rank in self.ranks:
@@ -95,17 +88,12 @@ class TrainingNotes:
 
     def restored(self, generation: int) -> list[int]:
         """The step boundary at which each rank began that generation; equal in a correct run."""
-        return [self.ranks[i].lives[generation].restored or 0 for i in range(len(self.ranks))]
+        return [rank.lives[generation].restored or 0 for rank in self.ranks]
 
     def done(self, *, before: int | None = None) -> int:
         """Steps that all ranks have completed, in any generation or in those before this one."""
         found = [g for g in self.generations if before is None or g < before]
         return max((min(rank.lives[g].done for rank in self.ranks) for g in found), default=0)
-
-    def first_step_ns(self, generation: int) -> int:
-        """When the last rank completed its first step of it; 0: not all have."""
-        found = [rank.lives[generation].first_ns for rank in self.ranks]
-        return max(found) if all(found) else 0
 
     @property
     def committed(self) -> int:

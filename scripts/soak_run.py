@@ -51,8 +51,7 @@ class SoakRun(NodesRun):
         self.start_all()
         self.await_so("the first steps", lambda: self.notes.done() >= 3)
 
-    # --- its status
-    # ---------------------------------------------------------------------------------
+    # --- its status ---------------------------------------------------------------------------
 
     def status(self) -> StatusView | None:
         """Of the first node that knows the whole run; None: there is none now."""
