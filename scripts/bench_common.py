@@ -160,7 +160,6 @@ def python_path() -> str:
 
 
 def ftrun_command(*flags: object) -> list[object]:
-    """`ftrun` with enough restarts for a benchmark."""
     return [sys.executable, "-m", "ftrun", "--quiet", "--set", "restart.budget=100000", *flags]
 
 
@@ -222,7 +221,6 @@ class NotesReader:
     _read_bytes: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines so far."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read_bytes)
@@ -273,7 +271,6 @@ class RankFiles:
         return [lines[0] for lines in found] if all(found) else []
 
     def have(self, kind: str) -> bool:
-        """Whether every rank has a line of this kind."""
         return all(reader.of(kind) for reader in self.readers)
 
 
@@ -291,7 +288,6 @@ def check_memory(needed_bytes: float) -> None:
 
 
 def conditions() -> dict[str, Any]:
-    """Where and when this was measured."""
     import torch
 
     return {
@@ -331,7 +327,6 @@ def _cpu_name() -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range."""
     return {
         "median": statistics.median(values),
         "min": min(values),
@@ -356,7 +351,6 @@ def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]
 
 
 def show_conditions() -> dict[str, Any]:
-    """Print the conditions, and return them."""
     found = conditions()
     gpu = found["gpu"] or "no GPU"
     print(
@@ -368,7 +362,6 @@ def show_conditions() -> dict[str, Any]:
 
 
 def finish(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Print the conditions, and write them with the figures."""
     write_json(path, {**figures, "conditions": show_conditions()})
 
 

@@ -40,7 +40,6 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace, tmpfs: Path, disk: Path) -> list[dict[str, Any]]:
-    """Each rank's raw times."""
     words: list[object] = ["--folder", tmpfs, "--tmpfs", tmpfs, "--disk", disk]
     words += ["--mb", args.mb, "--rounds", args.rounds]
     flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID]

@@ -65,7 +65,6 @@ class Way:
         self.load_s: list[float] = []
 
     def turn(self, state: dict[str, Tensor], *, is_counted: bool) -> None:
-        """Save, load into other tensors, compare."""
         path = str(self._folder / "checkpoint") if self._folder is not None else ""
         save_s = timed(lambda: dcp.save(state, storage_writer=self._writer(path)))
         loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}

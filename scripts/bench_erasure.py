@@ -150,7 +150,6 @@ class SmpNode:
             )
 
     def employ(self, generation: int, world_size: int) -> None:
-        """Start the worker, with its arena."""
         self.worker = self.connect("worker")
         self.worker.generation = generation
         layout = self.layout
@@ -389,7 +388,6 @@ def cpu_figures(
 
 
 def cpu_s(node: SmpNode) -> float:
-    """Processor seconds that its SMP has used so far."""
     words = Path(f"/proc/{node.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -115,7 +115,6 @@ def main() -> int:
 
 
 def break_it(checker: Checker, args: argparse.Namespace) -> int:
-    """Do all kills; return their number."""
     chance = random.Random(args.seed)
     launcher = checker.launcher
     launcher.wait_for("the first steps", lambda: (checker.completed(0) or 0) >= 3)

@@ -105,7 +105,6 @@ def main() -> int:
 def measure(
     fds: dict[Rank, list[int]], disk: Path, memory: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run each way in turn; GB/s of each, and the ratios."""
     source = memory / "bytes"
     images = [Arena(fd[0], writable=False).image(0) for fd in fds.values()]
     with source.open("wb") as file:
@@ -308,7 +307,6 @@ def fill(fd: int, layout: Layout) -> None:
 
 
 def state_of(image: memoryview) -> dict[str, Any]:
-    """The same bytes as tensors."""
     import torch
 
     layout, start = parse_header(image)

@@ -46,7 +46,6 @@ def main() -> int:
 
 
 def change(before: int, after: int, args: Any) -> dict[str, Any]:
-    """Save once, restore several times."""
     with bench.scratch() as folder:
         run = partial(started, folder, gb=args.gb, deadline=args.deadline)
         run(before, "save")

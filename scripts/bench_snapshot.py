@@ -91,7 +91,6 @@ def copy_s(results: list[dict[str, Any]]) -> float:
 
 
 def cost(mode: str, results: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures of ftrun and of each peer."""
     plain_s = median(pooled(results, "plain", "step_s"))
     added_s = median(pooled(results, mode, "step_s")) - plain_s
     return {

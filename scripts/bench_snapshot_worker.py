@@ -339,7 +339,6 @@ class Peers:
 
 
 def opened(name: str) -> torch.device:
-    """The device of the state."""
     if name == "cpu":
         return torch.device(name)
     from fake_device import fake

@@ -126,7 +126,6 @@ def interrupted_after(limit_s: float) -> Iterator[None]:
 
 
 def last_outputs(folder: Path) -> dict[str, str]:
-    """What the processes of a check printed last."""
     paths = sorted(folder.rglob("*.output"))
     return {
         str(path.relative_to(folder)): path.read_text("utf-8", "replace")[-3000:] for path in paths

@@ -85,11 +85,9 @@ class Breaking:
         self.run.wait_for("a process to reach its crash point", once.exists)
 
     def joined_again(self, node: int) -> None:
-        """Wait until a leader has accepted this node again."""
         self.run.wait_for(f"node{node} to join again", lambda: self.run.times_joined(node))
 
     def seconds(self) -> float:
-        """See drill_nodes.py."""
         if self.end_ns:
             return self._longest_pause_s()
         return max((self._next_step_ns(at) - ns) / 1e9 for at, ns in self.hits)

@@ -100,7 +100,6 @@ def measure(kills: int) -> None:
 
 
 def program(*words: object) -> tuple[list[str], dict[str, str]]:
-    """A command with this checkout's package, and its environment."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [sys.executable, *map(str, words)], variables
 
@@ -199,7 +198,6 @@ def steps_repeated(trial: Mapping[str, Any], out: Path) -> int:
 
 
 def notes_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """The steps of each rank, as the job recorded them."""
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("rank*.jsonl"))]
     return [[note for note in map(json.loads, rank) if note["kind"] == "step"] for rank in lines]
 
@@ -223,7 +221,6 @@ def script_of(readme: str) -> str:
 def filled(
     text: str, example: Mapping[str, Any], recovery: Mapping[str, Any], costs: Mapping[str, Any]
 ) -> str:
-    """README.md with its figures."""
     blocks = {
         "example": example_text(example),
         "recovery": recovery_text(recovery),

@@ -176,7 +176,6 @@ class NodesRun(RankFiles):
         raise BenchError(f"node{node} has no {part}:\n{self.last_output()}")
 
     def processes_of(self, node: int) -> list[Process]:
-        """All processes of the node."""
         init = self.cluster.nodes()[node].init
         return processes_of(init) if init is not None else []
 
@@ -210,11 +209,9 @@ class NodesRun(RankFiles):
         self.wait_for(f"step {step} of generation {generation}", all_there)
 
     def wait_for_more_steps(self, count: int) -> None:
-        """Wait until every rank has completed this number of additional steps."""
         self.wait_for_step(self.last_step() + count)
 
     def last_step(self) -> int:
-        """The newest step that every rank has completed."""
         return min(reader.of("step")[-1]["step"] for reader in self.readers)
 
     def wait_for_generation(self, number: int) -> int:

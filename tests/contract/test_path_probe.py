@@ -59,7 +59,6 @@ def probed(order: ProbePathRequest) -> PathMeasurement:
 def agent(
     secret: Secret | None = SECRET, *, is_unresponsive: bool = False
 ) -> Iterator[ProbePathRequest]:
-    """An agent that serves one path probe."""
     there = answering(who("there"), secret, serve_path_probe, is_unresponsive=is_unresponsive)
     with there as (_, port):
         yield order_to(port)
@@ -163,7 +162,6 @@ def test_a_node_check_that_cannot_try_is_reported_at_once(
 def link_agent(
     secret: Secret | None = SECRET, *, is_unresponsive: bool = False
 ) -> Iterator[ProbeLinkRequest]:
-    """An agent that serves one probe."""
     there = answering(who("there"), secret, serve_probe, is_unresponsive=is_unresponsive)
     with there as (host, port):
         yield ProbeLinkRequest(1, "there", host, port)

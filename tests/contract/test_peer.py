@@ -43,7 +43,6 @@ def tcp_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def met(secret: Secret | None) -> tuple[socket.socket, AuthSession, socket.socket, AuthSession]:
-    """Two sockets after their handshake."""
     left, right = tcp_sockets()
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept_handshake, right, B, secret, deadline_s=TIMEOUT_S)
@@ -95,7 +94,6 @@ def frames(session: AuthSession, count: int, *, first: int = 0, **other: object)
 
 
 def swapped(session: AuthSession) -> AuthSession:
-    """The same session at B."""
     return AuthSession(B, A, session.receive_key, session.send_key, session.is_authenticated)
 
 
@@ -118,7 +116,6 @@ def fed(session: AuthSession, data: bytes) -> tuple[list[str], Exception | None]
 
 
 def is_refused(session: AuthSession, data: bytes) -> bool:
-    """Whether these bytes give no message and an error."""
     found, error = fed(session, data)
     return not found and type(error) is ProtocolError
 

@@ -27,7 +27,7 @@ from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan
 from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
-from simulation.training import Group, Ranks, beginning
+from simulation.training import BEGINNING, Group, Ranks
 from simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ class Invariants:
         first = self._started.setdefault(plan.generation, version)
         if first != version:
             self.fail(f"in generation {plan.generation} ranks start from {first} and {version}")
-        should_be = beginning() if version is None else self.states.get(version)
+        should_be = BEGINNING if version is None else self.states.get(version)
         if state != should_be:
             self.fail(f"{node.node_id} has read {version}, and it is not what was sealed")
 

@@ -29,7 +29,6 @@ STUB_KILLS_S = 0.03
 
 
 def has_mishaps(simulation: "Simulation") -> None:
-    """Adds mishaps to a world."""
     Mishaps(simulation).begin()
 
 

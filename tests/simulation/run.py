@@ -64,7 +64,6 @@ class Outcome:
 
     @property
     def happened(self) -> dict[str, int]:
-        """The work of a run, and its progress."""
         names = ("steps", "generations", "commits", "restores", "new_leaders", "growths")
         return {name: getattr(self, name) for name in (*names, "shrinkings", "messages")}
 
@@ -205,7 +204,6 @@ class Simulation:
         return self._word()
 
     def begin(self) -> None:
-        """Switches on all nodes and schedules the faults."""
         random = self.world.stream("start")
         late = self.nodes[len(self.nodes) - self.scenario.late_nodes :]
         for node in self.nodes:

@@ -47,7 +47,6 @@ class Scenario:
 
 
 def draw(seed: int, mode: str) -> Scenario:
-    """The scenario of a seed."""
     random = Random(f"{seed}/scenario/{mode}")
     nodes = random.choices((1, 2, 3, 4, 5, 6, 7), (6, 22, 26, 20, 12, 8, 6))[0]
     spares = random.choices((0, 1, 2), (5, 4, 2) if nodes > 2 else (3, 2, 4))[0]

@@ -658,7 +658,6 @@ class Smp:
         self.run(self.commits.abandon, generation, step)
 
     def load(self, arenas: Iterable[Arena]) -> None:
-        """A checkpoint was read into these arenas."""
         self.run(self.arenas.put_instead, list(arenas), self.commits.tracker.generation)
 
     # --- workers ------------------------------------------------------------------------------

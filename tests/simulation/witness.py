@@ -41,7 +41,6 @@ class WitnessModel:
         self._lives = 0
 
     def forget(self) -> None:
-        """Its memory is lost."""
         self._register, self._leader = None, None
         self._revision += 1
 
