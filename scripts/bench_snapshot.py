@@ -90,10 +90,15 @@ def copy_s(results: list[dict[str, Any]]) -> float:
     return float(median(time_s for result in results for time_s in result["copy_s"]))
 
 
-def cost(mode: str, results: list[dict[str, Any]]) -> dict[str, float]:
+def cost(mode: str, results: list[dict[str, Any]], blocked: str) -> dict[str, float]:
+    """`blocked`: the key of the time for which a snapshot blocks the training thread."""
+    blocked_s = pooled(results, mode, blocked)
     plain_s = median(pooled(results, "plain", "step_s"))
     added_s = median(pooled(results, mode, "step_s")) - plain_s
     return {
+        "blocked_ms": 1e3 * median(blocked_s),
+        "blocked_ms_max": 1e3 * max(blocked_s),
+        "boundary_ms": 1e3 * median(pooled(results, mode, "call_s")),
         "added_ms": 1e3 * added_s,
         "added_over_copy": added_s / copy_s(results),
         "step_overhead": added_s / plain_s,
@@ -108,13 +113,9 @@ def first_over_tenth(times_s: list[list[float]]) -> float:
 def ftrun_figures(results: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, float]:
     state_bytes = sum(result["bytes"] for result in results)
     idle_s = median(time_s for result in results for time_s in result["idle_s"])
-    blocked_s = pooled(results, "ftrun", "blocked_s")
     memory_bytes = (status.get("snapshots") or {}).get("memory_bytes", 0)
     return {
-        "blocked_ms": 1e3 * median(blocked_s),
-        "blocked_ms_max": 1e3 * max(blocked_s),
-        "boundary_ms": 1e3 * median(pooled(results, "ftrun", "call_s")),
-        **cost("ftrun", results),
+        **cost("ftrun", results, "blocked_s"),
         "copy_over_memcpy": copy_s(results) / idle_s,
         "copy_gb_per_s": results[0]["copied_bytes"] / idle_s / 1e9,
         "first_over_tenth": first_over_tenth([result["first_s"] for result in results]),
@@ -127,12 +128,8 @@ def peer_figures(name: str, results: list[dict[str, Any]]) -> dict[str, float]:
     state_bytes = sum(result["bytes"] for result in results)
     saves_s = [result["saves_s"][name] for result in results]
     all_s = [time_s for own_s in saves_s for time_s in own_s]
-    call_s = pooled(results, name, "call_s")
     return {
-        "blocked_ms": 1e3 * median(call_s),
-        "blocked_ms_max": 1e3 * max(call_s),
-        "boundary_ms": 1e3 * median(call_s),
-        **cost(name, results),
+        **cost(name, results, "call_s"),
         "copy_over_memcpy": copy_s(results) / median(all_s),
         "copy_gb_per_s": results[0]["bytes"] / median(all_s) / 1e9,
         "first_over_tenth": first_over_tenth(saves_s),
