@@ -227,15 +227,9 @@ class Node:
 
     # --- reports of the components to the agent ------------------------------------------------
 
-    def neighbour(self, node_id: str) -> "Node | None":
-        return self.network.nodes.get(node_id)
-
     def send(self, *, is_urgent: bool) -> None:
         if self.agent is not None:
             self.agent.executor.send(is_urgent=is_urgent)
-
-    def agent_noted(self, what: str) -> None:
-        self.world.trace(self.node_id, what)
 
     def reported_by_smp(self, body: Any) -> None:
         if self.agent is not None:

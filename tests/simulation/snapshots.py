@@ -740,7 +740,7 @@ class Smp:
         """The SMP of a node, if it is reachable at the known port."""
         if node_id == self.node.node_id:
             return self
-        peer = self.node.neighbour(node_id)
+        peer = self.node.network.nodes.get(node_id)
         smp = peer.smp if peer is not None else None
         if smp is None or not smp.is_alive or smp.port != port:
             return None

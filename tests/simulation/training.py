@@ -166,7 +166,7 @@ class Group:
             ranks.commit_wait.skipped(taken.step)
             smp.skipped(taken)
             return
-        ranks.node.agent_noted(f"captures {taken}")
+        ranks.node.world.trace(ranks.node.node_id, f"captures {taken}")
         arenas = [smp.arena_for(rank) for rank in ranks.locals]
         places = [slot_to_overwrite(ranks, arena) for arena in arenas]
         for arena, position in zip(arenas, places, strict=True):
