@@ -24,16 +24,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from bench_common import (
-    BenchError,
-    Deadline,
-    conditions,
-    parser_of,
-    run_bench,
-    show_conditions,
-    show_table,
-    write_json,
-)
+import bench_common as bench
 
 from ftrun.erasure.codec import Codec, choose_codec
 from ftrun.erasure.fragments import (
@@ -58,28 +49,22 @@ Job = tuple[StripeFacts, list[Fragment]]
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=60)
-    parser.add_argument(
-        "--mb", type=int, default=128, help="MB of data in total (default %(default)s)"
-    )
+    parser = bench.Parser(__doc__, timeout_s=60)
+    parser.option("--mb", int, 128, "MB of data in total")
     parser.add_argument(
         "--block-kib", type=int, default=BLOCK_BYTES >> 10, help="KiB of a block of a stripe"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="number of turns (default %(default)s)"
-    )
-    args = parser.parse_args()
-    found = conditions()
+    parser.option("--rounds", int, 5, "number of turns")
+    args = parser.parsed()
     figures = codec_figures(
         SHAPES,
         num_bytes=args.mb * 1_000_000,
         block_bytes=args.block_kib << 10,
         rounds=args.rounds,
-        deadline=Deadline(args.timeout),
+        deadline=args.deadline,
     )
     show_codecs(figures)
-    show_conditions(found)
-    write_json(args.json, {"conditions": found, "codecs": figures})
+    bench.finish(args.json, {"codecs": figures})
     return 0
 
 
@@ -89,7 +74,7 @@ def codec_figures(
     num_bytes: int,
     block_bytes: int,
     rounds: int,
-    deadline: Deadline,
+    deadline: bench.Deadline,
 ) -> list[dict[str, Any]]:
     """GB per second of processor time, and its ratio to memcpy, for each (k, m).
 
@@ -102,15 +87,15 @@ def codec_figures(
     """
     found = []
     for k, m in shapes:
-        bench = StripeBench(k, m, block_bytes=block_bytes, num_bytes=num_bytes)
-        bench.check()
-        taken_s: dict[str, list[float]] = {name: [] for name in bench.ways}
-        for _, (name, way) in product(range(rounds), bench.ways.items()):
+        stripes = StripeBench(k, m, block_bytes=block_bytes, num_bytes=num_bytes)
+        stripes.check()
+        taken_s: dict[str, list[float]] = {name: [] for name in stripes.ways}
+        for _, (name, way) in product(range(rounds), stripes.ways.items()):
             deadline.check(f"{name} with {k}+{m}")
             started_s = time.thread_time()
             way()
             taken_s[name].append(time.thread_time() - started_s)
-        found.append(bench.figures(taken_s))
+        found.append(stripes.figures(taken_s))
     return found
 
 
@@ -129,7 +114,7 @@ def show_codecs(figures: Sequence[dict[str, Any]]) -> None:
     block_kib = figures[0]["block_bytes"] >> 10
     codec = figures[0]["codec"]
     title = f"GB of data per second of processor time, blocks of {block_kib} KiB, codec {codec}"
-    show_table(title, head, rows)
+    bench.show_table(title, head, rows)
 
 
 class StripeBench:
@@ -183,7 +168,7 @@ class StripeBench:
             for stripe, place in product(self._copy, self._lost):
                 stripe[place][:] = bytes(self._block_bytes)
         if not all(right):
-            raise BenchError(f"{self._k}+{self._m} gives wrong bytes: {right}")
+            raise bench.BenchError(f"{self._k}+{self._m} gives wrong bytes: {right}")
 
     def figures(self, taken_s: dict[str, list[float]]) -> dict[str, Any]:
         num_bytes = sum(map(len, self._segments))
@@ -259,4 +244,4 @@ def _cut(memory: memoryview, block_bytes: int) -> list[memoryview]:
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

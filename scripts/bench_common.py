@@ -18,18 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
+from virtual_node import ClusterError
 
 ROOT = Path(__file__).resolve().parents[1]
 TMPFS = Path("/dev/shm")
 """Folder where files of the peers cost least."""
 
+LOAD_BEFORE = round(os.getloadavg()[0], 2)
+"""When the benchmark began."""
 POLL_S = 0.01
 _STOP_S = 20.0
 
@@ -63,7 +66,28 @@ class Launcher:
     name: str
     process: subprocess.Popen[bytes]
     output: Path
+    deadline: Deadline
     family: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def wait_for(self, what: str, is_so: Callable[[], object]) -> None:
+        """Poll until the condition holds. Raises: BenchError: it has ended, or the time is over."""
+        while not is_so():
+            self.check()
+            self.deadline.check(what)
+            time.sleep(POLL_S)
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass as part of the measurement. Raises: as `wait_for`."""
+        end_s = time.monotonic() + seconds
+        self.wait_for("a pause", lambda: time.monotonic() >= end_s)
+
+    def wait_for_end(self) -> None:
+        """Raises: BenchError: it does not end with 0, or the time is over."""
+        while (code := self.process.poll()) is None:
+            self.deadline.check("the end")
+            time.sleep(POLL_S)
+        if code:
+            raise BenchError(f"{self.name} ended with {code}:\n{self.last_output()}")
 
     def check(self) -> None:
         """Raises: BenchError: it has ended."""
@@ -101,7 +125,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def launched(
-    name: str, command: Sequence[object], folder: Path, **variables: str
+    name: str, command: Sequence[object], folder: Path, deadline: Deadline, **variables: str
 ) -> Iterator[Launcher]:
     """A launcher that runs until the block ends.
 
@@ -109,6 +133,7 @@ def launched(
         name: for messages.
         command: its words.
         folder: its working folder, which also gets the output.
+        deadline: for its waits.
         variables: added to the environment.
     """
     output = folder / f"{name}.output"
@@ -123,7 +148,7 @@ def launched(
             stderr=subprocess.STDOUT,
             start_new_session=True,  # ^C is for the benchmark, which then ends this in order
         )
-    launcher = Launcher(name, process, output)
+    launcher = Launcher(name, process, output, deadline)
     try:
         yield launcher
     finally:
@@ -135,7 +160,6 @@ def python_path() -> str:
 
 
 def ftrun_command(*flags: object) -> list[object]:
-    """`ftrun` with enough restarts for a benchmark."""
     return [sys.executable, "-m", "ftrun", "--quiet", "--set", "restart.budget=100000", *flags]
 
 
@@ -197,7 +221,6 @@ class NotesReader:
     _read_bytes: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines so far."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read_bytes)
@@ -216,36 +239,55 @@ class NotesReader:
         ]
 
 
-def wait_for(
-    what: str, is_so: Callable[[], bool], launchers: Sequence[Launcher], deadline: Deadline
-) -> None:
-    """Poll until the condition holds.
+@dataclass(eq=False)
+class RankFiles:
+    """The files of all ranks of a run."""
 
-    Raises:
-        BenchError: a launcher has ended, or the time is over.
-    """
-    while not is_so():
-        for launcher in launchers:
-            launcher.check()
-        deadline.check(what)
-        time.sleep(POLL_S)
+    folder: Path
+    ranks: int
+    readers: list[NotesReader] = field(init=False)
+
+    def __post_init__(self) -> None:
+        paths = [self.folder / f"rank{rank}.jsonl" for rank in range(self.ranks)]
+        self.readers = [NotesReader(path) for path in paths]
+
+    def newest(self, kind: str) -> int:
+        """The newest generation of which every rank has a line of this kind; -1: none."""
+        return min(
+            max((line["generation"] for line in reader.of(kind)), default=-1)
+            for reader in self.readers
+        )
+
+    def begun(self) -> int:
+        """The newest generation in which every rank has begun; -1: none."""
+        return self.newest("begun")
+
+    def pid(self, rank: int, generation: int) -> int:
+        return int(self.readers[rank].of("begun", generation)[-1]["pid"])
+
+    def first_steps(self, generation: int) -> list[dict[str, Any]]:
+        """The first step that each rank completed in it; empty until all have."""
+        found = [reader.of("step", generation) for reader in self.readers]
+        return [lines[0] for lines in found] if all(found) else []
+
+    def have(self, kind: str) -> bool:
+        return all(reader.of(kind) for reader in self.readers)
 
 
-def pause(seconds: float, launchers: Sequence[Launcher], deadline: Deadline) -> None:
-    """Let time pass as part of the measurement.
-
-    Raises:
-        BenchError: a launcher has ended, or the time is over.
-    """
-    end_s = time.monotonic() + seconds
-    wait_for("a pause", lambda: time.monotonic() >= end_s, launchers, deadline)
+def check_memory(needed_bytes: float) -> None:
+    """Raises: BenchError: it does not fit."""
+    available_bytes = psutil.virtual_memory().available
+    if needed_bytes > available_bytes:
+        raise BenchError(
+            f"about {needed_bytes / 1e9:.1f} GB of memory are needed, and "
+            f"{available_bytes / 1e9:.1f} GB are available; give a smaller --mb"
+        )
 
 
 # --- results ---------------------------------------------------------------------------------
 
 
 def conditions() -> dict[str, Any]:
-    """Where and when this was measured."""
     import torch
 
     return {
@@ -259,7 +301,7 @@ def conditions() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "command": shlex.join([shown_path(word) for word in sys.argv]),
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": LOAD_BEFORE,
     }
 
 
@@ -285,7 +327,6 @@ def _cpu_name() -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range."""
     return {
         "median": statistics.median(values),
         "min": min(values),
@@ -309,30 +350,52 @@ def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]
             print("  " + "  ".join("-" * width for width in widths))
 
 
-def show_conditions(found: dict[str, Any]) -> None:
+def show_conditions() -> dict[str, Any]:
+    found = conditions()
     gpu = found["gpu"] or "no GPU"
     print(
         f"\n  {found['cores']} cores of {found['cpu']}, {found['memory_gib']} GiB, {gpu}; "
         f"torch {found['torch']}, Python {found['python']}; {found['date']}, "
         f"load before the run {found['load_before']}"
     )
+    return found
 
 
-def parser_of(doc: str | None, *, timeout_s: float) -> argparse.ArgumentParser:
+def finish(path: Path | None, figures: Mapping[str, Any]) -> None:
+    write_json(path, {**figures, "conditions": show_conditions()})
+
+
+def cells(one: Mapping[str, float], form: str) -> list[str]:
+    """The median and the range of a spread, for a table."""
+    return [format(one[key], form) for key in ("median", "min", "max")]
+
+
+class Parser(argparse.ArgumentParser):
     """A parser with the flags that each benchmark has."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the figures to this file"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=timeout_s,
-        help="time limit in seconds (default %(default).0f)",
-    )
-    return parser
+
+    def __init__(self, doc: str | None, *, timeout_s: float | None = None) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if timeout_s is not None:
+            self.add_argument(
+                "--json", type=Path, metavar="FILE", help="also write the figures to this file"
+            )
+            self.option("--timeout", float, int(timeout_s), "time limit in seconds")
+
+    def option(self, flag: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
+        """An option whose help ends with its default."""
+        help_text = f"{text} (default %(default)s)"
+        self.add_argument(flag, type=kind, default=default, help=help_text)
+
+    def parsed(self, *positive: str) -> argparse.Namespace:
+        """The arguments, and `deadline`; those that are named must be positive."""
+        args = self.parse_args()
+        args.deadline = Deadline(args.timeout)
+        if min((getattr(args, name) for name in positive), default=1) <= 0:
+            *first, last = (f"--{name.replace('_', '-')}" for name in positive)
+            self.error(f"{', '.join(first)} and {last} are positive")
+        if sys.platform != "linux":
+            self.error("ftrun launches on Linux only")
+        return args
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
@@ -345,7 +408,7 @@ def run_bench(main: Callable[[], int]) -> None:
     """Run a benchmark's main function and end the process with its code."""
     try:
         code = main()
-    except BenchError as error:
+    except (BenchError, ClusterError) as error:
         print(f"Error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:

@@ -17,30 +17,11 @@ save_over_memcpy, load_over_memcpy       time of a warm Tensor.copy_ of the stat
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-from bench_common import (
-    ROOT,
-    TMPFS,
-    BenchError,
-    Deadline,
-    NotesReader,
-    conditions,
-    ftrun_command,
-    launched,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    wait_for,
-    write_json,
-)
+import bench_common as bench
 
 RANKS = 2
 RUN_ID = f"bench-dcp-{os.getpid()}"
@@ -51,31 +32,22 @@ MEMORY_NEEDED = 8  # times --mb on each rank: state, two slots, loaded, a copy, 
 
 def main() -> int:
     args = parse_arguments()
-    check_memory(args.mb)
-    found = conditions()
-    with scratch(TMPFS) as tmpfs, scratch(args.disk) as disk:
+    bench.check_memory(MEMORY_NEEDED * RANKS * args.mb * 1e6)
+    with bench.scratch(bench.TMPFS) as tmpfs, bench.scratch(args.disk) as disk:
         results = run(args, tmpfs, disk)
-    figures = figures_of(results)
-    report(figures, results, found, args)
+    report(results, args)
     return 0
 
 
 def run(args: argparse.Namespace, tmpfs: Path, disk: Path) -> list[dict[str, Any]]:
-    """Each rank's raw times."""
     words: list[object] = ["--folder", tmpfs, "--tmpfs", tmpfs, "--disk", disk]
     words += ["--mb", args.mb, "--rounds", args.rounds]
     flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID]
     # A restart would mix two generations in one measurement.
-    command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
-    readers = [NotesReader(tmpfs / f"rank{rank}.jsonl") for rank in range(RANKS)]
-    deadline = Deadline(args.timeout)
-    with launched("ftrun", command, tmpfs) as launcher:
-        wait_for(
-            "the measurement",
-            lambda: all(reader.of("measured") for reader in readers),
-            [launcher],
-            deadline,
-        )
+    command = bench.ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
+    files = bench.RankFiles(tmpfs, RANKS)
+    with bench.launched("ftrun", command, tmpfs, args.deadline) as launcher:
+        launcher.wait_for("the measurement", lambda: files.have("measured"))
         return [json.loads((tmpfs / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -95,14 +67,9 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def report(
-    figures: dict[str, float],
-    results: list[dict[str, Any]],
-    found: dict[str, Any],
-    args: argparse.Namespace,
-) -> None:
+def report(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     num_bytes = sum(result["bytes"] for result in results)
-    rows = []
+    rows, figures = [], figures_of(results)
     for way in WAYS:
         cells = [way if way == "ftrun" else f"torch's files, {way}"]
         for what in ("save_s", "load_s"):
@@ -115,45 +82,23 @@ def report(
     title = (
         f"dcp.save and dcp.load of {num_bytes / 1e9:.2f} GB by {RANKS} ranks, {args.rounds} turns"
     )
-    show_table(title, head, rows)
-    show_table("Ratios", ["", ""], [[name, f"{value:.2f}"] for name, value in figures.items()])
-    show_conditions(found)
-    raw = {way: {w: spread(times(results, way, w)) for w in ("save_s", "load_s")} for way in WAYS}
-    write_json(args.json, {**figures, "bytes": num_bytes, "times": raw, "conditions": found})
-
-
-def check_memory(mb: float) -> None:
-    """Raises: BenchError: it does not fit."""
-    needed = MEMORY_NEEDED * RANKS * mb * 1e6
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise BenchError(
-            f"about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; "
-            "give a smaller --mb"
-        )
+    bench.show_table(title, head, rows)
+    ratios = [[name, f"{value:.2f}"] for name, value in figures.items()]
+    bench.show_table("Ratios", ["", ""], ratios)
+    whats = ("save_s", "load_s")
+    raw = {way: {w: bench.spread(times(results, way, w)) for w in whats} for way in WAYS}
+    bench.finish(args.json, {**figures, "bytes": num_bytes, "times": raw})
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=600)
+    parser = bench.Parser(__doc__, timeout_s=600)
+    parser.option("--mb", float, 384, "MB of state of one rank")
+    parser.option("--rounds", int, 5, "number of turns after the first")
     parser.add_argument(
-        "--mb", type=float, default=384, help="MB of state of one rank (default %(default).0f)"
+        "--disk", type=Path, default=bench.ROOT, help="folder on the disk to compare with"
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="number of turns after the first (default %(default)d)",
-    )
-    parser.add_argument(
-        "--disk", type=Path, default=ROOT, help="folder on the disk to compare with"
-    )
-    args = parser.parse_args()
-    if min(args.mb, args.rounds) <= 0:
-        parser.error("--mb and --rounds are positive")
-    if sys.platform != "linux":
-        parser.error("ftrun launches on Linux only")
-    return args
+    return parser.parsed("mb", "rounds")
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

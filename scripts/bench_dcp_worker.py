@@ -5,7 +5,6 @@ load. A time runs from a barrier until the last rank has finished. Writes the ra
 rank<N>.json; bench_dcp.py computes the figures.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_notes import Notes
+from bench_notes import Notes, arguments
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -27,13 +26,7 @@ TENSORS = 24
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--tmpfs", type=Path, required=True)
-    parser.add_argument("--disk", type=Path, required=True)
-    parser.add_argument("--mb", type=float, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments(None, tmpfs=Path, disk=Path, mb=float, rounds=int)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     state = made(args.mb, rank)
@@ -72,7 +65,6 @@ class Way:
         self.load_s: list[float] = []
 
     def turn(self, state: dict[str, Tensor], *, is_counted: bool) -> None:
-        """Save, load into other tensors, compare."""
         path = str(self._folder / "checkpoint") if self._folder is not None else ""
         save_s = timed(lambda: dcp.save(state, storage_writer=self._writer(path)))
         loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}

@@ -26,22 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import bench_common as bench
 import numpy as np
 import xxhash
 from bench_codec import codec_figures
-from bench_common import (
-    BenchError,
-    Deadline,
-    conditions,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    write_json,
-)
 from nodes_run import environment
-from virtual_cluster import VirtualCluster, available
+from virtual_cluster import VirtualCluster
 
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Version, version
@@ -90,7 +80,7 @@ class SmpNode:
     rank: int
     layout: Layout
     folder: Path
-    deadline: Deadline
+    deadline: bench.Deadline
     starts: int = 0
     port: int = 0
     page_fd: int = -1
@@ -119,7 +109,7 @@ class SmpNode:
         host = self.cluster.address(self.rank)
         answer = self.ask(smp_messages.ListenForPeers(host))
         if not isinstance(answer, smp_messages.ListeningForPeers):
-            raise BenchError(f"the SMP of node{self.rank} does not listen: {answer}")
+            raise bench.BenchError(f"the SMP of node{self.rank} does not listen: {answer}")
         self.port = answer.port
 
     def connect(self, role: str) -> Channel:
@@ -155,10 +145,11 @@ class SmpNode:
         self.agent.generation = generation
         answer = self.ask(body, self.page_fd)
         if not isinstance(answer, messages.Done):
-            raise BenchError(f"node{self.rank} does not begin generation {generation}: {answer}")
+            raise bench.BenchError(
+                f"node{self.rank} does not begin generation {generation}: {answer}"
+            )
 
     def employ(self, generation: int, world_size: int) -> None:
-        """Start the worker, with its arena."""
         self.worker = self.connect("worker")
         self.worker.generation = generation
         layout = self.layout
@@ -167,7 +158,7 @@ class SmpNode:
         )
         answer = self.worker.ask(body, deadline_s=WAIT_S)
         if not isinstance(answer.body, worker_messages.ArenaGranted):
-            raise BenchError(f"no arena for rank {self.rank}: {answer.body}")
+            raise bench.BenchError(f"no arena for rank {self.rank}: {answer.body}")
         (self.arena_fd,) = answer.fds
 
     @property
@@ -218,7 +209,7 @@ class SmpNode:
         while not is_so():
             if self.process.poll() is not None:
                 log = (self.folder / f"{self.rank}-{self.starts}.log").read_text()[-1000:]
-                raise BenchError(f"the SMP of node{self.rank} has ended, no {what}:\n{log}")
+                raise bench.BenchError(f"the SMP of node{self.rank} has ended, no {what}:\n{log}")
             self.deadline.check(f"{what} of node{self.rank}")
             time.sleep(0.002)
 
@@ -320,30 +311,21 @@ def gone(position: smp_messages.NodeAddress) -> smp_messages.NodeAddress:
 
 def main() -> int:
     args = parse_arguments()
-    if reason := available():
-        raise BenchError(f"no virtual cluster: {reason}")
-    found = conditions()
-    deadline = Deadline(args.timeout)
-    rows = [measure(k, m, args, deadline) for k, m in args.shape or SHAPES]
-    report(rows, args, found)
+    rows = [measure(k, m, args) for k, m in args.shape or SHAPES]
+    report(rows, args)
     return 0
 
 
-def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dict[str, Any]:
+def measure(k: int, m: int, args: argparse.Namespace) -> dict[str, Any]:
     num_bytes = int(args.mb * 1e6)
     entries = [LayoutEntry("own", "F32", (num_bytes // 4,), CopyTiming.LAZY)]
     layout = make_layout(entries, plain_bytes=100, metadata={})
-    with scratch(base=None) as folder, VirtualCluster(k + m) as cluster:
+    with bench.scratch(base=None) as folder, VirtualCluster(k + m) as cluster:
         for at in range(k + m):
             cluster.slow(at, LINK)
         link, _ = link_rate(cluster)
-        nodes = [SmpNode(cluster, rank, layout, folder, deadline) for rank in range(k + m)]
-        for node in nodes:
-            node.start()
-        group = Group(nodes, m, num_bytes)
-        group.begin()
-        for node in nodes:
-            node.employ(0, k + m)
+        nodes = [SmpNode(cluster, rank, layout, folder, args.deadline) for rank in range(k + m)]
+        group = started(nodes, m, num_bytes)
         encoded_s = [group.protect(step) for step in range(1, args.rounds + 2)][1:]
         parity_bytes = sum(os.fstat(fd).st_size for fd in nodes[0].parity_regions.values())
         restored_s = group.restore(nodes[0], version(0, args.rounds + 1))
@@ -366,18 +348,23 @@ def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dic
     }
 
 
+def started(nodes: list[SmpNode], m: int, num_bytes: int) -> Group:
+    for node in nodes:
+        node.start()
+    group = Group(nodes, m, num_bytes)
+    group.begin()
+    for node in nodes:
+        node.employ(0, len(nodes))
+    return group
+
+
 def cpu_figures(
     cluster: VirtualCluster, nodes: list[SmpNode], m: int, num_bytes: int, rounds: int
 ) -> dict[str, float]:
     """Processor seconds per GB of state, without a limit on the cables."""
     k = len(nodes) - m
     _, socket_s = link_rate(cluster)
-    for node in nodes:
-        node.start()
-    group = Group(nodes, m, num_bytes)
-    group.begin()
-    for node in nodes:
-        node.employ(0, k + m)
+    group = started(nodes, m, num_bytes)
     group.protect(1)  # the first one allocates the memory
     before_s = sum(map(cpu_s, nodes))
     took_s = [group.protect(step) for step in range(2, rounds + 2)]
@@ -401,7 +388,6 @@ def cpu_figures(
 
 
 def cpu_s(node: SmpNode) -> float:
-    """Processor seconds that its SMP has used so far."""
     words = Path(f"/proc/{node.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -422,43 +408,37 @@ def link_rate(cluster: VirtualCluster) -> tuple[float, float]:
     return rate, receiver_s + float(sent)
 
 
-def report(rows: list[dict[str, Any]], args: argparse.Namespace, found: dict[str, Any]) -> None:
+def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     names = ["link_mb_per_s", "encode_s", "encode_over_limit", "restore_s", "restore_over_link"]
     names += ["parity_over_ideal", "unlimited_s", "cpu_s_per_gb", "socket_cpu_s_per_gb"]
     names += ["codec_cpu_s_per_gb", "cpu_over_ideal"]
-    show_table(
+    bench.show_table(
         f"{args.mb:g} MB of its own on each node, every cable limited to {LINK}",
         ["", *(f"{row['data']}+{row['parity']}" for row in rows)],
         [[name, *(f"{row[name]:.2f}" for row in rows)] for name in names],
     )
-    show_conditions(found)
     figures = {
         "restore_over_link": min(row["restore_over_link"] for row in rows),
         "encode_over_limit": min(row["encode_over_limit"] for row in rows),
         "parity_over_ideal": max(row["parity_over_ideal"] for row in rows),
         "shapes": rows,
         "mb": args.mb,
-        "conditions": found,
     }
-    write_json(args.json, figures)
+    bench.finish(args.json, figures)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=300)
-    parser.add_argument(
-        "--mb", type=float, default=256, help="MB of state per node (default %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="number of versions (default %(default)s)"
-    )
+    parser = bench.Parser(__doc__, timeout_s=300)
+    parser.option("--mb", float, 256, "MB of state per node")
+    parser.option("--rounds", int, 3, "number of versions")
     parser.add_argument(
         "--shape",
         action="append",
         type=lambda text: tuple(int(part) for part in text.split("+")),
         metavar="K+M",
     )
-    return parser.parse_args()
+    return parser.parsed()
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

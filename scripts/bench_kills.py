@@ -20,31 +20,12 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_common import (
-    Deadline,
-    Launcher,
-    NotesReader,
-    conditions,
-    ftrun_command,
-    launched,
-    parser_of,
-    pause,
-    read_journal,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    wait_for,
-    write_json,
-)
+import bench_common as bench
 
 RANKS = 2
 RUN_ID = f"bench-kills-{os.getpid()}"
@@ -55,12 +36,10 @@ BEGINNINGS = ("restored", "anew")
 
 
 @dataclass
-class Checker:
+class Checker(bench.RankFiles):
     """Reads the ranks' files and judges each recovery."""
 
-    launcher: Launcher
-    readers: list[NotesReader]
-    deadline: Deadline
+    launcher: bench.Launcher
     lost: list[int] = field(default_factory=list)
     """Of each judged recovery: completed steps that were repeated."""
     torn: list[str] = field(default_factory=list)
@@ -69,16 +48,6 @@ class Checker:
     """Steps that all ranks have completed or restored."""
     judged: int = 0
     """The newest judged generation."""
-
-    def generation(self) -> int:
-        """The newest generation in which every rank has begun."""
-        return min(
-            max((line["generation"] for line in reader.of("begun")), default=-1)
-            for reader in self.readers
-        )
-
-    def pid(self, rank: int, generation: int) -> int:
-        return int(self.readers[rank].of("begun", generation)[-1]["pid"])
 
     def completed(self, generation: int) -> int | None:
         """Steps that all ranks have completed; None if none was completed in that generation."""
@@ -94,12 +63,9 @@ class Checker:
             for line in reader.of(kind, generation)
         ]
 
-    def has_restarted(self, after: int) -> bool:
-        return self.generation() > after
-
     def has_gone_on(self, after: int) -> bool:
         """Whether all ranks of a later generation have restored and passed the previous step."""
-        now = self.generation()
+        now = self.begun()
         if now <= after or len(self.beginnings(now)) < RANKS:
             return False
         return (self.completed(now) or 0) > self.reached
@@ -107,13 +73,9 @@ class Checker:
     def judge(self, killed: int, kill_ns: int) -> None:
         """Wait until training has resumed after a kill, and judge the restored state."""
         self.reached = max(self.reached, self.completed(killed) or 0)
-        wait_for(
-            f"the recovery from the kill in generation {killed}",
-            lambda: self.has_gone_on(killed),
-            [self.launcher],
-            self.deadline,
-        )
-        now = self.generation()
+        what = f"the recovery from the kill in generation {killed}"
+        self.launcher.wait_for(what, lambda: self.has_gone_on(killed))
+        now = self.begun()
         found = self.beginnings(now)
         steps = {line["step"] for line in found}
         wrong = [f"{part} of step {line['step']}" for line in found for part in line["wrong"]]
@@ -122,8 +84,8 @@ class Checker:
         # Read again: the survivor may have completed a step after the kill.
         self.reached = max(self.reached, self.completed(killed) or 0)
         self.lost.append(self.reached - min(steps))
-        firsts = [reader.of("step", now)[0]["ns"] for reader in self.readers]
-        self.times_s.append((max(firsts) - kill_ns) / 1e9)
+        stepped_ns = max(line["ns"] for line in self.first_steps(now))
+        self.times_s.append((stepped_ns - kill_ns) / 1e9)
         self.judged = now
         if self.lost[-1] > 1:
             print(self.evidence(killed, now), flush=True)
@@ -140,40 +102,30 @@ class Checker:
 
 def main() -> int:
     args = parse_arguments()
-    found = conditions()
-    with scratch() as folder:
+    with bench.scratch() as folder:
         flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID, "--snapshot-every", 1]
-        command = ftrun_command(*flags, WORKER, "--folder", folder, "--mb", args.mb)
-        with launched("ftrun", command, folder) as launcher:
-            readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
-            checker = Checker(launcher, readers, Deadline(args.timeout))
+        command = bench.ftrun_command(*flags, WORKER, "--folder", folder, "--mb", args.mb)
+        with bench.launched("ftrun", command, folder, args.deadline) as launcher:
+            checker = Checker(folder, RANKS, launcher)
             kills = break_it(checker, args)
-            last = max(reader.of("step")[-1]["step"] for reader in readers)
-        journal = read_journal(folder, RUN_ID)
-    report(checker, kills, last, journal, args, found)
+            last = max(reader.of("step")[-1]["step"] for reader in checker.readers)
+        journal = bench.read_journal(folder, RUN_ID)
+    report(checker, kills, last, journal, args)
     return 1 if checker.torn or any(lost > 1 for lost in checker.lost) else 0
 
 
 def break_it(checker: Checker, args: argparse.Namespace) -> int:
-    """Do all kills; return their number."""
     chance = random.Random(args.seed)
-    launchers = [checker.launcher]
-    wait_for(
-        "the first steps", lambda: (checker.completed(0) or 0) >= 3, launchers, checker.deadline
-    )
+    launcher = checker.launcher
+    launcher.wait_for("the first steps", lambda: (checker.completed(0) or 0) >= 3)
     kills = 0
     while kills < args.kills:
-        pause(chance.uniform(0.0, args.within), launchers, checker.deadline)
+        launcher.pause(chance.uniform(0.0, args.within))
         killed, kill_ns = kill(checker, chance)
         kills += 1
         if chance.random() < EARLY and kills < args.kills:
-            wait_for(
-                "the ranks' restart",
-                partial(checker.has_restarted, killed),
-                launchers,
-                checker.deadline,
-            )
-            pause(chance.uniform(0.0, 0.3), launchers, checker.deadline)
+            launcher.wait_for("the ranks' restart", lambda hit=killed: checker.begun() > hit)
+            launcher.pause(chance.uniform(0.0, 0.3))
             checker.reached = max(checker.reached, checker.completed(killed) or 0)
             killed, kill_ns = kill(checker, chance)
             kills += 1
@@ -188,7 +140,7 @@ def break_it(checker: Checker, args: argparse.Namespace) -> int:
 
 def kill(checker: Checker, chance: random.Random) -> tuple[int, int]:
     """SIGKILL one rank, sometimes both; return the generation that was hit, and the time."""
-    generation = checker.generation()
+    generation = checker.begun()
     ranks = range(RANKS) if chance.random() < BOTH else [chance.randrange(RANKS)]
     pids = [checker.pid(rank, generation) for rank in ranks]
     kill_ns = time.monotonic_ns()
@@ -205,13 +157,12 @@ def report(
     last: int,
     journal: list[dict[str, Any]],
     args: argparse.Namespace,
-    found: dict[str, Any],
 ) -> None:
     lost_more = sum(lost > 1 for lost in checker.lost)
     counts = collections.Counter(checker.lost)
     restarts = sum(event["kind"] == "generation_started" for event in journal) - 1
-    times_s = spread(checker.times_s)
-    show_table(
+    times_s = bench.spread(checker.times_s)
+    bench.show_table(
         f"{kills} kills at random moments (seed {args.seed}), {args.mb:g} MB per rank saved at "
         "every step",
         ["what", "count"],
@@ -234,8 +185,7 @@ def report(
         f"\n  from a kill to the next step on all ranks: median {times_s['median']:.3f} s, "
         f"{times_s['min']:.3f} to {times_s['max']:.3f} (the ranks' own check included)"
     )
-    show_conditions(found)
-    write_json(
+    bench.finish(
         args.json,
         {
             "kills": kills,
@@ -248,35 +198,18 @@ def report(
             "recovery_s": times_s,
             "mb": args.mb,
             "seed": args.seed,
-            "conditions": found,
         },
     )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=1200)
-    parser.add_argument(
-        "--kills", type=int, default=50, help="number of kills (default %(default)s)"
-    )
-    parser.add_argument(
-        "--mb", type=float, default=256, help="MB of state per rank (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, help="seed of the random moments (default %(default)s)"
-    )
-    parser.add_argument(
-        "--within",
-        type=float,
-        default=1.5,
-        help="seconds after resuming in which a kill comes (default %(default)s)",
-    )
-    args = parser.parse_args()
-    if args.kills < 1 or args.mb <= 0:
-        parser.error("--kills and --mb are positive")
-    if sys.platform != "linux":
-        parser.error("ftrun launches on Linux only")
-    return args
+    parser = bench.Parser(__doc__, timeout_s=1200)
+    parser.option("--kills", int, 50, "number of kills")
+    parser.option("--mb", float, 256, "MB of state per rank")
+    parser.option("--seed", int, 1, "seed of the random moments")
+    parser.option("--within", float, 1.5, "seconds after resuming in which a kill comes")
+    return parser.parsed("kills", "mb")
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -5,14 +5,12 @@ of -k and parameters k (k + 1) / 2 above their first values. Both are whole numb
 holds exactly up to STEPS_LIMIT. After each restore the whole state is compared, bit for bit.
 """
 
-import argparse
 import os
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_notes import Notes
+from bench_notes import Notes, arguments
 from torch import Tensor, nn
 
 import ftrun
@@ -49,10 +47,7 @@ def beginning(size: int, number: int, rank: int) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--mb", type=float, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, mb=float)
     rank = int(os.environ["RANK"])
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes = Notes(args.folder / f"rank{rank}.jsonl")

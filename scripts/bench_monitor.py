@@ -21,65 +21,43 @@ import statistics
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+import bench_common as bench
 import psutil
-from bench_common import (
-    ROOT,
-    BenchError,
-    Deadline,
-    Launcher,
-    NotesReader,
-    conditions,
-    ftrun_command,
-    launched,
-    parser_of,
-    pause,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    wait_for,
-    write_json,
-)
 
 RANKS = 2
-WORKER = ROOT / "scripts" / "bench_monitor_worker.py"
+WORKER = bench.ROOT / "scripts" / "bench_monitor_worker.py"
 MAX_CORE_PER_RANK = 0.005
 MAX_STEP_RATIO = 1.01
 
 
 def main() -> int:
     args = parse_arguments()
-    found, deadline = conditions(), Deadline(args.timeout)
     rows: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    with scratch() as folder:
+    with bench.scratch() as folder:
         for turn in range(args.rounds):
             for name in rows if turn % 2 == 0 else reversed(rows):
-                row = measure(name, folder / f"{name}{turn}", args, deadline)
+                row = measure(name, folder / f"{name}{turn}", args)
                 rows[name].append(row)
                 print(f"{name:3} {turn + 1}: {as_text(row)}", flush=True)
-    return report(rows, args, found)
+    report(rows, args)
+    return 0
 
 
-def measure(
-    name: str, folder: Path, args: argparse.Namespace, deadline: Deadline
-) -> dict[str, float]:
+def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     folder.mkdir()
     flags = ["--nproc-per-node", RANKS, "--run-id", f"bench-monitor-{name}", "--max-restarts", 0]
     flags += ["--set", "snapshot.every=4"]  # with auto, each run may choose another interval
     flags += ["--set", f"monitor.enabled={'true' if name == 'on' else 'false'}"]
-    command = ftrun_command(*flags, WORKER, "--folder", folder, "--pace", args.pace)
-    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
-    with launched("ftrun", command, folder) as launcher:
-        wait_for("the first steps", lambda: _steps(readers) > args.warm_up, [launcher], deadline)
+    command = bench.ftrun_command(*flags, WORKER, "--folder", folder, "--pace", args.pace)
+    readers = bench.RankFiles(folder, RANKS).readers
+    with bench.launched("ftrun", command, folder, args.deadline) as launcher:
+        launcher.wait_for("the first steps", lambda: _steps(readers) > args.warm_up)
         before, started_s = _spent(launcher), time.monotonic()
-        pause(args.seconds, [launcher], deadline)
+        launcher.pause(args.seconds)
         after, took_s = _spent(launcher), time.monotonic() - started_s
         (folder / "go").touch()
-        wait_for("the end", lambda: launcher.process.poll() is not None, [], deadline)
-        if launcher.process.returncode:
-            raise BenchError(f"the run ended badly:\n{launcher.last_output()}")
+        launcher.wait_for_end()
     times_ms = [
         (later["ns"] - earlier["ns"]) / 1e6
         for reader in readers
@@ -93,11 +71,11 @@ def measure(
     }
 
 
-def _steps(readers: list[NotesReader]) -> int:
+def _steps(readers: list[bench.NotesReader]) -> int:
     return min(len(reader.of("step")) for reader in readers)
 
 
-def _spent(launcher: Launcher) -> dict[str, float]:
+def _spent(launcher: bench.Launcher) -> dict[str, float]:
     """Processor seconds of the agent, and of the threads in the ranks that serve it."""
     launcher.note_family()
     spent = {"agent": 0.0, "server": 0.0}
@@ -129,9 +107,7 @@ def as_text(row: dict[str, float]) -> str:
     )
 
 
-def report(
-    rows: dict[str, list[dict[str, float]]], args: argparse.Namespace, found: dict[str, Any]
-) -> int:
+def report(rows: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
     middle = {
         name: {key: statistics.median(row[key] for row in of) for key in of[0]}
         for name, of in rows.items()
@@ -144,7 +120,7 @@ def report(
     by_chance = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else math.nan
     more = middle["on"]["agent"] - middle["off"]["agent"] + middle["on"]["server"]
     per_rank = more / RANKS
-    show_table(
+    bench.show_table(
         f"{RANKS} ranks, {args.rounds} runs of {args.seconds:g} s each",
         ["", "step, ms", "agent, cores", "servers, cores"],
         [
@@ -152,7 +128,7 @@ def report(
             for name, one in middle.items()
         ],
     )
-    show_table(
+    bench.show_table(
         "Cost of monitoring",
         ["", "found", "asked"],
         [
@@ -161,37 +137,23 @@ def report(
             ["cores for each rank", f"{per_rank:.4f}", f"< {MAX_CORE_PER_RANK}"],
         ],
     )
-    show_conditions(found)
     figures = {
         "step_on_over_off": ratio,
         "step_by_chance": by_chance,
         "core_per_rank": per_rank,
         "rounds": rows,
-        "conditions": found,
     }
-    write_json(args.json, figures)
-    return 0
+    bench.finish(args.json, figures)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=600)
-    parser.add_argument(
-        "--rounds", type=int, default=12, help="number of runs of each kind (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=6, help="seconds of each run (default %(default)s)"
-    )
-    parser.add_argument(
-        "--warm-up", type=int, default=60, help="steps before the measurement (default %(default)s)"
-    )
-    parser.add_argument(
-        "--pace", type=float, default=0.02, help="seconds slept in a step (default %(default)s)"
-    )
-    args = parser.parse_args()
-    if args.rounds < 1 or args.seconds <= 0:
-        parser.error("--rounds and --seconds are positive")
-    return args
+    parser = bench.Parser(__doc__, timeout_s=600)
+    parser.option("--rounds", int, 12, "number of runs of each kind")
+    parser.option("--seconds", float, 6, "seconds of each run")
+    parser.option("--warm-up", int, 60, "steps before the measurement")
+    parser.option("--pace", float, 0.02, "seconds slept in a step")
+    return parser.parsed("rounds", "seconds")
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

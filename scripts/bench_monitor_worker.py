@@ -1,14 +1,10 @@
 """The worker of bench_monitor.py: a small DDP training that attaches, and records each step."""
 
-import argparse
-import os
-import socket
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_notes import Notes
+from bench_notes import Notes, arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,14 +14,11 @@ WIDTH = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--pace", type=float, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, pace=float)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     notes = Notes(args.folder / f"rank{rank}.jsonl")
-    notes.write("begun", generation=0, pid=os.getpid(), node=socket.gethostname())
+    notes.write_begun(0)
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)

@@ -31,27 +31,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import (
-    POLL_S,
-    ROOT,
-    BenchError,
-    Deadline,
-    conditions,
-    parser_of,
-    read_lines,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    write_json,
-)
+import bench_common as bench
 from nodes_run import RUN_ID, NodesRun, environment
-from virtual_cluster import VirtualCluster, available
+from virtual_cluster import VirtualCluster
 from virtual_link import bits_per_s
 
 RAILS, LEAVES = 2, 2
-WORKER = ROOT / "scripts" / "bench_network_worker.py"
+WORKER = bench.ROOT / "scripts" / "bench_network_worker.py"
 STORE_PORT = 29444
 MAX_NODES_FOR_ALL_RINGS = 5
 STRUCK = 1
@@ -67,15 +53,12 @@ Figures = dict[str, Any]
 
 def main() -> int:
     args = parse_arguments()
-    if reason := available():
-        raise BenchError(f"no virtual cluster: {reason}")
-    found, deadline = conditions(), Deadline(args.timeout)
     figures: Figures = {}
-    with scratch(base=None) as folder:  # /dev/shm is each node's own
+    with bench.scratch(base=None) as folder:  # /dev/shm is each node's own
         for name in args.only:
             print(f"\n{name}", flush=True)
-            figures[name] = PARTS[name](folder / name, args, deadline)
-    report(figures, args, found)
+            figures[name] = PARTS[name](folder / name, args)
+    report(figures, args)
     return 0
 
 
@@ -88,7 +71,7 @@ def cluster_of(args: argparse.Namespace) -> VirtualCluster:
 # --- orders -----------------------------------------------------------------------------------
 
 
-def orders(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+def orders(folder: Path, args: argparse.Namespace) -> Figures:
     """The times of each ring; the first ring is the order of the nodes' names."""
     folder.mkdir()
     with cluster_of(args) as cluster:
@@ -108,8 +91,8 @@ def orders(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figure
                 )
                 for node in range(args.nodes)
             ]
-        wait_for_all(processes, folder / "output", deadline)
-    lines = [read_lines(folder / f"node{node}.jsonl") for node in range(args.nodes)]
+        wait_for_all(processes, folder / "output", args.deadline)
+    lines = [bench.read_lines(folder / f"node{node}.jsonl") for node in range(args.nodes)]
     found = []
     for which, order in enumerate(tried):
         seconds = slowest([[one for one in of if one["order"] == which] for of in lines])
@@ -134,17 +117,17 @@ def rings(leaf_of: Sequence[int]) -> list[list[int]]:
 
 
 def wait_for_all(
-    processes: "Sequence[subprocess.Popen[bytes]]", output: Path, deadline: Deadline
+    processes: "Sequence[subprocess.Popen[bytes]]", output: Path, deadline: bench.Deadline
 ) -> None:
     """Raises: BenchError: one has failed, or the time is over."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             break
         deadline.check("the all-reduces")
-        time.sleep(POLL_S)
+        time.sleep(bench.POLL_S)
     if any(process.poll() for process in processes):
         last = output.read_text(errors="replace").splitlines()[-25:]
-        raise BenchError("an all-reduce has failed:\n" + "\n".join(last))
+        raise bench.BenchError("an all-reduce has failed:\n" + "\n".join(last))
 
 
 # --- under ftrun ------------------------------------------------------------------------------
@@ -154,32 +137,29 @@ def training(
     cluster: VirtualCluster,
     folder: Path,
     args: argparse.Namespace,
-    deadline: Deadline,
     mode: str,
     *words: object,
 ) -> NodesRun:
     """A started training under `--network-plan` MODE."""
     script = [WORKER, "train", "--folder", folder, *words]
     flags = ["--network-plan", mode, *FLAGS]
-    run = NodesRun(cluster, folder, script, deadline, members=args.nodes, flags=flags)
+    run = NodesRun(cluster, folder, script, args.deadline, members=args.nodes, flags=flags)
     run.start_all()
     return run
 
 
-def plan(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+def plan(folder: Path, args: argparse.Namespace) -> Figures:
     with cluster_of(args) as cluster:
-        return {
-            mode: reduced(cluster, folder / mode, args, deadline, mode) for mode in ("off", "on")
-        }
+        return {mode: reduced(cluster, folder / mode, args, mode) for mode in ("off", "on")}
 
 
-def slow(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+def slow(folder: Path, args: argparse.Namespace) -> Figures:
     tenth = f"{bits_per_s(args.rail) / 1e4:.0f}kbit"
     found = {}
     with cluster_of(args) as cluster:
         for mode in ("off", "on"):
             cluster.slow(STRUCK, tenth, rail=0)
-            found[mode] = reduced(cluster, folder / mode, args, deadline, mode, rounds=1)
+            found[mode] = reduced(cluster, folder / mode, args, mode, rounds=1)
     return found
 
 
@@ -187,14 +167,13 @@ def reduced(
     cluster: VirtualCluster,
     folder: Path,
     args: argparse.Namespace,
-    deadline: Deadline,
     mode: str,
     rounds: int = 0,
 ) -> Figures:
     """Seconds of all-reduces, without the first if there are several, and the chosen plan."""
     skipped = 0 if rounds else 1
     rounds = rounds or args.rounds
-    run = training(cluster, folder, args, deadline, mode, "--mb", args.mb)
+    run = training(cluster, folder, args, mode, "--mb", args.mb)
     run.wait_for_step(skipped + rounds - 1)
     chosen = network_of(run)
     nodes = [run.node_of(rank) for rank in range(args.nodes)]
@@ -228,19 +207,19 @@ def status_of(run: NodesRun) -> Figures:
     return found
 
 
-def cut(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+def cut(folder: Path, args: argparse.Namespace) -> Figures:
     """Generations and steps that each cut costs, and the time until the rail is named."""
     found = []
     for number in range(args.cuts):
-        found.append(cut_once(folder / str(number), args, deadline))
+        found.append(cut_once(folder / str(number), args))
         print(f"  {json.dumps(found[-1])}", flush=True)
     return {"cuts": found}
 
 
-def cut_once(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+def cut_once(folder: Path, args: argparse.Namespace) -> Figures:
     words = ["--mb", CUT_MB, "--state-mb", CUT_STATE_MB, "--attach"]
     with cluster_of(args) as cluster:
-        run = training(cluster, folder, args, deadline, "on", *words)
+        run = training(cluster, folder, args, "on", *words)
         run.wait_for_step(CUT_AFTER)
         chosen = network_of(run).get("plan") or {}
         rail = (chosen.get("rails") or ["eth0"])[0]
@@ -283,7 +262,7 @@ def named_s(run: NodesRun, rail: str, at_ns: int) -> float | None:
     return None
 
 
-def snapshots(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+def snapshots(folder: Path, args: argparse.Namespace) -> Figures:
     """Seconds of a step with a snapshot at each one, and without any."""
     found: Figures = {}
     words = ["--mb", SNAPSHOT_MB, "--state-mb", args.state_mb]
@@ -291,7 +270,7 @@ def snapshots(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Fig
         for mode in ("on", "off"):
             for attach in ((), ("--attach",)):
                 name = f"plan {mode}, " + ("with" if attach else "without")
-                run = training(cluster, folder / name, args, deadline, mode, *words, *attach)
+                run = training(cluster, folder / name, args, mode, *words, *attach)
                 run.wait_for_step(SNAPSHOT_STEPS + 2)
                 lines = run.steps(0)[2 : SNAPSHOT_STEPS + 3]
                 held = (status_of(run).get("snapshots") or {}).get("step")
@@ -306,7 +285,7 @@ def snapshots(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Fig
     return found
 
 
-Part = Callable[[Path, argparse.Namespace, Deadline], Figures]
+Part = Callable[[Path, argparse.Namespace, bench.Deadline], Figures]
 PARTS: dict[str, Part] = {
     "orders": orders,
     "plan": plan,
@@ -329,17 +308,16 @@ def show_order(nodes: Sequence[int]) -> str:
 
 
 def show_seconds(seconds: Sequence[float]) -> str:
-    found = spread(seconds)
+    found = bench.spread(seconds)
     return "median {median:.2f} s, {min:.2f} to {max:.2f}".format(**found)
 
 
-def report(parts: Figures, args: argparse.Namespace, found: dict[str, Any]) -> None:
+def report(parts: Figures, args: argparse.Namespace) -> None:
     asked = asked_figures(parts)
     title = f"{args.nodes} nodes, {args.mb:g} MB; rails of {args.rail}, uplinks of {args.uplink}"
-    show_table(title, ["", "found"], [[name, show(value)] for name, value in asked.items()])
-    show_conditions(found)
+    bench.show_table(title, ["", "found"], [[name, show(value)] for name, value in asked.items()])
     setting = {name: getattr(args, name) for name in ("nodes", "mb", "rail", "uplink", "rounds")}
-    write_json(args.json, {**asked, "parts": parts, **setting, "conditions": found})
+    bench.finish(args.json, {**asked, "parts": parts, **setting})
 
 
 def show(value: object) -> str:
@@ -377,41 +355,21 @@ def asked_figures(parts: Figures) -> Figures:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=900)
-    parser.add_argument(
-        "--nodes", type=int, default=4, help="number of nodes, 4 to 8 (default %(default)s)"
-    )
-    parser.add_argument(
-        "--mb", type=float, default=64, help="MB of an all-reduce (default %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="number of turns of each part (default %(default)s)"
-    )
-    parser.add_argument(
-        "--cuts", type=int, default=3, help="number of cuts of a rail (default %(default)s)"
-    )
-    parser.add_argument("--rail", default="400mbit", help="rate of a cable (default %(default)s)")
-    parser.add_argument(
-        "--uplink", default="200mbit", help="rate of the uplink of a switch (default %(default)s)"
-    )
-    parser.add_argument(
-        "--state-mb",
-        type=float,
-        default=32,
-        help="MB of a snapshot, per rank (default %(default)s)",
-    )
+    parser = bench.Parser(__doc__, timeout_s=900)
+    parser.option("--nodes", int, 4, "number of nodes, 4 to 8")
+    parser.option("--mb", float, 64, "MB of an all-reduce")
+    parser.option("--rounds", int, 3, "number of turns of each part")
+    parser.option("--cuts", int, 3, "number of cuts of a rail")
+    parser.option("--rail", str, "400mbit", "rate of a cable")
+    parser.option("--uplink", str, "200mbit", "rate of the uplink of a switch")
+    parser.option("--state-mb", float, 32, "MB of a snapshot, per rank")
     parser.add_argument("--only", action="append", choices=PARTS)
-    args = parser.parse_args()
-    if (
-        not 3 <= args.nodes <= 8
-        or min(args.rounds, args.cuts) < 1
-        or args.mb <= 0
-        or args.state_mb <= 0
-    ):
+    args = parser.parsed()
+    if not 3 <= args.nodes <= 8 or min(args.rounds, args.cuts, args.mb, args.state_mb) <= 0:
         parser.error("--nodes is 3 to 8; --rounds, --cuts, --mb, --state-mb are positive")
     args.only = args.only or list(PARTS)
     return args
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

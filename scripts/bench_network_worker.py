@@ -12,7 +12,6 @@ import datetime
 import itertools
 import json
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     notes = Notes(args.folder / f"rank{dist.get_rank()}.jsonl")
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    notes.write("begun", generation=generation, pid=os.getpid(), node=socket.gethostname())
+    notes.write_begun(generation)
     # A collective decision: no rank waits alone in a collective.
     end = torch.zeros(1)
     for step in steps(args):

@@ -25,29 +25,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import (
-    ROOT,
-    BenchError,
-    Deadline,
-    conditions,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    write_json,
-)
+import bench_common as bench
 from nodes_run import PORT, RUN_ID, NodesRun
-from virtual_cluster import VirtualCluster, available
+from virtual_cluster import VirtualCluster
 
 MEMBERS, SPARES = 2, 1
 DEADLINE_S = 3.0
 STEPS_BETWEEN = 20
 REFILL_S = 2.0
 TORCHRUN_KILLS = 3
-WORKER = ROOT / "scripts" / "bench_recovery_worker.py"
-SIMULATE = ROOT / "scripts" / "simulate.py"
+WORKER = bench.ROOT / "scripts" / "bench_recovery_worker.py"
+SIMULATE = bench.ROOT / "scripts" / "simulate.py"
 FLAGS = (
     *("--set", "restart.budget=100000", "--set", "nodes.max_failures_per_hour=100000"),
     *("--set", f"nodes.failure_timeout_s={DEADLINE_S}"),
@@ -70,42 +58,30 @@ class Torchrun(NodesRun):
 
 def main() -> int:
     args = parse_arguments()
-    if reason := available():
-        raise BenchError(f"no virtual cluster: {reason}")
-    found = conditions()
-    deadline = Deadline(args.timeout)
     times: dict[str, list[float]] = {}
-    with scratch(base=None) as folder:  # /dev/shm is each node's own
-        measure_ftrun(folder / "ftrun", args, deadline, times)
+    with bench.scratch(base=None) as folder:  # /dev/shm is each node's own
+        measure_ftrun(folder / "ftrun", args, times)
         if "rank kill" in args.only:
-            times["torchrun rank kill"] = measure_torchrun(folder / "torchrun", args, deadline)
+            times["torchrun rank kill"] = measure_torchrun(folder / "torchrun", args)
     traffic = control_traffic(args.traffic)
-    report(times, traffic, found, args)
+    report(times, traffic, args)
     return 0
 
 
-def measure_ftrun(
-    folder: Path, args: argparse.Namespace, deadline: Deadline, times: dict[str, list[float]]
-) -> None:
+def measure_ftrun(folder: Path, args: argparse.Namespace, times: dict[str, list[float]]) -> None:
     with VirtualCluster(MEMBERS + SPARES) as cluster:
-        run = NodesRun(
-            cluster,
-            folder,
-            worker_argv(folder, args),
-            deadline,
-            members=MEMBERS,
-            spares=SPARES,
-            flags=FLAGS,
-        )
+        sizes = {"members": MEMBERS, "spares": SPARES}
+        words = worker_argv(folder, args)
+        run = NodesRun(cluster, folder, words, args.deadline, **sizes, flags=FLAGS)
         run.start_all()
         for name in args.only:
             times[name] = measure(name, FAULTS[name], run, args.faults)
 
 
-def measure_torchrun(folder: Path, args: argparse.Namespace, deadline: Deadline) -> list[float]:
+def measure_torchrun(folder: Path, args: argparse.Namespace) -> list[float]:
     with VirtualCluster(MEMBERS) as cluster:
         words = worker_argv(folder, args)
-        run = Torchrun(cluster, folder, words, deadline, members=MEMBERS)
+        run = Torchrun(cluster, folder, words, args.deadline, members=MEMBERS)
         # torchrun leaves folders of logs there, and by default reuses one store for all restarts.
         env = {"TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         run.start_all(dict.fromkeys(range(MEMBERS), env))
@@ -191,12 +167,12 @@ def control_traffic(is_wanted: bool) -> list[dict[str, Any]]:
     """Cost of the control messages by number of nodes, from the simulation."""
     if not is_wanted or not SIMULATE.exists():
         return []
-    with scratch() as folder:
+    with bench.scratch() as folder:
         path = folder / "traffic.json"
         command = [sys.executable, SIMULATE, "--traffic", "--json", path]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise BenchError(f"{SIMULATE.name} ended with {done.returncode}:\n{done.stderr}")
+            raise bench.BenchError(f"{SIMULATE.name} ended with {done.returncode}:\n{done.stderr}")
         rows: list[dict[str, Any]] = json.loads(path.read_text())["control_traffic"]
         return rows
 
@@ -204,27 +180,22 @@ def control_traffic(is_wanted: bool) -> list[dict[str, Any]]:
 def report(
     times: dict[str, list[float]],
     traffic: list[dict[str, Any]],
-    found: dict[str, Any],
     args: argparse.Namespace,
 ) -> None:
-    spreads = {name: spread(values) for name, values in times.items()}
-    show_table(
+    spreads = {name: bench.spread(values) for name, values in times.items()}
+    bench.show_table(
         f"From the fault to the next step on all {MEMBERS} ranks, {args.state_mb:g} MB of state; "
         f"deadline {DEADLINE_S:g} s; in seconds",
         ["fault", "median", "min", "max", "count"],
-        [
-            [name, *(f"{one[key]:.3f}" for key in ("median", "min", "max")), one["count"]]
-            for name, one in spreads.items()
-        ],
+        [[name, *bench.cells(one, ".3f"), one["count"]] for name, one in spreads.items()],
     )
     if traffic:
         head = list(traffic[0])
-        show_table(
+        bench.show_table(
             "Control messages, by the simulation",
             head,
             [[f"{row[key]:.6g}" for key in head] for row in traffic],
         )
-    show_conditions(found)
     figures: dict[str, Any] = {
         f"{name.replace(' ', '_').replace('-', '_')}_s": one["median"]
         for name, one in spreads.items()
@@ -235,30 +206,20 @@ def report(
         "control_traffic": traffic,
         "deadline_s": DEADLINE_S,
         "state_mb": args.state_mb,
-        "conditions": found,
     }
-    write_json(args.json, figures)
+    bench.finish(args.json, figures)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=900)
-    parser.add_argument(
-        "--state-mb",
-        type=float,
-        default=64,
-        help="MB of parameters and moments (default %(default)s)",
-    )
-    parser.add_argument(
-        "--faults", type=int, default=5, help="number of faults of each kind (default %(default)s)"
-    )
+    parser = bench.Parser(__doc__, timeout_s=900)
+    parser.option("--state-mb", float, 64, "MB of parameters and moments")
+    parser.option("--faults", int, 5, "number of faults of each kind")
     parser.add_argument("--only", action="append", choices=FAULTS)
     parser.add_argument("--traffic", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
-    if args.faults < 1 or args.state_mb <= 0:
-        parser.error("--faults and --state-mb are positive")
+    args = parser.parsed("faults", "state_mb")
     args.only = args.only or list(FAULTS)
     return args
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -3,8 +3,10 @@
 Separate from bench_common.py, whose imports would be part of the measurement.
 """
 
+import argparse
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -19,3 +21,16 @@ class Notes:
     def write(self, kind: str, **fields: object) -> None:
         line = {"ns": time.monotonic_ns(), "kind": kind, **fields}
         os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+    def write_begun(self, generation: int) -> None:
+        node = socket.gethostname()
+        self.write("begun", generation=generation, pid=os.getpid(), node=node)
+
+
+def arguments(doc: str | None, **kinds: type) -> argparse.Namespace:
+    """The folder of a worker's file, and other arguments, all of them required."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--folder", type=Path, required=True)
+    for name, kind in kinds.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
+    return parser.parse_args()

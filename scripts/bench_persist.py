@@ -37,25 +37,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+import bench_common as bench
 import xxhash
-from bench_common import (
-    ROOT,
-    BenchError,
-    Deadline,
-    conditions,
-    ftrun_command,
-    launched,
-    parser_of,
-    read_journal,
-    read_lines,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    wait_for,
-    write_json,
-)
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
@@ -77,7 +60,7 @@ from ftrun.wire.shared_memory.arena import (
 TENSORS = 32
 ROWS = 1000
 WAYS = ("ftrun", "dd", "torch.save", "dcp.save")
-WORKER = ROOT / "scripts" / "bench_steps_worker.py"
+WORKER = bench.ROOT / "scripts" / "bench_steps_worker.py"
 TRAINING_RANKS = 2
 WRITING_S = 4.0
 """Length of the intervals with and without a checkpoint write during a training."""
@@ -88,49 +71,31 @@ _FREE = 4
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=900)
-    parser.add_argument(
-        "--gb", type=float, default=2.0, help="GB of state in total (default %(default)s)"
-    )
+    parser = bench.Parser(__doc__, timeout_s=900)
+    parser.option("--gb", float, 2.0, "GB of state in total")
     parser.add_argument(
         "--dir", type=Path, default=Path.cwd(), help="folder on the disk to measure"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="number of turns (default %(default)s)"
-    )
-    parser.add_argument(
-        "--limit-mb",
-        type=float,
-        default=100.0,
-        help="write limit in MB per second (default %(default)s)",
-    )
-    parser.add_argument(
-        "--step-seconds",
-        type=float,
-        default=180.0,
-        help="seconds of training (default %(default)s)",
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="ranks that wrote the state (default %(default)s)"
-    )
+    parser.option("--rounds", int, 5, "number of turns")
+    parser.option("--limit-mb", float, 100.0, "write limit in MB per second")
+    parser.option("--step-seconds", float, 180.0, "seconds of training")
+    parser.option("--ranks", int, 2, "ranks that wrote the state")
     parser.add_argument(
         "--replicated", action="store_true", help="all ranks hold the same state and share it"
     )
-    args = parser.parse_args()
-    deadline, found = Deadline(args.timeout), conditions()
+    args = parser.parsed()
     num_bytes = int(args.gb * 1e9)
     if shutil.disk_usage(args.dir).free < _FREE * num_bytes:
-        raise BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
+        raise bench.BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
     layouts = layouts_of(num_bytes, args.ranks, is_replicated=args.replicated)
-    with scratch(args.dir) as disk, scratch() as memory, arenas(layouts) as fds:
-        figures = measure(fds, disk, memory, rounds=args.rounds, deadline=deadline)
+    with bench.scratch(args.dir) as disk, bench.scratch() as memory, arenas(layouts) as fds:
+        figures = measure(fds, disk, memory, args)
     figures["bytes_over_state"] = sum(figures["written_bytes"]) / num_bytes
     if args.step_seconds > 0:
-        with scratch(args.dir) as disk, scratch() as memory:
-            figures |= beside_steps(disk, memory, args, deadline)
+        with bench.scratch(args.dir) as disk, bench.scratch() as memory:
+            figures |= beside_steps(disk, memory, args)
     show(figures)
-    show_conditions(found)
-    write_json(args.json, {"conditions": found, **figures})
+    bench.finish(args.json, figures)
     return 0
 
 
@@ -138,9 +103,8 @@ def main() -> int:
 
 
 def measure(
-    fds: dict[Rank, list[int]], disk: Path, memory: Path, *, rounds: int, deadline: Deadline
+    fds: dict[Rank, list[int]], disk: Path, memory: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run each way in turn; GB/s of each, and the ratios."""
     source = memory / "bytes"
     images = [Arena(fd[0], writable=False).image(0) for fd in fds.values()]
     with source.open("wb") as file:
@@ -150,10 +114,10 @@ def measure(
     states = [state_of(image) for image in images]
     turns: list[dict[str, float]] = []
     written: list[int] = []
-    for turn in range(rounds + 1):
+    for turn in range(args.rounds + 1):
         rates: dict[str, float] = {}
         for way in WAYS:
-            deadline.check(way)
+            args.deadline.check(way)
             folder = disk / way.replace(".", "-")
             folder.mkdir()
             rates[way] = total / seconds(
@@ -169,7 +133,7 @@ def measure(
             turns.append(rates)
     ratio = lambda a, b: median(turn[a] / turn[b] for turn in turns)  # noqa: E731
     return {
-        "gb_per_s": {way: spread([turn[way] / 1e9 for turn in turns]) for way in turns[0]},
+        "gb_per_s": {way: bench.spread([turn[way] / 1e9 for turn in turns]) for way in turns[0]},
         "write_over_dd": ratio("ftrun", "dd"),
         "write_over_torch_save": ratio("ftrun", "torch.save"),
         "write_over_dcp_save": ratio("ftrun", "dcp.save"),
@@ -217,7 +181,7 @@ def dd(source: Path, target: Path) -> None:
     if subprocess.run([*command, "oflag=direct"], capture_output=True, check=False).returncode:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BenchError(f"dd: {done.stderr.strip()}")
+            raise bench.BenchError(f"dd: {done.stderr.strip()}")
 
 
 def read_back(folder: Path, num_ranks: int) -> None:
@@ -225,7 +189,7 @@ def read_back(folder: Path, num_ranks: int) -> None:
     job = LoadJob(num_ranks, [Rank(rank) for rank in range(num_ranks)], lambda _: None)
     loaded = load_checkpoint(str(folder), job, threading.Event())
     if loaded is None:
-        raise BenchError("what was written cannot be read")
+        raise bench.BenchError("what was written cannot be read")
     for fd in loaded.fds:
         os.close(fd)
 
@@ -242,33 +206,24 @@ _COPIES: dict[int, bytearray] = {}
 # --- during a training ------------------------------------------------------------------------
 
 
-def beside_steps(
-    disk: Path, folder: Path, args: argparse.Namespace, deadline: Deadline
-) -> dict[str, Any]:
+def beside_steps(disk: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The step time while a checkpoint is written, relative to the step time between two."""
     run_id = f"bench-persist-{os.getpid()}"
     half_mb = args.limit_mb * WRITING_S / TRAINING_RANKS
-    settings = [
-        f"checkpoint.max_bytes_per_s={args.limit_mb * 1e6}",
-        f"checkpoint.every_s={2 * WRITING_S}",
-    ]
     flags = ["--nproc-per-node", TRAINING_RANKS, "--run-id", run_id]
-    flags += ["--checkpoint-dir", disk / "saved"]
-    flags += [
-        "--snapshot-every",
-        SNAPSHOT_EVERY,
-        *(word for one in settings for word in ("--set", one)),
-    ]
+    flags += ["--checkpoint-dir", disk / "saved", "--snapshot-every", SNAPSHOT_EVERY]
+    flags += ["--set", f"checkpoint.max_bytes_per_s={args.limit_mb * 1e6}"]
+    flags += ["--set", f"checkpoint.every_s={2 * WRITING_S}"]
     words = [WORKER, "--folder", folder, "--state-mb", half_mb, "--attach", 1]
-    with launched("training", ftrun_command(*flags, *words), folder) as launcher:
+    command = bench.ftrun_command(*flags, *words)
+    with bench.launched("training", command, folder, args.deadline) as launcher:
         end_s = time.monotonic() + args.step_seconds
-        wait_for("the training", lambda: time.monotonic() > end_s, [launcher], deadline)
+        launcher.wait_for("the training", lambda: time.monotonic() > end_s)
         (folder / "go").touch()
-        wait_for("its end", lambda: launcher.process.poll() is not None, [], deadline)
-        written = [
-            one for one in read_journal(folder, run_id) if one["kind"] == "checkpoint_written"
-        ]
-    lines = read_lines(folder / "rank0.jsonl")
+        launcher.wait_for_end()
+        journal = bench.read_journal(folder, run_id)
+    written = [one for one in journal if one["kind"] == "checkpoint_written"]
+    lines = bench.read_lines(folder / "rank0.jsonl")
     at_s = {one["step"]: one["ns"] / 1e9 for one in lines if "step" in one}
     spans = [(one["monotonic_s"] - one["seconds"], one["monotonic_s"]) for one in written]
     gaps = [(one[1], after[0]) for one, after in pairwise(spans)]
@@ -276,7 +231,7 @@ def beside_steps(
     inside = [one for span in spans[1:-1] for one in rounds_s(at_s, *span)]
     between = [one for gap in gaps[1:-1] for one in rounds_s(at_s, *gap)]
     if min(len(inside), len(between)) < LEAST_ROUNDS:
-        raise BenchError(f"only {len(written)} checkpoints were written; more --step-seconds")
+        raise bench.BenchError(f"only {len(written)} checkpoints were written; more --step-seconds")
     ratio = mean(inside) / mean(between)
     errors = [stdev(some) / mean(some) / len(some) ** 0.5 for some in (inside, between)]
     return {
@@ -352,7 +307,6 @@ def fill(fd: int, layout: Layout) -> None:
 
 
 def state_of(image: memoryview) -> dict[str, Any]:
-    """The same bytes as tensors."""
     import torch
 
     layout, start = parse_header(image)
@@ -374,7 +328,7 @@ def show(figures: dict[str, Any]) -> None:
         for way, one in rates.items()
     ]  # fmt: skip
     gb = figures["total_bytes"] / 1e9
-    show_table(f"{gb:.2f} GB, on disk", ("way", "GB/s", "range", "over dd"), rows)
+    bench.show_table(f"{gb:.2f} GB, on disk", ("way", "GB/s", "range", "over dd"), rows)
     print(
         f"\n  bytes over state {figures['bytes_over_state']:.4f}, largest rank over mean "
         f"{figures['writer_imbalance']:.4f}"
@@ -396,4 +350,4 @@ def show(figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -16,7 +16,6 @@ import os
 import re
 import signal
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,26 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_common import (
-    BenchError,
-    Deadline,
-    Launcher,
-    NotesReader,
-    conditions,
-    ftrun_command,
-    launched,
-    parser_of,
-    pause,
-    read_journal,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    torchrun_command,
-    wait_for,
-    write_json,
-)
+import bench_common as bench
 
 RANKS = 2
 STEPS_BEFORE = 10
@@ -58,12 +38,10 @@ WORKER = Path(__file__).with_name("bench_recovery_worker.py")
 
 
 @dataclass
-class Contender:
+class Contender(bench.RankFiles):
     """One launcher, the files of its ranks, and its measurements."""
 
-    launcher: Launcher
-    folder: Path
-    readers: list[NotesReader]
+    launcher: bench.Launcher
     times_s: list[float] = field(default_factory=list)
     killed: list[tuple[int, int]] = field(default_factory=list)
     """Of each kill: the generation that was hit, and the time in nanoseconds."""
@@ -74,25 +52,14 @@ class Contender:
     def hold(self) -> Path:
         return self.folder / "hold"
 
-    def generation(self) -> int:
-        return min(
-            max((line["generation"] for line in reader.of("begun")), default=-1)
-            for reader in self.readers
-        )
-
-    def first_step_ns(self, generation: int) -> int | None:
-        """When the last rank completed its first step of that generation; None if not all have."""
-        firsts = [reader.of("step", generation) for reader in self.readers]
-        return max(lines[0]["ns"] for lines in firsts) if all(firsts) else None
-
     def has_stepped(self, count: int) -> bool:
         """Whether each rank has completed this number of steps of the newest generation."""
-        now = self.generation()
+        now = self.begun()
         return all(len(reader.of("step", now)) >= count for reader in self.readers)
 
     def kill(self, rank: int) -> None:
-        generation = self.generation()
-        pid = self.readers[rank].of("begun", generation)[-1]["pid"]
+        generation = self.begun()
+        pid = self.pid(rank, generation)
         self.killed.append((generation, time.monotonic_ns()))
         os.kill(pid, signal.SIGKILL)
 
@@ -116,24 +83,22 @@ class Contender:
             found.append(max(0, done + 1 - first))
         return found
 
-    def new_steps(self) -> int | None:
-        """The end of the first step after the last kill, on all ranks."""
-        now = self.generation()
-        return self.first_step_ns(now) if now > self.killed[-1][0] else None
+    def new_steps(self) -> list[dict[str, Any]]:
+        """The first step of each rank after the last kill; empty until all have."""
+        now = self.begun()
+        return self.first_steps(now) if now > self.killed[-1][0] else []
 
 
 def main() -> int:
     args = parse_arguments()
-    found = conditions()
-    deadline = Deadline(args.timeout)
-    with scratch() as folder, contextlib.ExitStack() as stack:
+    with bench.scratch() as folder, contextlib.ExitStack() as stack:
         contenders = {
             name: start(name, folder / name, args, stack) for name in ("ftrun", "torchrun")
         }
-        measure(contenders, args, deadline)
-        phases = phases_of(contenders["ftrun"], deadline)
+        measure(contenders, args.kills)
+        phases = phases_of(contenders["ftrun"])
         contenders["torchrun"].detected_s = detected_by_torchrun(contenders["torchrun"])
-    report(contenders, phases, found, args)
+    report(contenders, phases, args)
     return 0
 
 
@@ -145,59 +110,47 @@ def start(
     flags = ["--nproc-per-node", RANKS]
     if name == "ftrun":
         flags += ["--run-id", RUN_ID, "--snapshot-every", 1]
-        command = ftrun_command(*flags, *script)
+        command = bench.ftrun_command(*flags, *script)
     else:
         flags += ["--monitor-interval", 0.02, "--max-restarts", 1_000_000]
-        command = torchrun_command(*flags, *script)
+        command = bench.torchrun_command(*flags, *script)
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if name == "torchrun":
         variables["TMPDIR"] = str(folder)  # torchrun leaves a folder of logs there
-    launcher = stack.enter_context(launched(name, command, folder, **variables))
-    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
-    return Contender(launcher, folder, readers)
+    running = bench.launched(name, command, folder, args.deadline, **variables)
+    return Contender(folder, RANKS, stack.enter_context(running))
 
 
-def measure(contenders: dict[str, Contender], args: argparse.Namespace, deadline: Deadline) -> None:
-    launchers = [one.launcher for one in contenders.values()]
+def measure(contenders: dict[str, Contender], kills: int) -> None:
     for name, one in contenders.items():
-        wait_for(f"{name}'s first steps", partial(one.has_stepped, 1), launchers, deadline)
+        one.launcher.wait_for(f"{name}'s first steps", partial(one.has_stepped, 1))
         one.hold.touch()
-    for number in range(args.kills):
+    for number in range(kills):
         for name, one in contenders.items():
             one.hold.unlink()
-            one_kill(name, one, number % RANKS, launchers, deadline)
+            one_kill(name, one, number % RANKS)
             one.hold.touch()
 
 
-def one_kill(
-    name: str, one: Contender, rank: int, launchers: list[Launcher], deadline: Deadline
-) -> None:
-    pause(REFILL_S, launchers, deadline)
-    wait_for(
-        f"{name}'s steps before a kill", lambda: one.has_stepped(STEPS_BEFORE), launchers, deadline
-    )
+def one_kill(name: str, one: Contender, rank: int) -> None:
+    one.launcher.pause(REFILL_S)
+    one.launcher.wait_for(f"{name}'s steps before a kill", lambda: one.has_stepped(STEPS_BEFORE))
     one.kill(rank)
-    wait_for(
-        f"{name}'s first step after a kill",
-        lambda: one.new_steps() is not None,
-        launchers,
-        deadline,
-    )
-    end_ns = one.new_steps()
-    assert end_ns is not None
+    one.launcher.wait_for(f"{name}'s first step after a kill", one.new_steps)
+    end_ns = max(line["ns"] for line in one.new_steps())
     one.times_s.append((end_ns - one.killed[-1][1]) / 1e9)
     print(f"kill {len(one.killed)}, {name:8} rank {rank}: {one.times_s[-1]:7.3f} s", flush=True)
 
 
-def phases_of(ftrun: Contender, deadline: Deadline) -> dict[str, list[float]]:
+def phases_of(ftrun: Contender) -> dict[str, list[float]]:
     """The phases that ftrun itself measured; `detect` begins at the kill."""
     lines: list[dict[str, Any]] = []
 
     def all_there() -> bool:
-        lines[:] = [e for e in read_journal(ftrun.folder, RUN_ID) if e["kind"] == "recovered"]
+        lines[:] = [e for e in bench.read_journal(ftrun.folder, RUN_ID) if e["kind"] == "recovered"]
         return len(lines) >= len(ftrun.killed)
 
-    wait_for("the journal", all_there, [ftrun.launcher], deadline)
+    ftrun.launcher.wait_for("the journal", all_there)
     by_generation = {line["generation"]: line for line in lines}
     ftrun.detected_s = [
         by_generation[generation + 1]["noticed_s"] - kill_ns / 1e9
@@ -221,7 +174,7 @@ def detected_by_torchrun(torchrun: Contender) -> list[float]:
     text = torchrun.launcher.output.read_text(errors="replace")
     stamps = re.findall(r"^E(\d{4} [\d:.]+) .*failed \(exitcode: -9\)", text, re.MULTILINE)
     if len(stamps) != len(torchrun.killed):
-        raise BenchError(f"{len(torchrun.killed)} kills, torchrun has logged {len(stamps)}")
+        raise bench.BenchError(f"{len(torchrun.killed)} kills, torchrun has logged {len(stamps)}")
     year = datetime.now(UTC).year
     found = []
     for stamp, (_, kill_ns) in zip(stamps, torchrun.killed, strict=True):
@@ -233,32 +186,27 @@ def detected_by_torchrun(torchrun: Contender) -> list[float]:
 def report(
     contenders: dict[str, Contender],
     phases: dict[str, list[float]],
-    found: dict[str, Any],
     args: argparse.Namespace,
 ) -> None:
-    times = {name: spread(one.times_s) for name, one in contenders.items()}
+    times = {name: bench.spread(one.times_s) for name, one in contenders.items()}
     ratio = times["torchrun"]["median"] / times["ftrun"]["median"]
-    rows = [
-        [name, *(f"{time_s[key]:.3f}" for key in ("median", "min", "max"))]
-        for name, time_s in times.items()
-    ]
-    show_table(
+    bench.show_table(
         f"SIGKILL of one of {RANKS} ranks to the next step on all, {args.state_mb:g} MB of state, "
         f"{args.kills} kills each, in seconds",
         ["launcher", "median", "min", "max"],
-        rows,
+        [[name, *bench.cells(time_s, ".3f")] for name, time_s in times.items()],
     )
     print(f"\n  torchrun / ftrun: {ratio:.1f}")
-    show_table(
+    bench.show_table(
         "ftrun's own phases, in milliseconds",
         ["phase", "median", "min", "max"],
         [
-            [phase, *(f"{1e3 * spread(values)[key]:.1f}" for key in ("median", "min", "max"))]
+            [phase, *bench.cells(bench.spread([1e3 * value for value in values]), ".1f")]
             for phase, values in phases.items()
         ],
     )
     moments = {name: one.moments() for name, one in contenders.items()}
-    show_table(
+    bench.show_table(
         "From the kill until, in seconds (medians)",
         ["launcher", *MOMENTS, "steps repeated"],
         [
@@ -270,8 +218,7 @@ def report(
             for name, of in moments.items()
         ],
     )
-    show_conditions(found)
-    write_json(
+    bench.finish(
         args.json,
         {
             "ftrun_s": times["ftrun"]["median"],
@@ -289,35 +236,19 @@ def report(
                 }
                 for name, one in contenders.items()
             },
-            "phases": {phase: spread(values) for phase, values in phases.items()},
+            "phases": {phase: bench.spread(values) for phase, values in phases.items()},
             "state_mb": args.state_mb,
             "ranks": RANKS,
-            "conditions": found,
         },
     )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=600)
-    parser.add_argument(
-        "--state-mb",
-        type=float,
-        default=64,
-        help="MB of parameters and moments (default %(default)s)",
-    )
-    parser.add_argument(
-        "--kills",
-        type=int,
-        default=7,
-        help="number of kills of each launcher (default %(default)s)",
-    )
-    args = parser.parse_args()
-    if args.kills < 1 or args.state_mb <= 0:
-        parser.error("--kills and --state-mb are positive")
-    if sys.platform != "linux":
-        parser.error("ftrun launches on Linux only")
-    return args
+    parser = bench.Parser(__doc__, timeout_s=600)
+    parser.option("--state-mb", float, 64, "MB of parameters and moments")
+    parser.option("--kills", int, 7, "number of kills of each launcher")
+    return parser.parsed("kills", "state_mb")
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -5,16 +5,14 @@ file from tmpfs with torch.load, and writes it once per generation, outside the 
 Everything else is equal.
 """
 
-import argparse
 import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_notes import Notes
+from bench_notes import Notes, arguments
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,15 +41,12 @@ class Layers(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--state-mb", type=float, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, state_mb=float)
     rank, generation = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     notes = Notes(args.folder / f"rank{rank}.jsonl")
     notes.write("started", generation=generation)
     dist.init_process_group("gloo")
-    notes.write("begun", generation=generation, pid=os.getpid(), node=socket.gethostname())
+    notes.write_begun(generation)
 
     layers = Layers(int(args.state_mb * 1e6))
     data = torch.ones(1, layers.width)

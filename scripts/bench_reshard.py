@@ -15,24 +15,11 @@ by all ranks at once.
 import json
 import os
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_common import (
-    BenchError,
-    Deadline,
-    conditions,
-    ftrun_command,
-    launched,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    wait_for,
-    write_json,
-)
+import bench_common as bench
 
 WORKER = Path(__file__).with_name("bench_reshard_worker.py")
 CHANGES = ((2, 1), (2, 3), (4, 2))
@@ -40,23 +27,13 @@ AGAIN_RANKS = 2
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=1200)
-    parser.add_argument(
-        "--gb", type=float, default=1.0, help="GB of state of all ranks (default %(default)s)"
-    )
-    parser.add_argument(
-        "--gb-again",
-        type=float,
-        default=1.0,
-        help="GB of state of each rank for `again` (default %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="number of turns (default %(default)s)"
-    )
-    args = parser.parse_args()
-    deadline, found = Deadline(args.timeout), conditions()
-    changes = [change(before, after, args, deadline) for before, after in CHANGES]
-    again = [restored_again(args, deadline) for _ in range(args.rounds)]
+    parser = bench.Parser(__doc__, timeout_s=1200)
+    parser.option("--gb", float, 1.0, "GB of state of all ranks")
+    parser.option("--gb-again", float, 1.0, "GB of state of each rank for `again`")
+    parser.option("--rounds", int, 3, "number of turns")
+    args = parser.parsed()
+    changes = [change(before, after, args) for before, after in CHANGES]
+    again = [restored_again(args) for _ in range(args.rounds)]
     figures: dict[str, Any] = {
         "changes": changes,
         "speedup_over_dcp_load": min(one["speedup"]["median"] for one in changes),
@@ -64,35 +41,33 @@ def main() -> int:
         "again": again,
     }
     show(figures, args)
-    show_conditions(found)
-    write_json(args.json, {"conditions": found, **figures})
+    bench.finish(args.json, figures)
     return 0
 
 
-def change(before: int, after: int, args: Any, deadline: Deadline) -> dict[str, Any]:
-    """Save once, restore several times."""
-    with scratch() as folder:
-        started(folder, before, "save", args.gb, deadline)
-        turns = [
-            started(folder, after, "load", args.gb, deadline)
-            | started(folder, after, "dcp", args.gb, deadline)
-            for _ in range(args.rounds)
-        ]
+def change(before: int, after: int, args: Any) -> dict[str, Any]:
+    with bench.scratch() as folder:
+        run = partial(started, folder, gb=args.gb, deadline=args.deadline)
+        run(before, "save")
+        turns = [run(after, "load") | run(after, "dcp") for _ in range(args.rounds)]
     return {
         "before": before,
         "after": after,
-        "attach_s": spread([one["attach_s"] for one in turns]),
-        "dcp_load_s": spread([one["dcp_load_s"] for one in turns]),
-        "speedup": spread([one["dcp_load_s"] / one["attach_s"] for one in turns]),
+        "attach_s": bench.spread([one["attach_s"] for one in turns]),
+        "dcp_load_s": bench.spread([one["dcp_load_s"] for one in turns]),
+        "speedup": bench.spread([one["dcp_load_s"] / one["attach_s"] for one in turns]),
     }
 
 
-def restored_again(args: Any, deadline: Deadline) -> dict[str, float]:
-    with scratch() as folder:
-        return started(folder, AGAIN_RANKS, "again", args.gb_again * AGAIN_RANKS, deadline)
+def restored_again(args: Any) -> dict[str, float]:
+    gb = args.gb_again * AGAIN_RANKS
+    with bench.scratch() as folder:
+        return started(folder, AGAIN_RANKS, "again", gb=gb, deadline=args.deadline)
 
 
-def started(folder: Path, ranks: int, what: str, gb: float, deadline: Deadline) -> dict[str, float]:
+def started(
+    folder: Path, ranks: int, what: str, *, gb: float, deadline: bench.Deadline
+) -> dict[str, float]:
     """Run to the end; the measurements of rank 0, if it measures."""
     figures = folder / "figures.json"
     figures.unlink(missing_ok=True)
@@ -103,28 +78,26 @@ def started(folder: Path, ranks: int, what: str, gb: float, deadline: Deadline) 
     elif what == "load":
         flags += ["--resume", folder / "checkpoints"]
     words = [WORKER, what, "--gb", gb, "--folder", folder]
-    with launched(f"{what}-{ranks}", ftrun_command(*flags, *words), folder) as launcher:
-        wait_for("the end of it", lambda: launcher.process.poll() is not None, [], deadline)
-        if launcher.process.returncode != 0:
-            raise BenchError(f"{what} with {ranks} ranks:\n{launcher.last_output()}")
+    command = bench.ftrun_command(*flags, *words)
+    with bench.launched(f"{what}-{ranks}", command, folder, deadline) as launcher:
+        launcher.wait_for_end()
     if what == "save" and not (folder / "checkpoints" / "latest").exists():
         journal = next(folder.glob("ftrun-logs/*/journal.jsonl")).read_text()
-        raise BenchError(f"no checkpoint of {ranks} ranks:\n{journal[-4000:]}")
+        raise bench.BenchError(f"no checkpoint of {ranks} ranks:\n{journal[-4000:]}")
     found: dict[str, float] = json.loads(figures.read_text()) if figures.exists() else {}
     return found
 
 
 def show(figures: dict[str, Any], args: Any) -> None:
+    forms = {"attach_s": ".2f", "dcp_load_s": ".2f", "speedup": ".1f"}
     rows = [
         (
             f"{one['before']} to {one['after']}",
-            f"{one['attach_s']['median']:.2f}",
-            f"{one['dcp_load_s']['median']:.2f}",
-            f"{one['speedup']['median']:.1f}",
+            *(format(one[key]["median"], form) for key, form in forms.items()),
         )
         for one in figures["changes"]
     ]
-    show_table(
+    bench.show_table(
         f"{args.gb:g} GB restored by other ranks, in seconds",
         ("ranks", "ftrun", "dcp.load", "dcp.load / ftrun"),
         rows,
@@ -136,4 +109,4 @@ def show(figures: dict[str, Any], args: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -31,30 +31,11 @@ memory_over_state  memory of all snapshots of the node divided by the state of o
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-from bench_common import (
-    BenchError,
-    Deadline,
-    NotesReader,
-    conditions,
-    ftrun_command,
-    ftrun_status,
-    launched,
-    parser_of,
-    python_path,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    spread,
-    wait_for,
-    write_json,
-)
+import bench_common as bench
 
 RANKS = 2
 REPLICATED_RANKS = 4
@@ -68,50 +49,35 @@ WORKER = Path(__file__).with_name("bench_snapshot_worker.py")
 
 def main() -> int:
     args = parse_arguments()
-    check_memory(args)
-    found = conditions()
-    deadline = Deadline(args.timeout)
-    with scratch() as folder:
-        results, status = run(args, folder, deadline)
+    times = MEMORY_REPLICATED if args.replicated else MEMORY_NEEDED
+    bench.check_memory(args.ranks * (times * args.mb * 1e6 + 4e8))
+    with bench.scratch() as folder:
+        results, status = run(args, folder)
     figures = ftrun_figures(results, status)
     peers = {} if args.no_peers else {name: peer_figures(name, results) for name in PEERS}
-    report(figures, peers, results, found, args)
+    report(figures, peers, results, args)
     return 0
 
 
-def run(
-    args: argparse.Namespace, folder: Path, deadline: Deadline
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Each rank's raw times, and the `ftrun status` document when all memory was in use."""
     words: list[object] = ["--folder", folder, "--mb", args.mb, "--times-copy", args.times_copy]
-    words += ["--rounds", args.rounds, "--block", args.block]
-    words += ["--no-peers"] if args.no_peers else []
-    words += ["--replicated"] if args.replicated else []
-    words += ["--device", args.device]
+    words += ["--rounds", args.rounds, "--block", args.block, "--device", args.device]
+    words += ["--no-peers", int(args.no_peers), "--replicated", int(args.replicated)]
     flags = ["--nproc-per-node", args.ranks, "--run-id", RUN_ID, "--snapshot-every", 1]
     variables = {}
     if args.device == "fake":  # torch knows it before the standbys are forked, as it knows a GPU
         flags += ["--preload", "fake_device.preloaded"]
         tests = str(Path(__file__).parents[1] / "tests")
-        variables = {"PYTHONPATH": os.pathsep.join([python_path(), tests])}
+        variables = {"PYTHONPATH": os.pathsep.join([bench.python_path(), tests])}
     # A restart would mix two generations in one measurement.
-    command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
-    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(args.ranks)]
+    command = bench.ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
+    files = bench.RankFiles(folder, args.ranks)
     results = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
-    with launched("ftrun", command, folder, **variables) as launcher:
-        wait_for(
-            "the first snapshots",
-            lambda: all(reader.of("warm") for reader in readers),
-            [launcher],
-            deadline,
-        )
-        status = ftrun_status(RUN_ID)
-        wait_for(
-            "the measurement",
-            lambda: all(reader.of("measured") for reader in readers),
-            [launcher],
-            deadline,
-        )
+    with bench.launched("ftrun", command, folder, args.deadline, **variables) as launcher:
+        launcher.wait_for("the first snapshots", lambda: files.have("warm"))
+        status = bench.ftrun_status(RUN_ID)
+        launcher.wait_for("the measurement", lambda: files.have("measured"))
         return [json.loads(path.read_text()) for path in results], status
 
 
@@ -124,11 +90,15 @@ def copy_s(results: list[dict[str, Any]]) -> float:
     return float(median(time_s for result in results for time_s in result["copy_s"]))
 
 
-def cost(mode: str, results: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures of ftrun and of each peer."""
+def cost(mode: str, results: list[dict[str, Any]], blocked: str) -> dict[str, float]:
+    """`blocked`: the key of the time for which a snapshot blocks the training thread."""
+    blocked_s = pooled(results, mode, blocked)
     plain_s = median(pooled(results, "plain", "step_s"))
     added_s = median(pooled(results, mode, "step_s")) - plain_s
     return {
+        "blocked_ms": 1e3 * median(blocked_s),
+        "blocked_ms_max": 1e3 * max(blocked_s),
+        "boundary_ms": 1e3 * median(pooled(results, mode, "call_s")),
         "added_ms": 1e3 * added_s,
         "added_over_copy": added_s / copy_s(results),
         "step_overhead": added_s / plain_s,
@@ -143,13 +113,9 @@ def first_over_tenth(times_s: list[list[float]]) -> float:
 def ftrun_figures(results: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, float]:
     state_bytes = sum(result["bytes"] for result in results)
     idle_s = median(time_s for result in results for time_s in result["idle_s"])
-    blocked_s = pooled(results, "ftrun", "blocked_s")
     memory_bytes = (status.get("snapshots") or {}).get("memory_bytes", 0)
     return {
-        "blocked_ms": 1e3 * median(blocked_s),
-        "blocked_ms_max": 1e3 * max(blocked_s),
-        "boundary_ms": 1e3 * median(pooled(results, "ftrun", "call_s")),
-        **cost("ftrun", results),
+        **cost("ftrun", results, "blocked_s"),
         "copy_over_memcpy": copy_s(results) / idle_s,
         "copy_gb_per_s": results[0]["copied_bytes"] / idle_s / 1e9,
         "first_over_tenth": first_over_tenth([result["first_s"] for result in results]),
@@ -162,12 +128,8 @@ def peer_figures(name: str, results: list[dict[str, Any]]) -> dict[str, float]:
     state_bytes = sum(result["bytes"] for result in results)
     saves_s = [result["saves_s"][name] for result in results]
     all_s = [time_s for own_s in saves_s for time_s in own_s]
-    call_s = pooled(results, name, "call_s")
     return {
-        "blocked_ms": 1e3 * median(call_s),
-        "blocked_ms_max": 1e3 * max(call_s),
-        "boundary_ms": 1e3 * median(call_s),
-        **cost(name, results),
+        **cost(name, results, "call_s"),
         "copy_over_memcpy": copy_s(results) / median(all_s),
         "copy_gb_per_s": results[0]["bytes"] / median(all_s) / 1e9,
         "first_over_tenth": first_over_tenth(saves_s),
@@ -180,7 +142,6 @@ def report(
     figures: dict[str, float],
     peers: dict[str, dict[str, float]],
     results: list[dict[str, Any]],
-    found: dict[str, Any],
     args: argparse.Namespace,
 ) -> None:
     columns = {"ftrun": figures, **peers}
@@ -199,7 +160,7 @@ def report(
     }
     plain_s = median(pooled(results, "plain", "step_s"))
     where = "" if args.device == "cpu" else f" on the {args.device} device"
-    show_table(
+    bench.show_table(
         f"A snapshot at every step, {args.mb:g} MB on each of {args.ranks} ranks{where}"
         f"{', equal on all' if args.replicated else ''}",
         ["", *columns],
@@ -222,14 +183,13 @@ def report(
     )
     for note in {result["note"] for result in results if result["note"]}:
         print(f"  NOTE of a rank: {note}")
-    show_conditions(found)
-    write_json(
+    bench.finish(
         args.json,
         {
             **figures,
             "peers": peers,
-            "plain_step_s": spread(pooled(results, "plain", "step_s")),
-            "ftrun_step_s": spread(pooled(results, "ftrun", "step_s")),
+            "plain_step_s": bench.spread(pooled(results, "plain", "step_s")),
+            "ftrun_step_s": bench.spread(pooled(results, "ftrun", "step_s")),
             "memcpy_gb_per_s": results[0]["copied_bytes"] / memcpy_s / 1e9,
             "first_blocked_ms": 1e3 * max(result["first_blocked_s"][0] for result in results),
             "forward_backward_over_copy": forward_s / memcpy_s,
@@ -239,40 +199,16 @@ def report(
             "ranks": args.ranks,
             "is_replicated": args.replicated,
             "device": args.device,
-            "conditions": found,
         },
     )
 
 
-def check_memory(args: argparse.Namespace) -> None:
-    """Raises: BenchError: it does not fit."""
-    times = MEMORY_REPLICATED if args.replicated else MEMORY_NEEDED
-    needed_bytes = args.ranks * (times * args.mb * 1e6 + 4e8)
-    available_bytes = psutil.virtual_memory().available
-    if needed_bytes > available_bytes:
-        raise BenchError(
-            f"{needed_bytes / 1e9:.1f} GB of memory are needed with --mb {args.mb:g}, and "
-            f"{available_bytes / 1e9:.1f} are available; give less"
-        )
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=1200)
-    parser.add_argument(
-        "--mb", type=float, default=512, help="MB of state per rank (default %(default)s)"
-    )
-    parser.add_argument(
-        "--times-copy",
-        type=float,
-        default=4,
-        help="time of forward and backward, in times of a copy (default %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=4, help="number of turns of all kinds (default %(default)s)"
-    )
-    parser.add_argument(
-        "--block", type=int, default=5, help="steps of one kind in a turn (default %(default)s)"
-    )
+    parser = bench.Parser(__doc__, timeout_s=1200)
+    parser.option("--mb", float, 512, "MB of state per rank")
+    parser.option("--times-copy", float, 4, "time of forward and backward, in times of a copy")
+    parser.option("--rounds", int, 4, "number of turns of all kinds")
+    parser.option("--block", int, 5, "steps of one kind in a turn")
     parser.add_argument("--no-peers", action="store_true", help="measure ftrun alone")
     parser.add_argument(
         "--replicated", action="store_true", help="ranks with equal state; measures ftrun alone"
@@ -283,17 +219,13 @@ def parse_arguments() -> argparse.Namespace:
         default="cpu",
         help="where the state is; on a device ftrun is measured alone (default %(default)s)",
     )
-    args = parser.parse_args()
+    args = parser.parsed("mb", "times_copy", "rounds", "block")
     args.ranks = REPLICATED_RANKS if args.replicated else RANKS
     args.no_peers |= args.replicated or args.device != "cpu"
     if args.replicated and args.device != "cpu":
         parser.error("--replicated needs --device cpu: state on devices is not shared")
-    if min(args.mb, args.times_copy, args.rounds, args.block) <= 0:
-        parser.error("--mb, --times-copy, --rounds and --block are positive")
-    if sys.platform != "linux":
-        parser.error("ftrun launches on Linux only")
     return args
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from bench_notes import Notes
+from bench_notes import Notes, arguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -207,8 +207,7 @@ class Worker:
             dist.all_reduce(sealed, op=dist.ReduceOp.MIN)
             if sealed.item():
                 return
-            if time.monotonic() > give_up_s:
-                raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
+            self.check_time(give_up_s)
 
     def idle_snapshots(self) -> tuple[list[float], list[float]]:
         """Copies of snapshots while nothing else runs, in turns with copy_."""
@@ -229,9 +228,12 @@ class Worker:
     def wait_for_seal(self, count: int) -> None:
         give_up_s = time.monotonic() + SEAL_WAIT_S
         while self.page.get(HeartbeatField.SEALED_COUNT) == count:
-            if time.monotonic() > give_up_s:
-                raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
+            self.check_time(give_up_s)
             time.sleep(0.0005)
+
+    def check_time(self, give_up_s: float) -> None:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
 
     def measure(self, notes: Notes) -> dict[str, Any]:
         self.calibrate()
@@ -337,7 +339,6 @@ class Peers:
 
 
 def opened(name: str) -> torch.device:
-    """The device of the state."""
     if name == "cpu":
         return torch.device(name)
     from fake_device import fake
@@ -354,16 +355,8 @@ def own_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--mb", type=float, required=True)
-    parser.add_argument("--times-copy", type=float, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--block", type=int, required=True)
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--replicated", action="store_true")
-    args = parser.parse_args()
+    numbers = {"rounds": int, "block": int, "no_peers": int, "replicated": int}
+    args = arguments(__doc__, mb=float, times_copy=float, device=str, **numbers)
     worker = Worker(args)
     notes = Notes(args.folder / f"rank{worker.rank}.jsonl")
     found = worker.measure(notes)

@@ -19,59 +19,35 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
-from bench_common import (
-    ROOT,
-    BenchError,
-    Deadline,
-    conditions,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-    write_json,
-)
+import bench_common as bench
 from nodes_run import NodesRun
-from virtual_cluster import VirtualCluster, available
+from virtual_cluster import VirtualCluster
 
 NODES = 4
-WORKER = ROOT / "scripts" / "bench_steps_worker.py"
+WORKER = bench.ROOT / "scripts" / "bench_steps_worker.py"
 SCHEME = {"off": "none", "memory": "none", "protected": "3+1"}
 
 
 def main() -> int:
     args = parse_arguments()
-    if reason := available():
-        raise BenchError(f"no virtual cluster: {reason}")
-    found, deadline = conditions(), Deadline(args.timeout)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEME}
-    with scratch(base=None) as folder:
+    with bench.scratch(base=None) as folder:
         for turn in range(args.rounds):
             for name in SCHEME:
-                row = measure(name, folder / f"{name}{turn}", args, deadline)
+                row = measure(name, folder / f"{name}{turn}", args)
                 rows[name].append(row)
                 print(f"{name} {turn + 1}: {row['step_ms']:.1f} ms", flush=True)
-    report(rows, args, found)
+    report(rows, args)
     return 0
 
 
-def measure(
-    name: str, folder: Path, args: argparse.Namespace, deadline: Deadline
-) -> dict[str, float]:
-    words = [
-        WORKER,
-        "--folder",
-        folder,
-        "--state-mb",
-        args.state_mb,
-        "--attach",
-        int(name != "off"),
-    ]
+def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    words = [WORKER, "--folder", folder, "--state-mb", args.state_mb]
+    words += ["--attach", int(name != "off")]
     flags = ["--set", f"erasure.scheme={SCHEME[name]}", "--snapshot-every", args.every]
     with VirtualCluster(NODES) as cluster:
-        run = NodesRun(cluster, folder, words, deadline, members=NODES, flags=flags)
+        run = NodesRun(cluster, folder, words, args.deadline, members=NODES, flags=flags)
         run.start_all()
         run.wait_for_step(args.warm_up)
         began = run.last_step()
@@ -80,17 +56,12 @@ def measure(
         lines = [line for line in run.steps(0) if line["step"] >= began]
         took_s = (lines[-1]["ns"] - lines[0]["ns"]) / 1e9
         run.finish()
-    return {
-        "step_ms": 1e3 * took_s / (len(lines) - 1),
-        "steps": len(lines) - 1,
-    }
+    return {"step_ms": 1e3 * took_s / (len(lines) - 1), "steps": len(lines) - 1}
 
 
-def report(
-    rows: dict[str, list[dict[str, float]]], args: argparse.Namespace, found: dict[str, Any]
-) -> None:
+def report(rows: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
     step_ms = {name: statistics.median(row["step_ms"] for row in rows[name]) for name in rows}
-    show_table(
+    bench.show_table(
         f"{NODES} nodes, {args.state_mb:g} MB of its own on each, snapshots {args.every}",
         ["", "step, ms", "over off", "min", "max"],
         [
@@ -103,7 +74,6 @@ def report(
             for name in rows
         ],
     )
-    show_conditions(found)
     figures = {
         "protected_over_off": step_ms["protected"] / step_ms["off"],
         "protected_over_memory": step_ms["protected"] / step_ms["memory"],
@@ -111,33 +81,19 @@ def report(
         "rounds": rows,
         "state_mb": args.state_mb,
         "every": args.every,
-        "conditions": found,
     }
-    write_json(args.json, figures)
+    bench.finish(args.json, figures)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=600)
-    parser.add_argument(
-        "--state-mb", type=float, default=64, help="MB of state per rank (default %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="number of runs of each kind (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=15, help="seconds of each run (default %(default)s)"
-    )
-    parser.add_argument(
-        "--warm-up", type=int, default=30, help="steps before the measurement (default %(default)s)"
-    )
-    parser.add_argument(
-        "--every", default="auto", help="snapshot interval in steps, or auto (default %(default)s)"
-    )
-    args = parser.parse_args()
-    if args.rounds < 1 or args.seconds <= 0 or args.state_mb <= 0:
-        parser.error("--rounds, --seconds and --state-mb are positive")
-    return args
+    parser = bench.Parser(__doc__, timeout_s=600)
+    parser.option("--state-mb", float, 64, "MB of state per rank")
+    parser.option("--rounds", int, 3, "number of runs of each kind")
+    parser.option("--seconds", float, 15, "seconds of each run")
+    parser.option("--warm-up", int, 30, "steps before the measurement")
+    parser.option("--every", str, "auto", "snapshot interval in steps, or auto")
+    return parser.parsed("rounds", "seconds", "state_mb")
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -4,15 +4,11 @@ Each rank trains its own layers, so nothing is a replica and all of it is encode
 all-reduce keeps the ranks in step, as gradients do in a training.
 """
 
-import argparse
-import os
-import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_notes import Notes
+from bench_notes import Notes, arguments
 from bench_recovery_worker import Layers
 from torch import nn
 
@@ -20,15 +16,11 @@ BATCH = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--state-mb", type=float, required=True)
-    parser.add_argument("--attach", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, state_mb=float, attach=int)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     notes = Notes(args.folder / f"rank{rank}.jsonl")
-    notes.write("begun", generation=0, pid=os.getpid(), node=socket.gethostname())
+    notes.write_begun(0)
 
     model = Layers(int(args.state_mb * 1e6))
     with torch.no_grad():

@@ -23,15 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bench_common import (
-    ROOT,
-    BenchError,
-    conditions,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-)
+import bench_common as bench
 from check_gpu_exact import exact
 from check_gpu_figures import conformance, cost, nvml, rates, ring
 from check_gpu_processes import memory, respawn, standby
@@ -81,17 +73,17 @@ def checks_of(args: argparse.Namespace) -> dict[str, Callable[[Check], Figures]]
 
 def main() -> int:
     args = parse_arguments()
-    found, started_s = conditions(), time.monotonic()
+    found, started_s = bench.conditions(), time.monotonic()
     if args.device == "cuda" and found["gpu"] is None:
-        raise BenchError("torch finds no GPU here: its build or the driver is missing")
+        raise bench.BenchError("torch finds no GPU here: its build or the driver is missing")
     if args.device == "fake":
-        words = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        words = [str(bench.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, words))
     figures: dict[str, Figures] = {}
     if args.two:
         print(TWO_GPUS)
         figures["two"] = {"ok": None, "shown": {"not run": "needs two GPUs, and is done by hand"}}
-    with scratch() as folder:
+    with bench.scratch() as folder:
         for name, check in checks_of(args).items():
             start_s = time.monotonic()
             left_s = args.timeout - (start_s - started_s)
@@ -101,7 +93,7 @@ def main() -> int:
                 figures[name]["outputs"] = last_outputs(folder / name)
             show(name, figures[name], time.monotonic() - start_s)
             write(args.json, {"conditions": found, "checks": figures})
-    show_conditions(found)
+    bench.show_conditions()
     print(f"  {time.monotonic() - started_s:.0f} s in all")
     return 1 if any(one["ok"] is False for one in figures.values()) else 0
 
@@ -134,7 +126,6 @@ def interrupted_after(limit_s: float) -> Iterator[None]:
 
 
 def last_outputs(folder: Path) -> dict[str, str]:
-    """What the processes of a check printed last."""
     paths = sorted(folder.rglob("*.output"))
     return {
         str(path.relative_to(folder)): path.read_text("utf-8", "replace")[-3000:] for path in paths
@@ -156,13 +147,13 @@ def show(name: str, one: Figures, took_s: float) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=TOTAL_S)
+    parser = bench.Parser(__doc__, timeout_s=TOTAL_S)
     parser.add_argument("--device", choices=["cuda", "fake", "cpu"], default="cuda")
     parser.add_argument("--checks", default="", help="only these, such as exact,standby")
     parser.add_argument("--variants", default="", help="only these variants of the check exact")
     parser.add_argument("--two", action="store_true", help="print how to check two GPUs")
-    return parser.parse_args()
+    return parser.parsed()
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -22,7 +22,6 @@ PINNED_OVER_PAGEABLE = 3.0
 
 
 def cost(gb: float, rounds: int, check: Check) -> Figures:
-    """Snapshots and the restore of a large state."""
     error = check.run(check.ftrun("cost", "--gb", gb, "--rounds", rounds))
     found: Figures = {}
     for kind in ("cost", "restored"):
@@ -76,7 +75,6 @@ def failure(error: str) -> Figures:
 
 
 def rates(check: Check) -> Figures:
-    """Plain copies and the time to pin memory, for comparison."""
     error = check.run(check.plain("rates"))
     shown, ratio = check.found("rates"), 0.0
     if "d2h_pinned_gb_per_s" in shown:

@@ -10,18 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_common as bench
 import psutil
-from bench_common import (
-    BenchError,
-    Deadline,
-    Launcher,
-    NotesReader,
-    ftrun_status,
-    launched,
-    pause,
-    read_journal,
-    wait_for,
-)
 from check_gpu_runs import Check, Figures, Lines
 
 IDLE_NAMES = ("ftrun-zygote", "ftrun-standby")
@@ -39,19 +29,19 @@ LEFT_MIB = 64
 def standby(check: Check) -> Figures:
     """Neither the zygote nor a standby uses the device, and ranks are forked from them."""
     before, found = memory_mib(), dict[str, Figures]()
-    with launched("idle", check.ftrun("idle", "--seconds", 600), check.folder) as one:
+    command = check.ftrun("idle", "--seconds", 600)
+    with bench.launched("idle", command, check.folder, check.deadline) as one:
 
         def are_there() -> bool:
             for child in psutil.Process(one.process.pid).children(recursive=True):
                 found.update(facts_of(child))
             return found.keys() >= set(IDLE_NAMES)
 
-        wait_for("a standby", are_there, [one], check.deadline)
-        pause(2.0, [one], check.deadline)
+        one.wait_for("a standby", are_there)
+        one.pause(2.0)
         are_there()
         used = memory_mib() - before
-        lines = read_journal(check.folder, check.run_id())
-    fresh = [line["reason"] for line in lines if line["kind"] == "fresh_start_used"]
+    fresh = [line["reason"] for line in journal(check, "fresh_start_used")]
     are_idle = all(facts["threads"] == 1 and not facts["device_files"] for facts in found.values())
     shown = {**found, "added_mib": used, "fresh_starts": fresh}
     return {"ok": are_idle and not fresh and used <= 0, "shown": shown}
@@ -87,7 +77,7 @@ def respawn(check: Check, *, bound: bool = False) -> Figures:
         check: its folder and limits.
         bound: with standbys that have initialised the device.
     """
-    deadline, reader = check.deadline, NotesReader(check.folder / "rank0.jsonl")
+    reader = bench.NotesReader(check.folder / "rank0.jsonl")
     num_kills = (5 if bound else 10) if check.is_gpu else 2
     before, status, failed = memory_mib(), dict[str, Any](), ""
     shown: Figures = {"kill_to_step_s": [], "used_mib": []}
@@ -96,13 +86,13 @@ def respawn(check: Check, *, bound: bool = False) -> Figures:
     def is_ready(num_killed: int) -> bool:
         return not bound or len(journal(check, "standby_bound")) > num_killed
 
-    with launched("respawn", command, check.folder) as one:
+    with bench.launched("respawn", command, check.folder, check.deadline) as one:
         try:
-            kill_ranks(num_kills, reader, shown, one, deadline, before, is_ready=is_ready)
-            status = ftrun_status(check.run_id())
+            kill_ranks(num_kills, reader, shown, one, before, is_ready=is_ready)
+            status = bench.ftrun_status(check.run_id())
             (check.folder / "facts").touch()
-            wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
-        except BenchError as error:
+            one.wait_for("the recorder", lambda: bool(reader.of("facts")))
+        except bench.BenchError as error:
             failed = str(error)
     phases = [line["phases_s"] for line in journal(check, "recovered")]
     if bound:
@@ -128,10 +118,9 @@ def respawn(check: Check, *, bound: bool = False) -> Figures:
 
 def kill_ranks(
     num_kills: int,
-    reader: NotesReader,
+    reader: bench.NotesReader,
     shown: Figures,
-    launcher: Launcher,
-    deadline: Deadline,
+    launcher: bench.Launcher,
     before_mib: int,
     *,
     is_ready: Callable[[int], bool],
@@ -143,7 +132,6 @@ def kill_ranks(
         reader: of the notes of the rank.
         shown: gets the times, and the memory in use before each kill.
         launcher: of the run.
-        deadline: of the check.
         before_mib: memory in use before the run.
         is_ready: whether the rank may be killed after this number of kills.
     """
@@ -154,11 +142,11 @@ def kill_ranks(
         return [line for line in lines if line["generation"] == lines[-1]["generation"]]
 
     for count in range(num_kills + 1):
-        wait_for("steps", lambda: len(steps()) >= STEPS_BEFORE, [launcher], deadline)
+        launcher.wait_for("steps", lambda: len(steps()) >= STEPS_BEFORE)
         if count:
             shown["kill_to_step_s"].append(round((steps()[0]["ns"] - killed_ns) / 1e9, 2))
-        pause(1.0, [launcher], deadline)
-        wait_for("a standby", partial(is_ready, count), [launcher], deadline)
+        launcher.pause(1.0)
+        launcher.wait_for("a standby", partial(is_ready, count))
         shown["used_mib"].append(memory_mib() - before_mib)
         if count < num_kills:
             killed, killed_ns = steps()[0]["generation"], time.monotonic_ns()
@@ -166,24 +154,26 @@ def kill_ranks(
 
 
 def journal(check: Check, kind: str) -> Lines:
-    return [line for line in read_journal(check.folder, check.run_id()) if line["kind"] == kind]
+    lines = bench.read_journal(check.folder, check.run_id())
+    return [line for line in lines if line["kind"] == kind]
 
 
 def memory(check: Check) -> Figures:
     """A rank with most of the device memory dies; its children in own sessions sleep on."""
-    reader = NotesReader(check.folder / "rank0.jsonl")
+    reader = bench.NotesReader(check.folder / "rank0.jsonl")
     before = memory_mib()
 
     def begun(generation: int) -> bool:
         return bool(reader.of("step", generation))
 
-    with launched("memory", check.ftrun("memory"), check.folder) as one:
-        wait_for("the first generation", lambda: begun(0), [one], check.deadline)
+    command = check.ftrun("memory")
+    with bench.launched("memory", command, check.folder, check.deadline) as one:
+        one.wait_for("the first generation", lambda: begun(0))
         rank = reader.of("begun", 0)[0]
         used = memory_mib() - before
         os.kill(rank["pid"], signal.SIGKILL)
-        wait_for("the next generation", lambda: begun(1), [one], check.deadline)
-        wait_for("its record", lambda: bool(journal(check, "recovered")), [one], check.deadline)
+        one.wait_for("the next generation", lambda: begun(1))
+        one.wait_for("its record", lambda: bool(journal(check, "recovered")))
         output = one.output.read_text()
     phases = journal(check, "recovered")[0]["phases_s"]
     left_mib, end_s = memory_mib() - before, time.monotonic() + MEMORY_S

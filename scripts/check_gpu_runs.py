@@ -60,7 +60,7 @@ class Check:
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
             return "not started: the time of this check is over"
-        with launched("check", command, folder, **variables) as launcher:
+        with launched("check", command, folder, self.deadline, **variables) as launcher:
             try:
                 code: object = launcher.process.wait(left_s)
             except subprocess.TimeoutExpired:

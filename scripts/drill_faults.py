@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from bench_common import BenchError
@@ -21,13 +22,13 @@ BREAK_AT = 30
 HOLD_AT = 150
 STEPS_AFTER = 15
 FLAP_S = 1.2
-FREEZE_S = 6.0
 SLOW_RATE = "100mbit"
 NAMED_S = 10.0
 """A cut link between two members is named within this time."""
 DRAINED_S = 2.0
 """The longest pause between two steps when a node is drained."""
 DELAY_MS, LOSS_PERCENT = 2.0, 1.0
+UNPROTECTED = ("--erasure", "none")
 
 
 @dataclass
@@ -84,11 +85,9 @@ class Breaking:
         self.run.wait_for("a process to reach its crash point", once.exists)
 
     def joined_again(self, node: int) -> None:
-        """Wait until a leader has accepted this node again."""
         self.run.wait_for(f"node{node} to join again", lambda: self.run.times_joined(node))
 
     def seconds(self) -> float:
-        """See drill_nodes.py."""
         if self.end_ns:
             return self._longest_pause_s()
         return max((self._next_step_ns(at) - ns) / 1e9 for at, ns in self.hits)
@@ -110,21 +109,9 @@ class Breaking:
 # --- a node is lost -----------------------------------------------------------------------------
 
 
-def power_off(it: Breaking) -> None:
+def lost(what: str, node: int, it: Breaking) -> None:
     it.begin()
-    it.hit("kill", 1)
-    it.recovered()
-
-
-def reset(it: Breaking) -> None:
-    it.begin()
-    it.hit("reset", 1)
-    it.recovered()
-
-
-def leader_power_off(it: Breaking) -> None:
-    it.begin()
-    it.hit("kill", 0)
+    it.hit(what, node)
     it.recovered()
 
 
@@ -319,22 +306,17 @@ def agent_stopped(it: Breaking) -> None:
     it.recovered()
 
 
-# --- a node is drained
-# -----------------------------------------------------------------------------
-
-
-def drained(it: Breaking) -> None:
-    _leaves(it, 1)
+# --- a node is drained ---------------------------------------------------------------------------
 
 
 def leader_drained(it: Breaking) -> None:
     """Another node leads from then on, and restarts the ranks."""
-    _leaves(it, 0)
+    drained(0, it)
     it.run.wait_for("another leader", lambda: it.run.leader() != 0)
     it.run.wait_for_more_steps(STEPS_AFTER)
 
 
-def _leaves(it: Breaking, node: int) -> None:
+def drained(node: int, it: Breaking) -> None:
     it.begin()
     it.run.may_end(node)
     it.signal(node, "cli.stub", signal.SIGTERM)
@@ -372,17 +354,12 @@ class Fault:
 
 
 _ALL = (
-    Fault("power-off", "a node loses power", power_off),
-    Fault("reset", "a node; its kernel closes connections", reset),
+    Fault("power-off", "a node loses power", partial(lost, "kill", 1)),
+    Fault("reset", "a node; its kernel closes connections", partial(lost, "reset", 1)),
     Fault("freeze", "a node is frozen; thawed when replaced", freeze),
     Fault("cut", "a node's cable, for good", cut),
     Fault("pair-cut", "the link between the two members, for good", pair_cut),
-    Fault(
-        "pair-cut-unprotected",
-        "the same, without erasure coding",
-        pair_cut,
-        flags=("--erasure", "none"),
-    ),
+    Fault("pair-cut-unprotected", "the same, without erasure coding", pair_cut, flags=UNPROTECTED),
     Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
     Fault(
         "one-by-one",
@@ -391,7 +368,7 @@ _ALL = (
         flags=("--set", "nodes.last_call_timeout_s=1"),
         pace=5.0,
     ),
-    Fault("lead-power-off", "the leader's node", leader_power_off),
+    Fault("lead-power-off", "the leader's node", partial(lost, "kill", 0)),
     Fault("lead-cut", "the leader's cable; healed when replaced", leader_cut),
     Fault("store-host", "the node of rank 0, which does not lead", store_host),
     Fault("capture", "a node, in the middle of a capture", capture),
@@ -413,7 +390,7 @@ _ALL = (
     Fault("rank-kill", "a rank, by SIGKILL", rank_kill),
     Fault("smp-kill", "a node's SMP, by SIGKILL", smp_kill),
     Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
-    Fault("drained", "a node gets SIGTERM", drained, most_s=DRAINED_S),
+    Fault("drained", "a node gets SIGTERM", partial(drained, 1), most_s=DRAINED_S),
     Fault(
         "lead-drained", "the leader's node gets SIGTERM", leader_drained, pace=2.0, most_s=DRAINED_S
     ),

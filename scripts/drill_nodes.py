@@ -24,19 +24,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bench_common import (
-    ROOT,
-    BenchError,
-    Deadline,
-    conditions,
-    parser_of,
-    run_bench,
-    scratch,
-    show_conditions,
-    show_table,
-)
+import bench_common as bench
 from drill_faults import FAULTS, Breaking, Fault
 from nodes_run import NodesRun
 from virtual_cluster import ClusterError, VirtualCluster, available
@@ -52,7 +41,7 @@ KINDS = ("ddp", "fsdp2")
 STEPS = 160
 PACE_S = 0.03
 DRILL_S = 600.0
-SCRIPT = ROOT / "scripts" / "drill_job.py"
+SCRIPT = bench.ROOT / "scripts" / "drill_job.py"
 
 
 @dataclass
@@ -109,20 +98,18 @@ def main() -> int:
             print(f"{fault.name:15} {fault.what}")
         return 0
     if reason := available():
-        raise BenchError(f"no virtual cluster: {reason}")
-    found = conditions()
-    deadline = Deadline(args.timeout)
+        raise bench.BenchError(f"no virtual cluster: {reason}")
     rows = []
     with work_folder(args.keep) as folder:
         undisturbed = BaselineRuns(folder)
         for fault in [FAULTS[name] for name in args.only or FAULTS]:
             for kind in args.job or KINDS:
-                deadline.check(f"{fault.name} with {kind}")
+                args.deadline.check(f"{fault.name} with {kind}")
                 row = drill(fault, kind, folder, undisturbed)
                 if fault.most_s and row.seconds is not None and row.seconds > fault.most_s:
                     row.equal, row.problem = False, f"it cost more than {fault.most_s:g} s"
                 rows.append(row)
-    report(rows, found)
+    report(rows)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         print(f"\n  {args.json} has these figures")
@@ -149,7 +136,7 @@ def break_in(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -
     found = Broken()
     try:
         _break(fault, kind, folder, undisturbed, found)
-    except (BenchError, ClusterError, FtrunError) as error:
+    except (bench.BenchError, ClusterError, FtrunError) as error:
         found.problem = str(error)
     return found
 
@@ -163,7 +150,7 @@ def _break(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns, fou
             cluster,
             folder,
             job_argv(kind, folder, fault.pace),
-            Deadline(DRILL_S),
+            bench.Deadline(DRILL_S),
             members=fault.members,
             spares=fault.spares,
             flags=fault.flags,
@@ -201,7 +188,7 @@ def as_text(row: Row) -> str:
     return f"{row.seconds:.2f} s, {row.steps_lost} steps lost, equal"
 
 
-def report(rows: list[Row], found: dict[str, Any]) -> None:
+def report(rows: list[Row]) -> None:
     cells = [
         [
             row.fault,
@@ -215,18 +202,18 @@ def report(rows: list[Row], found: dict[str, Any]) -> None:
         for row in rows
     ]
     head = ["fault", "job", "nodes", "seconds", "steps lost", "recoveries", "equal"]
-    show_table("Faults of nodes: one rank on each, a snapshot at every step", head, cells)
+    bench.show_table("Faults of nodes: one rank on each, a snapshot at every step", head, cells)
     print()
     for name in dict.fromkeys(row.fault for row in rows):
         print(f"  {name:15} {FAULTS[name].what}")
-    show_conditions(found)
+    bench.show_conditions()
 
 
 @contextlib.contextmanager
 def work_folder(kept: Path | None) -> Iterator[Path]:
     """An empty folder; removed at the end unless it is kept."""
     if kept is None:
-        with scratch(base=None) as folder:  # /dev/shm is each node's own
+        with bench.scratch(base=None) as folder:  # /dev/shm is each node's own
             yield folder
         return
     kept.mkdir(parents=True, exist_ok=True)
@@ -234,15 +221,15 @@ def work_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=2400)
+    parser = bench.Parser(__doc__, timeout_s=2400)
     parser.add_argument("--only", action="append", metavar="FAULT", choices=FAULTS)
     parser.add_argument("--job", action="append", choices=KINDS, help="default: both")
     parser.add_argument("--list", action="store_true", help="only print the names of the faults")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep logs and records in this folder"
     )
-    return parser.parse_args()
+    return parser.parsed()
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    bench.run_bench(main)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from bench_common import ROOT, BenchError, commit, conditions, run_bench, scratch
+from bench_common import ROOT, BenchError, Parser, commit, conditions, run_bench, scratch
 
 README = ROOT / "README.md"
 FOLDER = ROOT / "docs" / "figures"
@@ -100,7 +100,6 @@ def measure(kills: int) -> None:
 
 
 def program(*words: object) -> tuple[list[str], dict[str, str]]:
-    """A command with this checkout's package, and its environment."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [sys.executable, *map(str, words)], variables
 
@@ -124,15 +123,8 @@ def measured_example(folder: Path) -> dict[str, Any]:
     if code != 0:
         raise BenchError(f"the example ended with {code}: {(folder / 'output').read_text()}")
     command, variables = program("-m", "torch.distributed.run", "--standalone", *words)
-    undisturbed = subprocess.run(
-        command,
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=EXAMPLE_S,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": EXAMPLE_S}
+    undisturbed = subprocess.run(command, cwd=folder, env=variables, check=True, **options)
     return {
         "script": script.splitlines(),
         "command": f"ftrun {' '.join(map(str, words))}",
@@ -206,7 +198,6 @@ def steps_repeated(trial: Mapping[str, Any], out: Path) -> int:
 
 
 def notes_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """The steps of each rank, as the job recorded them."""
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("rank*.jsonl"))]
     return [[note for note in map(json.loads, rank) if note["kind"] == "step"] for rank in lines]
 
@@ -230,7 +221,6 @@ def script_of(readme: str) -> str:
 def filled(
     text: str, example: Mapping[str, Any], recovery: Mapping[str, Any], costs: Mapping[str, Any]
 ) -> str:
-    """README.md with its figures."""
     blocks = {
         "example": example_text(example),
         "recovery": recovery_text(recovery),
@@ -384,16 +374,9 @@ def label(x: float, y: float, words: str, style: str = "") -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="measure first")
-    parser.add_argument(
-        "--kills",
-        type=int,
-        default=7,
-        help="number of kills of each launcher (default %(default)s)",
-    )
+    parser.option("--kills", int, 7, "number of kills of each launcher")
     return parser.parse_args()
 
 

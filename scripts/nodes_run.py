@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import POLL_S, ROOT, BenchError, Deadline, NotesReader
+from bench_common import POLL_S, ROOT, BenchError, Deadline, RankFiles
 from virtual_cluster import VirtualCluster
 from virtual_node import Process, processes_of
 
@@ -46,7 +46,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **fixed, **(extra or {})}
 
 
-class NodesRun:
+class NodesRun(RankFiles):
     """One run. Every wait is bounded, and fails with the output of the nodes."""
 
     def __init__(
@@ -60,14 +60,13 @@ class NodesRun:
         spares: int = 0,
         flags: Sequence[object] = (),
     ) -> None:
+        super().__init__(folder, members)
         self.cluster = cluster
-        self.folder = folder
         self.members = members
         self.spares = spares
         self.deadline = deadline
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """The started ftrun of each node, the newest if there were several."""
-        self.readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(members)]
         self._words = [str(word) for word in words]
         self.lost: set[int] = set()
         """Nodes that were powered off or reset, and not started again."""
@@ -177,7 +176,6 @@ class NodesRun:
         raise BenchError(f"node{node} has no {part}:\n{self.last_output()}")
 
     def processes_of(self, node: int) -> list[Process]:
-        """All processes of the node."""
         init = self.cluster.nodes()[node].init
         return processes_of(init) if init is not None else []
 
@@ -189,15 +187,7 @@ class NodesRun:
     @property
     def generation(self) -> int:
         """The newest in which every rank has completed a step; -1: none."""
-        return min(
-            max((line["generation"] for line in reader.of("step")), default=-1)
-            for reader in self.readers
-        )
-
-    def first_steps(self, generation: int) -> list[Line]:
-        """The first step that each rank completed in it; empty until all have."""
-        found = [reader.of("step", generation) for reader in self.readers]
-        return [lines[0] for lines in found] if all(found) else []
+        return self.newest("step")
 
     def next_step_ns(self, after_ns: int) -> int | None:
         """When the last rank completed the first step of a later generation; None: not all have."""
@@ -219,11 +209,9 @@ class NodesRun:
         self.wait_for(f"step {step} of generation {generation}", all_there)
 
     def wait_for_more_steps(self, count: int) -> None:
-        """Wait until every rank has completed this number of additional steps."""
         self.wait_for_step(self.last_step() + count)
 
     def last_step(self) -> int:
-        """The newest step that every rank has completed."""
         return min(reader.of("step")[-1]["step"] for reader in self.readers)
 
     def wait_for_generation(self, number: int) -> int:

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bench_common import ROOT, show_table, write_json
+from bench_common import ROOT, Parser, show_table, write_json
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -65,6 +65,9 @@ TRAFFIC_HEAD = (
 )
 _WIDTH = 400
 
+COUNTERS = ("verdicts", "faults", "happened")
+"""Fields of a tally."""
+
 Chunk = tuple[int, int, tuple[str, ...], bool, bool]
 """First seed, the one after the last, modes, whether to run each twice, whether with mishaps."""
 
@@ -91,7 +94,7 @@ class Tally:
             found = json.loads(path.read_text())
             if (found.pop("next_seed"), found.pop("kind")) != end:
                 return cls()
-            for name in ("verdicts", "faults", "happened"):
+            for name in COUNTERS:
                 found[name] = Counter(found[name])
             return cls(**found)
         except (OSError, ValueError, KeyError, TypeError):
@@ -114,13 +117,10 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Add the figures of another process."""
-        self.runs += other.runs
-        self.events += other.events
-        self.virtual_s += other.virtual_s
-        self.verdicts.update(other.verdicts)
-        self.faults.update(other.faults)
-        self.happened.update(other.happened)
-        self.num_violations += other.num_violations
+        for name in ("runs", "events", "virtual_s", "num_violations"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in COUNTERS:
+            getattr(self, name).update(getattr(other, name))
         self.violations += other.violations[: MAX_KEPT - len(self.violations)]
 
 
@@ -335,9 +335,7 @@ def show_traffic(args: argparse.Namespace) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, metavar="S", help="print the trace of this seed")
     what.add_argument("--seeds", type=int, metavar="N", help="run this number of seeds, and count")
@@ -352,12 +350,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--from", type=int, default=0, dest="first", metavar="M", help="the first of --seeds (0)"
     )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="processes for --seeds (default %(default)s)",
-    )
+    parser.option("--jobs", int, len(os.sched_getaffinity(0)), "processes for --seeds")
     parser.add_argument(
         "--mishaps",
         action="store_true",

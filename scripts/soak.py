@@ -30,7 +30,6 @@ import argparse
 import json
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +37,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, BenchError, conditions, run_bench, scratch, show_table, write_json
+from bench_common import (
+    BenchError,
+    Parser,
+    commit,
+    conditions,
+    run_bench,
+    scratch,
+    show_table,
+    write_json,
+)
 from drill_nodes import KINDS as JOBS
 from drill_nodes import job_argv
 from soak_kills import KINDS
@@ -120,15 +128,6 @@ def keep_logs(args: argparse.Namespace, found: Training, logs: Path) -> None:
     shutil.rmtree(logs, ignore_errors=True)
 
 
-def commit() -> str:
-    """The commit of the checkout; suffix `+`: with changes."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, check=False)
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True,
-                             check=False)  # fmt: skip
-    return head.stdout.decode().strip() + ("+" if changed.stdout.strip() else "")
-
-
 # --- the JSON ---------------------------------------------------------------------------------
 
 
@@ -160,12 +159,8 @@ def report(found: Piece, pieces: list[Piece]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--kills", type=int, default=1200, help="number of kills in total (default %(default)s)"
-    )
+    parser = Parser(__doc__)
+    parser.option("--kills", int, 1200, "number of kills in total")
     parser.add_argument("--training-kills", type=int, default=100, metavar="N",
                         help="number of kills of one training (default %(default)s)")  # fmt: skip
     parser.add_argument(

@@ -19,6 +19,7 @@ import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,42 +185,28 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     size = parser.add_argument_group("the model")
-    size.add_argument(
-        "--layers", type=int, default=4, help="number of blocks (default %(default)s)"
-    )
-    size.add_argument(
-        "--width", type=int, default=192, help="width of each block (default %(default)s)"
-    )
-    size.add_argument(
-        "--heads", type=int, default=6, help="number of attention heads (default %(default)s)"
-    )
-    size.add_argument(
-        "--context", type=int, default=128, help="context length in bytes (default %(default)s)"
-    )
-    size.add_argument(
-        "--dropout", type=float, default=0.1, help="dropout rate (default %(default)s)"
-    )
+    option(size, "--layers", int, 4, "number of blocks")
+    option(size, "--width", int, 192, "width of each block")
+    option(size, "--heads", int, 6, "number of attention heads")
+    option(size, "--context", int, 128, "context length in bytes")
+    option(size, "--dropout", float, 0.1, "dropout rate")
     how = parser.add_argument_group("the training")
-    how.add_argument("--steps", type=int, default=200, help="number of steps (default %(default)s)")
-    how.add_argument(
-        "--batch", type=int, default=4, help="sequences per rank (default %(default)s)"
-    )
-    how.add_argument(
-        "--lr", type=float, default=2e-3, help="peak learning rate (default %(default)s)"
-    )
-    how.add_argument("--warm-up", type=int, default=20, help="warm-up steps (default %(default)s)")
-    how.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
+    option(how, "--steps", int, 200, "number of steps")
+    option(how, "--batch", int, 4, "sequences per rank")
+    option(how, "--lr", float, 2e-3, "peak learning rate")
+    option(how, "--warm-up", int, 20, "warm-up steps")
+    option(how, "--seed", int, 0, "random seed")
     out = parser.add_argument_group("the output")
-    out.add_argument(
-        "--print-every",
-        type=int,
-        default=20,
-        help="interval of printed losses, in steps (default %(default)s)",
-    )
+    option(out, "--print-every", int, 20, "interval of printed losses, in steps")
     out.add_argument(
         "--losses", type=Path, help="append each exact loss to this file, as JSON lines"
     )
     return parser.parse_args()
+
+
+def option(group: Any, flag: str, kind: type, default: object, text: str) -> None:
+    help_text = f"{text} (default %(default)s)"
+    group.add_argument(flag, type=kind, default=default, help=help_text)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import virtual_link as link
@@ -130,12 +129,7 @@ class VirtualCluster:
         self.up()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     # --- all of it -----------------------------------------------------------------------------
@@ -349,15 +343,9 @@ class VirtualCluster:
         self._folder.mkdir(mode=0o700)
         names = [f"node{index}" for index in range(self._count)]
         rails = range(state.network.rails)
-        state.nodes = [
-            Node(
-                name,
-                index,
-                [Cable(link.address(index, rail)) for rail in rails],
-                state.network.leaf(index),
-            )
-            for index, name in enumerate(names)
-        ]
+        for index, name in enumerate(names):
+            cables = [Cable(link.address(index, rail)) for rail in rails]
+            state.nodes.append(Node(name, index, cables, state.network.leaf(index)))
         hosts = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
         hosts += [f"{node.address} {node.name}" for node in state.nodes]
         (self._folder / "hosts").write_text("\n".join(hosts) + "\n")

@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from virtual_cluster import ClusterError, VirtualCluster
@@ -73,12 +72,7 @@ class VirtualSlurm:
         self.up()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     # --- all of it ----------------------------------------------------------------------------

@@ -45,19 +45,10 @@ def test_help_of_a_command_loads_little() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *(
-            "ftrun.cli.run",
-            "ftrun.cli.commands.status",
-            "ftrun.smp.server",
-            "ftrun.wire.transport.channel",
-        ),
-        *(
-            "ftrun.config.run_spec",
-            "ftrun.tools.checkpoints.command",
-            "ftrun.tools.export.__main__",
-        ),
-        "ftrun.tools.checkpoints.convert",
-        "ftrun.worker.process.startup",
+        *("ftrun.cli.run", "ftrun.cli.commands.status", "ftrun.smp.server"),
+        *("ftrun.wire.transport.channel", "ftrun.config.run_spec"),
+        *("ftrun.tools.checkpoints.command", "ftrun.tools.export.__main__"),
+        *("ftrun.tools.checkpoints.convert", "ftrun.worker.process.startup"),
     ],
 )
 def test_module_does_not_load_torch(module: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bench_common import ROOT
 from soak_kills import KINDS
-from soak_notes import TrainingNotes
+from soak_run import TrainingNotes
 from soak_training import deck, steps_for, summary
 from virtual_cluster import available
 

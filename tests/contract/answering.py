@@ -60,6 +60,28 @@ def closed_port(host: str = "127.0.0.1") -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def wait_until_full(listener: socket.socket) -> None:
-    """Wait until a queue for one connection is full; the kernel may need a moment."""
-    assert descriptors.select([listener], [], [], WAIT_S)[0]
+@contextmanager
+def full_port(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
+    """A port whose kernel gives no answer, as after a cut: its queue of connections is full."""
+    with socket.socket() as sock, socket.socket() as one, socket.socket() as two:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(0)
+        for client in (one, two):
+            client.setblocking(False)
+            client.connect_ex(sock.getsockname())
+        # The kernel may need a moment.
+        assert descriptors.select([sock], [], [], WAIT_S)[0]
+        yield sock.getsockname()[1]
+
+
+@contextmanager
+def tcp_pair(timeout_s: float | None = None) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Dialler's and acceptor's end of one TCP connection."""
+    with listen_tcp("127.0.0.1", 0) as listener:
+        left = socket.create_connection(listener.getsockname(), timeout_s)
+        right, _ = listener.accept()
+    left.settimeout(timeout_s)
+    right.settimeout(timeout_s)
+    with left, right:
+        yield left, right

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -12,7 +12,7 @@ from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
 from ftrun.wire.transport.tcp import listen_tcp, pace, unacknowledged_bytes
-from tests.contract.answering import closed_port, wait_until_full
+from tests.contract.answering import closed_port, full_port
 
 TIMEOUT_S = 30.0
 SOON_S = 1.0
@@ -28,16 +28,8 @@ def listening(host: str) -> Iterator[PeerAddress]:
 
 @contextmanager
 def unresponsive(host: str) -> Iterator[PeerAddress]:
-    """An address whose kernel gives no answer, as after a cut: its queue is full."""
-    with ExitStack() as stack:
-        sock, one, two = (stack.enter_context(socket.socket()) for _ in range(3))
-        sock.bind((host, 0))
-        sock.listen(0)
-        for client in (one, two):
-            client.setblocking(False)
-            client.connect_ex(sock.getsockname())
-        wait_until_full(sock)
-        yield PeerAddress(host, sock.getsockname()[1])
+    with full_port(host) as port:
+        yield PeerAddress(host, port)
 
 
 @contextmanager

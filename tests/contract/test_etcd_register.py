@@ -100,10 +100,28 @@ def run_id(request: pytest.FixtureRequest) -> str:
 
 
 def register(
-    *servers: EtcdServer, run_id: str, job: str = JOB, lease_s: float = LEASE_S
+    *at: EtcdServer | tuple[str, int],
+    run_id: str,
+    job: str = JOB,
+    lease_s: float = LEASE_S,
+    tls: EtcdTls | None = None,
 ) -> EtcdWitness:
-    at = [(one.host, one.port) for one in servers]
-    return EtcdWitness(at, run_id, job=job, lease_s=lease_s)
+    places = [one if isinstance(one, tuple) else (one.host, one.port) for one in at]
+    return EtcdWitness(places, run_id, job=job, lease_s=lease_s, tls=tls)
+
+
+def unreachable(made: EtcdWitness) -> EtcdUnreachable:
+    with pytest.raises(EtcdUnreachable) as caught:
+        made.check(0.5)
+    return caught.value
+
+
+def refused_at_once(made: EtcdWitness) -> str:
+    started_s = time.monotonic()
+    with pytest.raises(UsageError) as caught:
+        made.check(30.0)
+    assert time.monotonic() - started_s < 15.0
+    return str(caught.value)
 
 
 class Node:
@@ -250,8 +268,7 @@ def test_another_register_after_it_lost_its_memory_has_another_life(
 
 def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: str) -> None:
     with closed_port("127.0.0.1") as port:
-        at = [("127.0.0.1", port), (shared.host, shared.port)]
-        made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S)
+        made = register(("127.0.0.1", port), shared, run_id=run_id)
         made.check()
         assert Node("a", made).ask(WitnessOperation.CLAIM).granted
 
@@ -261,24 +278,19 @@ def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: st
 
 def test_no_listener_is_reported_with_where_and_after_how_long(run_id: str) -> None:
     with closed_port("127.0.0.1") as port:
-        made = EtcdWitness([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
-        with pytest.raises(EtcdUnreachable) as caught:
-            made.check(0.5)
-    said = str(caught.value)
+        error = unreachable(register(("127.0.0.1", port), run_id=run_id))
+    said = str(error)
     at = re.escape(f"at 127.0.0.1:{port}: the connection is refused")
     assert re.search(rf"no etcd answers within [1-9]\d* s {at}", said)
     assert "etcdctl endpoint health" in said
-    assert caught.value.exit_code == ExitCode.TRY_AGAIN
+    assert error.exit_code == ExitCode.TRY_AGAIN
 
 
 @pytest.mark.usefixtures("haste")
 def test_an_unresponsive_process_is_reported(run_id: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unresponsive:
-        at = unresponsive.getsockname()
-        made = EtcdWitness([(at[0], at[1])], run_id, job=JOB, lease_s=LEASE_S)
-        with pytest.raises(EtcdUnreachable) as caught:
-            made.check(0.5)
-    assert "it does not answer in time" in str(caught.value)
+        error = unreachable(register(unresponsive.getsockname(), run_id=run_id))
+    assert "it does not answer in time" in str(error)
 
 
 @contextmanager
@@ -323,12 +335,7 @@ def http_server(version: str) -> Iterator[tuple[str, int]]:
 )
 def test_what_is_no_etcd_v3_is_reported_at_once(version: str, said: str, run_id: str) -> None:
     with http_server(version) as at:
-        made = EtcdWitness([at], run_id, job=JOB, lease_s=LEASE_S)
-        started_s = time.monotonic()
-        with pytest.raises(UsageError) as caught:
-            made.check(30.0)
-        assert time.monotonic() - started_s < 15.0
-    assert said in str(caught.value)
+        assert said in refused_at_once(register(at, run_id=run_id))
 
 
 def test_a_port_with_the_digits_of_an_http_status_is_no_status() -> None:
@@ -343,9 +350,7 @@ def test_run_id_of_a_living_other_run_is_refused(shared: EtcdServer, run_id: str
     a = Node("a", register(shared, run_id=run_id))
     assert a.ask(WitnessOperation.CLAIM).granted
     other = register(shared, run_id=run_id, job="/home/other/train.py with --nnodes/--spares 2")
-    with pytest.raises(UsageError) as caught:
-        other.check()
-    said = str(caught.value)
+    said = refused_at_once(other)
     assert f"run id {run_id} is taken" in said
     assert "node a at a.local runs /home/user/train.py" in said
     final = Node("x", other).ask(WitnessOperation.CLAIM)
@@ -377,8 +382,7 @@ def test_both_show_their_certificates(
 ) -> None:
     cert, key = certificates.of("node")
     tls = EtcdTls(ca=certificates.ca, cert=cert, key=key)
-    at = [(secured.host, secured.port)]
-    made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+    made = register(secured, run_id=run_id, tls=tls)
     made.check()
     assert Node("a", made).ask(WitnessOperation.CLAIM).granted
 
@@ -402,13 +406,7 @@ def test_unknown_client_is_rejected_at_once(
     cert, key = Certificates(tmp_path).of("node") if shows == "of another CA" else ("", "")
     tls = EtcdTls(ca=certificates.ca, cert=cert or None, key=key or None)
     tls = EtcdTls() if shows == "system's CAs" else tls
-    at = [(secured.host, secured.port)]
-    made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
-    started_s = time.monotonic()
-    with pytest.raises(UsageError) as caught:
-        made.check(30.0)
-    assert time.monotonic() - started_s < 15.0
-    assert said in str(caught.value)
+    assert said in refused_at_once(register(secured, run_id=run_id, tls=tls))
 
 
 def test_tls_on_one_side_only_is_reported(
@@ -418,15 +416,12 @@ def test_tls_on_one_side_only_is_reported(
         (secured, None, "as an etcd that speaks TLS only does"),
         (shared, EtcdTls(ca=certificates.ca), "as an etcd without TLS does"),
     ):
-        at = [(server.host, server.port)]
         # If the rest of a request arrives after the end, the client sees a reset.
         for _ in range(TRIES):
-            made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
-            with pytest.raises(EtcdUnreachable) as caught:
-                made.check(0.5)
-            if "ConnectionResetError" not in str(caught.value):
+            found = str(unreachable(register(server, run_id=run_id, tls=tls)))
+            if "ConnectionResetError" not in found:
                 break
-        assert said in str(caught.value)
+        assert said in found
 
 
 # --- the thread -------------------------------------------------------------------------------
@@ -446,7 +441,5 @@ def test_questions_do_not_pile_up_while_it_is_unresponsive(own: EtcdServer, run_
     thread.close()
     operations = [one.asked.operation for one in received]
     assert operations[-1] is WitnessOperation.CLEAR
-    assert operations.count(WitnessOperation.RENEW) == 1
-    assert [
-        one.asked.generation for one in received if one.asked.operation is WitnessOperation.RENEW
-    ] == [99]
+    renewed = [one.asked for one in received if one.asked.operation is WitnessOperation.RENEW]
+    assert [one.generation for one in renewed] == [99]

@@ -76,33 +76,24 @@ def test_the_addresses_of_16384_nodes_with_8_rails_fit_a_local_frame() -> None:
     assert FrameReader().feed(frame) == [sent]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"\xc1",
-        msgspec.msgpack.encode({"run_id": "run"}),
-        msgspec.msgpack.encode(
-            {"run_id": "r", "generation": 0, "incarnation": 0, "body": {"type": "Explode"}}
-        ),
-        msgspec.msgpack.encode(
-            {"run_id": "r", "generation": 0, "incarnation": 0, "body": {"type": "Done", "x": 1}}
-        ),
-        msgspec.msgpack.encode(
-            {"run_id": 5, "generation": 0, "incarnation": 0, "body": {"type": "Done"}}
-        ),
-        msgspec.msgpack.encode(MESSAGES[1]).replace(b"because", b"\xff" * 7),
-    ],
-    ids=[
-        "empty",
-        "no msgpack",
-        "fields missing",
-        "unknown type",
-        "unknown field",
-        "wrong kind",
-        "no text",
-    ],
-)
+def packed(run_id: object, **body: object) -> bytes:
+    return msgspec.msgpack.encode(
+        {"run_id": run_id, "generation": 0, "incarnation": 0, "body": body}
+    )
+
+
+NO_MESSAGES = {
+    "empty": b"",
+    "no msgpack": b"\xc1",
+    "fields missing": msgspec.msgpack.encode({"run_id": "run"}),
+    "unknown type": packed("r", type="Explode"),
+    "unknown field": packed("r", type="Done", x=1),
+    "wrong kind": packed(5, type="Done"),
+    "no text": msgspec.msgpack.encode(MESSAGES[1]).replace(b"because", b"\xff" * 7),
+}
+
+
+@pytest.mark.parametrize("body", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         FrameReader().feed(struct.pack("<I", len(body)) + body)

@@ -4,10 +4,11 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,12 +33,13 @@ from ftrun.wire.transport.handshake import (
     dial_handshake,
 )
 from ftrun.wire.transport.secret import Secret, make_secret
-from ftrun.wire.transport.tcp import listen_tcp
+from tests.contract import answering
 
 TIMEOUT_S = 30.0
 SECRET = Secret(b"canary-canary-canary-canary-0123")
 Outcome = AuthSession | Exception
 Side = Callable[[socket.socket], AuthSession]
+tcp_pair = partial(answering.tcp_pair, TIMEOUT_S)
 
 
 def who(node_id: str, **other: object) -> PeerIdentity:
@@ -46,18 +48,6 @@ def who(node_id: str, **other: object) -> PeerIdentity:
 
 
 A, B = who("node-a"), who("node-b", incarnation=8)
-
-
-@contextmanager
-def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Dialler's and acceptor's end of one TCP connection."""
-    with listen_tcp("127.0.0.1", 0) as listener:
-        left = socket.create_connection(listener.getsockname(), TIMEOUT_S)
-        right, _ = listener.accept()
-    left.settimeout(TIMEOUT_S)
-    right.settimeout(TIMEOUT_S)
-    with left, right:
-        yield left, right
 
 
 def both(dialler: Side, acceptor: Side) -> tuple[Outcome, Outcome]:
@@ -136,11 +126,7 @@ REFUSALS = {
     "other torch": (dialler(who("node-a", torch="2.14.1")), acceptor(), "torch 2.14.1"),
     "other ftrun": (dialler(who("node-a", ftrun="9.9")), acceptor(), "ftrun 9.9"),
     "same node": (dialler(who("node-b")), acceptor(), "--node-id"),
-    "same node, no secret": (
-        dialler(who("node-b"), None),
-        acceptor(B, None),
-        "--node-id",
-    ),
+    "same node, no secret": (dialler(who("node-b"), None), acceptor(B, None), "--node-id"),
     "not wanted there": (dialler(), acceptor(admit=lambda peer: "full up"), "full up"),
     "not wanted here": (dialler(admit=lambda peer: "not you"), acceptor(), "not you"),
 }
@@ -207,14 +193,10 @@ HELLO_FRAME_BYTES = len(frame(0xF1, hello(bytes(32))))
 
 def everything(sock: socket.socket) -> bytes:
     found = b""
-    while True:
-        try:
-            more = sock.recv(4096)
-        except ConnectionResetError:
-            return found
-        if not more:
-            return found
-        found += more
+    with suppress(ConnectionResetError):
+        while more := sock.recv(4096):
+            found += more
+    return found
 
 
 def answer_to(said: bytes, secret: Secret | None = SECRET) -> tuple[bytes, PeerError]:
@@ -269,24 +251,22 @@ def test_what_we_report_cannot_be_reported_back_to_us() -> None:
 
 
 def mirror(sock: socket.socket) -> None:
-    while data := sock.recv(4096):
-        try:
+    with suppress(OSError):
+        while data := sock.recv(4096):
             sock.sendall(data)
-        except OSError:
-            return
 
 
-@pytest.mark.parametrize("kind", [0xF1, 0xF2, 0xF4])
-def test_a_long_announcement_is_refused_before_it_comes(kind: int) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(struct.pack("<BH", kind, 65535) for kind in (0xF1, 0xF2, 0xF4)),
+        frame(0xF1, hello(os.urandom(32))) + frame(0xF2, bytes(4090)),
+    ],
+    ids=["hello", "claim", "reason", "4 KiB in all"],
+)
+def test_a_long_announcement_is_refused_before_it_comes(said: bytes) -> None:
     with tcp_pair() as (left, right):
-        left.sendall(struct.pack("<BH", kind, 65535))
-        with pytest.raises(ProtocolError):
-            accept_handshake(right, B, SECRET, deadline_s=TIMEOUT_S)
-
-
-def test_no_more_than_4_kib_are_read_in_all() -> None:
-    with tcp_pair() as (left, right):
-        left.sendall(frame(0xF1, hello(os.urandom(32))) + frame(0xF2, bytes(4090)))
+        left.sendall(said)
         with pytest.raises(ProtocolError):
             accept_handshake(right, B, SECRET, deadline_s=TIMEOUT_S)
 
@@ -411,14 +391,12 @@ def relay(
     touch: Callable[[str, int, bytes], bytes | None],
 ) -> None:
     number = 0
-    try:
+    with suppress(OSError):
         while len(start := source.recv(3, socket.MSG_WAITALL)) == 3:
             body = source.recv(struct.unpack("<BH", start)[1], socket.MSG_WAITALL)
             target.sendall(touch(name, number, start + body) or start + body)
             number += 1
         target.shutdown(socket.SHUT_WR)
-    except OSError:
-        return
 
 
 FRAMES = [("dialler", 0), ("acceptor", 0), ("dialler", 1), ("acceptor", 1), ("dialler", 2)]

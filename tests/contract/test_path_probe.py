@@ -21,6 +21,7 @@ from ftrun.agent.cluster.path_probe import (
 )
 from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery.commands import ProbePath
+from ftrun.wire.cluster.generation import PathMeasurement
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ProbeLinkRequest,
@@ -46,23 +47,28 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
     return PeerIdentity("probe-run", purpose, node_id, 7)
 
 
+def order_to(port: int, source: str = "127.0.0.1") -> ProbePathRequest:
+    return ProbePathRequest(3, "there", "rail0", "lo", source, "127.0.0.1", port)
+
+
+def probed(order: ProbePathRequest) -> PathMeasurement:
+    return probe_path(order, "here", who("here", "path"), SECRET)
+
+
 @contextmanager
 def agent(
     secret: Secret | None = SECRET, *, is_unresponsive: bool = False
 ) -> Iterator[ProbePathRequest]:
-    """An agent that serves one path probe."""
-    with answering(who("there"), secret, serve_path_probe, is_unresponsive=is_unresponsive) as (
-        host,
-        port,
-    ):
-        yield ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", host, port)
+    there = answering(who("there"), secret, serve_path_probe, is_unresponsive=is_unresponsive)
+    with there as (_, port):
+        yield order_to(port)
 
 
 def test_a_path_has_a_round_trip_and_a_rate() -> None:
     # The quickest of some, so that it is the path's rate and not the machine's.
     for _ in range(5):
         with agent() as order:
-            found = probe_path(order, "here", who("here", "path"), SECRET)
+            found = probed(order)
         assert found.problem == ""
         if found.bytes_per_s > 1e6 and found.rtt_s < 1:
             break
@@ -73,35 +79,32 @@ def test_a_path_has_a_round_trip_and_a_rate() -> None:
 
 def test_a_short_try_sends_nothing_but_pings() -> None:
     with agent() as order:
-        short = msgspec.structs.replace(order, is_short=True)
-        found = probe_path(short, "here", who("here", "path"), SECRET)
+        found = probed(msgspec.structs.replace(order, is_short=True))
     assert found.rtt_s > 0
     assert (found.bytes_per_s, found.problem) == (0.0, "")
 
 
 def test_no_listener_is_a_dead_path() -> None:
     with closed_port("127.0.0.1") as port:
-        order = ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
-        found = probe_path(order, "here", who("here", "path"), SECRET)
+        found = probed(order_to(port))
     assert found.rtt_s == 0
     assert "refuses" in found.problem
 
 
 def test_an_address_that_is_not_of_this_node_is_a_dead_path() -> None:
-    order = ProbePathRequest(3, "there", "rail0", "lo", "203.0.113.9", "127.0.0.1", 9)
-    assert probe_path(order, "here", who("here", "path"), SECRET).problem
+    assert probed(order_to(9, source="203.0.113.9")).problem
 
 
 def test_another_secret_is_a_dead_path() -> None:
     with agent(make_secret()) as order:
-        assert probe_path(order, "here", who("here", "path"), SECRET).problem
+        assert probed(order).problem
 
 
 def test_a_node_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_probe, "TRY_S", 0.3)
     with agent(is_unresponsive=True) as order:
         started_s = time.monotonic()
-        found = probe_path(order, "here", who("here", "path"), SECRET)
+        found = probed(order)
         assert time.monotonic() - started_s < WAIT_S / 2
     assert found.rtt_s == 0
     assert "the probe did not finish" in found.problem
@@ -147,11 +150,7 @@ def test_a_node_check_that_cannot_try_is_reported_at_once(
     with monkeypatch.context() as patch:
         if reason == "no threads":
             patch.setattr(threading.Thread, "start", breaks)
-        rpc.take(
-            ProbePath(
-                "lead", ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", 1)
-            )
-        )
+        rpc.take(ProbePath("lead", order_to(1)))
     answer = reported.get(timeout=WAIT_S)
     assert isinstance(answer, ProbePathResult)
     assert answer.is_untried
@@ -163,11 +162,8 @@ def test_a_node_check_that_cannot_try_is_reported_at_once(
 def link_agent(
     secret: Secret | None = SECRET, *, is_unresponsive: bool = False
 ) -> Iterator[ProbeLinkRequest]:
-    """An agent that serves one probe."""
-    with answering(who("there"), secret, serve_probe, is_unresponsive=is_unresponsive) as (
-        host,
-        port,
-    ):
+    there = answering(who("there"), secret, serve_probe, is_unresponsive=is_unresponsive)
+    with there as (host, port):
         yield ProbeLinkRequest(1, "there", host, port)
 
 
@@ -234,14 +230,9 @@ def test_one_probe_at_a_time_and_a_pause_between_two(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("own", "peer", "is_fit"),
     [
-        ("agent", "agent", True),
-        ("smp", "smp", True),
-        ("agent", "probe", True),
-        ("probe", "agent", True),
-        ("probe", "probe", False),
-        ("smp", "probe", False),
-        ("probe", "smp", False),
-        ("agent", "smp", False),
+        *(("agent", "agent", True), ("smp", "smp", True), ("agent", "probe", True)),
+        *(("probe", "agent", True), ("probe", "probe", False), ("smp", "probe", False)),
+        *(("probe", "smp", False), ("agent", "smp", False)),
     ],
 )
 def test_a_probe_speaks_with_agents_only(own: Purpose, peer: Purpose, is_fit: bool) -> None:

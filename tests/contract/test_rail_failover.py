@@ -32,7 +32,7 @@ from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 from tests.contract import descriptors
-from tests.contract.answering import wait_until_full
+from tests.contract.answering import full_port
 
 TIMEOUT_S = 60.0
 QUIET_S = 2.0
@@ -105,25 +105,19 @@ class FakeLeader:
         self.stack.callback(connection.close)
         return connection
 
-    def leave(self, host: str) -> socket.socket:
+    def leave(self, host: str) -> None:
         """Stop listening; the port stays reserved."""
         port = self.port(host)
         self.listeners[host].close()
         sock = self.stack.enter_context(socket.socket())
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        return sock
 
     def cut(self, host: str) -> None:
         """Give no answer there: the queue of connections is full."""
         port = self.port(host)
-        sock = self.leave(host)
-        sock.listen(0)
-        for _ in range(2):
-            client = self.stack.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex((host, port))
-        wait_until_full(sock)
+        self.listeners[host].close()
+        self.stack.enter_context(full_port(host, port))
 
 
 def received(connection: Connection, kind: type[M]) -> M:
@@ -256,10 +250,7 @@ def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
     agent.control_loop.tick()
     assert held == []
     connection.send(JournalLines(["a line"]))
-    give_up_s = time.monotonic() + TIMEOUT_S
-    while agent.thread.failure is None or not held:
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
+    wait_for("the failure", lambda: agent.thread.failure is not None and held)
     assert held == [True]
     with pytest.raises(RuntimeError, match="the cluster thread has ended"):
         agent.control_loop.tick()

@@ -20,19 +20,25 @@ os._exit(0)
 """
 
 
-def test_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
-    folder = tmp_path / ("a folder with a blank, an é and a long name " * 4)
-    folder.mkdir()
-    path = folder / "rank-0.sock"
-    assert len(os.fsencode(path)) > 108
+def output_of(code: str, argument: object, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(path)],
+        [sys.executable, "-c", code, str(argument)],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    assert done.stdout == "1 0\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("a folder with a blank, an é and a long name " * 4)
+    folder.mkdir()
+    path = folder / "rank-0.sock"
+    assert len(os.fsencode(path)) > 108
+    assert output_of(CODE, path) == "1 0\n"
 
 
 OLD_TORCH = """
@@ -75,16 +81,5 @@ os._exit(0)
 
 
 def test_a_torch_whose_server_has_no_handler_writes_the_trace_of_gloo(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OLD_TORCH, str(tmp_path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-            "TORCH_FR_BUFFER_SIZE": "128",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    search = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    output_of(OLD_TORCH, tmp_path, PYTHONPATH=search, TORCH_FR_BUFFER_SIZE="128")

@@ -20,7 +20,7 @@ from ftrun.wire.transport.tcp import (
     listen_tcp,
     tune,
 )
-from tests.contract.answering import closed_port, wait_until_full
+from tests.contract.answering import closed_port, full_port
 from tests.exhausted import no_descriptors
 
 TIMEOUT_S = 30.0
@@ -36,15 +36,8 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def full() -> Iterator[int]:
-    """A port whose kernel gives no answer, because its queue of connections is full."""
-    with socket.socket() as sock, socket.socket() as one, socket.socket() as two:
-        sock.bind(("127.0.0.1", 0))
-        sock.listen(0)
-        for client in (one, two):
-            client.setblocking(False)
-            client.connect_ex(sock.getsockname())
-        wait_until_full(sock)
-        yield sock.getsockname()[1]
+    with full_port() as port:
+        yield port
 
 
 def port_of(sock: socket.socket) -> int:
@@ -129,10 +122,8 @@ def test_refused_at_one_address_and_unresponsive_at_another_is_unresponsive(
         (errno.EPIPE, "closed",
          "n2 has closed the connection: it ended, or closed this connection alone"),
         (errno.ETIMEDOUT, "silent", "n2 does not answer: it is frozen, off, or cut off"),
-        (errno.EHOSTUNREACH, "unreachable",
-         "n2 cannot be reached: the network has no route to it"),
-        (errno.ENETUNREACH, "unreachable",
-         "n2 cannot be reached: the network has no route to it"),
+        (errno.EHOSTUNREACH, "unreachable", "n2 cannot be reached: the network has no route to it"),
+        (errno.ENETUNREACH, "unreachable", "n2 cannot be reached: the network has no route to it"),
         (errno.EIO, "closed",
          "n2 has closed the connection: it ended, or closed this connection alone"),
     ],

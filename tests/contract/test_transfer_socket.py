@@ -22,12 +22,15 @@ Ends = tuple[BulkSocket, BulkSocket, socket.socket]
 
 
 def session(name: str, peer: str, key: bytes = KEY) -> AuthSession:
-    own = PeerIdentity("run", "smp", name, 1)
-    return AuthSession(own, replace_name(own, peer), key, key, bool(key))
+    own, other = (PeerIdentity("run", "smp", one, 1) for one in (name, peer))
+    return AuthSession(own, other, key, key, bool(key))
 
 
-def replace_name(identity: PeerIdentity, name: str) -> PeerIdentity:
-    return PeerIdentity(identity.run_id, identity.purpose, name, identity.incarnation)
+def link(
+    sock: socket.socket, own: str, key: bytes = KEY, timeout_s: float = TIMEOUT_S
+) -> BulkSocket:
+    peer = "b" if own == "a" else "a"
+    return BulkSocket(sock, session(own, peer, key), timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -35,8 +38,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """The sender, the receiver, and the raw socket under the sender."""
     timeout_s = getattr(request, "param", TIMEOUT_S)
     ours, theirs = socket.socketpair()
-    sender = BulkSocket(ours, session("a", "b"), timeout_s=timeout_s)
-    receiver = BulkSocket(theirs, session("b", "a"), timeout_s=timeout_s)
+    sender, receiver = link(ours, "a", KEY, timeout_s), link(theirs, "b", KEY, timeout_s)
     yield sender, receiver, ours
     sender.close()
     receiver.close()
@@ -96,8 +98,7 @@ def test_bytes_that_do_not_match_cost_the_bytes_and_not_the_link(ends: Ends) -> 
 def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
     ours, theirs = socket.socketpair()
     between, last = socket.socketpair()
-    sender = BulkSocket(ours, session("a", "b"), timeout_s=TIMEOUT_S)
-    receiver = BulkSocket(last, session("b", "a"), timeout_s=TIMEOUT_S)
+    sender, receiver = link(ours, "a"), link(last, "b")
     try:
         sender.send(0, LinkHello(0, "protect", 5))
         data = bytearray(theirs.recv(1000))
@@ -113,8 +114,7 @@ def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
 
 def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
     ours, theirs = socket.socketpair()
-    unknown_peer = BulkSocket(ours, session("a", "b", bytes(32)), timeout_s=TIMEOUT_S)
-    receiver = BulkSocket(theirs, session("b", "a"), timeout_s=TIMEOUT_S)
+    unknown_peer, receiver = link(ours, "a", bytes(32)), link(theirs, "b")
     unknown_peer.send(0, RoundStored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()
@@ -123,7 +123,7 @@ def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
     sender, receiver, raw = ends
     sender.send(0, RoundStored(0, 1, 1))
     assert receiver.receive().body == RoundStored(0, 1, 1)
-    again = BulkSocket(raw, session("a", "b"), timeout_s=TIMEOUT_S)
+    again = link(raw, "a")
     again.send(0, RoundStored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()

@@ -49,7 +49,6 @@ def set_mode(mode: str, seed: int = 1, max_pause_us: int = 1000) -> None:
 
 
 def num_pending() -> int:
-    """Number of operations that have not run."""
     return int(_device().fake_num_pending())
 
 

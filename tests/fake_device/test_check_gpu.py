@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_device.device_build import CompilerMissing, library
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500
 
-pytestmark = [pytest.mark.slow, pytest.mark.launch, pytest.mark.timeout(LIMIT_S + 100)]
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.launch, pytest.mark.timeout(LIMIT_S + 100)),
+    pytest.mark.usefixtures("compiled"),
+]
 
 
 def checked(tmp_path: Path, *words: str) -> dict[str, Any]:
-    try:
-        library()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
     result = tmp_path / "result.json"
     command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), "--device", "fake"]
     command += ["--json", str(result), "--timeout", str(LIMIT_S), *words]

@@ -8,29 +8,23 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fake_device.device_build import CompilerMissing, library, search_path
 
 from tests.integration.conftest import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded_training.py"
 LIMIT_S = 200
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled")]
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("threads", marks=pytest.mark.full)])
 def test_ddp_and_fsdp2_train_as_on_the_processor(tmp_path: Path, mode: str) -> None:
-    try:
-        library()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
     results = [tmp_path / str(rank) for rank in range(2)]
     variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": search_path(),
         "FAKE_DEVICE_MODE": mode,
     }
     with ExitStack() as ends:

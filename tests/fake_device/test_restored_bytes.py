@@ -11,31 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device.device_build import CompilerMissing, library, search_path
 
 from tests.integration.conftest import Run
 
 FOLDER = Path(__file__).parent
 Restored = Callable[..., dict[str, Any]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.launch]
+pytestmark = [pytest.mark.slow, pytest.mark.launch, pytest.mark.usefixtures("compiled")]
 
 
 @pytest.fixture
 def restored(tmp_path: Path) -> Iterator[Restored]:
     """Run a script that kills itself; what its second process found."""
-    try:
-        library()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
     with contextlib.ExitStack() as ends:
 
         def run(name: str, what: str) -> dict[str, Any]:
             result = tmp_path / "result.json"
             words = ["--start", "fresh", "--nproc-per-node", "1", "--snapshot-every", "1"]
             script = str(FOLDER / "scripts" / name)
-            variables = {"PYTHONPATH": search_path()}
-            one = Run(tmp_path, *words, script, str(result), what, env=variables)
+            one = Run(tmp_path, *words, script, str(result), what)
             ends.callback(one.end)
             assert one.wait() == 0, one.text
             assert result.exists(), one.text

@@ -20,5 +20,6 @@ The same seed gives the same run on every machine.
     plots.py       sequences of faults that random faults rarely produce
     invariants.py  invariants that are checked after every event
     run.py         one seed from beginning to end, and its outcome
+    sweep.py       runs of many seeds, for the tests
     traffic.py     a run without faults on many nodes: its cost
 """

@@ -193,7 +193,7 @@ class Faults:
     def cut_pair(self, node: "Node") -> None:
         other = self.random.choice(self._nodes())
         if other is not node:
-            self._cut(f"cut from ({other.node_id})", node, _both(node, other))
+            self._cut(f"cut from ({other.node_id})", node, both(node, other))
 
     def cut_one_way(self, node: "Node") -> None:
         others = [other for other in self._nodes() if other is not node]
@@ -212,7 +212,7 @@ class Faults:
     def slow_down(self, node: "Node") -> None:
         self.note("slow links", node)
         for other in self._nodes():
-            for pair in _both(node, other):
+            for pair in both(node, other):
                 self.simulation.network.slow[pair] = 0.6
 
     def flip(self, node: "Node") -> None:
@@ -223,7 +223,7 @@ class Faults:
             return
         thing = self.random.choice(things)
         self.note(f"flip bits ({thing.version})", node)
-        self.simulation.invariants.flipped(node)
+        self.simulation.invariants.memory_lost(node)
         thing.corrupt(self.random)
 
     def two_at_once(self, node: "Node") -> None:
@@ -294,7 +294,7 @@ class Faults:
         for_s: float | None = None,
     ) -> None:
         """Drops all packets between the two sides."""
-        pairs = [pair for one in side for other in rest for pair in _both(one, other)]
+        pairs = [pair for one in side for other in rest for pair in both(one, other)]
         self._cut(what, node, pairs, for_s=for_s)
 
     def _cut(
@@ -351,7 +351,7 @@ class Faults:
         self.world.trace(node.node_id if node is not None else "-", f"*** {what}")
 
 
-def _both(one: "Node", other: "Node") -> list[tuple[str, str]]:
+def both(one: "Node", other: "Node") -> list[tuple[str, str]]:
     if one is other:
         return []
     return [(one.node_id, other.node_id), (other.node_id, one.node_id)]

@@ -27,7 +27,7 @@ from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan
 from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
-from simulation.training import Group, Ranks, beginning
+from simulation.training import BEGINNING, Group, Ranks
 from simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -233,12 +233,8 @@ class Invariants:
             and other.agent.member.follower.newest_plan not in (None, plan)
             and not self._is_blank(other)
         ]
-        reached = [
-            one
-            for one in knowing
-            if self.simulation.network.passes(one, node.node_id)
-            and self.simulation.network.passes(node.node_id, one)
-        ]
+        connects = self.simulation.network.connects
+        reached = [one for one in knowing if connects(one, node.node_id)]
         is_stable = self.world.now_s - self.stable_since_s >= self._stable_s(reached)
         # A run that has ended may be followed by another one.
         is_stable &= not self.simulation.is_ending
@@ -373,7 +369,7 @@ class Invariants:
         first = self._started.setdefault(plan.generation, version)
         if first != version:
             self.fail(f"in generation {plan.generation} ranks start from {first} and {version}")
-        should_be = beginning() if version is None else self.states.get(version)
+        should_be = BEGINNING if version is None else self.states.get(version)
         if state != should_be:
             self.fail(f"{node.node_id} has read {version}, and it is not what was sealed")
 
@@ -447,11 +443,8 @@ class Invariants:
         if not can_have(record.version, memories):
             self.fail(f"{record.version} is committed and does not tolerate the loss of m nodes")
 
-    def flipped(self, node: "Node") -> None:
-        """As bad as a lost node; a newer version that is not committed is also relied on."""
-        self.memory_lost(node)
-
     def memory_lost(self, node: "Node") -> None:
+        """Or damaged, which is as bad."""
         self._lost_s[node.node_id] = self.world.now_s
         for record in self.records.values():
             record.lost.add(node.node_id)
@@ -578,16 +571,13 @@ class Invariants:
         if self.world.now_s - self.stable_since_s < _STABLE_S:
             return
         newest = self._newest_committed(self.newest)
-        passes = self.simulation.network.passes
+        connects = self.simulation.network.connects
         reached = {
             other.node_id: other.memory
             for other in self.simulation.nodes
             if other.agent is not None
             and not other.agent.is_paused
-            and (
-                other is node
-                or (passes(node.node_id, other.node_id) and passes(other.node_id, node.node_id))
-            )
+            and (other is node or connects(node.node_id, other.node_id))
         }
         here = [other.node_id for other in self.simulation.nodes if other.is_on]
         if name := self.simulation.loads_on(here):

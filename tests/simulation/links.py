@@ -146,7 +146,7 @@ class Link:
     def _dial(self) -> None:
         node, network = self.peers.smp.node, self.peers.smp.node.network
         mine, there = node.node_id, self.position.node_id
-        if not (network.passes(mine, there) and network.passes(there, mine)):
+        if not network.connects(mine, there):
             self._dial_failed("no answer", _SYN_S)
             return
         target = network.nodes[there].smp
@@ -249,7 +249,7 @@ class Link:
             return
         network = node.network
         mine, target = node.node_id, self.position.node_id
-        if not (network.passes(mine, target) and network.passes(target, mine)):
+        if not network.connects(mine, target):
             if self._unresponsive_s is None:
                 self._unresponsive_s = self._now_s
             elif self._now_s - self._unresponsive_s > self._timeout_s:

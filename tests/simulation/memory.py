@@ -52,7 +52,6 @@ class Slot:
         self.state = ~self.digest
 
     def corrupt(self, random: Random) -> None:
-        """Flips a bit of it."""
         self.state ^= 1 << random.randrange(60)
 
 
@@ -269,7 +268,6 @@ class FakeParityRegion:
             self._lose()
 
     def corrupt(self, random: Random) -> None:
-        """Flips a bit of something in it."""
         if self.given:
             self.given[random.choice(sorted(self.given))] ^= 1 << random.randrange(60)
 
@@ -349,7 +347,6 @@ class Memory:
 
 
 def is_good(state: int, digest: int) -> bool:
-    """The digest check."""
     return state == digest
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.faults import both
+
 if TYPE_CHECKING:
     from simulation.node import Node
     from simulation.run import Simulation
@@ -27,7 +29,6 @@ STUB_KILLS_S = 0.03
 
 
 def has_mishaps(simulation: "Simulation") -> None:
-    """Adds mishaps to a world."""
     Mishaps(simulation).begin()
 
 
@@ -122,11 +123,7 @@ class Mishaps:
         if not others:
             return
         chosen = others if self._random.random() < 0.5 else [self._random.choice(others)]
-        pairs = [
-            pair
-            for other in chosen
-            for pair in ((node.node_id, other.node_id), (other.node_id, node.node_id))
-        ]
+        pairs = [pair for other in chosen for pair in both(node, other)]
         self._faults.note(f"refuses ({len(chosen)})", node)
         network = self._simulation.network
         network.refusing.update(pairs)

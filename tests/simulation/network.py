@@ -83,6 +83,10 @@ class Network:
         nodes = self.nodes
         return nodes[source].is_running and nodes[target].is_running
 
+    def connects(self, one: str, other: str) -> bool:
+        """Whether packets that leave now arrive in both directions."""
+        return self.passes(one, other) and self.passes(other, one)
+
     def refuse(self, pairs: list[tuple[str, str]]) -> None:
         """A firewall is inserted between these nodes."""
         self.refused.update(pairs)
@@ -107,7 +111,7 @@ class Network:
         if (mine, host) in self.refused and self.nodes[host].is_on:
             self.world.after(there, self._dial_failed, agent, host, port, node_id, True)
             return
-        if not (self.passes(mine, host) and self.passes(host, mine)):
+        if not self.connects(mine, host):
             self.world.after(DIAL_S, self._dial_failed, agent, host, port, node_id, False)
             return
         self.world.after(there, self._arrive, agent, host, port, node_id)
@@ -116,7 +120,7 @@ class Network:
         self, agent: "Agent", host: str, port: int, node_id: str, waited_s: float = 0.0
     ) -> None:
         mine, there = agent.node.node_id, self.nodes[host]
-        if not (self.passes(mine, host) and self.passes(host, mine)):
+        if not self.connects(mine, host):
             self.world.after(DIAL_S, self._dial_failed, agent, host, port, node_id, False)
             return
         back_s = self.delay_s(host, mine)

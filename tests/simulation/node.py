@@ -11,7 +11,6 @@ from ftrun.agent.snapshots.smp_client import NOTHING, UnconfirmedCommands
 from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version
-from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
     ClockTick,
     ConnectionClosed,
@@ -36,7 +35,7 @@ from simulation.memory import Memory
 from simulation.network import End
 from simulation.smp_link import SmpLink
 from simulation.snapshots import FETCH_FOR_S, RETRY_S, Page, Smp, as_version
-from simulation.training import Ranks, beginning, exit_of
+from simulation.training import BEGINNING, Ranks, exit_of
 
 _SPEC = SimpleNamespace(
     profile=SimpleNamespace(erasure=SimpleNamespace(mirror_max_bytes=0)),
@@ -142,7 +141,6 @@ class Node:
         self.simulation.invariants.memory_lost(self)
 
     def freeze(self) -> None:
-        """Pauses the whole machine."""
         self.is_frozen, self.is_running = True, False
 
     def thaw(self) -> None:
@@ -229,15 +227,9 @@ class Node:
 
     # --- reports of the components to the agent ------------------------------------------------
 
-    def neighbour(self, node_id: str) -> "Node | None":
-        return self.network.nodes.get(node_id)
-
     def send(self, *, is_urgent: bool) -> None:
         if self.agent is not None:
             self.agent.executor.send(is_urgent=is_urgent)
-
-    def agent_noted(self, what: str) -> None:
-        self.world.trace(self.node_id, what)
 
     def reported_by_smp(self, body: Any) -> None:
         if self.agent is not None:
@@ -318,7 +310,6 @@ class Agent:
         self.node.network.process_died(self)
 
     def freeze(self) -> None:
-        """SIGSTOP to the agent; its ranks continue."""
         self.is_frozen = True
 
     def thaw(self) -> None:
@@ -369,7 +360,6 @@ class Agent:
         self.executor.send(is_urgent=False)
 
     def think(self, event: Happening) -> None:
-        """Decides and executes the commands."""
         if not self.is_alive:
             return
         simulation = self.node.simulation
@@ -615,7 +605,7 @@ class SimulatedExecutor:
             return
         restored = self.node.restored_in.get(plan.generation)
         if restored is None:
-            self._restored(ranks, None, beginning())
+            self._restored(ranks, None, BEGINNING)
         elif plan.is_resized:
             self._read_previous(ranks, restored, self.node.world.now_s)
         elif self.smp.is_restored:
@@ -627,7 +617,6 @@ class SimulatedExecutor:
             self._restored(ranks, restored, max(state for state in states if state is not None))
 
     def _read_previous(self, ranks: Ranks, restored: Version, since_s: float) -> None:
-        """Ranks of another world read the version in place."""
         smp, plan = self.node.smp, self.plan
         if self.node.ranks is not ranks or not ranks.are_alive or plan is None:
             return
@@ -665,7 +654,6 @@ class SimulatedExecutor:
         self.send(is_urgent=True)
 
     def send(self, *, is_urgent: bool) -> None:
-        """Sends the status of the node to the leader."""
         self.agent.call(self._send, is_urgent)
 
     def _send(self, is_urgent: bool) -> None:
@@ -762,6 +750,3 @@ def _plan(plan: GenerationPlan) -> str:
         f"{plan.generation} by {plan.leader}: {members} | {spares} | from {plan.restore} "
         f"{plan.restore_reason} groups {plan.groups} m {plan.parity}"
     )
-
-
-ENDED = MemberRole.ENDED

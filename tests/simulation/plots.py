@@ -46,7 +46,6 @@ class Plots:
         self._world.after(_BEGINS_S + 3 * self._random.random(), self._start, name)
 
     def _start(self, name: str) -> None:
-        """Starts the sequence once a generation runs."""
         newest = self._simulation.invariants.newest
         if self._faults.are_over:
             return

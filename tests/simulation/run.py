@@ -64,7 +64,6 @@ class Outcome:
 
     @property
     def happened(self) -> dict[str, int]:
-        """The work of a run, and its progress."""
         names = ("steps", "generations", "commits", "restores", "new_leaders", "growths")
         return {name: getattr(self, name) for name in (*names, "shrinkings", "messages")}
 
@@ -104,7 +103,6 @@ class Simulation:
         self.nodes: list[Node] = []
         self._incarnation = _INCARNATION
         self._groups: dict[int, Group] = {}
-        self._converged_s: float | None = None
         for index in range(self.scenario.num_nodes):
             node = Node(self, f"n{index}", endpoint=index == 0)
             self.nodes.append(node)
@@ -206,7 +204,6 @@ class Simulation:
         return self._word()
 
     def begin(self) -> None:
-        """Switches on all nodes and schedules the faults."""
         random = self.world.stream("start")
         late = self.nodes[len(self.nodes) - self.scenario.late_nodes :]
         for node in self.nodes:
@@ -426,7 +423,6 @@ def run_seed(
     seed: int,
     mode: str,
     *,
-    keep_log: bool = False,
     prepare: Callable[[Simulation], None] | None = None,
     scenario: Scenario | None = None,
 ) -> Outcome:
@@ -435,7 +431,6 @@ def run_seed(
     Args:
         seed: of the world.
         mode: one of `MODES`.
-        keep_log: keep the last lines of the trace also if there is no violation.
         prepare: called with the simulation before it starts.
         scenario: replaces the scenario that the seed determines.
     """
@@ -457,14 +452,14 @@ def run_seed(
     finally:
         gc.enable()
         logging.disable(logged)
-    return _outcome(simulation, problem, verdict, keep_log=keep_log)
+    return _outcome(simulation, problem, verdict)
 
 
 def _frames(error: Exception) -> list[traceback.FrameSummary]:
     return traceback.extract_tb(error.__traceback__)[:-4:-1]
 
 
-def _outcome(simulation: Simulation, problem: str, verdict: str, *, keep_log: bool) -> Outcome:
+def _outcome(simulation: Simulation, problem: str, verdict: str) -> Outcome:
     world, seen = simulation.world, simulation.invariants
     plans = [seen.chosen[at] for at in sorted(seen.chosen)]
     pairs = list(pairwise(plans))
@@ -485,5 +480,5 @@ def _outcome(simulation: Simulation, problem: str, verdict: str, *, keep_log: bo
         growths=sum(len(before.members) < len(after.members) for before, after in pairs),
         shrinkings=sum(len(before.members) > len(after.members) for before, after in pairs),
         faults=dict(simulation.faults.counts),
-        log=tuple(world.log) if keep_log or problem else (),
+        log=tuple(world.log) if problem else (),
     )

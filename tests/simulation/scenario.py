@@ -10,6 +10,9 @@ from simulation.plots import LASTS_S, PLOTS
 
 MODES = ("safety", "liveness")
 _STRICT = 0.3
+_SIZES = {"outvoted": ((1, 1, 2), (2, 2, 3)), "unfinished": ((1, 4, 0), (2, 5, 0), (3, 6, 0))}
+"""Fewest and most nodes, and spares, by plot."""
+_OTHER_SIZES = ((2, 2, 1), (1, 3, 0), (2, 3, 0), (2, 2, 2), (3, 5, 0), (3, 3, 2))
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,8 @@ class Scenario:
     plot: str = ""
     """A sequence of faults, in addition to the random ones; see plots.py."""
 
-    @property
-    def num_voters(self) -> int:
-        return self.settings.cluster_size.max_nodes + self.settings.cluster_size.spares
-
 
 def draw(seed: int, mode: str) -> Scenario:
-    """The scenario of a seed."""
     random = Random(f"{seed}/scenario/{mode}")
     nodes = random.choices((1, 2, 3, 4, 5, 6, 7), (6, 22, 26, 20, 12, 8, 6))[0]
     spares = random.choices((0, 1, 2), (5, 4, 2) if nodes > 2 else (3, 2, 4))[0]
@@ -108,22 +106,8 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
     has_checkpoints = scenario.has_checkpoints
     if plot == "outvoted":
         # The memory of the members is unreachable, and without it no node continues.
-        cluster_size, has_checkpoints = (
-            random.choice((ClusterSize(1, 1, 2), ClusterSize(2, 2, 3))),
-            True,
-        )
-    elif plot == "unfinished":
-        cluster_size = random.choice(
-            (ClusterSize(1, 4, 0), ClusterSize(2, 5, 0), ClusterSize(3, 6, 0))
-        )
-    else:
-        choices = (
-            ClusterSize(2, 2, 1),
-            ClusterSize(1, 3, 0),
-            ClusterSize(2, 3, 0),
-            ClusterSize(2, 2, 2),
-        )
-        cluster_size = random.choice((*choices, ClusterSize(3, 5, 0), ClusterSize(3, 3, 2)))
+        has_checkpoints = True
+    cluster_size = ClusterSize(*random.choice(_SIZES.get(plot, _OTHER_SIZES)))
     settings = changed(
         scenario.settings, cluster_size=cluster_size, has_checkpoints=has_checkpoints
     )

@@ -70,10 +70,8 @@ class Page:
         at = restored if restored is not None else version(-1, -1)
         self.set(CommandField.COMMITTED_GENERATION, at.generation)
         self.set(CommandField.COMMITTED_STEP, at.step)
-        for word in (CommandField.ABANDONED_STEP, CommandField.COMMITTED_IN):
-            self.set(word, -1)
-        for word in (CommandField.PROTECTING_STEP, CommandField.TAKE_FROM):
-            self.set(word, -1)
+        for word in ("ABANDONED_STEP", "COMMITTED_IN", "PROTECTING_STEP", "TAKE_FROM"):
+            self.set(CommandField[word], -1)
 
     def get(self, at: CommandField) -> int:
         return self._words[at]
@@ -660,7 +658,6 @@ class Smp:
         self.run(self.commits.abandon, generation, step)
 
     def load(self, arenas: Iterable[Arena]) -> None:
-        """A checkpoint was read into these arenas."""
         self.run(self.arenas.put_instead, list(arenas), self.commits.tracker.generation)
 
     # --- workers ------------------------------------------------------------------------------
@@ -743,12 +740,12 @@ class Smp:
         """The SMP of a node, if it is reachable at the known port."""
         if node_id == self.node.node_id:
             return self
-        peer = self.node.neighbour(node_id)
+        peer = self.node.network.nodes.get(node_id)
         smp = peer.smp if peer is not None else None
         if smp is None or not smp.is_alive or smp.port != port:
             return None
         network, mine = self.node.network, self.node.node_id
-        both = network.passes(mine, node_id) and network.passes(node_id, mine)
+        both = network.connects(mine, node_id)
         return smp if both and smp.generation == self.generation else None
 
     def good_state(self, wanted: Version, rank: int) -> int | None:

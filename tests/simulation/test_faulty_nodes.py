@@ -16,6 +16,7 @@ from ftrun.errors import ExitCode
 from ftrun.recovery import repeated_causes
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import Scenario, draw
+from simulation.sweep import story
 from simulation.training import Group, Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -36,49 +37,44 @@ class Case:
         self.random = Random(f"{seed}/faulty")
         self.seed, self.size = seed, self.random.choice(sizes)
         self.first_s = self.random.uniform(4.0, 8.0)
-        self.prepare: Prepare | None = None
-        self.simulation: Simulation | None = None
+        self.prepare: Prepare
+        self.simulation: Simulation
 
     def run(self, prepare: Prepare) -> Outcome:
         self.prepare = prepare
-        return run_seed(self.seed, "safety", scenario=self._scenario(), prepare=self._begin)
+        outcome = run_seed(self.seed, "safety", scenario=self._scenario(), prepare=self._begin)
+        assert not outcome.problem, story(outcome)
+        return outcome
 
     def node_ids(self, count: int) -> list[str]:
-        assert self.simulation is not None
         return self.random.sample([node.node_id for node in self.simulation.nodes], count)
 
     def report_fault(self, node_id: str) -> None:
         """The node reports a fault a second before its ranks begin to fail."""
-        assert self.simulation is not None
         node = self.simulation.network.nodes[node_id]
         self.simulation.world.after(self.first_s - 1.0, setattr, node, "fault", XID)
 
     @property
     def now_s(self) -> float:
-        assert self.simulation is not None
         return self.simulation.world.now_s
 
     @property
     def exit_codes(self) -> set[int]:
-        assert self.simulation is not None
         return {int(command.exit_code) for _, command in self.simulation.invariants.exits}
 
     @property
     def excluded(self) -> set[str]:
         """Nodes that any leader has excluded."""
-        assert self.simulation is not None
         plans = self.simulation.invariants.chosen.values()
         return {node_id for plan in plans for node_id in plan.history.barred}
 
     @property
     def last_members(self) -> set[str]:
-        assert self.simulation is not None
         newest = self.simulation.invariants.newest
         assert newest is not None
         return {node.node_id for node in newest.members}
 
     def _begin(self, simulation: Simulation) -> None:
-        assert self.prepare is not None
         self.simulation = simulation
         simulation.faults.has_random = False
         simulation.failing = self.prepare(self)
@@ -154,46 +150,36 @@ def of_program(case: Case) -> Failing:
     return of_step(case, chosen)
 
 
-def story(outcome: Outcome) -> str:
-    return "\n".join([outcome.problem, *outcome.log[-60:]])
+WITH_TWO_SPARES = (ClusterSize(2, 2, 2), ClusterSize(3, 3, 2), ClusterSize(2, 5, 0))
 
 
-@pytest.mark.parametrize("reports", [False, True], ids=["failures only", "reported"])
+@pytest.mark.parametrize(
+    ("sizes", "num_dead", "reports"),
+    [
+        pytest.param(WITH_SPARES, 1, False, id="failures only"),
+        pytest.param(WITH_SPARES, 1, True, id="reported"),
+        # Both are reported: otherwise a rank that fails on two nodes looks like the cause.
+        pytest.param(WITH_TWO_SPARES, 2, True, id="two"),
+    ],
+)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_dead_gpu_costs_no_run_with_a_spare(seed: int, reports: bool) -> None:
-    case = Case(seed, WITH_SPARES)
+def test_a_dead_gpu_costs_no_run_with_a_spare(
+    seed: int, sizes: tuple[ClusterSize, ...], num_dead: int, reports: bool
+) -> None:
+    case = Case(seed, sizes)
     dead: list[str] = []
 
     def prepare(case: Case) -> Failing:
-        dead.extend(case.node_ids(1))
-        if reports:
-            case.report_fault(dead[0])
-        return of_nodes(case, dead)
-
-    outcome = case.run(prepare)
-    assert not outcome.problem, story(outcome)
-    assert case.exit_codes == set(), story(outcome)
-    assert not case.last_members & {*dead}, story(outcome)
-    assert case.excluded <= {*dead}, story(outcome)
-    assert outcome.steps > 10
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_two_dead_gpus_cost_no_run_with_two_spares(seed: int) -> None:
-    """Both are reported: otherwise a rank that fails on two nodes looks like the cause."""
-    case = Case(seed, (ClusterSize(2, 2, 2), ClusterSize(3, 3, 2), ClusterSize(2, 5, 0)))
-    dead: list[str] = []
-
-    def prepare(case: Case) -> Failing:
-        dead.extend(case.node_ids(2))
-        for node_id in dead:
+        dead.extend(case.node_ids(num_dead))
+        for node_id in dead if reports else ():
             case.report_fault(node_id)
         return of_nodes(case, dead)
 
     outcome = case.run(prepare)
-    assert not outcome.problem, story(outcome)
     assert case.exit_codes == set(), story(outcome)
     assert not case.last_members & {*dead}, story(outcome)
+    assert case.excluded <= {*dead}, story(outcome)
+    assert outcome.steps > 10
 
 
 @pytest.mark.parametrize("failing", [of_rank, of_program])
@@ -203,7 +189,6 @@ def test_a_failure_of_the_program_ends_the_run(
 ) -> None:
     case = Case(seed, WITH_SPARES)
     outcome = case.run(failing)
-    assert not outcome.problem, story(outcome)
     assert case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}, story(outcome)
     assert len(case.excluded) <= 1, story(outcome)
 
@@ -212,7 +197,6 @@ def test_a_failure_of_the_program_ends_the_run(
 def test_a_dead_gpu_without_a_spare_ends_the_run(seed: int) -> None:
     case = Case(seed, ALONE)
     outcome = case.run(lambda case: of_nodes(case, case.node_ids(1)))
-    assert not outcome.problem, story(outcome)
     assert case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}, story(outcome)
     assert case.excluded == set()
 
@@ -222,8 +206,7 @@ def test_without_the_exclusion_a_dead_gpu_ends_the_run(monkeypatch: pytest.Monke
     ended = 0
     for seed in SEEDS:
         case = Case(seed, WITH_SPARES)
-        outcome = case.run(lambda case: of_nodes(case, case.node_ids(1)))
-        assert not outcome.problem, story(outcome)
+        case.run(lambda case: of_nodes(case, case.node_ids(1)))
         ended += case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}
     assert ended > len(SEEDS) / 3
 
@@ -234,7 +217,6 @@ def test_a_drained_node_ends_no_run_of_which_enough_nodes_are_left(seed: int) ->
     case = Case(seed, WITH_SPARES)
 
     def prepare(case: Case) -> None:
-        assert case.simulation is not None
         world, nodes = case.simulation.world, case.simulation.network.nodes
         drained, other = (nodes[one] for one in case.node_ids(2))
         at_s = case.first_s + 5.0  # the run has begun
@@ -243,7 +225,5 @@ def test_a_drained_node_ends_no_run_of_which_enough_nodes_are_left(seed: int) ->
         world.after(at_s, case.simulation.faults.kill_agent, other)
 
     outcome = case.run(prepare)
-    assert not outcome.problem, story(outcome)
-    assert case.simulation is not None
     exits = case.simulation.invariants.exits
     assert all(command.run_continues for _, command in exits), story(outcome)

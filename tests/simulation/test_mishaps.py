@@ -28,6 +28,7 @@ from ftrun.wire.cluster.membership import Accepted
 from simulation.mishaps import has_mishaps
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, Scenario, draw
+from simulation.sweep import checked, story
 
 SEEDS = 40
 ROTATING = 10
@@ -42,20 +43,12 @@ KINDS = [
 Patch = pytest.MonkeyPatch
 
 
-def story(outcome: Outcome, flags: str = "") -> str:
-    command = f"python scripts/simulate.py --seed {outcome.seed} --mode {outcome.mode}{flags}"
-    return "\n".join([outcome.problem, command, *outcome.log[-40:]])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_worlds_with_mishaps_have_no_violation() -> None:
     faults: Counter[str] = Counter()
-    for seed in range(SEEDS):
-        for mode in MODES:
-            outcome = run_seed(seed, mode, prepare=has_mishaps)
-            assert not outcome.problem, story(outcome, " --mishaps")
-            faults.update(outcome.faults)
+    for outcome in checked(range(SEEDS), has_mishaps, flags=" --mishaps"):
+        faults.update(outcome.faults)
     assert {kind for kind in KINDS if not faults[kind]} == set()
 
 
@@ -67,12 +60,9 @@ def test_worlds_of_new_seeds_have_no_violation(
     first = random.SystemRandom().randrange(10_000_000, 1_000_000_000)
     with capsys.disabled():
         print(f"\nsimulated worlds {first} to {first + ROTATING - 1}")
-    for seed in range(first, first + ROTATING):
-        for mode in MODES:
-            outcome = run_seed(seed, mode)
-            assert not outcome.problem, story(outcome)
-            outcome = run_seed(seed, mode, prepare=has_mishaps)
-            assert not outcome.problem, story(outcome, " --mishaps")
+    seeds = range(first, first + ROTATING)
+    for found in (checked(seeds), checked(seeds, has_mishaps, flags=" --mishaps")):
+        assert len([*found]) == ROTATING * len(MODES)
 
 
 # --- each rule is needed ----------------------------------------------------------------------
@@ -198,51 +188,40 @@ def _new_voters_decide_alone(patch: Patch) -> None:
     patch.setattr(reconfiguration, "carries", carries)
 
 
-CASES = [
-    pytest.param(
-        ClusterSize(1, 1, 2), freeze_the_only_member, _lease_without_end, "makes a step", id="lease"
+CASES = {
+    "lease": ((1, 1, 2), freeze_the_only_member, _lease_without_end, "makes a step"),
+    "refusals": ((1, 3, 0), refuse_each_other, _unanswered_is_dead, "does not know"),
+    "checkpoints": (
+        *((2, 2, 3), lose_all_with_a_bad_checkpoint),
+        *(_a_bad_checkpoint_ends_the_run, "loads on all nodes"),
     ),
-    pytest.param(
-        ClusterSize(1, 3, 0), refuse_each_other, _unanswered_is_dead, "does not know", id="refusals"
+    "voters": (
+        *((2, 2, 3), split_while_the_voters_change),
+        *(_new_voters_decide_alone, "does not know"),
     ),
-    pytest.param(
-        ClusterSize(2, 2, 3),
-        lose_all_with_a_bad_checkpoint,
-        _a_bad_checkpoint_ends_the_run,
-        "loads on all nodes",
-        id="checkpoints",
-    ),
-    pytest.param(
-        ClusterSize(2, 2, 3),
-        split_while_the_voters_change,
-        _new_voters_decide_alone,
-        "does not know",
-        id="voters",
-    ),
-]
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cluster_size", "prepare", "break_it", "words"), CASES)
+@pytest.mark.parametrize(("size", "prepare", "break_it", "words"), CASES.values(), ids=CASES)
 def test_a_rule_that_is_left_out_is_missed(
-    cluster_size: ClusterSize,
+    size: tuple[int, int, int],
     prepare: Callable[[Simulation], None],
     break_it: Callable[[Patch], None],
     words: str,
     monkeypatch: Patch,
 ) -> None:
-    def runs() -> list[Outcome]:
-        made = [quiet(seed, cluster_size) for seed in range(8)]
-        return [
-            run_seed(seed, "safety", prepare=prepare, scenario=one) for seed, one in enumerate(made)
-        ]
+    worlds = [quiet(seed, ClusterSize(*size)) for seed in range(8)]
+
+    def runs() -> Iterator[Outcome]:
+        for seed, world in enumerate(worlds):
+            yield run_seed(seed, "safety", prepare=prepare, scenario=world)
 
     for outcome in runs():
         assert not outcome.problem, story(outcome)
     with monkeypatch.context() as patch:
         break_it(patch)
-        problems = [outcome.problem for outcome in runs()]
-    assert any(words in problem for problem in problems), problems
+        assert any(words in outcome.problem for outcome in runs())
 
 
 @pytest.mark.slow

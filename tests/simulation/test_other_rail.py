@@ -62,7 +62,7 @@ class RailedNetwork(Network):
         is_whole = here.ends.get(names[1]) is end and there.ends.get(names[0]) is end.peer
         if not is_whole or here.is_frozen or there.is_frozen:
             return
-        if not (self.passes(*names) and self.passes(names[1], names[0])):
+        if not self.connects(*names):
             return
         end.is_open = end.peer.is_open = False
         ours, theirs = End(here), End(there)

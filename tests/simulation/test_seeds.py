@@ -3,7 +3,7 @@
 import pytest
 
 from simulation.mishaps import has_mishaps
-from simulation.run import Outcome, run_seed
+from simulation.sweep import checked
 
 SEEDS = [
     pytest.param(2374, "liveness", id="a stale leader wins a node back"),
@@ -73,14 +73,9 @@ WITH_MISHAPS = [
 
 @pytest.mark.parametrize(("seed", "mode"), SEEDS)
 def test_it_does_not_fail_again(seed: int, mode: str) -> None:
-    check(run_seed(seed, mode))
+    assert [*checked([seed], modes=[mode])]
 
 
 @pytest.mark.parametrize(("seed", "mode"), WITH_MISHAPS)
 def test_it_does_not_fail_again_with_mishaps(seed: int, mode: str) -> None:
-    check(run_seed(seed, mode, prepare=has_mishaps))
-
-
-def check(outcome: Outcome) -> None:
-    story = "\n".join(outcome.log[-40:])
-    assert not outcome.problem, f"{outcome.problem}\n{story}"
+    assert [*checked([seed], has_mishaps, modes=[mode], flags=" --mishaps")]

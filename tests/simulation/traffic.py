@@ -76,7 +76,6 @@ class Meter:
         self.num_messages = 0
 
     def watch(self, leader: "Agent") -> None:
-        """Starts the measurement."""
         self.leader = leader
         handle = leader.member.handle
 
@@ -179,7 +178,6 @@ def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW
 
 
 def quiet(num_nodes: int) -> Scenario:
-    """A world without faults."""
     return Scenario(
         mode="safety",
         num_nodes=num_nodes,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from simulation.snapshots import Smp
 
 _STUCK_S = 0.25
-_BEGINNING = 1
+BEGINNING = 1
 
 
 def next_state(state: int, generation: int, step: int) -> int:
@@ -113,7 +113,6 @@ class Group:
         simulation.world.after(simulation.scenario.step_s, self._try)
 
     def _try(self) -> None:
-        """Makes a step if all ranks are in it."""
         if self.is_broken:
             return
         failing = self.simulation.failing
@@ -167,7 +166,7 @@ class Group:
             ranks.commit_wait.skipped(taken.step)
             smp.skipped(taken)
             return
-        ranks.node.agent_noted(f"captures {taken}")
+        ranks.node.world.trace(ranks.node.node_id, f"captures {taken}")
         arenas = [smp.arena_for(rank) for rank in ranks.locals]
         places = [slot_to_overwrite(ranks, arena) for arena in arenas]
         for arena, position in zip(arenas, places, strict=True):
@@ -242,7 +241,3 @@ def exit_of(ranks: Ranks, rank: int, kind: ExitKind) -> WorkerExit:
     code = {ExitKind.FINISHED: 0, ExitKind.SIGNAL: -9}.get(kind, 1)
     text = f"rank {rank} of node {ranks.node.node_id}: {kind.value}"
     return WorkerExit(Rank(rank), kind, code, text, "", f"{kind.value} {ranks.step}")
-
-
-def beginning() -> int:
-    return _BEGINNING

@@ -17,7 +17,6 @@ from ftrun.membership import voter as follower
 from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.leader import draining, planning
 from ftrun.membership.leader import leader as leader
-from ftrun.membership.leader import proposer as election
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.recovery import restore_point as restore_choice
 from ftrun.recovery.commands import Command
@@ -54,10 +53,26 @@ class Variant:
     """Only worlds with this sequence are run, if random faults alone take too long."""
 
 
+VARIANTS: list[Variant] = []
+BreakIt = Callable[[Patch], None]
+
+
+def variant(*found_as: str, plot: str = "") -> Callable[[BreakIt], BreakIt]:
+    """Adds the decorated function, whose name is that of the variant, to the list."""
+
+    def add(break_it: BreakIt) -> BreakIt:
+        name = break_it.__name__.replace("_", " ").strip()
+        VARIANTS.append(Variant(name, break_it, found_as, plot))
+        return break_it
+
+    return add
+
+
 def _older(ranks: Ranks, arena: Arena) -> int:
     return min((0, 1), key=lambda at: slot.version if (slot := arena.slots[at]) else NOTHING)
 
 
+@variant("is lost", "does not tolerate", "starts from", "no run after")
 def _older_slot_overwritten_before_commit(patch: Patch) -> None:
     def is_free(ranks: Ranks) -> bool:
         restored = ranks.node.restored_in.get(ranks.plan.generation)
@@ -67,17 +82,20 @@ def _older_slot_overwritten_before_commit(patch: Patch) -> None:
     patch.setattr(training, "slot_to_overwrite", _older)
 
 
-def _capture_before_the_restored_version_is_protected(patch: Patch) -> None:
+@variant("is lost", "does not tolerate", "starts from", "no run after")
+def _capture_before_the_restored_version_is_protected_again(patch: Patch) -> None:
     patch.setattr(CommitWait, "_awaits_recommit", False)
     patch.setattr(CommitCoordinator, "_awaits_recommit", False)
     patch.setattr(training, "slot_to_overwrite", _older)
 
 
+@variant("left behind")
 def _abandoned_timeline_comes_back(patch: Patch) -> None:
     patch.setattr(RedundancyCoordinator, "void_after", lambda self, newest: 0)
     patch.setattr(restore_choice, "is_valid", lambda held, newest_plan: True)
 
 
+@variant("of an older generation", "makes a step", "before it received", "are both obeyed")
 def _generation_not_checked(patch: Patch) -> None:
     def apply_heartbeat(
         self: follower.Voter, sender: str, body: LeaderHeartbeat, **_: Any
@@ -99,10 +117,12 @@ def _generation_not_checked(patch: Patch) -> None:
     patch.setattr(follower.Voter, "_learn_of_effect", learn)
 
 
+@variant("does not know", "two agents lead")
 def _no_majority_needed(patch: Patch) -> None:
     patch.setattr(ballots, "carries", lambda voters, agreed, **_: bool(agreed))
 
 
+@variant("does not know", plot="forgotten")
 def _restarted_agent_votes_at_once(patch: Patch) -> None:
     real = ballots.carries
 
@@ -115,10 +135,12 @@ def _restarted_agent_votes_at_once(patch: Patch) -> None:
     patch.setattr(ballots, "carries", carries)
 
 
+@variant("not what was sealed")
 def _digest_not_checked(patch: Patch) -> None:
     patch.setattr(memory, "is_good", lambda state, digest: True)
 
 
+@variant("not what was sealed")
 def _parity_of_another_step_accepted(patch: Patch) -> None:
     real = restore_choice._collect
 
@@ -140,6 +162,7 @@ def _parity_of_another_step_accepted(patch: Patch) -> None:
     patch.setattr(ParityStore, "find", find)
 
 
+@variant("starts from", "left behind", "is lost", "no run after")
 def _restore_point_from_one_record(patch: Patch) -> None:
     real = restore_choice.choose
 
@@ -159,6 +182,7 @@ def _restore_point_from_one_record(patch: Patch) -> None:
     patch.setattr(planning, "choose", choose)
 
 
+@variant("promises while its ranks live")
 def _promise_before_ranks_are_dead(patch: Patch) -> None:
     real = follower.Voter.prepare
 
@@ -172,11 +196,13 @@ def _promise_before_ranks_are_dead(patch: Patch) -> None:
     patch.setattr(follower.Voter, "prepare", prepare)
 
 
+@variant("makes a step", plot="outvoted")
 def _ranks_continue_without_a_leader(patch: Patch) -> None:
     patch.setattr(SelfFencing, "reason", lambda self, now_s: "")
     patch.setattr(FailureDetector, "may_decide_without_me", lambda self, plan, now_s: False)
 
 
+@variant("does not tolerate")
 def _commit_when_one_node_is_ready(patch: Patch) -> None:
     def ready_with(self: MemberReports, heartbeat: Heartbeat) -> VersionPair | None:
         return heartbeat.ready
@@ -184,6 +210,7 @@ def _commit_when_one_node_is_ready(patch: Patch) -> None:
     patch.setattr(MemberReports, "ready_with", ready_with)
 
 
+@variant("could have reported it", plot="unexpected")
 def _endpoint_does_not_know_the_run(patch: Patch) -> None:
     patch.setattr(FailureDetector, "endpoints_without_agent", lambda self: [])
 
@@ -199,6 +226,7 @@ def _endpoint_does_not_know_the_run(patch: Patch) -> None:
     patch.setattr(leader.Leader, "opened", opened)
 
 
+@variant("does not know", plot="forgotten")
 def _lost_memory_counts_as_memory(patch: Patch) -> None:
     real = ballots.carries
 
@@ -214,6 +242,7 @@ def _lost_memory_counts_as_memory(patch: Patch) -> None:
     patch.setattr(ballots, "carries", carries)
 
 
+@variant("is lost", "is there", "no run after")
 def _newest_protection_is_relied_on(patch: Patch) -> None:
     def badness(self: Any, group: Any) -> tuple[int, int]:
         return (-group.name.protected_in, 0)
@@ -222,6 +251,7 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
     patch.setattr(restore_choice._Held, "margin", 0)
 
 
+@variant("is lost", "is there", "starts from", "no run after", plot="unfinished")
 def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
     patch.setattr(restore_choice._Group, "is_committed", False)
     patch.setattr(ParityStore, "_newest_committed", lambda self, committed: None)
@@ -230,6 +260,7 @@ def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
 # --- the SMP ----------------------------------------------------------------------------------
 
 
+@variant("does not tolerate", "is lost", "starts from")
 def _ready_before_all_nodes_have_stored(patch: Patch) -> None:
     def stored(self: Protector, round_: ProtectionRound, position: int) -> None:
         round_.stored.add(position)
@@ -239,6 +270,7 @@ def _ready_before_all_nodes_have_stored(patch: Patch) -> None:
     patch.setattr(Protector, "_stored", stored)
 
 
+@variant("is lost", "is there", "starts from", "no run after", "does not tolerate")
 def _parity_region_overwritten_before_commit(patch: Patch) -> None:
     def free_slot(self: ParityStore) -> int:
         return self._kept if self._kept is not None else 0
@@ -246,6 +278,7 @@ def _parity_region_overwritten_before_commit(patch: Patch) -> None:
     patch.setattr(ParityStore, "free_slot", free_slot)
 
 
+@variant("does not tolerate", "is lost", "starts from")
 def _round_of_the_attempt_before_counts(patch: Patch) -> None:
     real = Protector.received
 
@@ -258,6 +291,7 @@ def _round_of_the_attempt_before_counts(patch: Patch) -> None:
     patch.setattr(Protector, "received", received)
 
 
+@variant("is lost", "is there", "starts from", "no run after", "does not tolerate")
 def _incomplete_part_is_offered_as_whole(patch: Patch) -> None:
     real = ParityStore.parts
 
@@ -267,6 +301,7 @@ def _incomplete_part_is_offered_as_whole(patch: Patch) -> None:
     patch.setattr(ParityStore, "parts", parts)
 
 
+@variant("does not tolerate", "is lost", "starts from", "no run after")
 def _seal_of_one_rank_counts_for_all(patch: Patch) -> None:
     def complete(self: CommitTracker) -> Version | None:
         return max((one for one in self._pending.values() if one is not None), default=None)
@@ -274,11 +309,13 @@ def _seal_of_one_rank_counts_for_all(patch: Patch) -> None:
     patch.setattr(CommitTracker, "complete", property(complete))
 
 
+@variant("no run after")
 def _no_round_restarts_when_a_link_is_back(patch: Patch) -> None:
     patch.setattr(Protector, "linked", lambda self, node_id: None)
 
 
-def _draining_node_ends_at_once(patch: Patch) -> None:
+@variant("leaves, and a part")
+def _a_draining_node_ends_at_once(patch: Patch) -> None:
     def let_go(
         self: draining.NodeDraining, plan: GenerationPlan | None, now_s: float, *, is_settled: bool
     ) -> None:
@@ -286,117 +323,3 @@ def _draining_node_ends_at_once(patch: Patch) -> None:
         self._freed = frozenset(voter for voter in self._leaving if voter[0] not in members)
 
     patch.setattr(draining.NodeDraining, "_let_go", let_go)
-
-
-def _stale_leader_stays(patch: Patch) -> None:
-    patch.setattr(election.Proposer, "again_s", None)
-
-
-VARIANTS = [
-    Variant(
-        "older slot overwritten before commit",
-        _older_slot_overwritten_before_commit,
-        ("is lost", "does not tolerate", "starts from", "no run after"),
-    ),
-    Variant(
-        "capture before the restored version is protected again",
-        _capture_before_the_restored_version_is_protected,
-        ("is lost", "does not tolerate", "starts from", "no run after"),
-    ),
-    Variant("abandoned timeline comes back", _abandoned_timeline_comes_back, ("left behind",)),
-    Variant(
-        "generation not checked",
-        _generation_not_checked,
-        ("of an older generation", "makes a step", "before it received", "are both obeyed"),
-    ),
-    Variant("no majority needed", _no_majority_needed, ("does not know", "two agents lead")),
-    Variant(
-        "restarted agent votes at once",
-        _restarted_agent_votes_at_once,
-        ("does not know",),
-        plot="forgotten",
-    ),
-    Variant("digest not checked", _digest_not_checked, ("not what was sealed",)),
-    Variant(
-        "parity of another step accepted",
-        _parity_of_another_step_accepted,
-        ("not what was sealed",),
-    ),
-    Variant(
-        "restore point from one record",
-        _restore_point_from_one_record,
-        ("starts from", "left behind", "is lost", "no run after"),
-    ),
-    Variant(
-        "promise before ranks are dead",
-        _promise_before_ranks_are_dead,
-        ("promises while its ranks live",),
-    ),
-    Variant(
-        "ranks continue without a leader",
-        _ranks_continue_without_a_leader,
-        ("makes a step",),
-        plot="outvoted",
-    ),
-    Variant(
-        "commit when one node is ready", _commit_when_one_node_is_ready, ("does not tolerate",)
-    ),
-    Variant(
-        "endpoint does not know the run",
-        _endpoint_does_not_know_the_run,
-        ("could have reported it",),
-        plot="unexpected",
-    ),
-    Variant(
-        "lost memory counts as memory",
-        _lost_memory_counts_as_memory,
-        ("does not know",),
-        plot="forgotten",
-    ),
-    Variant(
-        "newest protection is relied on",
-        _newest_protection_is_relied_on,
-        ("is lost", "is there", "no run after"),
-    ),
-    Variant(
-        "newest of equal protections is relied on",
-        _newest_of_equal_protections_is_relied_on,
-        ("is lost", "is there", "starts from", "no run after"),
-        plot="unfinished",
-    ),
-    Variant(
-        "a draining node ends at once",
-        _draining_node_ends_at_once,
-        ("leaves, and a part",),
-    ),
-    Variant(
-        "ready before all nodes have stored",
-        _ready_before_all_nodes_have_stored,
-        ("does not tolerate", "is lost", "starts from"),
-    ),
-    Variant(
-        "parity region overwritten before commit",
-        _parity_region_overwritten_before_commit,
-        ("is lost", "is there", "starts from", "no run after", "does not tolerate"),
-    ),
-    Variant(
-        "round of the attempt before counts",
-        _round_of_the_attempt_before_counts,
-        ("does not tolerate", "is lost", "starts from"),
-    ),
-    Variant(
-        "incomplete part is offered as whole",
-        _incomplete_part_is_offered_as_whole,
-        ("is lost", "is there", "starts from", "no run after", "does not tolerate"),
-    ),
-    Variant(
-        "seal of one rank counts for all",
-        _seal_of_one_rank_counts_for_all,
-        ("does not tolerate", "is lost", "starts from", "no run after"),
-    ),
-    Variant(
-        "no round restarts when a link is back",
-        _no_round_restarts_when_a_link_is_back,
-        ("no run after",),
-    ),
-]

@@ -41,7 +41,6 @@ class WitnessModel:
         self._lives = 0
 
     def forget(self) -> None:
-        """Its memory is lost."""
         self._register, self._leader = None, None
         self._revision += 1
 
@@ -55,6 +54,10 @@ class WitnessModel:
     def _reaches(self, agent: "Agent") -> bool:
         return self.is_up and agent.node.node_id not in self.cut
 
+    def _no_answer(self, agent: "Agent", asked: QueryWitness) -> None:
+        said = WitnessAnswered(asked, is_reached=False, reason="the witness is out of reach")
+        self.world.after(ANSWER_S, agent.happens, said)
+
     def _current_leader(self) -> NodeCard | None:
         if self._leader is not None and self.world.now_s >= self._ends_s:
             self._leader = None
@@ -63,8 +66,7 @@ class WitnessModel:
 
     def _read(self, agent: "Agent", asked: QueryWitness) -> None:
         if not self._reaches(agent):
-            said = WitnessAnswered(asked, is_reached=False, reason="the witness is out of reach")
-            self.world.after(ANSWER_S, self._report, agent, said)
+            self._no_answer(agent, asked)
             return
         self._lives += 1
         leader = self._current_leader()
@@ -76,10 +78,7 @@ class WitnessModel:
         self, agent: "Agent", ruling: WitnessDecision, read: int, seen: WitnessAnswered
     ) -> None:
         if not self._reaches(agent):
-            said = WitnessAnswered(
-                seen.asked, is_reached=False, reason="the witness is out of reach"
-            )
-            self.world.after(ANSWER_S, self._report, agent, said)
+            self._no_answer(agent, seen.asked)
             return
         self._current_leader()
         if not ruling.granted:
@@ -100,8 +99,7 @@ class WitnessModel:
         self.world.after(self._delay_s(), self._report, agent, said)
 
     def _report(self, agent: "Agent", said: WitnessAnswered) -> None:
-        if said.is_reached and not self._reaches(agent):
-            said = WitnessAnswered(
-                said.asked, is_reached=False, reason="the witness is out of reach"
-            )
+        if not self._reaches(agent):
+            reason = "the witness is out of reach"
+            said = WitnessAnswered(said.asked, is_reached=False, reason=reason)
         agent.happens(said)

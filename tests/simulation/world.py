@@ -36,16 +36,13 @@ class World:
         self._digest = xxhash.xxh3_64()
 
     def stream(self, name: str) -> Random:
-        """Random numbers for one part."""
         return Random(f"{self.seed}/{name}")
 
     def after(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
-        """Schedules an action after this delay."""
         self._order += 1
         heapq.heappush(self._queue, (self.now_s + delay_s, self._order, what, args))
 
     def run_until(self, end_s: float) -> None:
-        """Runs the events of this time."""
         queue = self._queue
         while queue and queue[0][0] <= end_s and not self.is_over:
             self.now_s, _, what, args = heapq.heappop(queue)

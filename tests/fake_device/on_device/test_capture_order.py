@@ -6,7 +6,7 @@ ftrun has ordered its reads and writes itself.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,20 @@ def finished(session: Session) -> None:
     session._protection.finish()
 
 
+def sealed(session: Session) -> None:
+    """A boundary and the end of its copy."""
+    session.step_done()
+    finished(session)
+
+
+@contextmanager
+def captured() -> Iterator[Any]:
+    graph = new_graph("fake:0")
+    graph.capture_begin()
+    yield graph
+    graph.capture_end()
+
+
 def saved(run: Run) -> dict[str, float]:
     """The value of each tensor of the newest version; all items of a tensor are equal."""
     _, tensors = run.saved()
@@ -149,8 +163,7 @@ def test_a_step_without_a_hook_in_a_stream_of_its_own_is_awaited(run: Run) -> No
             optimizer.zero_grad()
             model().backward()
             unhooked(optimizer)
-        session.step_done()
-        finished(session)
+        sealed(session)
         if run.page.get(HeartbeatField.SEALED_COUNT):
             step_of_version = float(run.saved()[0])
             assert saved(run) == dict.fromkeys(["model.weight", "model.seen"], step_of_version)
@@ -165,8 +178,7 @@ def test_a_verified_snapshot_is_of_all_streams(run: Run) -> None:
     train_step(model, optimizer)
     with torch.Stream(DEVICE):
         average.add_(1.0)
-    session.step_done()
-    finished(session)
+    sealed(session)
     assert saved(run)["average"] == 1.0
 
 
@@ -174,8 +186,7 @@ def test_a_restore_is_complete_in_every_stream(run: Run) -> None:
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     train_step(model, optimizer)
-    session.step_done()
-    finished(session)
+    sealed(session)
     before, reader = torch.Stream(DEVICE), torch.Stream(DEVICE)
     model, optimizer = made()
     with before:  # the script fills its model in a stream, and attaches outside of it
@@ -197,14 +208,11 @@ def test_a_step_that_is_captured_breaks_nothing(run: Run) -> None:
     with stream:
         train_step(model, optimizer)
         session.step_done()
-        graph = new_graph("fake:0")
-        graph.capture_begin()
-        optimizer.step()
-        graph.capture_end()
+        with captured() as graph:
+            optimizer.step()
         for _ in range(2):
             graph.replay()
-            session.step_done()
-        finished(session)
+            sealed(session)
     assert run.page.get(HeartbeatField.UNPROTECTED) == 0
     assert saved(run) == {"model.weight": 3.0, "model.seen": 1.0}
 
@@ -216,10 +224,8 @@ def test_a_turn_with_a_replayed_step_that_is_left_by_break_is_a_step(run: Run) -
         for step in session.steps(9):
             if step == 0:
                 train_step(model, optimizer)
-                graph = new_graph("fake:0")
-                graph.capture_begin()
-                optimizer.step()
-                graph.capture_end()
+                with captured() as graph:
+                    optimizer.step()
                 continue
             graph.replay()
             if step == 2:
@@ -235,18 +241,15 @@ def test_the_first_step_after_a_restore_may_be_captured(run: Run) -> None:
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     train_step(model, optimizer)
-    session.step_done()
-    finished(session)
+    sealed(session)
     model, optimizer = made()
     assert run.attach(model=model, optimizer=optimizer).restored
     model.weight.grad = torch.full_like(model.weight, -1.0)
     model.weight.detach().mul_(1.0)  # only what was written to is compared
     torch.accelerator.synchronize(DEVICE)
     with torch.Stream(DEVICE) as stream:
-        graph = new_graph("fake:0")
-        graph.capture_begin()
-        optimizer.step()
-        graph.capture_end()
+        with captured() as graph:
+            optimizer.step()
         graph.replay()
         stream.synchronize()
     assert bool((model.weight.detach().cpu() == 2.0).all())
@@ -261,16 +264,13 @@ def test_a_graph_that_changes_no_state_waits_for_no_copy(
     with stream:
         train_step(model, optimizer)
         session.step_done()
-        graph = new_graph("fake:0")
-        graph.capture_begin()
-        optimizer.zero_grad()
-        (-model.weight.sum()).backward()
-        graph.capture_end()
+        with captured() as graph:
+            optimizer.zero_grad()
+            (-model.weight.sum()).backward()
         for _ in range(2):
             graph.replay()
             optimizer.step()
-            session.step_done()
-            finished(session)
+            sealed(session)
         gate = Gate(monkeypatch)
         graph.replay()
         optimizer.step()
@@ -278,8 +278,7 @@ def test_a_graph_that_changes_no_state_waits_for_no_copy(
         graph.replay()  # while the copy has not begun
         gate.open()
         optimizer.step()
-        session.step_done()
-        finished(session)
+        sealed(session)
     assert run.page.get(HeartbeatField.UNPROTECTED) == 0
     assert saved(run) == {"model.weight": 5.0, "model.seen": 1.0}
 
@@ -293,16 +292,13 @@ def test_a_graph_that_changes_state_waits_for_each_copy(
     with stream:
         train_step(model, optimizer)
         optimizer.zero_grad()
-        graph = new_graph("fake:0")
-        graph.capture_begin()
-        model.weight.detach().add_(1.0)
-        graph.capture_end()
+        with captured() as graph:
+            model.weight.detach().add_(1.0)
         session.step_done()
         for number in range(2, 6):
             graph.replay()
             stream.synchronize()
-            session.step_done()
-            finished(session)
+            sealed(session)
             assert saved(run) == {"model.weight": float(number), "model.seen": 1.0}
     assert "at the step boundary" not in run.page.note
 
@@ -349,8 +345,7 @@ def test_no_memory_on_the_device_costs_the_snapshots_of_that_time(
         fails = 0 < number <= num_failing
         monkeypatch.setattr(SlotCopy, "copy_lazy", without_memory if fails else copy_lazy)
         train_step(model, optimizer)
-        session.step_done()
-        finished(session)
+        sealed(session)
         assert run.page.get(HeartbeatField.UNPROTECTED) == fails
     assert run.page.get(HeartbeatField.SEALED_COUNT) == 2
     assert saved(run) == dict.fromkeys(["model.weight", "model.seen"], number + 1.0)
@@ -363,8 +358,7 @@ def test_a_boundary_in_an_accumulation_waits_for_no_device(mode: str, run: Run) 
     session = run.attach(model=model, optimizer=optimizer)
     for _ in range(2):
         train_step(model, optimizer)
-        session.step_done()
-    finished(session)
+        sealed(session)
     optimizer.zero_grad()
     is_open = threading.Event()
     fake.call_in_stream(DEVICE, lambda: _wait(is_open))
@@ -373,8 +367,7 @@ def test_a_boundary_in_an_accumulation_waits_for_no_device(mode: str, run: Run) 
     is_open.set()
     model().backward()
     optimizer.step()
-    session.step_done()
-    finished(session)
+    sealed(session)
     assert saved(run) == {"model.weight": 4.0, "model.seen": 4.0}
 
 
@@ -400,8 +393,7 @@ def test_a_rank_makes_no_context_on_the_device_of_another(
             with torch.accelerator.device_index(1):
                 train_step(model, optimizer)
             session.report(loss=torch.ones((), device=own))
-            session.step_done()
-        finished(session)
+            sealed(session)
     assert session.restored
     assert fake.contexts() == [1]
 

@@ -30,6 +30,11 @@ PATIENCE_S = 0.2
 """Longest wait of the copy for the training thread, which may wait for the copy."""
 
 
+@pytest.fixture(autouse=True)
+def own_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_devices", {})
+
+
 def made(shape: tuple[int, ...], device: torch.device = DEVICE) -> torch.Tensor:
     return torch.zeros(shape, device=device)
 
@@ -143,7 +148,6 @@ def run(
     """Train; return the names of the tensors that some snapshot has wrong."""
     for module in (device_copies, device_sources):
         monkeypatch.setattr(module, "BUFFER_BYTES", BUFFER_BYTES)
-    monkeypatch.setattr(device_copies, "_devices", {})
     if schedule == "trainer first":
         monkeypatch.setattr(device_copies, "NUM_BUFFERS", 1000)
     found: set[str] = set()
@@ -249,10 +253,7 @@ def test_two_threads_copy_the_same_bytes(
     assert second_thread
 
 
-def test_an_update_waits_for_the_clones_and_not_for_the_copies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_copies, "_devices", {})
+def test_an_update_waits_for_the_clones_and_not_for_the_copies() -> None:
     snapshots = Snapshots(some_tensors(), "free", "", is_staged=True)
     in_use = fake.bytes_in_use()
     for step in range(2):
@@ -270,7 +271,6 @@ def test_without_room_on_the_device_nothing_is_staged(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state has 5.2 MB. A tenth must stay free, and others may take memory after the check."""
-    monkeypatch.setattr(device_copies, "_devices", {})
     if not is_known:
         monkeypatch.setattr(Device, "has_room", lambda *_, **__: True)
     gc.collect()  # earlier tests may have left tensors, which would be freed in the middle
@@ -307,7 +307,6 @@ def no_memory(_tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_error_in_the_sums_costs_only_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copies, "_devices", {})
     monkeypatch.setattr(device_sources, "_sums", no_memory)
     snapshots = Snapshots(some_tensors(), "copier first", "")
     snapshots.boundary()
@@ -318,7 +317,6 @@ def test_an_error_in_the_sums_costs_only_the_sums(monkeypatch: pytest.MonkeyPatc
 def test_an_error_in_the_clones_of_sums_costs_only_the_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_copies, "_devices", {})
     snapshots = Snapshots(some_tensors(), "copier first", "", is_staged=True, has_sums=False)
     snapshots.mark()
     chunk = sums_over(list(snapshots.tensors.values()))
@@ -350,33 +348,24 @@ def sums_of(tensors: list[torch.Tensor], num_whole: int | None = None) -> bytes:
     return sums_over(tensors, num_whole).joined().cpu().numpy().tobytes()
 
 
-LEFT_OUT = [
-    ("begun", "copier first"),
-    ("drain", "copier first"),
-    ("reuse", "copier first"),
-    ("update", "trainer first"),
-    ("issued", "trainer first"),
-    ("stream", "trainer first"),
-    ("record", "trainer first"),
-    ("kept", "trainer first"),
-]
-
-
-@pytest.mark.parametrize(("left_out", "schedule"), LEFT_OUT)
-def test_each_wait_is_needed(left_out: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.Stream(DEVICE):
-        assert run(monkeypatch, schedule, left_out)
+LEFT_OUT = {
+    **dict.fromkeys(("begun", "drain", "reuse"), "copier first"),
+    **dict.fromkeys(("update", "issued", "stream", "record", "kept"), "trainer first"),
+}
 
 
 @pytest.mark.parametrize(
-    ("left_out", "schedule"),
-    [("begun", "copier first"), ("stream", "trainer first"), ("record", "trainer first")],
+    ("left_out", "is_staged"),
+    [
+        *((left_out, False) for left_out in LEFT_OUT),
+        *((left_out, True) for left_out in ("begun", "stream", "record")),  # for clones
+    ],
 )
-def test_each_wait_for_clones_is_needed(
-    left_out: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+def test_each_wait_is_needed(
+    left_out: str, is_staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.Stream(DEVICE):
-        assert run(monkeypatch, schedule, left_out, is_staged=True)
+        assert run(monkeypatch, LEFT_OUT[left_out], left_out, is_staged=is_staged)
 
 
 @pytest.mark.parametrize("mode", ["threads"])
@@ -384,7 +373,6 @@ def test_the_training_thread_waits_for_no_device(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the boundary and nothing before the update needs what the device does."""
-    monkeypatch.setattr(device_copies, "_devices", {})
     monkeypatch.setattr(device_copies, "NUM_BUFFERS", 5)  # of four chunks, and of the sums
     snapshots = Snapshots(some_tensors(), "free", "")
     torch.accelerator.synchronize(DEVICE)
@@ -417,10 +405,7 @@ def test_several_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["large", "channels last", "transposed", "small 3", "one"])
-def test_a_tensor_that_differs_from_its_copy_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_copies, "_devices", {})
+def test_a_tensor_that_differs_from_its_copy_is_named(name: str) -> None:
     snapshots = Snapshots(some_tensors(), "copier first", "")
     snapshots.boundary()
     assert snapshots.copy.differing(snapshots.table) == []
@@ -428,8 +413,7 @@ def test_a_tensor_that_differs_from_its_copy_is_named(
     assert snapshots.copy.differing(snapshots.table) == [name]
 
 
-def test_an_error_in_a_copy_leaves_the_buffers_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copies, "_devices", {})
+def test_an_error_in_a_copy_leaves_the_buffers_usable() -> None:
     snapshots = Snapshots(some_tensors(), "copier first", "")
     table, snapshots.table = snapshots.table, memoryview(b"read-only" * 8).cast("Q")
     snapshots.copy.copy_boundary()
@@ -443,7 +427,6 @@ def test_an_error_in_a_copy_leaves_the_buffers_usable(monkeypatch: pytest.Monkey
 def test_an_error_in_the_second_thread_leaves_the_buffers_usable(
     second_thread: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_copies, "_devices", {})
     snapshots = Snapshots({"large": made((4000, 701))}, "copier first", "")
     digest, is_first = device_sources.xxhash.xxh3_64_intdigest, [True]
 
@@ -462,11 +445,8 @@ def test_an_error_in_the_second_thread_leaves_the_buffers_usable(
     assert second_thread
 
 
-def test_a_boundary_without_its_copy_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_boundary_without_its_copy_leaves_nothing_behind() -> None:
     """An error between the two drops the snapshot; its bytes must not reach a later one."""
-    monkeypatch.setattr(device_copies, "_devices", {})
     tensors = some_tensors()
     dropped, snapshots = Snapshots(tensors, "copier first", ""), Snapshots({}, "copier first", "")
     dropped.copy.copy_boundary()
