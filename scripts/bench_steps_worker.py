@@ -32,10 +32,12 @@ def main() -> None:
         loss = model(data)
         optimizer.zero_grad()
         loss.backward()
+        is_over = torch.tensor(float((args.folder / "go").exists()))
         dist.all_reduce(loss.detach())
+        dist.all_reduce(is_over)  # the file may appear between the looks of two ranks
         optimizer.step()
         notes.write("step", step=step, generation=0)
-        if (args.folder / "go").exists():
+        if is_over:
             return
 
 
