@@ -27,7 +27,8 @@ from ftrun.errors import (
     SnapshotCorrupt,
 )
 from ftrun.ids import Rank, Version, version
-from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
+from ftrun.smp.checkpoint.index import LATEST_NAME, StoredCheckpoint
+from ftrun.smp.checkpoint.reader import CheckpointFiles
 from ftrun.smp.checkpoint.shared_load import (
     LOADED_GENERATION,
     Check,
@@ -35,7 +36,7 @@ from ftrun.smp.checkpoint.shared_load import (
     SharedLoad,
     load_share,
 )
-from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, Storage, StoredCheckpoint
+from ftrun.smp.checkpoint.storage.storage import Storage, open_storage
 
 RETRY_S = 0.2
 """Seconds before a failed read is repeated."""

@@ -9,7 +9,7 @@ Gives:    the index; bytes of files; headers of all shards, plain values, and by
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,27 +17,15 @@ import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.linux import allow_files
-from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
-from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, StoredCheckpoint
 from ftrun.smp.checkpoint.storage.local import LocalStorage
-from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage, StoredCheckpoint
+from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage
 from ftrun.snapshot.layout import Layout, LayoutEntry, parse_header
 from ftrun.snapshot.plain_values import plain_bytes
 from ftrun.snapshot.shard_header import ShardHeader
-from ftrun.urls import is_url
 from ftrun.wire.shared_memory.arena import table_digest
 
 _LONGEST_HEADER = 1 << 30
-
-
-def open_storage(where: str, stop: threading.Event) -> AbstractContextManager[Storage]:
-    """Open a directory or a URL, which need not exist; when `stop` is set, all waiting ends.
-
-    Raises CheckpointError if the store cannot be reached.
-    """
-    if is_url(where):
-        return FsspecStorage(where, stop)
-    return nullcontext(LocalStorage(Path(where), stop))
 
 
 @dataclass(frozen=True, slots=True)

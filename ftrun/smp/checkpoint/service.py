@@ -25,12 +25,11 @@ from ftrun.ids import Rank, RunId, version
 from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.reader import open_storage
 from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.slot_reader import ArenaFds
 from ftrun.smp.checkpoint.storage.direct_file import KEEP_S, CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
-from ftrun.smp.checkpoint.storage.storage import Retention, sweep_run
+from ftrun.smp.checkpoint.storage.storage import Retention, open_storage, sweep_run
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, reported
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester

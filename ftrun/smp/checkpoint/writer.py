@@ -50,20 +50,20 @@ from ftrun.smp.checkpoint.index import (
     CheckpointIndex,
     CheckpointPart,
     ShardFile,
-    parse_part,
-    seal,
-)
-from ftrun.smp.checkpoint.reader import open_storage
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
-from ftrun.smp.checkpoint.storage.storage import (
     Sizes,
-    Storage,
     StoredCheckpoint,
-    earlier_of_run,
     is_whole,
-    next_serial,
+    parse_part,
     part_name,
     part_names,
+    seal,
+)
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
+from ftrun.smp.checkpoint.storage.storage import (
+    Storage,
+    earlier_of_run,
+    next_serial,
+    open_storage,
     remove_all,
     sweep_finished,
     sweep_started,

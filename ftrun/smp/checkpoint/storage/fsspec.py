@@ -24,17 +24,17 @@ from typing import Any
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import CheckpointPart
-from ftrun.smp.checkpoint.storage.call_thread import ANSWER_S, CallResult, CallThread
-from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.storage import (
+from ftrun.smp.checkpoint.index import (
     LATEST_NAME,
+    CheckpointPart,
     Sizes,
     StoredCheckpoint,
     parse_stored,
     parse_tagged,
     tagged_name,
 )
+from ftrun.smp.checkpoint.storage.call_thread import ANSWER_S, CallResult, CallThread
+from ftrun.smp.checkpoint.storage.direct_file import Pace
 from ftrun.urls import below, password_of, without_password
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME

@@ -32,19 +32,17 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import CheckpointPart
-from ftrun.smp.checkpoint.storage.direct_file import DirectFile, Pace
-from ftrun.smp.checkpoint.storage.storage import (
+from ftrun.smp.checkpoint.index import (
     LATEST_NAME,
-    OpenFile,
+    CheckpointPart,
     Sizes,
-    Storage,
     StoredCheckpoint,
     is_stale,
     parse_stored,
     parse_tagged,
     tagged_name,
 )
+from ftrun.smp.checkpoint.storage.direct_file import DirectFile, Pace
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
@@ -90,6 +88,7 @@ class LocalStorage:
             return []
 
     def checkpoints(self) -> list[StoredCheckpoint]:
+        """Return all that this package has named, the last written first; empty without a place."""
         found = []
         for name in self.folders():
             pending = parse_tagged(name.removeprefix(_PENDING)) if name[0] == "." else None
@@ -102,6 +101,7 @@ class LocalStorage:
         return sorted(found, key=lambda one: one.order, reverse=True)
 
     def describe(self, name: str) -> StoredCheckpoint:
+        """Return one checkpoint, whatever its name; with a problem if it is missing."""
         path = self._directory / name / INDEX_NAME
         try:
             one = parse_stored(path.read_bytes(), name, str(path.parent), None)
@@ -123,6 +123,7 @@ class LocalStorage:
             return None
 
     def sizes(self, folder: str) -> Sizes:
+        """Return the sizes of the files; empty if the folder does not exist."""
         try:
             with os.scandir(self._directory / folder) as entries:
                 return {one.name: one.stat().st_size for one in entries}
@@ -130,22 +131,29 @@ class LocalStorage:
             return {}
 
     def changed_s(self, folder: str) -> float | None:
+        """Return the wall time of the last addition; None if unknown."""
         try:
             return (self._directory / folder).lstat().st_mtime
         except OSError:
             return None
 
-    def open(self, name: str) -> AbstractContextManager[OpenFile]:
-        return opened(self._directory / name)
-
     @contextlib.contextmanager
-    def again(self) -> Iterator[Storage]:
-        yield self
+    def open(self, name: str) -> Iterator["LocalFile"]:
+        fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield LocalFile(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def again(self) -> AbstractContextManager["LocalStorage"]:
+        """Return the same storage, usable also after this one is closed or has failed."""
+        return contextlib.nullcontext(self)
 
     # --- writing ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
+        """Exclude other runs while a single node writes."""
         with self._removing_later(_locked(self._directory, self._stop)):
             self._is_exclusive = True
             try:
@@ -154,6 +162,7 @@ class LocalStorage:
                 self._is_exclusive = False
 
     def lock(self) -> AbstractContextManager[None]:
+        """Exclude other nodes of the run while this one inspects and merges."""
         if self._is_exclusive:
             return contextlib.nullcontext()
         return self._removing_later(_locked_shortly(self._directory, self._stop))
@@ -171,6 +180,7 @@ class LocalStorage:
                 _remove(path)
 
     def pending_name(self, key: CheckpointPart, *, is_alone: bool) -> str:
+        """Return the folder of all parts that can be merged with this one."""
         if is_alone:
             return _temporary_name(f"step-{key.step}")
         return f"{_PENDING}{tagged_name(key, key.generation)}"
@@ -179,6 +189,7 @@ class LocalStorage:
         (self._directory / folder).mkdir(exist_ok=True)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write a file; it is complete and durable, or as it was before."""
         with replaced(self._directory / name) as write:
             write(data)
 
@@ -186,6 +197,7 @@ class LocalStorage:
         return replaced_large(self._directory / name, pace)
 
     def sync(self, folder: str = "") -> None:
+        """Make the names in the folder durable."""
         fd = os.open(self._directory / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -380,21 +392,15 @@ def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
         file.close()
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[OpenFile]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield _OpenFile(fd, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
-
-
 @dataclass(frozen=True, slots=True)
-class _OpenFile:
+class LocalFile:
+    """A file that is being read."""
+
     fd: int
     size: int
 
     def read(self, at: int, num_bytes: int) -> bytes:
+        """Read `num_bytes` from offset `at`, or fewer at the end of the file."""
         return os.pread(self.fd, num_bytes, at)
 
     def read_into(self, target: memoryview, at: int = 0) -> int:
