@@ -154,26 +154,32 @@ class LocalStorage:
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """Exclude other runs while a single node writes."""
-        with self._removing_later(_locked(self._directory, self._stop)):
+        with self._removing_later(), _locked(self._directory, fcntl.LOCK_EX, self._stop):
             self._is_exclusive = True
             try:
                 yield
             finally:
                 self._is_exclusive = False
 
-    def lock(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
         """Exclude other nodes of the run while this one inspects and merges."""
         if self._is_exclusive:
-            return contextlib.nullcontext()
-        return self._removing_later(_locked_shortly(self._directory, self._stop))
+            yield
+            return
+        with (
+            self._removing_later(),
+            _locked(self._directory, fcntl.LOCK_SH, self._stop),  # against one that writes alone
+            order_lock(self._directory, self._stop),
+        ):
+            yield
 
     @contextlib.contextmanager
-    def _removing_later(self, lock: AbstractContextManager[None]) -> Iterator[None]:
-        """Hold the lock. Removals only rename under it, because large files take minutes."""
+    def _removing_later(self) -> Iterator[None]:
+        """Removals only rename under the lock inside this context: large files take minutes."""
         self._gone = []
         try:
-            with lock:
-                yield
+            yield
         finally:
             gone, self._gone = self._gone, None
             for path in gone:
@@ -273,30 +279,21 @@ class LocalStorage:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, stop: threading.Event) -> Iterator[None]:
-    """Create the directory, and lock it against another run."""
-    fd = _open(directory)
+def _locked(directory: Path, how: int, stop: threading.Event) -> Iterator[None]:
+    """Create the directory, and lock it against another run that writes alone."""
+    if not directory.is_absolute():
+        raise CheckpointError(f"the checkpoint directory {directory} is not an absolute path")
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock_folder(fd, directory, fcntl.LOCK_EX, stop)
+        if not _flock(fd, how, OTHER_WRITER_S, stop):
+            raise CheckpointError(
+                f"another run writes its checkpoints to {directory}, or they are being removed. "
+                "Two runs need two directories (--checkpoint-dir)"
+            )
         yield
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _locked_shortly(directory: Path, stop: threading.Event) -> Iterator[None]:
-    """Create the directory, and hold its `.lock`; wait for the lock if necessary."""
-    fd = _open(directory)
-    lock = -1
-    try:
-        _lock_folder(fd, directory, fcntl.LOCK_SH, stop)  # against a node that writes alone
-        lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        _wait_for(lock, directory, stop)
-        yield
-    finally:
-        os.close(fd)
-        if lock >= 0:
-            os.close(lock)
 
 
 @contextlib.contextmanager
@@ -304,26 +301,14 @@ def order_lock(directory: Path, stop: threading.Event) -> Iterator[None]:
     """Hold `.lock` of an existing directory; wait for it if necessary."""
     lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _wait_for(lock, directory, stop)
+        if not _flock(lock, fcntl.LOCK_EX, LOCK_TIMEOUT_S, stop):
+            raise CheckpointError(
+                f"{directory / LOCK_NAME} is held by another node for more than "
+                f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
+            )
         yield
     finally:
         os.close(lock)
-
-
-def _lock_folder(folder_fd: int, directory: Path, how: int, stop: threading.Event) -> None:
-    if not _flock(folder_fd, how, OTHER_WRITER_S, stop):
-        raise CheckpointError(
-            f"another run writes its checkpoints to {directory}, or they are being removed. Two "
-            "runs need two directories (--checkpoint-dir)"
-        )
-
-
-def _wait_for(lock: int, directory: Path, stop: threading.Event) -> None:
-    if not _flock(lock, fcntl.LOCK_EX, LOCK_TIMEOUT_S, stop):
-        raise CheckpointError(
-            f"{directory / LOCK_NAME} is held by another node for more than "
-            f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
-        )
 
 
 def _flock(fd: int, how: int, limit_s: float, stop: threading.Event) -> bool:
@@ -342,13 +327,6 @@ def _flock(fd: int, how: int, limit_s: float, stop: threading.Event) -> bool:
             return True
 
 
-def _open(directory: Path) -> int:
-    if not directory.is_absolute():
-        raise CheckpointError(f"the checkpoint directory {directory} is not an absolute path")
-    directory.mkdir(parents=True, exist_ok=True)
-    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
 # --- files --- --------------------------------------------------------------------------------
 
 
@@ -364,13 +342,9 @@ def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
             left = left[os.write(fd, left) :]
 
     try:
-        yield write
-        os.fsync(fd)
-        temporary.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+        with _renamed(temporary, path):
+            yield write
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -381,15 +355,23 @@ def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
     temporary = path.with_name(f".{path.name}.{_OWN}")
     file = DirectFile(temporary, pace=pace)
     try:
-        yield file
-        file.finish()
+        with _renamed(temporary, path):
+            yield file
+            file.finish()
+    finally:
+        file.close()
+
+
+@contextlib.contextmanager
+def _renamed(temporary: Path, path: Path) -> Iterator[None]:
+    """Give a file its final name at the end; remove it if it fails."""
+    try:
+        yield
         temporary.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    finally:
-        file.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 from ftrun import clock
 from ftrun.errors import CheckpointError, CheckpointsTaken
@@ -54,22 +53,6 @@ _REST_S = 600.0
 """A record takes a moment to write, so an older temporary file is abandoned."""
 
 
-class _Place(Protocol):
-    """The location of a record."""
-
-    shown: str
-    renew_s: float
-
-    def read(self) -> bytes | None:
-        """Return None if there is no record."""
-
-    def write(self, data: bytes) -> None:
-        """Replace the previous record."""
-
-    def claiming(self) -> AbstractContextManager[None]:
-        """Context in which a claim is read and written; after it, only one claim is valid."""
-
-
 class _Folder:
     """A record in a directory."""
 
@@ -81,6 +64,7 @@ class _Folder:
         self._stop = stop
 
     def read(self) -> bytes | None:
+        """Return None if there is no record."""
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
@@ -97,6 +81,7 @@ class _Folder:
 
     @contextmanager
     def claiming(self) -> Iterator[None]:
+        """Read and write a claim in this context; after it, only one claim is valid."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with order_lock(self._path.parent, self._stop):
             for rest in self._path.parent.glob(f"{OWNER_NAME}.*"):  # of SMPs that were killed
@@ -129,6 +114,9 @@ class _Url:
     def claiming(self) -> Iterator[None]:
         yield
         self._stop.wait(_SETTLE_S)
+
+
+_Place = _Folder | _Url
 
 
 class CheckpointOwnership:
