@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from ftrun import clock
 
 Finish = Callable[[], None]
-Work = Callable[[], Finish]
+Work = Callable[[], Finish | None]
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ def at_low_priority(work: Callable[[], Result]) -> Result:
 @dataclass(frozen=True, slots=True)
 class _Job:
     work: Work
-    failed: Finish
+    failed: Finish | None
 
 
 class JobLanes:
@@ -82,8 +82,8 @@ class JobLanes:
     def fileno(self) -> int:
         return self._wake_fd
 
-    def submit(self, lane: str, work: Work, *, failed: Finish) -> None:
-        """Run `work` in the lane's thread, then the function it returns in the server's thread.
+    def submit(self, lane: str, work: Work, *, failed: Finish | None = None) -> None:
+        """Run `work` in the lane's thread, then what it returns, if anything, in the server's.
 
         `work` must handle every error that it expects. After an unexpected error, or if no thread
         can be started, `failed` runs in the server's thread instead.
@@ -96,7 +96,8 @@ class JobLanes:
                 ).start()
             except RuntimeError as error:  # the limit of threads is reached
                 _log.warning("a job of the SMP is not run: %s", error)
-                self.post(failed)
+                if failed is not None:
+                    self.post(failed)
                 return
             self._lanes[lane] = jobs
         self._lanes[lane].put(_Job(work, failed))
@@ -145,7 +146,8 @@ class JobLanes:
                 # snapshots.
                 _log.exception("internal error in a job of the SMP")
                 finish = job.failed
-            self.post(finish)
+            if finish is not None:
+                self.post(finish)
 
 
 class IntervalTimer:

@@ -57,12 +57,14 @@ class CheckpointFiles:
             yield CheckpointFiles(storage, self.stored)
 
 
-def read_table(source: CheckpointFiles, shard: ShardFile, target: memoryview) -> None:
+def read_table(source: CheckpointFiles, shard: ShardFile) -> memoryview:
     what = f"{source.path}/{shard.digests}"
+    table = memoryview(bytearray(8 * shard.num_pieces))
     with source.opened(shard.digests) as file:
-        check_length(file.read_into(target), target, what)
-    if table_digest(target) != int(shard.table_digest, 16):
+        check_length(file.read_into(table), table, what)
+    if table_digest(table) != int(shard.table_digest, 16):
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
+    return table.cast("Q")
 
 
 def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, memoryview, Layout]:
@@ -71,8 +73,7 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
     Raises CheckpointError, SnapshotCorrupt, LayoutUnknown or OSError.
     """
     what = f"{source.path}/{shard.file}"
-    table = memoryview(bytearray(8 * shard.num_pieces))
-    read_table(source, shard, table)
+    table = read_table(source, shard)
     with source.opened(shard.file) as file:
         start = memoryview(bytearray(min(8, shard.num_bytes)))
         check_length(file.read_into(start), start, what)
@@ -85,7 +86,7 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
     layout, _ = parse_header(header, image_bytes=shard.num_bytes)
     if len(layout.pieces) != shard.num_pieces:
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
-    return header, table.cast("Q"), layout
+    return header, table, layout
 
 
 def check_size(source: CheckpointFiles, shard: ShardFile) -> None:

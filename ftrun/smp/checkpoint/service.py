@@ -8,7 +8,7 @@ Gives:    their answers; the arenas of what was loaded.
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,7 @@ class CheckpointService:
         self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
-        self._room = CopyBuffers(_free_bytes)
+        self._room = CopyBuffers(lambda: available_memory().num_bytes)
         self._tidying = IntervalTimer(jobs, self._clean_up)
         self._writer = CheckpointWriter(WriterContext(run_id, self._room, self._throttle))
 
@@ -143,11 +143,7 @@ class CheckpointService:
 
     def give_back(self) -> None:
         if self._room.num_bytes:
-            self._jobs.submit("disk", self._given_back, failed=_nothing)
-
-    def _given_back(self) -> Finish:
-        self._room.drop()
-        return _nothing
+            self._jobs.submit("disk", self._room.drop)
 
     def _write(self, requester: Requester, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
@@ -156,7 +152,8 @@ class CheckpointService:
         except CheckpointError as error:
             return partial(self._send, requester, checkpoint_messages.CheckpointFailed(str(error)))
         finally:
-            _close(fds.values())
+            for fd in (fd for some in fds.values() for fd in some):
+                os.close(fd)
             self._room_is_free()
         return partial(self._send, requester, _answer(done, clock.now_s() - started_s))
 
@@ -165,11 +162,11 @@ class CheckpointService:
         self._tidying.start(KEEP_S)
 
     def _clean_up(self) -> None:
-        self._jobs.submit("disk", self._cleaned_up, failed=_nothing)
+        def cleaned_up() -> Finish | None:
+            self._room_is_free()
+            return None if self._room.num_bytes else self._tidying.stop
 
-    def _cleaned_up(self) -> Finish:
-        self._room_is_free()
-        return _nothing if self._room.num_bytes else self._tidying.stop
+        self._jobs.submit("disk", cleaned_up)
 
     def _room_is_free(self) -> None:
         with suppress(OSError):  # the free memory cannot be read just now
@@ -283,20 +280,6 @@ def _answer(done: WriteResult, seconds: float) -> checkpoint_messages.Checkpoint
     )
 
 
-def _nothing() -> None:
-    """Do nothing; this result is not awaited."""
-
-
-def _free_bytes() -> int:
-    return available_memory().num_bytes
-
-
 def check_available(needed_bytes: int) -> None:
     """Raise MemoryTooSmall if this number of bytes does not fit."""
     available_memory().check(needed_bytes)
-
-
-def _close(some: Iterable[Sequence[int]]) -> None:
-    for fds in some:
-        for fd in fds:
-            os.close(fd)

@@ -283,7 +283,7 @@ def load_share(
         load = SharedLoad(source, own, index, fds)
         try:
             others = {r: shards[r] for other, some in ranks.items() if other != node for r in some}
-            tables = {rank: _table_of(source, shard) for rank, shard in others.items()}
+            tables = {rank: read_table(source, shard) for rank, shard in others.items()}
         except (KeyError, CheckpointError, SnapshotCorrupt, OSError):
             # A file of another node is damaged; that node detects it. This node loads its own ranks
             # without the others, and may succeed.
@@ -294,12 +294,6 @@ def load_share(
             os.close(fd)
         raise
     return fds, None if load.is_whole else load
-
-
-def _table_of(source: CheckpointFiles, shard: ShardFile) -> Sequence[int]:
-    table = memoryview(bytearray(8 * shard.num_pieces))
-    read_table(source, shard, table)
-    return table.cast("Q")
 
 
 def _shape(shard: ShardFile, world_size: int) -> ArenaShape:

@@ -192,16 +192,6 @@ class SealedSlot:
         self._read_to = max(self._read_to, at + done)
 
 
-def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
-    """Copy all committed shards, or none if they do not fit; False if a slot was overwritten."""
-    ready = [shard for shard in shards if shard.is_committed]
-    blocks = room.lend([shard.shape.image_bytes for shard in ready])
-    if blocks is not None:
-        for shard, block in zip(ready, blocks, strict=True):
-            shard.copy_to(block)
-    return all(shard.is_unchanged() for shard in shards)
-
-
 class CopyBeforeOverwrite:
     """Monitors the slots of one version while they are written.
 
@@ -239,10 +229,18 @@ class CopyBeforeOverwrite:
                 self.copy()
 
     def copy(self) -> None:
-        """Copy the rest now; raises SlotOverwritten if a slot was overwritten already."""
+        """Copy all committed shards now, or none if they do not fit.
+
+        Raises SlotOverwritten if a slot was overwritten already.
+        """
         for shard in self._shards:
             shard.before_read = None
-        if not copy_where_it_fits(self._shards, self._room):
+        ready = [shard for shard in self._shards if shard.is_committed]
+        blocks = self._room.lend([shard.shape.image_bytes for shard in ready])
+        if blocks is not None:
+            for shard, block in zip(ready, blocks, strict=True):
+                shard.copy_to(block)
+        if not all(shard.is_unchanged() for shard in self._shards):
             raise SlotOverwritten(self._version)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, Version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
-from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
+from ftrun.smp.checkpoint.live_capture import CaptureFilter, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
     CopyBeforeOverwrite,
@@ -139,8 +139,16 @@ def write_newest(
     `fds` are those of all arenas of each rank. If `write` raises SlotOverwritten, another attempt
     is made. Raises CheckpointError with the reason if nothing was written.
     """
-    throttle = context.throttle
-    capturing = _followed(fds, job, context)
+    throttle, capturing = context.throttle, None
+    if job.follow is not None and job.follow.wait_s:
+        capturing = await_capture(
+            fds,
+            job.world_size,
+            job.follow,
+            gap_s=job.gap_s(context),
+            room=context.room,
+            stop=throttle.stop,
+        )
     if capturing is not None:
         pace = capturing.paced(throttle)
         try:
@@ -192,16 +200,3 @@ def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
         late.copy()
-
-
-def _followed(fds: ArenaFds, job: WriteJob, context: WriterContext) -> LiveCapture | None:
-    if job.follow is None or not job.follow.wait_s:
-        return None
-    return await_capture(
-        fds,
-        job.world_size,
-        job.follow,
-        gap_s=job.gap_s(context),
-        room=context.room,
-        stop=context.throttle.stop,
-    )

@@ -73,10 +73,6 @@ class Engines:
     previous_shards: type[PreviousWorldShards] = PreviousWorldShards
     replica_watch: type[ReplicaMonitor] = ReplicaMonitor
 
-    @classmethod
-    def real(cls, jobs: JobLanes) -> "Engines":
-        return cls(PeerListener(), ArenaMappings(), CodecCache(jobs), Runner())
-
 
 class RedundancyCoordinator:
     """Owns the parity regions and the links, and connects protection with restore."""
@@ -97,7 +93,9 @@ class RedundancyCoordinator:
         self._memory = memory
         self._commits = commits
         self._send_to_agent = send_to_agent
-        self._engines = engines if engines is not None else Engines.real(jobs)
+        if engines is None:
+            engines = Engines(PeerListener(), ArenaMappings(), CodecCache(jobs), Runner())
+        self._engines = engines
         self._peers, self._maps = self._engines.peers, self._engines.maps
         self._codecs = self._engines.codecs
         self._rebuilder: Rebuilder | None = None

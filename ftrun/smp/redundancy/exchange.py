@@ -26,7 +26,6 @@ from ftrun.smp.redundancy.block_sender import (
     BlockStream,
     LocalBlocks,
     MirrorStream,
-    local_blocks,
 )
 from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
@@ -229,7 +228,7 @@ class Exchange:
 
         Raises MemoryTooSmall, or LayoutUnknown or SnapshotCorrupt if a slot has changed.
         """
-        blocks = local_blocks(self._shards, record, self._tools.run)
+        blocks = LocalBlocks(self._shards, record, self._tools.run)
         mirror = mirror_parts(self._shards, record)
         return allocate_parity_region(record) if needs_memory else None, blocks, mirror
 

@@ -21,7 +21,7 @@ from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
-from ftrun.smp.redundancy.block_sender import LocalBlocks, local_blocks
+from ftrun.smp.redundancy.block_sender import LocalBlocks
 from ftrun.smp.redundancy.group import group_of, stripes_of
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.snapshot.shard_header import PackedShardHeader, pack_header
@@ -171,5 +171,5 @@ class RestoreServer:
         shards = self.shards
         with self._lock:
             if record.protected_in not in self._blocks:
-                self._blocks[record.protected_in] = local_blocks(shards, record, self._run)
+                self._blocks[record.protected_in] = LocalBlocks(shards, record, self._run)
             return self._blocks[record.protected_in]

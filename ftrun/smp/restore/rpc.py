@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
+from ftrun.ids import version
 from ftrun.smp.jobs import Runner
 from ftrun.smp.peer_link import FETCH, OutgoingFrame
 from ftrun.smp.peer_listener import IncomingLink, PeerListener
@@ -287,7 +288,10 @@ class FetchRpc:
                 return False
             is_own = node_id == own.node_id
         if is_own:
-            self._send_to_self(own.node_id, frame)
+            if isinstance(frame.body, t.FetchData | t.FetchMissing):
+                self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
+            else:
+                self._answer(own.node_id, frame.body)
             return True
         if isinstance(frame.body, t.FetchRequest):
             self.requests.sent(node_id, frame.body.request, frame)
@@ -327,6 +331,7 @@ class FetchRpc:
         self._answer(source.node_id, body)
 
     def _answer(self, requester: str, body: t.AnyTransfer) -> None:
+        rebuild = self.rebuild  # the server thread may clear it
         match body:
             case t.FetchPeers():
                 self.meet(body.places)
@@ -334,16 +339,12 @@ class FetchRpc:
                 self._give(requester, body)
             case t.GetPieces():
                 self._give_pieces(requester, body)
+            case t.RebuildBlock() if rebuild is not None:
+                rebuild(requester, body)
             case t.RebuildBlock():
-                self._have_rebuilt(requester, body)
+                self.refuse(requester, body, 0, LayoutUnknown("this node serves nothing"))
             case _:
                 raise ProtocolError(f"{type(body).__name__} is not allowed on a {FETCH} link")
-
-    def _send_to_self(self, own_id: str, frame: OutgoingFrame) -> None:
-        if isinstance(frame.body, t.FetchData | t.FetchMissing):
-            self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
-        else:
-            self._answer(own_id, frame.body)
 
     @property
     def unlinked(self) -> list[str]:
@@ -391,19 +392,9 @@ class FetchRpc:
                     requester, OutgoingFrame(t.FetchData(ask.request, index), [found], digest)
                 )
 
-    def _have_rebuilt(self, requester: str, ask: t.RebuildBlock) -> None:
-        rebuild = self.rebuild
-        if rebuild is None:
-            self.refuse(requester, ask, 0, LayoutUnknown("this node serves nothing"))
-        else:
-            rebuild(requester, ask)
-
     def _serving(self, ask: t.FetchRequest) -> RestoreServer:
         served = self.served
-        if served is None or (served.version.generation, served.version.step) != (
-            ask.generation,
-            ask.step,
-        ):
+        if served is None or served.version != version(ask.generation, ask.step):
             raise LayoutUnknown("this node does not serve that version")
         return served
 

@@ -22,6 +22,7 @@ training that ran at the same time (scripts/bench_persist.py).
 """
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -177,7 +178,8 @@ class DirectFile:
                 except OSError as error:
                     if not self.is_direct or error.errno not in _NO_DIRECT:
                         raise
-                    _make_indirect(self._fd)
+                    flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                     self.is_direct = False
                     continue
                 at += done
@@ -258,10 +260,3 @@ def _open(path: Path) -> tuple[int, bool]:
         if error.errno not in _NO_DIRECT:
             raise
     return os.open(path, flags, 0o666), False
-
-
-def _make_indirect(fd: int) -> None:
-    import fcntl
-
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)

@@ -92,7 +92,7 @@ class ObjectWriter:
         self._pace = pace
         self._block = memoryview(bytearray(size))
         self._filled = 0
-        self._sending: CallResult[None] | None = None
+        self._sending: CallResult[Any] | None = None
         self._file = calls(opened)
 
     def room(self, source: memoryview | None = None) -> memoryview:
@@ -124,7 +124,7 @@ class ObjectWriter:
         self._wait()
         self._pace(self._filled)
         data = bytes(self._block[: self._filled])
-        self._sending = self._calls.start(partial(_write, self._file, data))
+        self._sending = self._calls.start(partial(self._file.write, data))
         self._filled = 0
 
     def _wait(self) -> None:
@@ -394,10 +394,6 @@ def _read_at(file: Any, at: int, num_bytes: int) -> bytes:
     if file.tell() != at:
         file.seek(at)
     return bytes(file.read(num_bytes))
-
-
-def _write(file: Any, data: bytes) -> None:
-    file.write(data)
 
 
 def _discard(file: Any) -> None:
