@@ -45,10 +45,7 @@ def lower_thread_priority() -> None:
 
 
 def at_low_priority(work: Callable[[], Result]) -> Result:
-    """Run `work` in a new low-priority thread and wait for its result, or for its error.
-
-    If no thread can be started, run it in the calling thread.
-    """
+    """Run `work` in a low-priority thread, or in this one if none can be started; wait for it."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -108,10 +105,7 @@ class JobLanes:
         os.eventfd_write(self._wake_fd, 1)
 
     def repeat(self, interval_s: float, poll: Finish) -> Callable[[], None]:
-        """Run `poll` in the server's thread at this interval.
-
-        Returns a function that stops the repetition; it does not wait.
-        """
+        """Run `poll` in the server's thread at this interval; return a function that ends it."""
         end = threading.Event()
         threading.Thread(
             target=self._repeat, args=(end, interval_s, poll), name="ftrun-watch", daemon=True

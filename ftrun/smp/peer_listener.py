@@ -261,10 +261,7 @@ class PeerListener:
             _log.warning("rejected a connection: %s", error)
 
     def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
-        """Return the incoming link if it belongs to the running session.
-
-        Raises PeerError if the handshake fails, or the first message is no LinkHello.
-        """
+        """Return the link if it belongs to the running session; raises PeerError."""
         session = self._session
         try:
             if session is None:

@@ -122,10 +122,7 @@ class SourceShard:
         self._lock = threading.Lock()
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of the shard's data.
-
-        Raises SnapshotCorrupt if a piece that overlaps them has changed.
-        """
+        """Return data of the shard; raises SnapshotCorrupt if a piece under it has changed."""
         pieces = self.head.pieces_under(offset, num_bytes)
         if not pieces:
             return memoryview(b"")

@@ -323,10 +323,7 @@ class PieceReplicas:
     def read(
         self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
     ) -> int | None:
-        """Fill `room` with a piece; return the rank from whose file it was read, or None.
-
-        `but` is the rank whose file is damaged.
-        """
+        """Fill `room`; return the rank that was read, or None. The file of `but` is damaged."""
         others = sorted(set(self._shards) - {but}, key=lambda rank: abs(rank - but))
         for rank in others[:MOST_RANKS]:
             head = self._head(source, rank)

@@ -90,10 +90,7 @@ class SealedSlot:
         return read_slot_headers(self._fd)[self._slot] == self.header
 
     def begin(self) -> None:
-        """Prepare for writing.
-
-        Raises SnapshotCorrupt if the digest table differs from what was sealed.
-        """
+        """Raises SnapshotCorrupt if the digest table differs from what was sealed."""
         if table_digest(self.table()) != self.header.table_digest:
             pieces = self.shape.num_pieces
             raise SnapshotCorrupt(what=f"{self.what}, digest table", piece=0, pieces=pieces)
@@ -102,10 +99,7 @@ class SealedSlot:
         """Wait until a piece is present."""
 
     def found(self, index: int, digest: int) -> None:
-        """Check the digest of a piece that was written.
-
-        Raises SnapshotCorrupt if it has changed.
-        """
+        """Check the digest of a written piece; raises SnapshotCorrupt if it has changed."""
         table = self.table()
         if index >= len(table) or digest != table[index]:
             raise SnapshotCorrupt(what=self.what, piece=index, pieces=len(table))
@@ -141,10 +135,7 @@ class SealedSlot:
         return min(found, default=0) / 1e9
 
     def copy_to(self, copy: memoryview) -> None:
-        """Copy the bytes not read yet, so that a later overwrite has no effect.
-
-        `copy` has room for the whole image.
-        """
+        """Copy the bytes not read yet; `copy` has room for the whole image."""
         size = self.shape.image_bytes
         self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
         self._fill(copy, 0, 8)
@@ -164,10 +155,7 @@ class SealedSlot:
         return memoryview(self._table).cast("Q")
 
     def layout(self) -> tuple[Layout, int]:
-        """Return the layout from the image's own header, and the length of that header.
-
-        Raises SnapshotCorrupt if the header is not readable.
-        """
+        """Return the layout and the length of the image's header; raises SnapshotCorrupt."""
         arena = Arena(self._fd, writable=False)
         image = arena.image(self._slot) if self.copy is None else self.copy
         try:
@@ -229,10 +217,7 @@ class CopyBeforeOverwrite:
                 self.copy()
 
     def copy(self) -> None:
-        """Copy all committed shards now, or none if they do not fit.
-
-        Raises SlotOverwritten if a slot was overwritten already.
-        """
+        """Copy all committed shards now, if they fit; raises SlotOverwritten if one has changed."""
         for shard in self._shards:
             shard.before_read = None
         ready = [shard for shard in self._shards if shard.is_committed]

@@ -99,10 +99,7 @@ class CheckpointWriter:
         """The checkpoints that existed at the first listing, by URL."""
 
     def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
-        """Write this node's part of a version, and the checkpoint if all other parts exist.
-
-        Raises CheckpointError with the reason if it was not written.
-        """
+        """Write the own part, and the checkpoint if all parts exist; raises CheckpointError."""
         self._lives.add(job.life)
         context = self._context
         with _explained(job), open_storage(job.where, context.throttle.stop) as storage:
@@ -220,10 +217,7 @@ class _Attempt:
         return part if is_it else None
 
     def fill(self) -> CheckpointPart:
-        """Write all files of this node durably, then its part.
-
-        Raises SlotOverwritten, or CheckpointError if a slot is damaged or the storage has failed.
-        """
+        """Write all files durably, then the part; raises SlotOverwritten or CheckpointError."""
         storage, chosen, folder = self.storage, self.chosen, self.folder
         keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
         crash_point("smp.checkpoint.part_started")
@@ -351,10 +345,7 @@ def _check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted:
 
 
 def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
-    """True if the index names the same version.
-
-    A loaded version (generation -1) has lost its run and generation, so these are not compared.
-    """
+    """True if it is the same version; a loaded one (-1) has lost its run and generation."""
     if (index.step, index.world_size) != (like.step, like.world_size):
         return False
     found = index.run_id, index.life, index.generation

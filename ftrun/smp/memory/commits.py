@@ -174,10 +174,7 @@ class CommitCoordinator:
             self.sealed(rank, sealed)
 
     def withdraw(self, rank: Rank, sealed: Version) -> messages.AnyMessage:
-        """Void a seal while its worker waits, so that no later SMP finds and commits it.
-
-        The step is abandoned, so other ranks stop waiting for its commit.
-        """
+        """Void a seal for good while its worker waits, and abandon the step for other ranks."""
         if self.protector is not None and self.protector.is_ready(sealed):
             return messages.Refused(f"{sealed} is protected, and about to be committed")
         if not self.tracker.withdraw(rank, sealed):

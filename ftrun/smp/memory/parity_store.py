@@ -122,10 +122,7 @@ class ParityStore:
         return min(free, key=lambda at: (self._slots[at] is None, at))
 
     def give_up_committed(self) -> bool:
-        """Stop retaining the older committed protection, because no third region fits.
-
-        Returns whether there was such a protection.
-        """
+        """Stop retaining the older committed protection; return whether there was one."""
         had, self._committed = self._committed is not None, None
         return had
 
@@ -138,10 +135,7 @@ class ParityStore:
         return None
 
     def put(self, slot: int, region: ParityRegion) -> None:
-        """Store a new region in a slot, and free the previous region.
-
-        If two regions were allocated for one slot concurrently, the later call wins.
-        """
+        """Store a new region in a slot, and free the previous one, even if that is new too."""
         self._free(slot)
         self._slots[slot] = region
 
@@ -175,10 +169,7 @@ class ParityStore:
         return count
 
     def drop_damaged_mirror(self, version: Version, protected_in: int, position: int) -> None:
-        """Remove a damaged mirror from the inventory; the parity of the region stays.
-
-        Otherwise the leader would repeat the restore from this mirror, which fails each time.
-        """
+        """Drop a damaged mirror, so that no restore repeats it; the parity of the region stays."""
         region = self.find(version, protected_in)
         if (
             region is None

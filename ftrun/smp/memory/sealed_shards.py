@@ -140,10 +140,7 @@ class SealedShard:
         return self.data(first.offset, last.offset + last.num_bytes - first.offset)
 
     def check(self, index: int) -> None:
-        """Compare a piece with its digest, unless it passed the check before.
-
-        Raises SnapshotCorrupt.
-        """
+        """Compare a piece with its digest, unless it passed before; raises SnapshotCorrupt."""
         if index in self._good:
             return
         piece = self.layout.pieces[index]
@@ -191,11 +188,7 @@ class SealedShards:
             self.shard(rank).check(index)
 
     def find(self, digest: int) -> memoryview:
-        """A checked piece with this digest, of any rank.
-
-        Raises LayoutUnknown if no piece on this node has this digest, SnapshotCorrupt if the piece
-        has changed.
-        """
+        """A checked piece of any rank; raises LayoutUnknown (there is none), SnapshotCorrupt."""
         if self._by_digest is None:
             self._by_digest = {
                 one: (shard, index)

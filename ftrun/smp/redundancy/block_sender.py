@@ -39,11 +39,7 @@ class LocalBlocks:
         self._protected_in = Generation(record.protected_in)
 
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
-        """Return a block's packed header and views of its bytes, compared with their digests.
-
-        Raises SnapshotCorrupt if a piece has changed, LayoutUnknown if this node lacks the shard of
-        a rank.
-        """
+        """Return a block's packed header and its checked bytes; raises as `SealedShards`."""
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
         stripe = self.stripes.stripe_of(self.position, block)

@@ -129,10 +129,7 @@ class Exchange:
         self._is_stopped = False
 
     def begin(self, rooms: dict[int, int]) -> None:
-        """Start the job that allocates memory and describes what this node sends.
-
-        `rooms` are the bytes reserved for each mirror stored on this node, by position.
-        """
+        """Start the job; `rooms` are the bytes reserved for each mirror here, by position."""
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
     def _make_in_slot(self, record: ParityRecord) -> None:
@@ -224,10 +221,7 @@ class Exchange:
     def _prepare(
         self, record: ParityRecord, *, needs_memory: bool
     ) -> tuple[ParityRegion | None, LocalBlocks, Sequence[Bytes]]:
-        """Allocate memory and build the mirror; runs in a job.
-
-        Raises MemoryTooSmall, or LayoutUnknown or SnapshotCorrupt if a slot has changed.
-        """
+        """Runs in a job; raises MemoryTooSmall, LayoutUnknown or SnapshotCorrupt."""
         blocks = LocalBlocks(self._shards, record, self._tools.run)
         mirror = mirror_parts(self._shards, record)
         return allocate_parity_region(record) if needs_memory else None, blocks, mirror

@@ -149,10 +149,7 @@ class ParityWriter:
         self._count(1)
 
     def _index_from(self, reported: FragmentHeader, sender: int, name: str) -> int:
-        """Return the index in its stripe that a block from this sender must have.
-
-        Raises FragmentRefused if this sender must not send such a block to this node.
-        """
+        """The index in its stripe that this sender's block must have; raises FragmentRefused."""
         stripe, own = reported.of.stripe, self._record.position
         what = f"a block from {name} for stripe {stripe}"
         if not 0 <= stripe < self._num_stripes:

@@ -473,10 +473,7 @@ class Protector:
             self._advance(round_)
 
     def _report_again(self, round_: ProtectionRound) -> None:
-        """Repeat the messages that a lost connection may have dropped.
-
-        Other nodes may miss them even if this node has everything.
-        """
+        """Repeat what a lost connection may have dropped. Others may miss it though all is here."""
         group = self.group
         if not round_.is_ready:
             self._restart(round_, round_.attempt + 1)

@@ -184,10 +184,7 @@ class Rebuilder:
         work: StripeWork,
         others: tuple[list[int], int],
     ) -> Steps[None]:
-        """Request fragments from other nodes until the stripe is rebuilt; raises LayoutUnknown.
-
-        `others` are the positions to ask, the best first, and the number of fragments needed.
-        """
+        """Rebuild it, or raise LayoutUnknown; `others`: positions to ask, number of answers."""
         answers: queue.SimpleQueue[_BlockResponse] = queue.SimpleQueue()
         stripes = stripes_of(record)
         left, needed = others

@@ -113,10 +113,7 @@ class Fetch:
     def ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
     ) -> Steps[bytearray]:
-        """Send a request, and wait for an answer of unpredictable length.
-
-        Raises LayoutUnknown if the request is refused, or no answer arrives.
-        """
+        """Await an answer of any length; raises LayoutUnknown if it does not arrive."""
         answers: queue.SimpleQueue[WholeResponse] = queue.SimpleQueue()
         requests, now_s = self.rpc.requests, self.rpc.runner.now_s
         number = requests.open(WholeResponse(answers))

@@ -266,10 +266,7 @@ class PreviousWorldShards:
         self._headers_lock = threading.Lock()
 
     def head(self, rank: Rank) -> PackedShardHeader:
-        """Return the header of a shard, compared with the digest of the sealed header.
-
-        Raises LayoutUnknown if no node has the shard.
-        """
+        """Return the checked header of a shard; raises LayoutUnknown if no node has the shard."""
         with self._headers_lock:
             if rank not in self._shards:
                 self._shards[rank] = self._find(rank)
@@ -280,10 +277,7 @@ class PreviousWorldShards:
         return self._shards[rank].layout
 
     def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
-        """Read pieces, given as (rank, index), into `out`, one after the other, without a gap.
-
-        Raises LayoutUnknown if no node can deliver one of the pieces.
-        """
+        """Read pieces (rank, index) into `out` without gaps; raises LayoutUnknown."""
         left = self._places(wanted, out)
         for _ in range(_TIMES):
             left = self._fetch([one for one in left if not self._copy_own(one)])

@@ -118,10 +118,7 @@ class RestoreServer:
         return [found]
 
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
-        """Return header and digest table of a slot, see snapshot/shard_header.py.
-
-        Raises as `piece`.
-        """
+        """Return header and digest table of a slot (snapshot/shard_header.py)."""
         shard = self.shards.shard(ask.rank)
         about = shard.manifest()
         header = shard.image[: shard.start]
@@ -132,10 +129,7 @@ class RestoreServer:
         )
 
     def unit(self, ask: t.GetBlock) -> tuple[bytes, list[memoryview]]:
-        """Return this node's block of a stripe: the fragment's header and its bytes.
-
-        Raises LayoutUnknown if this node has no such block, SnapshotCorrupt if it is damaged.
-        """
+        """Return this node's block, with its header; raises LayoutUnknown, SnapshotCorrupt."""
         region, record = self.region(ask)
         stripes = stripes_of(record)
         block = stripes.block_of(record.position, ask.stripe)

@@ -272,10 +272,7 @@ class RestoreCoordinator:
 
 
 def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:
-    """Ranks whose shards must be on this node.
-
-    None if the world size differs: shards of another world size are read in place.
-    """
+    """Ranks whose shards must be here; those of another world size are read in place."""
     if body.restored_world_size not in (0, body.world_size):
         return []
     return [Rank(rank) for rank in body.local_ranks]

@@ -115,10 +115,7 @@ class PendingRequests:
         return replace(frame, body=structs.replace(frame.body, resolved=sorted(resolved)))
 
     def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Handle an answer, in its link's thread.
-
-        Raises PeerError if the link is lost.
-        """
+        """Handle an answer, in its link's thread; raises PeerError if the link is lost."""
         body = envelope.body
         assert isinstance(body, t.FetchData | t.FetchMissing)
         sink = self._enter(body)
@@ -278,10 +275,7 @@ class FetchRpc:
             self._places.update({position.node_id: position for position in places})
 
     def send(self, node_id: str, frame: OutgoingFrame) -> bool:
-        """Send a frame to a node; return False if the node is unknown.
-
-        A request of this node to itself is answered at once, in the calling thread.
-        """
+        """Return False if the node is unknown. A request to itself is answered at once."""
         with self._lock:
             position, own = self._places.get(node_id), self.own
             if position is None or own is None:

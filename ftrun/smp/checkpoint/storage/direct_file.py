@@ -138,10 +138,7 @@ class DirectFile:
             left = left[len(part) :]
 
     def finish(self) -> None:
-        """Write the rest, and wait until the file is on disk.
-
-        Raises OSError if a part could not be written; the file is incomplete.
-        """
+        """Write the rest, and wait until it is on disk; after an OSError it is incomplete."""
         if self._filled:
             self._send_off(-(-self._filled // BLOCK_BYTES) * BLOCK_BYTES)
         for turn in range(2):

@@ -105,10 +105,7 @@ class ObjectWriter:
         self._filled += num_bytes
 
     def finish(self) -> None:
-        """Send the rest and publish the object.
-
-        Raises CheckpointError if the store does not accept it.
-        """
+        """Publish the object; raises CheckpointError if the store does not accept it."""
         if self._filled:
             self._send()
         self._wait()

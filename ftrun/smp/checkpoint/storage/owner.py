@@ -261,10 +261,7 @@ class CheckpointOwnership:
         return _is_gone(record, self._run_id)
 
     def _await_death(self, position: _Place, before: CheckpointOwner) -> None:
-        """Wait until the owner of the record counts as dead.
-
-        Raises CheckpointsTaken if the owner renews the record.
-        """
+        """Wait until the owner counts as dead; raises CheckpointsTaken if it renews its record."""
         limit_s = STALE_RENEWALS * position.renew_s
         _log.warning(
             "%s belongs to run %s; checking for up to %.0f s whether that run is alive",

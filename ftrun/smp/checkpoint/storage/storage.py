@@ -42,10 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_storage(where: str, stop: threading.Event) -> AbstractContextManager[Storage]:
-    """Open a directory or a URL, which need not exist; when `stop` is set, all waiting ends.
-
-    Raises CheckpointError if the store cannot be reached.
-    """
+    """Open a place that need not exist, or raise CheckpointError; `stop` ends all waiting."""
     if is_url(where):
         return FsspecStorage(where, stop)
     return nullcontext(LocalStorage(Path(where), stop))
