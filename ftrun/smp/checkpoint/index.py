@@ -79,10 +79,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
 
 
 class CheckpointPart(msgspec.Struct, frozen=True):
-    """What one node has written of a checkpoint.
-
-    Its generation is -1 if the version was loaded from another checkpoint.
-    """
+    """What one node has written; generation -1: loaded from another checkpoint."""
 
     format: int
     run_id: str

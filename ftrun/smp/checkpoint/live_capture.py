@@ -79,10 +79,7 @@ _Slot = tuple[int, int, SlotHeader, ArenaShape]
 
 
 class LiveCapture:
-    """One version that is being captured into the slots of all ranks.
-
-    `gap_s` and `room` are as for `CopyBeforeOverwrite`; `stop` ends all waiting.
-    """
+    """One version that is being captured into the slots of all ranks; `stop` ends all waits."""
 
     def __init__(
         self,

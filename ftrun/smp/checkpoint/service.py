@@ -46,11 +46,7 @@ _BUG = "internal error in ftrun; see the SMP's log"
 
 
 class CheckpointService:
-    """Writes and loads on behalf of the agent.
-
-    `loaded` is called with what was loaded, before the agent is answered. `is_attended` returns
-    whether the SMP has an agent.
-    """
+    """`loaded` runs before the agent is answered; `is_attended`: the SMP has an agent."""
 
     def __init__(
         self,

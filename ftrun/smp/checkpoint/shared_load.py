@@ -54,12 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadGroup:
-    """Nodes that load a checkpoint at the same time.
-
-    Args:
-        ranks: ranks of the new world, by node. All nodes use the same order of nodes.
-        node: index of this node.
-    """
+    """Nodes that load together: the new ranks of each, in one order, and the own index."""
 
     ranks: Sequence[Sequence[int]]
     node: int

@@ -181,10 +181,7 @@ class SealedSlot:
 
 
 class CopyBeforeOverwrite:
-    """Monitors the slots of one version while they are written.
-
-    `gap_s` is the time that may pass without a read, while the bytes read before are being written.
-    """
+    """Monitors slots while they are written. `gap_s` may pass without a read of a slot."""
 
     def __init__(
         self,

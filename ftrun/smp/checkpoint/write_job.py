@@ -33,10 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WriterContext:
-    """The resources of a writer: memory for a copy of all shards.
-
-    `throttle.stop` cancels a write.
-    """
+    """The resources of a writer; `throttle.stop` cancels a write."""
 
     run_id: RunId
     room: CopyBuffers
@@ -105,10 +102,7 @@ class WriteResult:
 
 @dataclass(frozen=True, slots=True)
 class ChosenVersion:
-    """A version to write, and the slots that hold it.
-
-    If tight, they may be overwritten at any time.
-    """
+    """A version to write; if tight, its slots may be overwritten at any time."""
 
     version: Version
     shards: Sequence[SealedSlot]

@@ -134,10 +134,7 @@ class ArenaStore:
         available.check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
-        """Reserve two slots of this size, less the size of the rank's arena; raises MemoryTooSmall.
-
-        Arenas of another world size do not count, because they are read until the first commit.
-        """
+        """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
         has = max((shape.total_bytes for shape in shapes), default=0)
@@ -180,10 +177,7 @@ class ArenaStore:
         return SmpArena(fd, read_shape(fd), generation)
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
-        """Add an arena of an earlier SMP; if it is here already, close the duplicate.
-
-        Raises LayoutUnknown if the descriptor is no arena of this format; it stays the caller's.
-        """
+        """Own an arena of an earlier SMP; after LayoutUnknown the caller owns the descriptor."""
         try:
             shape = read_shape(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

@@ -59,11 +59,9 @@ class ParityStore:
         return self._slots[self._kept] if self._kept is not None else None
 
     def adopt(self, fd: int, slot: int) -> None:
-        """Add a region of an earlier SMP, and take ownership of its descriptor.
+        """Own a region of an earlier SMP; after LayoutUnknown the caller owns the descriptor.
 
-        The region keeps its slot, because the agent names its duplicates by slots. Raises
-        LayoutUnknown if the descriptor is no parity region, or the slot is in use; the caller then
-        still owns the descriptor.
+        The region keeps its slot, because the agent names its duplicates by slots.
         """
         if any(region and os.path.sameopenfile(fd, region.fd) for region in self._slots):
             os.close(fd)

@@ -23,10 +23,7 @@ from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 
 class LocalBlocks:
-    """The blocks of a node, read in place from its slots.
-
-    Raises LayoutUnknown if the shards do not match the record.
-    """
+    """The blocks of a node, read in place; raises LayoutUnknown if shards and record differ."""
 
     def __init__(self, shards: SealedShards, record: ParityRecord, run: int) -> None:
         pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}

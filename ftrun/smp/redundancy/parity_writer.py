@@ -108,15 +108,7 @@ class ParityWriter:
     # --- threads of links ------------------------------------------------------------------
 
     def take_block(self, sender: int, name: str, header: bytes, payload: memoryview) -> None:
-        """Add a data block to its stripe, or store a parity row.
-
-        Args:
-            sender: the position of the sender in the group.
-            name: the sender's name, for messages.
-
-        Raises:
-            FragmentRefused: the block is damaged or does not belong here.
-        """
+        """Add a block of the sender at this position, or raise FragmentRefused."""
         reported = unpack(header, what=f"a block from {name}")
         stripe, index = reported.of.stripe, self._index_from(reported, sender, name)
         fragment = Fragment(name, index, header, payload)

@@ -85,11 +85,6 @@ class LostNode:
             *self._name(number), position=self.position, stripe=stripe, alive=alive
         )
 
-    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
-        if batch[0].kind == PIECE:
-            return get_pieces(number, self.wanted, batch)
-        return self.rebuild_block(number, batch[0].key)
-
     def _name(self, number: int) -> tuple[int, int, int, int, int]:
         at, group = self.wanted, self.group
         names = tuple(node.node_id for node in group.nodes)
@@ -171,7 +166,9 @@ class LostNodeRestore:
         return replicas + self._coded_pieces(self._lost.owner)
 
     def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
-        return self._lost.question(number, batch)
+        if batch[0].kind == PIECE:
+            return get_pieces(number, self._lost.wanted, batch)
+        return self._lost.rebuild_block(number, batch[0].key)
 
     def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
         """Return the blocks to request again; raises as `FetchSource.next_items`.

@@ -61,10 +61,7 @@ class _Block:
 
 
 class MissingShards:
-    """The shards of one lost node.
-
-    `rebuild` rebuilds a block from this node's parity; None if this node has no parity.
-    """
+    """The shards of one lost node; `rebuild` is None if this node has no parity."""
 
     def __init__(self, lost: LostNode, mirror: Mirror, *, rebuild: Rebuild | None) -> None:
         self.lost = lost
@@ -118,10 +115,7 @@ class MissingShards:
 
 
 class ShardLocations:
-    """The sources of the pieces of one request; a `FetchSource`.
-
-    `alive` are the other reachable nodes, in any order.
-    """
+    """Sources of the pieces of one request, a `FetchSource`; `alive`: other reachable nodes."""
 
     def __init__(self, wanted: Version, alive: Sequence[str]) -> None:
         self.missing: list[WantedPiece] = []
@@ -240,10 +234,7 @@ class PreviousWorld:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A shard of a previous rank: its header, and the location of its bytes.
-
-    `node_id` is the node that has the whole shard; empty if the shard is assembled from parts.
-    """
+    """A shard of a previous rank; `node_id` has it whole; empty: it is read in parts."""
 
     head: PackedShardHeader
     layout: Layout

@@ -31,12 +31,7 @@ from ftrun.wire.transport.bulk_socket import Bytes
 
 
 class RestoreServer:
-    """Serves one version to other nodes.
-
-    Args:
-        fds: descriptors of the arenas; duplicates stay open until `close`.
-        load: the part of a checkpoint that this node has loaded; its slots may be incomplete.
-    """
+    """Serves one version. Duplicates of `fds` stay open until `close`; `load` may be partial."""
 
     def __init__(
         self,

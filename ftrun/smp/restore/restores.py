@@ -16,7 +16,7 @@ from ftrun.smp.checkpoint.service import check_available
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import JobLanes
-from ftrun.smp.memory.arenas import ArenaStore, SmpArena
+from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.restore.fetch import SHARE_TIMEOUT_S, Fetch, SharedPieces
 from ftrun.smp.restore.lost_ranks import FetchJob, LostRanks
 from ftrun.smp.restore.rpc import FetchRpc
@@ -45,10 +45,7 @@ class _Restore:
 
 
 class RestoreCoordinator:
-    """Runs one restore at a time.
-
-    `here` is called when all local ranks have the version.
-    """
+    """Runs one restore at a time; `here` is called when all local ranks have the version."""
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class RestoreCoordinator:
         self._refuse(lambda _: True, "the SMP ends")
 
     def grant(self, requester: Requester, rank: Rank, wanted: Version) -> None:
-        arena = self._holder(rank, wanted)
+        arena = next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
         restore = self._restore
         if arena is not None:
             requester.send(
@@ -266,9 +263,6 @@ class RestoreCoordinator:
     def _missing(self, restore: _Restore) -> set[Rank]:
         held = self._memory.held(restore.world_size)
         return {rank for rank in restore.ranks if restore.wanted not in held.get(rank, ())}
-
-    def _holder(self, rank: Rank, wanted: Version) -> SmpArena | None:
-        return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
 
 
 def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:

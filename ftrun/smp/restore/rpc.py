@@ -49,11 +49,7 @@ class ResponseSink(Protocol):
     """The requester. Only `room` may block; all methods are called in the threads of links."""
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        """Return the destination of an answer's bytes; None if they are not needed.
-
-        It is called again for the same answer if the connection broke while that answer was
-        received.
-        """
+        """Destination of an answer, or None. A broken connection calls it for that answer again."""
         ...
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
@@ -194,10 +190,7 @@ class PendingRequests:
 
 
 class WholeResponse:
-    """The `ResponseSink` of one answer whose length the requester cannot predict.
-
-    `answers` gets this object when the answer is here, or refused.
-    """
+    """One answer of unpredictable length; `answers` gets this object when it is resolved."""
 
     def __init__(
         self, answers: "queue.SimpleQueue[Any]", max_bytes: int = MAX_ANSWER_BYTES

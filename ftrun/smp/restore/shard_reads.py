@@ -11,7 +11,7 @@ process writes to them, because workers of the new world have separate arenas.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from mmap import mmap
 
@@ -133,7 +133,8 @@ def _headers(
         for rank in body.ranks:
             parts = pack_header(shards.head(Rank(rank)))
             fds.append(_memory(sum(map(len, parts))))
-            _write(fds[-1], parts)
+            with open(fds[-1], "wb", closefd=False) as file:
+                file.writelines(parts)
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -178,12 +179,3 @@ def _memory(size: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _write(fd: int, parts: Iterable[bytes | memoryview]) -> None:
-    at = 0
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            written = os.pwrite(fd, view, at)
-            at, view = at + written, view[written:]

@@ -61,10 +61,7 @@ def no_pace(num_bytes: int) -> None:
 
 
 class Throttle:
-    """Limits the bytes per second, counted over all files of a node.
-
-    Unused bytes are not accumulated: after a pause, writing continues at the same rate.
-    """
+    """Limits the bytes per second of a node; a pause does not allow a faster rate later."""
 
     def __init__(self, stop: threading.Event) -> None:
         self.bytes_per_s = 0.0
@@ -86,10 +83,7 @@ class Throttle:
 
 
 class DirectFile:
-    """One file, written from its first byte to its last; raises OSError if it cannot be created.
-
-    `pace` is called in the draining thread.
-    """
+    """A file, written from first to last byte. `pace` is called in the draining thread."""
 
     def __init__(self, path: Path, *, pace: Pace = no_pace) -> None:
         self._pace = pace

@@ -120,10 +120,7 @@ _Place = _Folder | _Url
 
 
 class CheckpointOwnership:
-    """This run's right to write checkpoints. Methods may block as long as the storage blocks.
-
-    `is_attended` returns whether an agent exists. An SMP without an agent renews nothing.
-    """
+    """The right to write checkpoints; without an agent (`is_attended`) nothing is renewed."""
 
     def __init__(
         self, run_id: RunId, stop: threading.Event, is_attended: Callable[[], bool]
