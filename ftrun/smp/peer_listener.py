@@ -267,11 +267,7 @@ class PeerListener:
             if session is None:
                 return None
             proven = accept_handshake(
-                sock,
-                session.own,
-                self._secret,
-                deadline_s=door.handshake_s,
-                hello_s=door.hello_s,
+                sock, session.own, self._secret, deadline_s=door.handshake_s, hello_s=door.hello_s
             )
             tune(sock, bulk=True, user_timeout_s=session.timeout_s)
             made = BulkSocket(sock, proven, timeout_s=session.timeout_s)

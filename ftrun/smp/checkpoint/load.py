@@ -159,10 +159,7 @@ def _load_first(
     if not rejected and not left:
         return None
     if not left and not has_own:
-        raise NoneOfThisRun(
-            f"no readable checkpoint in {where} is of this run",
-            rejected,
-        )
+        raise NoneOfThisRun(f"no readable checkpoint in {where} is of this run", rejected)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
     raise NoUsableCheckpoint(
         f"no checkpoint in {where} can be used: {reasons}. Use another --checkpoint-dir, or start "

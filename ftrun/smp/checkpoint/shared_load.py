@@ -125,11 +125,7 @@ class SharedLoad:
     def begin(
         self, node: int, ranks: Mapping[int, list[int]], tables: Mapping[int, Sequence[int]]
     ) -> None:
-        """Read this node's share.
-
-        `tables` are the digest tables of the ranks of other nodes. Raises CheckpointError,
-        SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be used.
-        """
+        """Read this node's share. `tables` are those of other nodes. Raises as `read_head`."""
         for rank in self.ranks:
             self._read_header(rank)
         own: dict[int, Sequence[int]] = {

@@ -184,12 +184,7 @@ class CopyBeforeOverwrite:
     """Monitors slots while they are written. `gap_s` may pass without a read of a slot."""
 
     def __init__(
-        self,
-        version: Version,
-        shards: Sequence[SealedSlot],
-        room: CopyBuffers,
-        *,
-        gap_s: float,
+        self, version: Version, shards: Sequence[SealedSlot], room: CopyBuffers, *, gap_s: float
     ) -> None:
         self._version = version
         self._shards = shards
@@ -253,11 +248,7 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
 
 
 def write_shard(storage: Storage, folder: str, shard: SealedSlot, pace: Pace) -> ShardFile:
-    """Write both files of a rank durably; equal ones of an earlier attempt are replaced.
-
-    Raises SnapshotCorrupt if what was read does not match its digests (corrupt, or overwritten),
-    CheckpointError if the write was stopped.
-    """
+    """Write both files durably; raises SnapshotCorrupt (other digests), CheckpointError."""
     data_name, table_name = file_names(shard)
     with storage.stream(f"{folder}/{data_name}", shard.shape.image_bytes, pace) as file:
         described = write_image(file, shard)

@@ -185,11 +185,7 @@ def reported(job: WriteJob) -> Iterator[None]:
 
 
 def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None:
-    """Start the copy before overwrite; copy at once if the slots may be overwritten soon.
-
-    Each attempt to write begins with this call, because it reuses the copies of the previous one.
-    Raises SlotOverwritten if a slot was overwritten already.
-    """
+    """Begin an attempt: copy at once if slots may be overwritten; raises SlotOverwritten."""
     context.room.begin()
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:

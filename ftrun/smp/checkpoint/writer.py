@@ -238,10 +238,7 @@ class _Attempt:
         return part
 
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
-        """Finish the checkpoint if all parts exist; otherwise return the missing ranks.
-
-        Raises CheckpointError if two parts disagree about a rank, or the folder was swept.
-        """
+        """Finish it if all parts exist, or return the missing ranks; raises CheckpointError."""
         storage, blank, version = self.storage, self.blank, self.chosen.version
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
         if part_name(self.job.ranks) not in sizes:
@@ -322,10 +319,7 @@ def _known_contents(
     blank: CheckpointPart,
     last: CheckpointPart | None,
 ) -> set[Content]:
-    """Return the content of this node's ranks in this version; empty if it is no longer known.
-
-    `blank` is the empty part of this version, `last` the part that was written last.
-    """
+    """Return what this node's ranks hold of this version; empty if it is not known any more."""
     if len(shards) == len(ranks):
         return {shard.content for shard in shards}
     if last is not None and last.key == blank.key:

@@ -101,11 +101,7 @@ class ArenaStore:
         return {rank: [arena.fd for arena in self.of(rank)] for rank in ranks}
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
-        """Reserve memory in addition to this rank's arenas and to the requests of other ranks.
-
-        It replaces the rank's earlier request. Raises MemoryTooSmall if the requests of all ranks
-        do not fit together.
-        """
+        """Replace the rank's request; raises MemoryTooSmall if all requests do not fit together."""
         self._wanted[rank] = total_bytes
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
@@ -130,8 +126,7 @@ class ArenaStore:
         return sum(needed.values())
 
     def check(self, more_bytes: int) -> None:
-        available = self._available()
-        available.check(self._needed_bytes + more_bytes)
+        self._available().check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
         """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""

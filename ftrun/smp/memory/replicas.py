@@ -196,11 +196,7 @@ class ReplicaMonitor:
         return partial(self._compare, shards, manifest, contents, fds)
 
     def _compare(
-        self,
-        shards: SealedShards,
-        manifest: NodeManifest,
-        contents: NodeContents,
-        fds: Descriptors,
+        self, shards: SealedShards, manifest: NodeManifest, contents: NodeContents, fds: Descriptors
     ) -> None:
         self._is_busy = False
         wanted = shards.version

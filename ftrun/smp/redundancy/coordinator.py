@@ -215,12 +215,7 @@ class RedundancyCoordinator:
         pace_bytes_s = body.pace_bytes_s / max(1, others)
         self._peers.begin(
             PeerSession(
-                identity,
-                body.generation,
-                number,
-                body.timeout_s,
-                pace_bytes_s,
-                tuple(own.rails),
+                identity, body.generation, number, body.timeout_s, pace_bytes_s, tuple(own.rails)
             )
         )
 

@@ -21,12 +21,7 @@ from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.peer_link import PROTECT, OutgoingFrame
 from ftrun.smp.peer_listener import PeerListener
-from ftrun.smp.redundancy.block_sender import (
-    BlockSender,
-    BlockStream,
-    LocalBlocks,
-    MirrorStream,
-)
+from ftrun.smp.redundancy.block_sender import BlockSender, BlockStream, LocalBlocks, MirrorStream
 from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityWriter
@@ -41,10 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class CodecCache:
-    """One codec for each k and m. Several threads may use a codec at once.
-
-    The jobs' lane "protect" runs the self-test before any work submitted to that lane later.
-    """
+    """A codec for each k and m, for several threads. Lane "protect" tests it before its use."""
 
     def __init__(self, jobs: JobLanes) -> None:
         self._jobs = jobs
@@ -207,9 +199,7 @@ class Exchange:
         self._region.begin(record)
         self._mirror = mirror
         self._sending = BlockSender(
-            blocks,
-            attempt=self._attempt,
-            failed=self._later(partial(self._fail, is_corrupt=True)),
+            blocks, attempt=self._attempt, failed=self._later(partial(self._fail, is_corrupt=True))
         )
         self.fill = self._filled(self._region)
         crash_point("smp.protect.opened")

@@ -86,7 +86,8 @@ class ParityWriter:
         self._staged: dict[int, list[bytearray]] = {}
         self._spare: list[bytearray] = []
         self._num_stripes = num_stripes_of(record)
-        self.missing = self._expected_rows() + len(record.mirrors)
+        rows = (self.stripes.parity_stripe(record.position, at) for at in range(record.num_rows))
+        self.missing = len(record.mirrors) + sum(1 for stripe in rows if self._expected(stripe))
         self._sent_on: set[int] = set()
         self._first_open = 0
         self._window = -1
@@ -239,11 +240,6 @@ class ParityWriter:
     def _expected(self, stripe: int) -> int:
         senders = self.stripes.senders(stripe, self._record.coded_bytes)
         return sum(1 << self.stripes.index(stripe, node) for node in senders)
-
-    def _expected_rows(self) -> int:
-        position = self._record.position
-        stripes = (self.stripes.parity_stripe(position, at) for at in range(self._record.num_rows))
-        return sum(1 for stripe in stripes if self._expected(stripe))
 
     def _stripe_id(self, stripe: int) -> StripeId:
         return StripeId(self._run, self._record.version, self._group, stripe)

@@ -121,11 +121,7 @@ class Protector:
         self.stop()
 
     def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """Protect this version, which every local rank has sealed or holds.
-
-        It is newer than all earlier versions of this generation. `fds` are those of the ranks'
-        arenas.
-        """
+        """Protect the newest version, which every local rank has sealed or holds (arenas `fds`)."""
         group = self.group
         assert group is not None
         if self._is_still:

@@ -129,11 +129,7 @@ class Rebuilder:
             raise LayoutUnknown(str(error)) from error
 
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
-        """Return the block of the lost node.
-
-        Raises LayoutUnknown if too little is left of the stripe or this node has no part of it,
-        SnapshotCorrupt if this node's own parity is damaged.
-        """
+        """Raises LayoutUnknown (too little is left), SnapshotCorrupt (own parity is damaged)."""
         region, record = self._served.region(ask)
         stripes = stripes_of(record)
         places = range(len(record.members))

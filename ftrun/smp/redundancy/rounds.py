@@ -21,10 +21,7 @@ MAX_ROUNDS = 4
 
 @dataclass
 class ProtectionRound:
-    """The protection of one version. If a link is lost, it restarts with the next attempt.
-
-    Keys of dicts are positions in the group; the values were sent by the node at that position.
-    """
+    """One version; a lost link begins another attempt. Keys of dicts are group positions."""
 
     version: Version
     attempt: int = 1

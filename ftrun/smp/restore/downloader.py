@@ -12,7 +12,7 @@ Rule 2: a source that delivers nothing for longer than the patience gets no more
 
 import queue
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version
@@ -50,6 +50,12 @@ class DownloadItem:
     is_coded: bool = False
     source: str = ""
     problems: list[str] = field(default_factory=list)
+
+
+def piece_item(
+    digest: int, room: memoryview, sources: Iterable[str], *, is_coded: bool = False
+) -> DownloadItem:
+    return DownloadItem(PIECE, digest, len(room), [room], deque(sources), digest, is_coded)
 
 
 def get_pieces(number: int, wanted: Version, batch: Sequence[DownloadItem]) -> t.GetPieces:

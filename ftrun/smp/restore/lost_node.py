@@ -23,7 +23,7 @@ from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces, piece_item
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES, Extent, StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
@@ -265,16 +265,9 @@ class LostNodeRestore:
         lost = self._lost
         best = [at for at in holders if at in lost.alive_positions and at != lost.position]
         others = [at for at in lost.alive_positions if at not in best]
-        view = self._piece(rank, index)
         self._num_replicas += 1
-        return DownloadItem(
-            kind=PIECE,
-            key=digest,
-            num_bytes=len(view),
-            views=[view],
-            sources=deque(lost.names([*_turned(best, self._num_replicas), *others])),
-            digest=digest,
-        )
+        names = lost.names([*_turned(best, self._num_replicas), *others])
+        return piece_item(digest, self._piece(rank, index), names)
 
     def _coded_pieces(self, owner: NodeAddress) -> list[DownloadItem]:
         items = []
@@ -282,11 +275,8 @@ class LostNodeRestore:
             table = self._mirror.tables[rank]
             for run in self._mirror.plan_of(rank).coded:
                 for index in range(run.first, run.first + run.count):
-                    view, digest = self._piece(rank, index), table[index]
-                    sources = deque([owner.node_id])
-                    items.append(
-                        DownloadItem(PIECE, digest, len(view), [view], sources, digest, True)
-                    )
+                    room = self._piece(rank, index)
+                    items.append(piece_item(table[index], room, [owner.node_id], is_coded=True))
         return items
 
     def _block_items(self) -> list[DownloadItem]:

@@ -16,7 +16,6 @@ the requested bytes are copied from it. The size of a request is bounded, and so
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.jobs import drive
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
+from ftrun.smp.restore.downloader import BLOCK, DownloadItem, get_pieces, piece_item
 from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.lost_node import CodedBlocks, LostNode, check_mirror
 from ftrun.smp.restore.restore_server import RestoreServer
@@ -131,14 +130,7 @@ class ShardLocations:
     def add_piece(self, one: WantedPiece, best: Sequence[str]) -> None:
         first = [node for node in best if node in self._alive]
         others = [node for node in self._alive if node not in first]
-        item = DownloadItem(
-            kind=PIECE,
-            key=one.digest,
-            num_bytes=len(one.room),
-            views=[one.room],
-            sources=deque([*first, *others]),
-            digest=one.digest,
-        )
+        item = piece_item(one.digest, one.room, [*first, *others])
         self._pieces[item] = one
         self._next.append(item)
 

@@ -96,11 +96,7 @@ class RestoreServer:
         return found, record
 
     def mirror(self, ask: t.GetMirror) -> Sequence[Bytes]:
-        """Return the small state of the node at `ask.position`.
-
-        If that is this node, a rank has moved from it to the requesting node.
-        Raises LayoutUnknown if this node does not store it, SnapshotCorrupt if it is damaged.
-        """
+        """Small state of a node, or of this one; raises LayoutUnknown or SnapshotCorrupt."""
         region, record = self.region(ask)
         if ask.position == record.position:
             return mirror_parts(self.shards, record)

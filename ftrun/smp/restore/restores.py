@@ -117,10 +117,7 @@ class RestoreCoordinator:
         self._fetch(restore, body, own)
 
     def _fetch(
-        self,
-        restore: _Restore,
-        body: smp_messages.BeginGeneration,
-        own: smp_messages.NodeAddress,
+        self, restore: _Restore, body: smp_messages.BeginGeneration, own: smp_messages.NodeAddress
     ) -> None:
         fetch = restore.fetch = Fetch(self._rpc, timeout_s=body.timeout_s)
         job = FetchJob(

@@ -221,11 +221,7 @@ class WholeResponse:
 
 
 class FetchRpc:
-    """The fetch traffic of one generation.
-
-    `excluded` is called in the thread of a link or of a fetch with an error and its request if data
-    here is damaged.
-    """
+    """The traffic of one generation. `excluded` reports damaged data, in any link's thread."""
 
     def __init__(self, peers: PeerListener, *, excluded: Excluded, runner: Runner) -> None:
         self.runner = runner
@@ -244,11 +240,7 @@ class FetchRpc:
     def begin(
         self, served: RestoreServer | None, rebuild: Rebuild | None, own: NodeAddress | None = None
     ) -> None:
-        """Serve this version from now on; called before a link of its generation is admitted.
-
-        `rebuild` receives the requests to rebuild blocks. `own` is the address to which other nodes
-        send their answers.
-        """
+        """Serve this version; no link is admitted yet. Other nodes send answers to `own`."""
         before, self.served, self.rebuild = self.served, served, rebuild
         self._on_lost = []
         with self._lock:

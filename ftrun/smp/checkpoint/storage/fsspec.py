@@ -79,11 +79,7 @@ class ObjectReader:
 
 
 class ObjectWriter:
-    """A file with `room` and `take` as in `direct_file.DirectFile`. It always copies.
-
-    `opened` opens the object for writing, in the thread of `calls`; `pace` is called before each
-    block of `size` bytes.
-    """
+    """As `direct_file.DirectFile`, but it copies; `pace` precedes each block of `size` bytes."""
 
     is_in_place = False
 
