@@ -46,7 +46,7 @@ _BUG = "internal error in ftrun; see the SMP's log"
 
 
 class CheckpointService:
-    """`loaded` runs before the agent is answered; `is_attended`: the SMP has an agent."""
+    """Writes and loads. `loaded` runs before the agent is answered; `is_attended`: it exists."""
 
     def __init__(
         self,

@@ -266,11 +266,8 @@ class Protector:
         group, group_plan = self.group, self._plan
         if group is None or group_plan is None or round_.manifest is None:
             return
-        if (
-            round_.exchange is not None
-            or round_.is_ready
-            or len(round_.reported) < len(group.nodes)
-        ):
+        is_pending = round_.exchange is None and not round_.is_ready
+        if not is_pending or len(round_.reported) < len(group.nodes):
             return
         parts = set(round_.parts.values())
         if len(parts) == 1 and parts != {-1}:

@@ -205,11 +205,8 @@ class Rebuilder:
                         problems.append(f"{found.node_id}: {reason}")
                         continue
                     needed -= 1
-                    index, payload = (
-                        stripes.index(ask.stripe, found.position),
-                        memoryview(found.raw),
-                    )
-                    if work.take(Fragment(found.node_id, index, found.header, payload)):
+                    index, raw = stripes.index(ask.stripe, found.position), memoryview(found.raw)
+                    if work.take(Fragment(found.node_id, index, found.header, raw)):
                         return
         finally:
             for number in numbers:

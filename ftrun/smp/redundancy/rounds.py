@@ -60,10 +60,8 @@ class ProtectionRound:
     def has_moved(self) -> bool:
         """True if anything has arrived since the last call."""
         missing = self.exchange.missing if self.exchange is not None else None
-        before, self.seen = (
-            self.seen,
-            (self.attempt, len(self.manifests), len(self.stored), missing),
-        )
+        before = self.seen
+        self.seen = (self.attempt, len(self.manifests), len(self.stored), missing)
         return before != self.seen
 
     def stop(self) -> None:
