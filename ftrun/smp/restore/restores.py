@@ -16,6 +16,7 @@ from ftrun.smp.checkpoint.service import check_available
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import JobLanes
+from ftrun.smp.memory.arena_requests import granted
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.restore.fetch import SHARE_TIMEOUT_S, Fetch, SharedPieces
 from ftrun.smp.restore.lost_ranks import FetchJob, LostRanks
@@ -23,7 +24,6 @@ from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages import worker as worker_messages
 
 SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
@@ -189,15 +189,10 @@ class RestoreCoordinator:
         arena = next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
         restore = self._restore
         if arena is not None:
-            requester.send(
-                worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,)
-            )
+            requester.send(granted(arena.shape), fds=(arena.fd,))
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
-            requester.send(
-                messages.Refused(
-                    f"{wanted} of rank {rank} is not on this node and is not being fetched"
-                )
-            )
+            reason = f"{wanted} of rank {rank} is not on this node and is not being fetched"
+            requester.send(messages.Refused(reason))
         elif restore.failed:
             requester.send(messages.Refused(restore.failed))
         else:
@@ -216,11 +211,9 @@ class RestoreCoordinator:
             for fd in fds.values():
                 self._memory.discard(fd)
             return
-        for rank, fd in sorted(fds.items()):
+        for _, fd in sorted(fds.items()):
             arena = self._memory.add(fd, restore.generation)
-            self._send_to_agent(
-                worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,)
-            )
+            self._send_to_agent(granted(arena.shape), fds=(fd,))
             crash_point("smp.fetch.agent_notified")
         self._all_arrived(restore, f"fetched {num_bytes} bytes")
 
@@ -251,9 +244,8 @@ class RestoreCoordinator:
         waiting, self._waiting = self._waiting, []
         for requester, rank, wanted in waiting:
             if chosen(wanted):
-                requester.send(
-                    messages.Refused(f"{wanted} of rank {rank} is not available: {reason}")
-                )
+                text = f"{wanted} of rank {rank} is not available: {reason}"
+                requester.send(messages.Refused(text))
             else:
                 self._waiting.append((requester, rank, wanted))
 

@@ -65,11 +65,8 @@ class ShardReads:
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
-            requester.send(
-                messages.Refused(
-                    f"{wanted} is not on this node, and cannot be read from other nodes"
-                )
-            )
+            reason = f"{wanted} is not on this node, and cannot be read from other nodes"
+            requester.send(messages.Refused(reason))
             return
         work: Work
         if isinstance(body, worker_messages.FetchShardHeaders):
@@ -91,11 +88,8 @@ class ShardReads:
             if arena.shape.world_size == body.world_size and arena.holds(wanted)
         }
         if len(found) > MOST_IMAGES:
-            requester.send(
-                messages.Refused(
-                    f"{len(found)} shards are on this node; the limit is {MOST_IMAGES}"
-                )
-            )
+            reason = f"{len(found)} shards are on this node; the limit is {MOST_IMAGES}"
+            requester.send(messages.Refused(reason))
             return
         # Opening the memfds again gives new file descriptions, which can be read-only.
         fds: list[int] = []
