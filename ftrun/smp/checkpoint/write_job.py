@@ -185,7 +185,10 @@ def reported(job: WriteJob) -> Iterator[None]:
 
 
 def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None:
-    """Begin an attempt: copy at once if slots may be overwritten; raises SlotOverwritten."""
+    """Copy at once if the slots may be overwritten soon; raises SlotOverwritten if one was.
+
+    Each attempt to write begins with this call, because it reuses the copies of the previous one.
+    """
     context.room.begin()
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
