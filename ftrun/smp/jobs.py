@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from ftrun import clock
 
 Finish = Callable[[], None]
-Work = Callable[[], Finish]
+Work = Callable[[], Finish | None]
 
 Result = TypeVar("Result")
 
@@ -45,10 +45,7 @@ def lower_thread_priority() -> None:
 
 
 def at_low_priority(work: Callable[[], Result]) -> Result:
-    """Run `work` in a new low-priority thread and wait for its result, or for its error.
-
-    If no thread can be started, run it in the calling thread.
-    """
+    """Run `work` in a low-priority thread, or in this one if none can be started; wait for it."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -68,7 +65,7 @@ def at_low_priority(work: Callable[[], Result]) -> Result:
 @dataclass(frozen=True, slots=True)
 class _Job:
     work: Work
-    failed: Finish
+    failed: Finish | None
 
 
 class JobLanes:
@@ -82,8 +79,8 @@ class JobLanes:
     def fileno(self) -> int:
         return self._wake_fd
 
-    def submit(self, lane: str, work: Work, *, failed: Finish) -> None:
-        """Run `work` in the lane's thread, then the function it returns in the server's thread.
+    def submit(self, lane: str, work: Work, *, failed: Finish | None = None) -> None:
+        """Run `work` in the lane's thread, then what it returns, if anything, in the server's.
 
         `work` must handle every error that it expects. After an unexpected error, or if no thread
         can be started, `failed` runs in the server's thread instead.
@@ -96,7 +93,8 @@ class JobLanes:
                 ).start()
             except RuntimeError as error:  # the limit of threads is reached
                 _log.warning("a job of the SMP is not run: %s", error)
-                self.post(failed)
+                if failed is not None:
+                    self.post(failed)
                 return
             self._lanes[lane] = jobs
         self._lanes[lane].put(_Job(work, failed))
@@ -107,10 +105,7 @@ class JobLanes:
         os.eventfd_write(self._wake_fd, 1)
 
     def repeat(self, interval_s: float, poll: Finish) -> Callable[[], None]:
-        """Run `poll` in the server's thread at this interval.
-
-        Returns a function that stops the repetition; it does not wait.
-        """
+        """Run `poll` in the server's thread at this interval; return a function that ends it."""
         end = threading.Event()
         threading.Thread(
             target=self._repeat, args=(end, interval_s, poll), name="ftrun-watch", daemon=True
@@ -145,7 +140,8 @@ class JobLanes:
                 # snapshots.
                 _log.exception("internal error in a job of the SMP")
                 finish = job.failed
-            self.post(finish)
+            if finish is not None:
+                self.post(finish)
 
 
 class IntervalTimer:

@@ -261,20 +261,13 @@ class PeerListener:
             _log.warning("rejected a connection: %s", error)
 
     def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
-        """Return the incoming link if it belongs to the running session.
-
-        Raises PeerError if the handshake fails, or the first message is no LinkHello.
-        """
+        """Return the link if it belongs to the running session; raises PeerError."""
         session = self._session
         try:
             if session is None:
                 return None
             proven = accept_handshake(
-                sock,
-                session.own,
-                self._secret,
-                deadline_s=door.handshake_s,
-                hello_s=door.hello_s,
+                sock, session.own, self._secret, deadline_s=door.handshake_s, hello_s=door.hello_s
             )
             tune(sock, bulk=True, user_timeout_s=session.timeout_s)
             made = BulkSocket(sock, proven, timeout_s=session.timeout_s)

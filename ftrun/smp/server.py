@@ -120,9 +120,7 @@ class SmpServer:
         since_s = self._orphaned_since_s
         if since_s is not None and clock.now_s() >= since_s + self._orphan_s:
             _log.warning(
-                "no agent for %.0f s: freeing the snapshots of run %s",
-                self._orphan_s,
-                self._run_id,
+                "no agent for %.0f s: freeing the snapshots of run %s", self._orphan_s, self._run_id
             )
             self._is_ending = True
 

@@ -16,10 +16,11 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint.index import STALE_S
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle, no_pace
 from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, FsspecStorage
-from ftrun.smp.checkpoint.storage.storage import STALE_S, Retention
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from tests.ftp_server import FtpServer, ftp_server

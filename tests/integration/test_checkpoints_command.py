@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.smp.checkpoint.reader import open_storage
+from ftrun.smp.checkpoint.storage.storage import open_storage
 from ftrun.tools.checkpoints.catalog import find_damage
 from tests.integration.test_checkpoint_files import Arenas, arenas, load, write
 

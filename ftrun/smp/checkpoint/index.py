@@ -1,20 +1,42 @@
-"""The index and the parts of a checkpoint, and their files.
+"""The index and the parts of a checkpoint, their files, and the names of folders.
 
-Runs in:  the SMP, in its disk lane's thread.
+Runs in:  the SMP, in its disk lane's thread; the process of ftrun.tools.checkpoints.catalog.
 Takes in: a checkpoint's folder; the parts of a checkpoint that several nodes write.
-Gives:    a `CheckpointIndex` or a `CheckpointPart`, or a `CheckpointError`.
+Gives:    a `CheckpointIndex`, a `CheckpointPart` or a `StoredCheckpoint`, or a `CheckpointError`.
 
 The files of an index and of a part carry their own digest: the text and its xxh3.
+
+    step-00000042-g3                            a checkpoint in a directory
+    .tmp-step-00000042-g3-1f2e3d4c-5b6a7988     the same, begun by several nodes
+    step-00000042-g3-1f2e3d4c-5b6a7988          a checkpoint at a URL, begun or finished
+                     run      run, token and world size
+
+Parts of another run, of another world size or of other nodes go to another folder. They are
+therefore never in the way of this run's parts, and never merged with them.
 """
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 import xxhash
 
+from ftrun import clock
 from ftrun.errors import CheckpointError
+from ftrun.ids import Version, version
 
 FORMAT = 1
+LATEST_NAME = "latest"
+STALE_S = 86_400.0
+"""An incomplete checkpoint of another run is abandoned after this number of seconds."""
+
+_NAME = re.compile(r"step-(\d{8,})-g(-?\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
+
+Sizes = Mapping[str, int | None]
+"""Of the files in a folder, by name; None if the storage does not report a size."""
+
 _T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
 
 
@@ -57,10 +79,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
 
 
 class CheckpointPart(msgspec.Struct, frozen=True):
-    """What one node has written of a checkpoint.
-
-    Its generation is -1 if the version was loaded from another checkpoint.
-    """
+    """What one node has written; generation -1: loaded from another checkpoint."""
 
     format: int
     run_id: str
@@ -108,3 +127,92 @@ def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
     if content.format != FORMAT:
         raise CheckpointError(f"{what} has format {content.format}; only {FORMAT} is supported")
     return content
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A folder of a checkpoint.
+
+    Args:
+        run_tag: of the run that began it; empty if the name does not contain it.
+        index: None if it is incomplete or damaged.
+        problem: the reason why its index cannot be used; empty if it has none yet.
+        may_pass: the index could not be read just now, which may pass.
+        written_s: wall time at which the index was written; 0 if unknown.
+    """
+
+    name: str
+    version: Version
+    run_tag: str = ""
+    index: CheckpointIndex | None = None
+    problem: str = ""
+    may_pass: bool = False
+    written_s: float = 0.0
+
+    @property
+    def is_incomplete(self) -> bool:
+        return self.index is None and not self.problem
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the index was written; 0 if unknown."""
+        return clock.wall_s() - self.written_s if self.written_s else 0.0
+
+    @property
+    def order(self) -> tuple[int, Version]:
+        return (self.index.serial if self.index is not None else 0, self.version)
+
+
+def tagged_name(key: CheckpointPart, generation: int) -> str:
+    tag = tag_of(f"{key.run_id}/{key.token}/{key.world_size}")
+    return f"step-{key.step:08d}-g{generation}-{tag_of(key.run_id)}-{tag}"
+
+
+def parse_tagged(name: str) -> tuple[Version, str] | None:
+    """Return version and run tag of a name; None if it is another name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, generation, run_tag, _ = match.groups()
+    return version(int(generation), int(step)), run_tag
+
+
+def part_name(ranks: Sequence[int]) -> str:
+    return f"part-{ranks[0]:05d}.json"
+
+
+def part_names(sizes: Sizes) -> list[str]:
+    return sorted(name for name in sizes if name.startswith("part-"))
+
+
+def parse_stored(
+    data: bytes | None, name: str, path: str, tagged: tuple[Version, str] | None
+) -> StoredCheckpoint:
+    """Return the checkpoint with this index; it is incomplete if there is none."""
+    at, run_tag = tagged if tagged is not None else (version(0, 0), "")
+    if data is None:
+        return StoredCheckpoint(name, at, run_tag)
+    try:
+        index = parse_index(data, what=path)
+    except CheckpointError as error:
+        return StoredCheckpoint(name, at, run_tag, problem=str(error))
+    if tagged is None:
+        at = version(index.generation, index.step)
+    return StoredCheckpoint(name, at, run_tag, index, written_s=index.written_s)
+
+
+def is_whole(shard: ShardFile, sizes: Sizes) -> bool:
+    """True if both files exist, with their sizes if the storage reports these."""
+    wanted = zip(shard.names, (shard.num_bytes, 8 * shard.num_pieces), strict=True)
+    return all(name in sizes and sizes[name] in (size, None) for name, size in wanted)
+
+
+def is_stale(changed_s: float | None) -> bool:
+    return changed_s is not None and clock.wall_s() - changed_s > STALE_S
+
+
+def tag_of(text: str) -> str:
+    return xxhash.xxh32_hexdigest(text.encode())

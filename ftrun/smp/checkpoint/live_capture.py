@@ -79,10 +79,7 @@ _Slot = tuple[int, int, SlotHeader, ArenaShape]
 
 
 class LiveCapture:
-    """One version that is being captured into the slots of all ranks.
-
-    `gap_s` and `room` are as for `CopyBeforeOverwrite`; `stop` ends all waiting.
-    """
+    """One version that is being captured into the slots of all ranks; `stop` ends all waits."""
 
     def __init__(
         self,
@@ -123,10 +120,7 @@ class LiveCapture:
         return SlotOverwritten(self.version, reason)
 
     def nap(self, since_s: float) -> None:
-        """Wait briefly for a worker to make progress.
-
-        Raises SlotOverwritten if there was none for too long, or the capture is no longer needed.
-        """
+        """Wait briefly; raises SlotOverwritten after no progress for too long, or at the end."""
         if self._stop.wait(_NAP_S) or self._follow.is_over():
             raise self.lost("its generation has ended")
         limit_s = HURRIED_S if self._follow.hurries() else TIMEOUT_S
@@ -134,11 +128,7 @@ class LiveCapture:
             raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
     def has_sealed(self) -> None:
-        """Handle the seal of a rank; copy the rest if all have sealed and time is short.
-
-        The seals of all ranks commit the version. Raises SlotOverwritten if another rank has
-        withdrawn its seal.
-        """
+        """Copy the rest if all ranks have sealed and time is short; raises SlotOverwritten."""
         if self.are_sealed or not all(one.poll() for one in self.shards):
             return
         self.are_sealed = True
@@ -209,10 +199,7 @@ class LiveSlot(SealedSlot):
         self._digests.append(digest)
 
     def end(self, header_bytes: int, header_digest: str) -> None:
-        """Wait for the seal after everything is written, and compare.
-
-        Raises SlotOverwritten if a piece was read too early, or the slot holds another version.
-        """
+        """Wait for the seal, and compare; raises SlotOverwritten if any digest differs."""
         while not self.poll():
             self._count()
             self._capturing.nap(self._since_s)

@@ -27,7 +27,8 @@ from ftrun.errors import (
     SnapshotCorrupt,
 )
 from ftrun.ids import Rank, Version, version
-from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
+from ftrun.smp.checkpoint.index import LATEST_NAME, StoredCheckpoint
+from ftrun.smp.checkpoint.reader import CheckpointFiles
 from ftrun.smp.checkpoint.shared_load import (
     LOADED_GENERATION,
     Check,
@@ -35,7 +36,7 @@ from ftrun.smp.checkpoint.shared_load import (
     SharedLoad,
     load_share,
 )
-from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, Storage, StoredCheckpoint
+from ftrun.smp.checkpoint.storage.storage import Storage, open_storage
 
 RETRY_S = 0.2
 """Seconds before a failed read is repeated."""
@@ -158,10 +159,7 @@ def _load_first(
     if not rejected and not left:
         return None
     if not left and not has_own:
-        raise NoneOfThisRun(
-            f"no readable checkpoint in {where} is of this run",
-            rejected,
-        )
+        raise NoneOfThisRun(f"no readable checkpoint in {where} is of this run", rejected)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
     raise NoUsableCheckpoint(
         f"no checkpoint in {where} can be used: {reasons}. Use another --checkpoint-dir, or start "

@@ -9,7 +9,7 @@ Gives:    the index; bytes of files; headers of all shards, plain values, and by
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,27 +17,15 @@ import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.linux import allow_files
-from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
-from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, StoredCheckpoint
 from ftrun.smp.checkpoint.storage.local import LocalStorage
-from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage, StoredCheckpoint
+from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage
 from ftrun.snapshot.layout import Layout, LayoutEntry, parse_header
 from ftrun.snapshot.plain_values import plain_bytes
 from ftrun.snapshot.shard_header import ShardHeader
-from ftrun.urls import is_url
 from ftrun.wire.shared_memory.arena import table_digest
 
 _LONGEST_HEADER = 1 << 30
-
-
-def open_storage(where: str, stop: threading.Event) -> AbstractContextManager[Storage]:
-    """Open a directory or a URL, which need not exist; when `stop` is set, all waiting ends.
-
-    Raises CheckpointError if the store cannot be reached.
-    """
-    if is_url(where):
-        return FsspecStorage(where, stop)
-    return nullcontext(LocalStorage(Path(where), stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +57,14 @@ class CheckpointFiles:
             yield CheckpointFiles(storage, self.stored)
 
 
-def read_table(source: CheckpointFiles, shard: ShardFile, target: memoryview) -> None:
+def read_table(source: CheckpointFiles, shard: ShardFile) -> memoryview:
     what = f"{source.path}/{shard.digests}"
+    table = memoryview(bytearray(8 * shard.num_pieces))
     with source.opened(shard.digests) as file:
-        check_length(file.read_into(target), target, what)
-    if table_digest(target) != int(shard.table_digest, 16):
+        check_length(file.read_into(table), table, what)
+    if table_digest(table) != int(shard.table_digest, 16):
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
+    return table.cast("Q")
 
 
 def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, memoryview, Layout]:
@@ -83,8 +73,7 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
     Raises CheckpointError, SnapshotCorrupt, LayoutUnknown or OSError.
     """
     what = f"{source.path}/{shard.file}"
-    table = memoryview(bytearray(8 * shard.num_pieces))
-    read_table(source, shard, table)
+    table = read_table(source, shard)
     with source.opened(shard.file) as file:
         start = memoryview(bytearray(min(8, shard.num_bytes)))
         check_length(file.read_into(start), start, what)
@@ -97,7 +86,7 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
     layout, _ = parse_header(header, image_bytes=shard.num_bytes)
     if len(layout.pieces) != shard.num_pieces:
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
-    return header, table.cast("Q"), layout
+    return header, table, layout
 
 
 def check_size(source: CheckpointFiles, shard: ShardFile) -> None:
@@ -133,10 +122,7 @@ class SourceShard:
         self._lock = threading.Lock()
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of the shard's data.
-
-        Raises SnapshotCorrupt if a piece that overlaps them has changed.
-        """
+        """Return data of the shard; raises SnapshotCorrupt if a piece under it has changed."""
         pieces = self.head.pieces_under(offset, num_bytes)
         if not pieces:
             return memoryview(b"")

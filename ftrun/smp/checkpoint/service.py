@@ -8,7 +8,7 @@ Gives:    their answers; the arenas of what was loaded.
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,11 @@ from ftrun.ids import Rank, RunId, version
 from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.reader import open_storage
 from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.slot_reader import ArenaFds
 from ftrun.smp.checkpoint.storage.direct_file import KEEP_S, CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
-from ftrun.smp.checkpoint.storage.storage import Retention, sweep_run
+from ftrun.smp.checkpoint.storage.storage import Retention, open_storage, sweep_run
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, reported
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
@@ -47,11 +46,7 @@ _BUG = "internal error in ftrun; see the SMP's log"
 
 
 class CheckpointService:
-    """Writes and loads on behalf of the agent.
-
-    `loaded` is called with what was loaded, before the agent is answered. `is_attended` returns
-    whether the SMP has an agent.
-    """
+    """Writes and loads. `loaded` runs before the agent is answered; `is_attended`: it exists."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class CheckpointService:
         self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
-        self._room = CopyBuffers(_free_bytes)
+        self._room = CopyBuffers(lambda: available_memory().num_bytes)
         self._tidying = IntervalTimer(jobs, self._clean_up)
         self._writer = CheckpointWriter(WriterContext(run_id, self._room, self._throttle))
 
@@ -144,11 +139,7 @@ class CheckpointService:
 
     def give_back(self) -> None:
         if self._room.num_bytes:
-            self._jobs.submit("disk", self._given_back, failed=_nothing)
-
-    def _given_back(self) -> Finish:
-        self._room.drop()
-        return _nothing
+            self._jobs.submit("disk", self._room.drop)
 
     def _write(self, requester: Requester, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
@@ -157,7 +148,8 @@ class CheckpointService:
         except CheckpointError as error:
             return partial(self._send, requester, checkpoint_messages.CheckpointFailed(str(error)))
         finally:
-            _close(fds.values())
+            for fd in (fd for some in fds.values() for fd in some):
+                os.close(fd)
             self._room_is_free()
         return partial(self._send, requester, _answer(done, clock.now_s() - started_s))
 
@@ -166,11 +158,11 @@ class CheckpointService:
         self._tidying.start(KEEP_S)
 
     def _clean_up(self) -> None:
-        self._jobs.submit("disk", self._cleaned_up, failed=_nothing)
+        def cleaned_up() -> Finish | None:
+            self._room_is_free()
+            return None if self._room.num_bytes else self._tidying.stop
 
-    def _cleaned_up(self) -> Finish:
-        self._room_is_free()
-        return _nothing if self._room.num_bytes else self._tidying.stop
+        self._jobs.submit("disk", cleaned_up)
 
     def _room_is_free(self) -> None:
         with suppress(OSError):  # the free memory cannot be read just now
@@ -284,20 +276,6 @@ def _answer(done: WriteResult, seconds: float) -> checkpoint_messages.Checkpoint
     )
 
 
-def _nothing() -> None:
-    """Do nothing; this result is not awaited."""
-
-
-def _free_bytes() -> int:
-    return available_memory().num_bytes
-
-
 def check_available(needed_bytes: int) -> None:
     """Raise MemoryTooSmall if this number of bytes does not fit."""
     available_memory().check(needed_bytes)
-
-
-def _close(some: Iterable[Sequence[int]]) -> None:
-    for fds in some:
-        for fd in fds:
-            os.close(fd)

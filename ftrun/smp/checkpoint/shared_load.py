@@ -54,12 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadGroup:
-    """Nodes that load a checkpoint at the same time.
-
-    Args:
-        ranks: ranks of the new world, by node. All nodes use the same order of nodes.
-        node: index of this node.
-    """
+    """Nodes that load together: the new ranks of each, in one order, and the own index."""
 
     ranks: Sequence[Sequence[int]]
     node: int
@@ -130,11 +125,7 @@ class SharedLoad:
     def begin(
         self, node: int, ranks: Mapping[int, list[int]], tables: Mapping[int, Sequence[int]]
     ) -> None:
-        """Read this node's share.
-
-        `tables` are the digest tables of the ranks of other nodes. Raises CheckpointError,
-        SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be used.
-        """
+        """Read this node's share. `tables` are those of other nodes. Raises as `read_head`."""
         for rank in self.ranks:
             self._read_header(rank)
         own: dict[int, Sequence[int]] = {
@@ -283,7 +274,7 @@ def load_share(
         load = SharedLoad(source, own, index, fds)
         try:
             others = {r: shards[r] for other, some in ranks.items() if other != node for r in some}
-            tables = {rank: _table_of(source, shard) for rank, shard in others.items()}
+            tables = {rank: read_table(source, shard) for rank, shard in others.items()}
         except (KeyError, CheckpointError, SnapshotCorrupt, OSError):
             # A file of another node is damaged; that node detects it. This node loads its own ranks
             # without the others, and may succeed.
@@ -294,12 +285,6 @@ def load_share(
             os.close(fd)
         raise
     return fds, None if load.is_whole else load
-
-
-def _table_of(source: CheckpointFiles, shard: ShardFile) -> Sequence[int]:
-    table = memoryview(bytearray(8 * shard.num_pieces))
-    read_table(source, shard, table)
-    return table.cast("Q")
 
 
 def _shape(shard: ShardFile, world_size: int) -> ArenaShape:
@@ -329,10 +314,7 @@ class PieceReplicas:
     def read(
         self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
     ) -> int | None:
-        """Fill `room` with a piece; return the rank from whose file it was read, or None.
-
-        `but` is the rank whose file is damaged.
-        """
+        """Fill `room`; return the rank that was read, or None. The file of `but` is damaged."""
         others = sorted(set(self._shards) - {but}, key=lambda rank: abs(rank - but))
         for rank in others[:MOST_RANKS]:
             head = self._head(source, rank)

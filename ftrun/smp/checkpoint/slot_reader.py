@@ -90,10 +90,7 @@ class SealedSlot:
         return read_slot_headers(self._fd)[self._slot] == self.header
 
     def begin(self) -> None:
-        """Prepare for writing.
-
-        Raises SnapshotCorrupt if the digest table differs from what was sealed.
-        """
+        """Raises SnapshotCorrupt if the digest table differs from what was sealed."""
         if table_digest(self.table()) != self.header.table_digest:
             pieces = self.shape.num_pieces
             raise SnapshotCorrupt(what=f"{self.what}, digest table", piece=0, pieces=pieces)
@@ -102,10 +99,7 @@ class SealedSlot:
         """Wait until a piece is present."""
 
     def found(self, index: int, digest: int) -> None:
-        """Check the digest of a piece that was written.
-
-        Raises SnapshotCorrupt if it has changed.
-        """
+        """Check the digest of a written piece; raises SnapshotCorrupt if it has changed."""
         table = self.table()
         if index >= len(table) or digest != table[index]:
             raise SnapshotCorrupt(what=self.what, piece=index, pieces=len(table))
@@ -141,10 +135,7 @@ class SealedSlot:
         return min(found, default=0) / 1e9
 
     def copy_to(self, copy: memoryview) -> None:
-        """Copy the bytes not read yet, so that a later overwrite has no effect.
-
-        `copy` has room for the whole image.
-        """
+        """Copy the bytes not read yet; `copy` has room for the whole image."""
         size = self.shape.image_bytes
         self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
         self._fill(copy, 0, 8)
@@ -164,10 +155,7 @@ class SealedSlot:
         return memoryview(self._table).cast("Q")
 
     def layout(self) -> tuple[Layout, int]:
-        """Return the layout from the image's own header, and the length of that header.
-
-        Raises SnapshotCorrupt if the header is not readable.
-        """
+        """Return the layout and the length of the image's header; raises SnapshotCorrupt."""
         arena = Arena(self._fd, writable=False)
         image = arena.image(self._slot) if self.copy is None else self.copy
         try:
@@ -192,29 +180,11 @@ class SealedSlot:
         self._read_to = max(self._read_to, at + done)
 
 
-def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
-    """Copy all committed shards, or none if they do not fit; False if a slot was overwritten."""
-    ready = [shard for shard in shards if shard.is_committed]
-    blocks = room.lend([shard.shape.image_bytes for shard in ready])
-    if blocks is not None:
-        for shard, block in zip(ready, blocks, strict=True):
-            shard.copy_to(block)
-    return all(shard.is_unchanged() for shard in shards)
-
-
 class CopyBeforeOverwrite:
-    """Monitors the slots of one version while they are written.
-
-    `gap_s` is the time that may pass without a read, while the bytes read before are being written.
-    """
+    """Monitors slots while they are written. `gap_s` may pass without a read of a slot."""
 
     def __init__(
-        self,
-        version: Version,
-        shards: Sequence[SealedSlot],
-        room: CopyBuffers,
-        *,
-        gap_s: float,
+        self, version: Version, shards: Sequence[SealedSlot], room: CopyBuffers, *, gap_s: float
     ) -> None:
         self._version = version
         self._shards = shards
@@ -239,10 +209,15 @@ class CopyBeforeOverwrite:
                 self.copy()
 
     def copy(self) -> None:
-        """Copy the rest now; raises SlotOverwritten if a slot was overwritten already."""
+        """Copy all committed shards now, if they fit; raises SlotOverwritten if one has changed."""
         for shard in self._shards:
             shard.before_read = None
-        if not copy_where_it_fits(self._shards, self._room):
+        ready = [shard for shard in self._shards if shard.is_committed]
+        blocks = self._room.lend([shard.shape.image_bytes for shard in ready])
+        if blocks is not None:
+            for shard, block in zip(ready, blocks, strict=True):
+                shard.copy_to(block)
+        if not all(shard.is_unchanged() for shard in self._shards):
             raise SlotOverwritten(self._version)
 
 
@@ -273,11 +248,7 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
 
 
 def write_shard(storage: Storage, folder: str, shard: SealedSlot, pace: Pace) -> ShardFile:
-    """Write both files of a rank durably; equal ones of an earlier attempt are replaced.
-
-    Raises SnapshotCorrupt if what was read does not match its digests (corrupt, or overwritten),
-    CheckpointError if the write was stopped.
-    """
+    """Write both files durably; raises SnapshotCorrupt (other digests), CheckpointError."""
     data_name, table_name = file_names(shard)
     with storage.stream(f"{folder}/{data_name}", shard.shape.image_bytes, pace) as file:
         described = write_image(file, shard)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, Version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
-from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
+from ftrun.smp.checkpoint.live_capture import CaptureFilter, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
     CopyBeforeOverwrite,
@@ -33,10 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WriterContext:
-    """The resources of a writer: memory for a copy of all shards.
-
-    `throttle.stop` cancels a write.
-    """
+    """The resources of a writer; `throttle.stop` cancels a write."""
 
     run_id: RunId
     room: CopyBuffers
@@ -105,10 +102,7 @@ class WriteResult:
 
 @dataclass(frozen=True, slots=True)
 class ChosenVersion:
-    """A version to write, and the slots that hold it.
-
-    If tight, they may be overwritten at any time.
-    """
+    """A version to write; if tight, its slots may be overwritten at any time."""
 
     version: Version
     shards: Sequence[SealedSlot]
@@ -139,8 +133,16 @@ def write_newest(
     `fds` are those of all arenas of each rank. If `write` raises SlotOverwritten, another attempt
     is made. Raises CheckpointError with the reason if nothing was written.
     """
-    throttle = context.throttle
-    capturing = _followed(fds, job, context)
+    throttle, capturing = context.throttle, None
+    if job.follow is not None and job.follow.wait_s:
+        capturing = await_capture(
+            fds,
+            job.world_size,
+            job.follow,
+            gap_s=job.gap_s(context),
+            room=context.room,
+            stop=throttle.stop,
+        )
     if capturing is not None:
         pace = capturing.paced(throttle)
         try:
@@ -183,25 +185,11 @@ def reported(job: WriteJob) -> Iterator[None]:
 
 
 def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None:
-    """Start the copy before overwrite; copy at once if the slots may be overwritten soon.
+    """Copy at once if the slots may be overwritten soon; raises SlotOverwritten if one was.
 
     Each attempt to write begins with this call, because it reuses the copies of the previous one.
-    Raises SlotOverwritten if a slot was overwritten already.
     """
     context.room.begin()
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
         late.copy()
-
-
-def _followed(fds: ArenaFds, job: WriteJob, context: WriterContext) -> LiveCapture | None:
-    if job.follow is None or not job.follow.wait_s:
-        return None
-    return await_capture(
-        fds,
-        job.world_size,
-        job.follow,
-        gap_s=job.gap_s(context),
-        room=context.room,
-        stop=context.throttle.stop,
-    )

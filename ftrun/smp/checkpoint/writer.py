@@ -50,20 +50,20 @@ from ftrun.smp.checkpoint.index import (
     CheckpointIndex,
     CheckpointPart,
     ShardFile,
-    parse_part,
-    seal,
-)
-from ftrun.smp.checkpoint.reader import open_storage
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
-from ftrun.smp.checkpoint.storage.storage import (
     Sizes,
-    Storage,
     StoredCheckpoint,
-    earlier_of_run,
     is_whole,
-    next_serial,
+    parse_part,
     part_name,
     part_names,
+    seal,
+)
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
+from ftrun.smp.checkpoint.storage.storage import (
+    Storage,
+    earlier_of_run,
+    next_serial,
+    open_storage,
     remove_all,
     sweep_finished,
     sweep_started,
@@ -99,10 +99,7 @@ class CheckpointWriter:
         """The checkpoints that existed at the first listing, by URL."""
 
     def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
-        """Write this node's part of a version, and the checkpoint if all other parts exist.
-
-        Raises CheckpointError with the reason if it was not written.
-        """
+        """Write the own part, and the checkpoint if all parts exist; raises CheckpointError."""
         self._lives.add(job.life)
         context = self._context
         with _explained(job), open_storage(job.where, context.throttle.stop) as storage:
@@ -220,10 +217,7 @@ class _Attempt:
         return part if is_it else None
 
     def fill(self) -> CheckpointPart:
-        """Write all files of this node durably, then its part.
-
-        Raises SlotOverwritten, or CheckpointError if a slot is damaged or the storage has failed.
-        """
+        """Write all files durably, then the part; raises SlotOverwritten or CheckpointError."""
         storage, chosen, folder = self.storage, self.chosen, self.folder
         keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
         crash_point("smp.checkpoint.part_started")
@@ -244,10 +238,7 @@ class _Attempt:
         return part
 
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
-        """Finish the checkpoint if all parts exist; otherwise return the missing ranks.
-
-        Raises CheckpointError if two parts disagree about a rank, or the folder was swept.
-        """
+        """Finish it if all parts exist, or return the missing ranks; raises CheckpointError."""
         storage, blank, version = self.storage, self.blank, self.chosen.version
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
         if part_name(self.job.ranks) not in sizes:
@@ -328,10 +319,7 @@ def _known_contents(
     blank: CheckpointPart,
     last: CheckpointPart | None,
 ) -> set[Content]:
-    """Return the content of this node's ranks in this version; empty if it is no longer known.
-
-    `blank` is the empty part of this version, `last` the part that was written last.
-    """
+    """Return what this node's ranks hold of this version; empty if it is not known any more."""
     if len(shards) == len(ranks):
         return {shard.content for shard in shards}
     if last is not None and last.key == blank.key:
@@ -351,10 +339,7 @@ def _check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted:
 
 
 def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
-    """True if the index names the same version.
-
-    A loaded version (generation -1) has lost its run and generation, so these are not compared.
-    """
+    """True if it is the same version; a loaded one (-1) has lost its run and generation."""
     if (index.step, index.world_size) != (like.step, like.world_size):
         return False
     found = index.run_id, index.life, index.generation

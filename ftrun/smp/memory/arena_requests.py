@@ -194,10 +194,7 @@ class ArenaRequests:
         )
 
     def _check_parity(self) -> None:
-        """Report once per generation if parity may not fit in addition to the arenas.
-
-        This is an upper bound, because the bytes that need parity are known only later.
-        """
+        """Report once per generation if the upper bound of the parity may not fit."""
         parity_bytes = self._parity_bytes
         if not parity_bytes or self._is_parity_reported:
             return

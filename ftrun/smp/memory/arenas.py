@@ -101,11 +101,7 @@ class ArenaStore:
         return {rank: [arena.fd for arena in self.of(rank)] for rank in ranks}
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
-        """Reserve memory in addition to this rank's arenas and to the requests of other ranks.
-
-        It replaces the rank's earlier request. Raises MemoryTooSmall if the requests of all ranks
-        do not fit together.
-        """
+        """Replace the rank's request; raises MemoryTooSmall if all requests do not fit together."""
         self._wanted[rank] = total_bytes
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
@@ -130,14 +126,10 @@ class ArenaStore:
         return sum(needed.values())
 
     def check(self, more_bytes: int) -> None:
-        available = self._available()
-        available.check(self._needed_bytes + more_bytes)
+        self._available().check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
-        """Reserve two slots of this size, less the size of the rank's arena; raises MemoryTooSmall.
-
-        Arenas of another world size do not count, because they are read until the first commit.
-        """
+        """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
         has = max((shape.total_bytes for shape in shapes), default=0)
@@ -180,10 +172,7 @@ class ArenaStore:
         return SmpArena(fd, read_shape(fd), generation)
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
-        """Add an arena of an earlier SMP; if it is here already, close the duplicate.
-
-        Raises LayoutUnknown if the descriptor is no arena of this format; it stays the caller's.
-        """
+        """Own an arena of an earlier SMP; after LayoutUnknown the caller owns the descriptor."""
         try:
             shape = read_shape(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

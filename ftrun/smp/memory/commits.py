@@ -22,7 +22,6 @@ Rule 3: a step that a rank here has skipped is abandoned as soon as no older ste
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.memory.arenas import ArenaStore
@@ -38,24 +37,6 @@ from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStart:
-    """The version that the ranks of a generation start from, and the group of this node.
-
-    Args:
-        group: protects this node; None: this SMP decides alone.
-        version: None if the ranks start from the beginning.
-        is_resized: the version is of another world size. It is read from the old arenas. Its
-            protection stays in use until a newer version is committed.
-        is_new: the group or its positions differ from the previous ones.
-    """
-
-    group: LocalGroup | None = None
-    version: Version | None = None
-    is_resized: bool = False
-    is_new: bool = True
 
 
 class CommitCoordinator:
@@ -94,25 +75,39 @@ class CommitCoordinator:
     def begin(
         self,
         page: SharedPage,
-        generation: Generation,
-        ranks: Sequence[Rank],
-        world_size: int,
-        start: GenerationStart,
+        body: smp_messages.BeginGeneration,
+        group: LocalGroup | None = None,
+        *,
+        is_new: bool = True,
     ) -> None:
-        """Begin a generation: count the seals of these local ranks; publish commits on the page."""
+        """Begin a generation: count the seals of these local ranks; publish commits on the page.
+
+        A version of another world size is read from the old arenas. Its protection stays in use
+        until a newer version is committed.
+
+        Args:
+            page: the command page.
+            body: the ranks, and the version that they start from.
+            group: protects this node; None: this SMP decides alone.
+            is_new: the group or its positions differ from the previous ones.
+        """
+        generation = Generation(body.generation)
+        is_resized = body.restored_world_size not in (0, body.world_size)
         if generation > self.tracker.generation:
             self._skipped.clear()
             self._num_unproven = 0
             self._reported_skipped = -1
             self._abandoned = page.get(CommandField.ABANDONED_STEP)  # written by the previous SMP
-        self._page, self._group = page, start.group
-        if start.group is not None and page.get(CommandField.TAKE_FROM) < 0:
+        self._page, self._group = page, group
+        if group is not None and page.get(CommandField.TAKE_FROM) < 0:
             page.set(CommandField.TAKE_FROM, 0)
-        if start.is_new:
-            self._start_from = None if start.is_resized else start.version
-        if start.is_resized and page.get(CommandField.COMMITTED_IN) < generation:
+        if is_new:
+            self._start_from = None
+            if body.restored is not None and not is_resized:
+                self._start_from = version(*body.restored)
+        if is_resized and page.get(CommandField.COMMITTED_IN) < generation:
             page.set(CommandField.COMMITTED_IN, generation)
-        self.restart(generation, ranks, world_size)
+        self.restart(generation, [Rank(rank) for rank in body.local_ranks], body.world_size)
 
     def restart(self, generation: Generation, ranks: Sequence[Rank], world_size: int) -> None:
         held = self._memory.held(world_size)
@@ -179,10 +174,7 @@ class CommitCoordinator:
             self.sealed(rank, sealed)
 
     def withdraw(self, rank: Rank, sealed: Version) -> messages.AnyMessage:
-        """Void a seal while its worker waits, so that no later SMP finds and commits it.
-
-        The step is abandoned, so other ranks stop waiting for its commit.
-        """
+        """Void a seal for good while its worker waits, and abandon the step for other ranks."""
         if self.protector is not None and self.protector.is_ready(sealed):
             return messages.Refused(f"{sealed} is protected, and about to be committed")
         if not self.tracker.withdraw(rank, sealed):

@@ -12,8 +12,8 @@ Rule 2: if the retained protection is not committed, the newest committed one is
         newer version. In this case a third region is filled. One region is freed at the commit.
 """
 
-import logging
 import os
+from collections.abc import Iterator
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
 from ftrun.ids import Version
@@ -29,7 +29,7 @@ from ftrun.wire.shared_memory.parity_region import (
 
 NUM_PARITY_REGIONS = 2
 _MAX_PARITY_REGIONS = 3
-_log = logging.getLogger(__name__)
+_WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
 
 class ParityStore:
@@ -59,11 +59,9 @@ class ParityStore:
         return self._slots[self._kept] if self._kept is not None else None
 
     def adopt(self, fd: int, slot: int) -> None:
-        """Add a region of an earlier SMP, and take ownership of its descriptor.
+        """Own a region of an earlier SMP; after LayoutUnknown the caller owns the descriptor.
 
-        The region keeps its slot, because the agent names its duplicates by slots. Raises
-        LayoutUnknown if the descriptor is no parity region, or the slot is in use; the caller then
-        still owns the descriptor.
+        The region keeps its slot, because the agent names its duplicates by slots.
         """
         if any(region and os.path.sameopenfile(fd, region.fd) for region in self._slots):
             os.close(fd)
@@ -85,24 +83,17 @@ class ParityStore:
                 the mark for that, because the agent may end between the commits of two nodes.
         """
         found: list[tuple[bool, bool, int, int]] = []
-        for at, region in enumerate(self._slots):
-            record = region.record if region is not None else None
-            if region is None or record is None or record.version != version:
-                continue
-            if region.state not in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED):
-                continue
-            is_named = record.protected_in == protected_in
-            is_committed = region.state is ParityRegionState.COMMITTED
-            found.append((is_named, is_committed, record.protected_in, at))
+        for at, region, record in self._with_records():
+            if record.version == version and region.state in _WHOLE:
+                is_named = record.protected_in == protected_in
+                is_committed = region.state is ParityRegionState.COMMITTED
+                found.append((is_named, is_committed, record.protected_in, at))
         self._kept = max(found)[3] if found else None
         self._committed = None if found and max(found)[1] else self._newest_committed(committed)
 
     def _newest_committed(self, committed: Version | None) -> int | None:
         found: list[tuple[Version, bool, int, int]] = []
-        for at, region in enumerate(self._slots):
-            record = region.record if region is not None else None
-            if region is None or record is None:
-                continue
+        for at, region, record in self._with_records():
             is_marked = region.state is ParityRegionState.COMMITTED
             is_whole = region.state is ParityRegionState.COMPLETE and record.version == committed
             if is_marked or is_whole:
@@ -110,14 +101,17 @@ class ParityStore:
         return max(found)[3] if found else None
 
     def find(self, version: Version, protected_in: int) -> ParityRegion | None:
-        for region in self._slots:
-            record = region.record if region is not None else None
-            if region is None or record is None:
-                continue
-            is_whole = region.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
-            if is_whole and (record.version, record.protected_in) == (version, protected_in):
+        for _, region, record in self._with_records():
+            is_it = (record.version, record.protected_in) == (version, protected_in)
+            if is_it and region.state in _WHOLE:
                 return region
         return None
+
+    def _with_records(self) -> Iterator[tuple[int, ParityRegion, ParityRecord]]:
+        for at, region in enumerate(self._slots):
+            record = region.record if region is not None else None
+            if region is not None and record is not None:
+                yield at, region, record
 
     def free_slot(self) -> int:
         kept = {self._kept, self._committed}
@@ -126,10 +120,7 @@ class ParityStore:
         return min(free, key=lambda at: (self._slots[at] is None, at))
 
     def give_up_committed(self) -> bool:
-        """Stop retaining the older committed protection, because no third region fits.
-
-        Returns whether there was such a protection.
-        """
+        """Stop retaining the older committed protection; return whether there was one."""
         had, self._committed = self._committed is not None, None
         return had
 
@@ -138,16 +129,11 @@ class ParityStore:
         region = self._slots[slot]
         if region is not None and parity_region_bytes(record) <= region.size:
             return region
-        if region is not None:
-            region.close()
-            self._slots[slot] = None
+        self._free(slot)
         return None
 
     def put(self, slot: int, region: ParityRegion) -> None:
-        """Store a new region in a slot, and free the previous region.
-
-        If two regions were allocated for one slot concurrently, the later call wins.
-        """
+        """Store a new region in a slot, and free the previous one, even if that is new too."""
         self._free(slot)
         self._slots[slot] = region
 
@@ -160,15 +146,12 @@ class ParityStore:
         self.keep(version, protected_in)
         if region is None:
             # This node has no part of this protection. Its other regions hold superseded versions.
-            self._free_before(version)
+            for slot, _, record in self._with_records():
+                if record.version < version:
+                    self._free(slot)
         elif len(before) > NUM_PARITY_REGIONS:
             self._free(next(at for at in sorted(before) if at != self._kept))
         return sorted(at for at in before if self._slots[at] is None)
-
-    def _free_before(self, newest: Version) -> None:
-        for slot, region in enumerate(self._slots):
-            if region is not None and region.record is not None and region.record.version < newest:
-                self._free(slot)
 
     def _free(self, slot: int) -> None:
         region, self._slots[slot] = self._slots[slot], None
@@ -177,17 +160,14 @@ class ParityStore:
 
     def void_after(self, newest: Version) -> int:
         count = 0
-        for region in self._slots:
-            if region is not None and region.record is not None and region.record.version > newest:
+        for _, region, record in self._with_records():
+            if record.version > newest:
                 region.mark(ParityRegionState.VOID)
                 count += 1
         return count
 
     def drop_damaged_mirror(self, version: Version, protected_in: int, position: int) -> None:
-        """Remove a damaged mirror from the inventory; the parity of the region stays.
-
-        Otherwise the leader would repeat the restore from this mirror, which fails each time.
-        """
+        """Drop a damaged mirror, so that no restore repeats it; the parity of the region stays."""
         region = self.find(version, protected_in)
         if (
             region is None
@@ -204,13 +184,15 @@ class ParityStore:
             region.is_damaged = True
 
     def parts(self) -> list[ProtectionPart]:
-        return [part for region in self._slots if region is not None for part in _part(region)]
+        return [
+            _part(region, record)
+            for _, region, record in self._with_records()
+            if region.state not in (ParityRegionState.EMPTY, ParityRegionState.VOID)
+        ]
 
     def free(self) -> None:
-        for region in self._slots:
-            if region is not None:
-                region.close()
-        self._slots = [None] * _MAX_PARITY_REGIONS
+        for slot in range(_MAX_PARITY_REGIONS):
+            self._free(slot)
         self._kept = self._committed = None
 
 
@@ -229,22 +211,16 @@ def allocate_parity_region(record: ParityRecord) -> ParityRegion:
         ) from error
 
 
-def _part(region: ParityRegion) -> list[ProtectionPart]:
-    record = region.record
-    if record is None or region.state in (ParityRegionState.EMPTY, ParityRegionState.VOID):
-        return []
-    return [
-        ProtectionPart(
-            generation=record.generation,
-            step=record.step,
-            world_size=record.world_size,
-            protected_in=record.protected_in,
-            members=record.members,
-            parity=record.parity,
-            node_id=record.members[record.position].node_id,
-            mirrors=[record.members[position].node_id for position in region.mirrored_positions()],
-            is_complete=region.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
-            and not region.is_damaged,
-            is_committed=region.state is ParityRegionState.COMMITTED,
-        )
-    ]
+def _part(region: ParityRegion, record: ParityRecord) -> ProtectionPart:
+    return ProtectionPart(
+        generation=record.generation,
+        step=record.step,
+        world_size=record.world_size,
+        protected_in=record.protected_in,
+        members=record.members,
+        parity=record.parity,
+        node_id=record.members[record.position].node_id,
+        mirrors=[record.members[position].node_id for position in region.mirrored_positions()],
+        is_complete=region.state in _WHOLE and not region.is_damaged,
+        is_committed=region.state is ParityRegionState.COMMITTED,
+    )

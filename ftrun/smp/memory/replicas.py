@@ -55,12 +55,7 @@ _COMPARE_EVERY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class NodeContents:
-    """The replicas of one version on this node.
-
-    Args:
-        whole: of the ranks with whole shards; None for a rank without replicas that can be shared.
-        shared: of the ranks with shares.
-    """
+    """Replicas of one version here; `whole` is None for a rank with nothing to share."""
 
     whole: dict[Rank, ReplicaContent | None]
     shared: Groups
@@ -95,14 +90,7 @@ class ReplicaMonitor:
     def begin(
         self, page: SharedPage, generation: int, ranks: Sequence[Rank], *, is_alone: bool
     ) -> None:
-        """Begin a generation.
-
-        Args:
-            page: the command page of this generation.
-            generation: its number.
-            ranks: of this node.
-            is_alone: no protection group; this node decides by itself.
-        """
+        """Begin a generation; `is_alone`: there is no group, and this node decides by itself."""
         self._page, self._ranks, self._is_alone = page, ranks, is_alone
         if generation != self._generation:
             self._generation = generation
@@ -161,11 +149,7 @@ class ReplicaMonitor:
         return xxhash.xxh3_64_intdigest(repr(shape).encode()) if shape else 0
 
     def decide(self, *, is_agreed: bool) -> None:
-        """Begin or end to share; called just before a commit is shown.
-
-        Args:
-            is_agreed: all nodes agree with the last statement, or this node is alone.
-        """
+        """Begin or end to share, just before a commit; `is_agreed`: by all nodes, or alone."""
         if not self._may_share:
             return
         proposed, self._proposed = self._proposed, {}
@@ -212,11 +196,7 @@ class ReplicaMonitor:
         return partial(self._compare, shards, manifest, contents, fds)
 
     def _compare(
-        self,
-        shards: SealedShards,
-        manifest: NodeManifest,
-        contents: NodeContents,
-        fds: Descriptors,
+        self, shards: SealedShards, manifest: NodeManifest, contents: NodeContents, fds: Descriptors
     ) -> None:
         self._is_busy = False
         wanted = shards.version

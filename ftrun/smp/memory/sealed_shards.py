@@ -39,10 +39,7 @@ class MappedArena:
 
 
 class ArenaMappings:
-    """Mappings of arenas. Thread-safe.
-
-    A mapping is retained while its arena exists, because building page tables is expensive.
-    """
+    """Mappings, kept while arenas exist: page tables are expensive to build. Thread-safe."""
 
     def __init__(self) -> None:
         self._maps: dict[int, MappedArena] = {}
@@ -140,10 +137,7 @@ class SealedShard:
         return self.data(first.offset, last.offset + last.num_bytes - first.offset)
 
     def check(self, index: int) -> None:
-        """Compare a piece with its digest, unless it passed the check before.
-
-        Raises SnapshotCorrupt.
-        """
+        """Compare a piece with its digest, unless it passed before; raises SnapshotCorrupt."""
         if index in self._good:
             return
         piece = self.layout.pieces[index]
@@ -159,19 +153,14 @@ class SealedShard:
         return SnapshotCorrupt(what=f"{self.what}, {part}", piece=0, pieces=pieces, rank=rank)
 
 
+@dataclass(eq=False)
 class SealedShards:
     """All shards of a version on this node, by rank."""
 
-    def __init__(
-        self,
-        version: Version,
-        shards: Mapping[Rank, SealedShard],
-        problems: Mapping[Rank, LayoutUnknown | SnapshotCorrupt],
-    ) -> None:
-        self.version = version
-        self.shards = dict(shards)
-        self.problems = dict(problems)
-        self._by_digest: dict[int, tuple[SealedShard, int]] | None = None
+    version: Version
+    shards: dict[Rank, SealedShard]
+    problems: dict[Rank, LayoutUnknown | SnapshotCorrupt]
+    _by_digest: dict[int, tuple[SealedShard, int]] | None = None
 
     @property
     def ranks(self) -> list[Rank]:
@@ -191,11 +180,7 @@ class SealedShards:
             self.shard(rank).check(index)
 
     def find(self, digest: int) -> memoryview:
-        """A checked piece with this digest, of any rank.
-
-        Raises LayoutUnknown if no piece on this node has this digest, SnapshotCorrupt if the piece
-        has changed.
-        """
+        """A checked piece of any rank; raises LayoutUnknown (there is none), SnapshotCorrupt."""
         if self._by_digest is None:
             self._by_digest = {
                 one: (shard, index)

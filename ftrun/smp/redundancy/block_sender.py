@@ -9,10 +9,8 @@ Gives:    frames that refer to the bytes in the arenas. Each piece is compared w
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ftrun.erasure.fragments import BlockDigest, FragmentHeader, StripeId, pack
-from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.memory.sealed_shards import SealedShards
@@ -24,52 +22,31 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord
 from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 
-@dataclass(frozen=True, slots=True)
 class LocalBlocks:
-    """The blocks of a node, read in place from its slots.
+    """The blocks of a node, read in place; raises LayoutUnknown if shards and record differ."""
 
-    Args:
-        of: a stripe id of the version; the stripe number is not used.
-        made_in: the generation in which the version is protected.
-        position: the position of this node in the group.
-    """
-
-    shards: SealedShards
-    space: StripeSpace
-    stripes: Stripes
-    of: StripeId
-    made_in: Generation
-    position: int
+    def __init__(self, shards: SealedShards, record: ParityRecord, run: int) -> None:
+        pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
+        self.shards = shards
+        self.space = StripeSpace(record.own, pieces, record.block_bytes)
+        self.stripes = stripes_of(record)
+        self.position = record.position
+        self._run = run
+        self._version, self._group_id = record.version, group_of(record).id
+        self._protected_in = Generation(record.protected_in)
 
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
-        """Return a block's packed header and views of its bytes, compared with their digests.
-
-        Raises SnapshotCorrupt if a piece has changed, LayoutUnknown if this node lacks the shard of
-        a rank.
-        """
+        """Return a block's packed header and its checked bytes; raises as `SealedShards`."""
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
         stripe = self.stripes.stripe_of(self.position, block)
         header = FragmentHeader(
-            StripeId(self.of.run, self.of.version, self.of.group, stripe),
-            self.made_in,
+            StripeId(self._run, self._version, self._group_id, stripe),
+            self._protected_in,
             self.stripes.index(stripe, self.position),
             BlockDigest(sum(map(len, views)), digest_of(views)),
         )
         return pack(header), views
-
-
-def local_blocks(shards: SealedShards, record: ParityRecord, run: int) -> LocalBlocks:
-    """Raises LayoutUnknown if the shards do not match the record."""
-    pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
-    return LocalBlocks(
-        shards=shards,
-        space=StripeSpace(record.own, pieces, record.block_bytes),
-        stripes=stripes_of(record),
-        of=StripeId(run, record.version, group_of(record).id, 0),
-        made_in=Generation(record.protected_in),
-        position=record.position,
-    )
 
 
 class BlockSender:

@@ -25,10 +25,10 @@ import msgspec
 
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import FragmentRefused, ProtocolError, SnapshotCorrupt, UsageError
-from ftrun.ids import Generation, Rank, RunId, Version, version
+from ftrun.ids import Rank, RunId, Version, version
 from ftrun.smp.jobs import JobLanes, Runner
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
+from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.memory.replicas import ReplicaMonitor
 from ftrun.smp.memory.sealed_shards import ArenaMappings
@@ -47,7 +47,6 @@ from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.restore.shard_reads import ShardReads
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
-from ftrun.wire.cluster import transfer
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -74,10 +73,6 @@ class Engines:
     previous_shards: type[PreviousWorldShards] = PreviousWorldShards
     replica_watch: type[ReplicaMonitor] = ReplicaMonitor
 
-    @classmethod
-    def real(cls, jobs: JobLanes) -> "Engines":
-        return cls(PeerListener(), ArenaMappings(), CodecCache(jobs), Runner())
-
 
 class RedundancyCoordinator:
     """Owns the parity regions and the links, and connects protection with restore."""
@@ -98,7 +93,9 @@ class RedundancyCoordinator:
         self._memory = memory
         self._commits = commits
         self._send_to_agent = send_to_agent
-        self._engines = engines if engines is not None else Engines.real(jobs)
+        if engines is None:
+            engines = Engines(PeerListener(), ArenaMappings(), CodecCache(jobs), Runner())
+        self._engines = engines
         self._peers, self._maps = self._engines.peers, self._engines.maps
         self._codecs = self._engines.codecs
         self._rebuilder: Rebuilder | None = None
@@ -153,18 +150,7 @@ class RedundancyCoordinator:
         is_new = self._begin(body, group, page, restored)
         ranks = [Rank(rank) for rank in body.local_ranks]
         self.replicas.begin(page, body.generation, ranks, is_alone=group is None)
-        self._commits.begin(
-            page,
-            Generation(body.generation),
-            ranks,
-            body.world_size,
-            GenerationStart(
-                group,
-                restored,
-                is_resized=body.restored_world_size not in (0, body.world_size),
-                is_new=is_new,
-            ),
-        )
+        self._commits.begin(page, body, group, is_new=is_new)
         own = group.nodes[group.position] if group is not None else body.own
         self.restores.begin(body, restored, own)
 
@@ -229,12 +215,7 @@ class RedundancyCoordinator:
         pace_bytes_s = body.pace_bytes_s / max(1, others)
         self._peers.begin(
             PeerSession(
-                identity,
-                body.generation,
-                number,
-                body.timeout_s,
-                pace_bytes_s,
-                tuple(own.rails),
+                identity, body.generation, number, body.timeout_s, pace_bytes_s, tuple(own.rails)
             )
         )
 
@@ -332,7 +313,7 @@ class RedundancyCoordinator:
             load=self.restores.share_of(restored),
         )
 
-    def _note(self, error: SnapshotCorrupt, ask: transfer.FetchRequest) -> None:
+    def _note(self, error: SnapshotCorrupt, ask: t.FetchRequest) -> None:
         """Reject data of this node that was found damaged, and report it."""
         wanted = version(ask.generation, ask.step)
         if error.rank is not None:
@@ -340,9 +321,9 @@ class RedundancyCoordinator:
             # damaged, it would stay so although the restored slot makes it complete.
             self._memory.void(Rank(error.rank), wanted)
             self.count_again()
-        elif isinstance(ask, transfer.GetMirror):
+        elif isinstance(ask, t.GetMirror):
             self.parity_store.drop_damaged_mirror(wanted, ask.protected_in, ask.position)
-        elif isinstance(ask, transfer.GetBlock | transfer.RebuildBlock):
+        elif isinstance(ask, t.GetBlock | t.RebuildBlock):
             self.parity_store.note_damage(wanted, ask.protected_in)
         if str(error) not in self.excluded:
             self.excluded.append(str(error))

@@ -21,13 +21,7 @@ from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.peer_link import PROTECT, OutgoingFrame
 from ftrun.smp.peer_listener import PeerListener
-from ftrun.smp.redundancy.block_sender import (
-    BlockSender,
-    BlockStream,
-    LocalBlocks,
-    MirrorStream,
-    local_blocks,
-)
+from ftrun.smp.redundancy.block_sender import BlockSender, BlockStream, LocalBlocks, MirrorStream
 from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityWriter
@@ -42,10 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class CodecCache:
-    """One codec for each k and m. Several threads may use a codec at once.
-
-    The jobs' lane "protect" runs the self-test before any work submitted to that lane later.
-    """
+    """A codec for each k and m, for several threads. Lane "protect" tests it before its use."""
 
     def __init__(self, jobs: JobLanes) -> None:
         self._jobs = jobs
@@ -130,10 +121,7 @@ class Exchange:
         self._is_stopped = False
 
     def begin(self, rooms: dict[int, int]) -> None:
-        """Start the job that allocates memory and describes what this node sends.
-
-        `rooms` are the bytes reserved for each mirror stored on this node, by position.
-        """
+        """Start the job; `rooms` are the bytes reserved for each mirror here, by position."""
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
     def _make_in_slot(self, record: ParityRecord) -> None:
@@ -211,9 +199,7 @@ class Exchange:
         self._region.begin(record)
         self._mirror = mirror
         self._sending = BlockSender(
-            blocks,
-            attempt=self._attempt,
-            failed=self._later(partial(self._fail, is_corrupt=True)),
+            blocks, attempt=self._attempt, failed=self._later(partial(self._fail, is_corrupt=True))
         )
         self.fill = self._filled(self._region)
         crash_point("smp.protect.opened")
@@ -225,11 +211,8 @@ class Exchange:
     def _prepare(
         self, record: ParityRecord, *, needs_memory: bool
     ) -> tuple[ParityRegion | None, LocalBlocks, Sequence[Bytes]]:
-        """Allocate memory and build the mirror; runs in a job.
-
-        Raises MemoryTooSmall, or LayoutUnknown or SnapshotCorrupt if a slot has changed.
-        """
-        blocks = local_blocks(self._shards, record, self._tools.run)
+        """Runs in a job; raises MemoryTooSmall, LayoutUnknown or SnapshotCorrupt."""
+        blocks = LocalBlocks(self._shards, record, self._tools.run)
         mirror = mirror_parts(self._shards, record)
         return allocate_parity_region(record) if needs_memory else None, blocks, mirror
 

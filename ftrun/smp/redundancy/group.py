@@ -70,10 +70,7 @@ class LocalGroup:
         return next((at for at, one in enumerate(self.nodes) if one.node_id == node_id), None)
 
     def parity_positions(self, gatherer: int) -> list[int]:
-        """Positions of the parity nodes of the stripes that a node gathers, without this node.
-
-        This node is left out because its parity region is already ready.
-        """
+        """Parity nodes of what a node gathers, without this node, whose region is ready."""
         count = len(self.nodes)
         places = [(gatherer + j) % count for j in range(self.parity)]
         return [position for position in places if position != self.position]
@@ -105,10 +102,7 @@ class LocalGroup:
 
 
 def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
-    """Return the group of this node at the start of a generation; None if it has no group.
-
-    Raises ProtocolError if this node is not in its group exactly once.
-    """
+    """None without a group; raises ProtocolError if this node is not in its group exactly once."""
     if not body.group:
         return None
     places = [at for at, node in enumerate(body.group) if node.node_id == body.node_id]

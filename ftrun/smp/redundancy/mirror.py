@@ -18,7 +18,7 @@ from ftrun.errors import LayoutUnknown
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.snapshot.layout import Layout, parse_header
-from ftrun.snapshot.manifest import NodeManifest, RankManifest
+from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import NodeRedundancy, RankRedundancy, RedundancyPlan
 from ftrun.wire.messages.smp import GroupMember
 from ftrun.wire.shared_memory.arena import ArenaShape, table_digest
@@ -131,7 +131,11 @@ def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | mem
     manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
     names = (name for name in MirrorHeader.__struct_fields__ if name != "ranks")
     shared = {name: getattr(record, name) for name in names}
-    head = MirrorHeader(ranks=[_rank_header(rank) for rank in manifest.ranks], **shared)
+    ranks = [
+        RankHeader(**{name: getattr(rank, name) for name in RankHeader.__struct_fields__})
+        for rank in manifest.ranks
+    ]
+    head = MirrorHeader(ranks=ranks, **shared)
     raw = msgspec.msgpack.encode(head)
     parts: list[bytes | memoryview] = [_LENGTH.pack(len(raw)) + raw]
     for rank_plan in own.ranks:
@@ -153,7 +157,3 @@ def mirror_space(
 def pieces_of(plan: RankRedundancy) -> Iterator[int]:
     for run in plan.mirrored:
         yield from range(run.first, run.first + run.count)
-
-
-def _rank_header(rank: RankManifest) -> RankHeader:
-    return RankHeader(**{name: getattr(rank, name) for name in RankHeader.__struct_fields__})

@@ -86,7 +86,8 @@ class ParityWriter:
         self._staged: dict[int, list[bytearray]] = {}
         self._spare: list[bytearray] = []
         self._num_stripes = num_stripes_of(record)
-        self.missing = self._expected_rows() + len(record.mirrors)
+        rows = (self.stripes.parity_stripe(record.position, at) for at in range(record.num_rows))
+        self.missing = len(record.mirrors) + sum(1 for stripe in rows if self._expected(stripe))
         self._sent_on: set[int] = set()
         self._first_open = 0
         self._window = -1
@@ -108,15 +109,7 @@ class ParityWriter:
     # --- threads of links ------------------------------------------------------------------
 
     def take_block(self, sender: int, name: str, header: bytes, payload: memoryview) -> None:
-        """Add a data block to its stripe, or store a parity row.
-
-        Args:
-            sender: the position of the sender in the group.
-            name: the sender's name, for messages.
-
-        Raises:
-            FragmentRefused: the block is damaged or does not belong here.
-        """
+        """Add a block of the sender at this position, or raise FragmentRefused."""
         reported = unpack(header, what=f"a block from {name}")
         stripe, index = reported.of.stripe, self._index_from(reported, sender, name)
         fragment = Fragment(name, index, header, payload)
@@ -149,10 +142,7 @@ class ParityWriter:
         self._count(1)
 
     def _index_from(self, reported: FragmentHeader, sender: int, name: str) -> int:
-        """Return the index in its stripe that a block from this sender must have.
-
-        Raises FragmentRefused if this sender must not send such a block to this node.
-        """
+        """The index in its stripe that this sender's block must have; raises FragmentRefused."""
         stripe, own = reported.of.stripe, self._record.position
         what = f"a block from {name} for stripe {stripe}"
         if not 0 <= stripe < self._num_stripes:
@@ -250,11 +240,6 @@ class ParityWriter:
     def _expected(self, stripe: int) -> int:
         senders = self.stripes.senders(stripe, self._record.coded_bytes)
         return sum(1 << self.stripes.index(stripe, node) for node in senders)
-
-    def _expected_rows(self) -> int:
-        position = self._record.position
-        stripes = (self.stripes.parity_stripe(position, at) for at in range(self._record.num_rows))
-        return sum(1 for stripe in stripes if self._expected(stripe))
 
     def _stripe_id(self, stripe: int) -> StripeId:
         return StripeId(self._run, self._record.version, self._group, stripe)

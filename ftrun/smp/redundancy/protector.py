@@ -121,11 +121,7 @@ class Protector:
         self.stop()
 
     def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """Protect this version, which every local rank has sealed or holds.
-
-        It is newer than all earlier versions of this generation. `fds` are those of the ranks'
-        arenas.
-        """
+        """Protect the newest version, which every local rank has sealed or holds (arenas `fds`)."""
         group = self.group
         assert group is not None
         if self._is_still:
@@ -270,11 +266,8 @@ class Protector:
         group, group_plan = self.group, self._plan
         if group is None or group_plan is None or round_.manifest is None:
             return
-        if (
-            round_.exchange is not None
-            or round_.is_ready
-            or len(round_.reported) < len(group.nodes)
-        ):
+        is_pending = round_.exchange is None and not round_.is_ready
+        if not is_pending or len(round_.reported) < len(group.nodes):
             return
         parts = set(round_.parts.values())
         if len(parts) == 1 and parts != {-1}:
@@ -473,10 +466,7 @@ class Protector:
             self._advance(round_)
 
     def _report_again(self, round_: ProtectionRound) -> None:
-        """Repeat the messages that a lost connection may have dropped.
-
-        Other nodes may miss them even if this node has everything.
-        """
+        """Repeat what a lost connection may have dropped. Others may miss it though all is here."""
         group = self.group
         if not round_.is_ready:
             self._restart(round_, round_.attempt + 1)

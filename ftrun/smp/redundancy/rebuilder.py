@@ -129,11 +129,7 @@ class Rebuilder:
             raise LayoutUnknown(str(error)) from error
 
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
-        """Return the block of the lost node.
-
-        Raises LayoutUnknown if too little is left of the stripe or this node has no part of it,
-        SnapshotCorrupt if this node's own parity is damaged.
-        """
+        """Raises LayoutUnknown (too little is left), SnapshotCorrupt (own parity is damaged)."""
         region, record = self._served.region(ask)
         stripes = stripes_of(record)
         places = range(len(record.members))
@@ -184,10 +180,7 @@ class Rebuilder:
         work: StripeWork,
         others: tuple[list[int], int],
     ) -> Steps[None]:
-        """Request fragments from other nodes until the stripe is rebuilt; raises LayoutUnknown.
-
-        `others` are the positions to ask, the best first, and the number of fragments needed.
-        """
+        """Rebuild it, or raise LayoutUnknown; `others`: positions to ask, number of answers."""
         answers: queue.SimpleQueue[_BlockResponse] = queue.SimpleQueue()
         stripes = stripes_of(record)
         left, needed = others
@@ -212,11 +205,8 @@ class Rebuilder:
                         problems.append(f"{found.node_id}: {reason}")
                         continue
                     needed -= 1
-                    index, payload = (
-                        stripes.index(ask.stripe, found.position),
-                        memoryview(found.raw),
-                    )
-                    if work.take(Fragment(found.node_id, index, found.header, payload)):
+                    index, raw = stripes.index(ask.stripe, found.position), memoryview(found.raw)
+                    if work.take(Fragment(found.node_id, index, found.header, raw)):
                         return
         finally:
             for number in numbers:

@@ -21,10 +21,7 @@ MAX_ROUNDS = 4
 
 @dataclass
 class ProtectionRound:
-    """The protection of one version. If a link is lost, it restarts with the next attempt.
-
-    Keys of dicts are positions in the group; the values were sent by the node at that position.
-    """
+    """One version; a lost link begins another attempt. Keys of dicts are group positions."""
 
     version: Version
     attempt: int = 1
@@ -63,10 +60,8 @@ class ProtectionRound:
     def has_moved(self) -> bool:
         """True if anything has arrived since the last call."""
         missing = self.exchange.missing if self.exchange is not None else None
-        before, self.seen = (
-            self.seen,
-            (self.attempt, len(self.manifests), len(self.stored), missing),
-        )
+        before = self.seen
+        self.seen = (self.attempt, len(self.manifests), len(self.stored), missing)
         return before != self.seen
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ Rule 2: a source that delivers nothing for longer than the patience gets no more
 
 import queue
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version
@@ -52,6 +52,12 @@ class DownloadItem:
     problems: list[str] = field(default_factory=list)
 
 
+def piece_item(
+    digest: int, room: memoryview, sources: Iterable[str], *, is_coded: bool = False
+) -> DownloadItem:
+    return DownloadItem(PIECE, digest, len(room), [room], deque(sources), digest, is_coded)
+
+
 def get_pieces(number: int, wanted: Version, batch: Sequence[DownloadItem]) -> t.GetPieces:
     """Request pieces by their digests, whatever group protected them."""
     digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
@@ -74,10 +80,14 @@ class _Event:
 
 
 class _Batch:
-    """The `ResponseSink` of one request for some items."""
+    """The `ResponseSink` of one request for some items; `left` are those without an answer."""
 
-    def __init__(self, items: Sequence[DownloadItem], events: "queue.SimpleQueue[_Event]") -> None:
+    def __init__(
+        self, node: str, items: Sequence[DownloadItem], events: "queue.SimpleQueue[_Event]"
+    ) -> None:
+        self.node = node
         self.items = items
+        self.left = set(range(len(items)))
         self.number = 0
         self._events = events
 
@@ -92,13 +102,6 @@ class _Batch:
         self._events.put(_Event(self.number, index, reason or "the request was refused"))
 
 
-@dataclass
-class _Question:
-    node: str
-    sink: _Batch
-    left: set[int]
-
-
 class Downloader:
     """Downloads one set of items; a source may deliver nothing for `timeout_s`."""
 
@@ -111,7 +114,7 @@ class Downloader:
         self._now_s = now_s
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._waiting: dict[str, deque[DownloadItem]] = defaultdict(deque)
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _Batch] = {}
         self._owed: dict[str, int] = defaultdict(int)
         self._received_s: dict[str, float] = {}
         self._bad: dict[str, str] = {}
@@ -173,11 +176,11 @@ class Downloader:
                 self._ask_for(node, batch)
 
     def _ask_for(self, node: str, batch: list[DownloadItem]) -> None:
-        sink = _Batch(batch, self._events)
+        sink = _Batch(node, batch, self._events)
         sink.number = self._requests.open(sink)
         if not self._owed[node]:
             self._received_s[node] = self._now_s()
-        self._open[sink.number] = _Question(node, sink, set(range(len(batch))))
+        self._open[sink.number] = sink
         self._owed[node] += sum(item.num_bytes for item in batch)
         if not self._ask(node, sink.number, batch):
             self.lost(node, "its address is unknown")
@@ -192,7 +195,7 @@ class Downloader:
         if question is None or event.index not in question.left:
             return
         self._received_s[question.node] = self._now_s()
-        item = self._resolve(event.number, question, event.index)
+        item = self._resolve(question, event.index)
         reason = event.reason
         if not reason and item.digest is not None and event.digest != item.digest:
             reason = "its bytes do not match the requested digest"
@@ -202,13 +205,13 @@ class Downloader:
         else:
             self.num_bytes += item.num_bytes
 
-    def _resolve(self, number: int, question: _Question, index: int) -> DownloadItem:
+    def _resolve(self, question: _Batch, index: int) -> DownloadItem:
         question.left.remove(index)
-        item = question.sink.items[index]
+        item = question.items[index]
         self._owed[question.node] -= item.num_bytes
         if not question.left:
-            self._requests.close(number)
-            del self._open[number]
+            self._requests.close(question.number)
+            del self._open[question.number]
         return item
 
     def _give_up_unresponsive(self) -> None:
@@ -226,7 +229,7 @@ class Downloader:
         for number, question in list(self._open.items()):
             if question.node == node:
                 self._requests.close(number)
-                again += [question.sink.items[index] for index in sorted(question.left)]
+                again += [question.items[index] for index in sorted(question.left)]
                 del self._open[number]
         self._owed.pop(node, None)
         for item in again:

@@ -10,7 +10,6 @@ Gives:    its items, as `Downloader` receives them; or the reason of the failure
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -18,7 +17,7 @@ from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown, SnapshotCorrupt
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.jobs import Steps, Wait
 from ftrun.smp.peer_link import OutgoingFrame
-from ftrun.smp.restore.downloader import PIECE, Downloader, DownloadItem, get_pieces
+from ftrun.smp.restore.downloader import Downloader, DownloadItem, get_pieces, piece_item
 from ftrun.smp.restore.rpc import FetchRpc, WholeResponse
 from ftrun.snapshot.load_shares import Place
 from ftrun.wire.cluster import transfer as t
@@ -77,11 +76,7 @@ class Fetch:
         done: Callable[[Result], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Run the work, which may raise FtrunError, in a thread of its own.
-
-        In that thread it calls `done` with the result, or `failed` with the reason unless the fetch
-        is cancelled.
-        """
+        """Run the work in its own thread, then `done`, or `failed` unless it was cancelled."""
         self.rpc.runner.start(name, self._run(work, done, failed))
 
     def cancel(self) -> None:
@@ -113,10 +108,7 @@ class Fetch:
     def ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
     ) -> Steps[bytearray]:
-        """Send a request, and wait for an answer of unpredictable length.
-
-        Raises LayoutUnknown if the request is refused, or no answer arrives.
-        """
+        """Await an answer of any length; raises LayoutUnknown if it does not arrive."""
         answers: queue.SimpleQueue[WholeResponse] = queue.SimpleQueue()
         requests, now_s = self.rpc.requests, self.rpc.runner.now_s
         number = requests.open(WholeResponse(answers))
@@ -199,11 +191,7 @@ class Fetch:
 
 
 class SharedPieces:
-    """The `FetchSource` of a load that several nodes share.
-
-    What another node does not deliver is read from storage, and `notice` is called. `nodes` is
-    indexed by the reader numbers of the load.
-    """
+    """A load of several nodes; `nodes` by reader number. Pieces that do not come are read."""
 
     def __init__(
         self, load: SharedLoad, nodes: Sequence[NodeAddress], notice: Callable[[str], None]
@@ -252,5 +240,4 @@ class SharedPieces:
     def _item(self, position: Place, reader: int) -> DownloadItem:
         room, digest = self._load.room(position), self._load.digest(position)
         # The reader is unknown if the generation started with other nodes than those that loaded.
-        sources = deque(node.node_id for node in self._nodes[reader : reader + 1])
-        return DownloadItem(PIECE, digest, len(room), [room], sources, digest)
+        return piece_item(digest, room, [n.node_id for n in self._nodes[reader : reader + 1]])

@@ -23,7 +23,7 @@ from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces, piece_item
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES, Extent, StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
@@ -84,11 +84,6 @@ class LostNode:
         return t.RebuildBlock(
             *self._name(number), position=self.position, stripe=stripe, alive=alive
         )
-
-    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
-        if batch[0].kind == PIECE:
-            return get_pieces(number, self.wanted, batch)
-        return self.rebuild_block(number, batch[0].key)
 
     def _name(self, number: int) -> tuple[int, int, int, int, int]:
         at, group = self.wanted, self.group
@@ -171,7 +166,9 @@ class LostNodeRestore:
         return replicas + self._coded_pieces(self._lost.owner)
 
     def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
-        return self._lost.question(number, batch)
+        if batch[0].kind == PIECE:
+            return get_pieces(number, self._lost.wanted, batch)
+        return self._lost.rebuild_block(number, batch[0].key)
 
     def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
         """Return the blocks to request again; raises as `FetchSource.next_items`.
@@ -268,16 +265,9 @@ class LostNodeRestore:
         lost = self._lost
         best = [at for at in holders if at in lost.alive_positions and at != lost.position]
         others = [at for at in lost.alive_positions if at not in best]
-        view = self._piece(rank, index)
         self._num_replicas += 1
-        return DownloadItem(
-            kind=PIECE,
-            key=digest,
-            num_bytes=len(view),
-            views=[view],
-            sources=deque(lost.names([*_turned(best, self._num_replicas), *others])),
-            digest=digest,
-        )
+        names = lost.names([*_turned(best, self._num_replicas), *others])
+        return piece_item(digest, self._piece(rank, index), names)
 
     def _coded_pieces(self, owner: NodeAddress) -> list[DownloadItem]:
         items = []
@@ -285,11 +275,8 @@ class LostNodeRestore:
             table = self._mirror.tables[rank]
             for run in self._mirror.plan_of(rank).coded:
                 for index in range(run.first, run.first + run.count):
-                    view, digest = self._piece(rank, index), table[index]
-                    sources = deque([owner.node_id])
-                    items.append(
-                        DownloadItem(PIECE, digest, len(view), [view], sources, digest, True)
-                    )
+                    room = self._piece(rank, index)
+                    items.append(piece_item(table[index], room, [owner.node_id], is_coded=True))
         return items
 
     def _block_items(self) -> list[DownloadItem]:

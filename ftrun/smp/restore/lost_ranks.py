@@ -63,10 +63,7 @@ class LostRanks:
         self._fetch = fetch
 
     def steps(self) -> Steps[dict[Rank, int]]:
-        """Return the descriptors of sealed arenas by rank, which the caller closes.
-
-        Raises FtrunError.
-        """
+        """Return the descriptors of sealed arenas, which the caller closes; raises FtrunError."""
         fds: dict[Rank, int] = {}
         try:
             for lost in self._lost_nodes():
@@ -136,10 +133,7 @@ class LostRanks:
         return fds
 
     def _mirror(self, lost: LostNode) -> Steps[Mirror]:
-        """Get the small state of the lost node from one of the nodes that store it.
-
-        Raises LayoutUnknown if no node can deliver the mirror.
-        """
+        """Get the lost node's small state; raises LayoutUnknown if no node can deliver it."""
         problems = []
         for node in lost.mirror_holders:
             try:
@@ -203,10 +197,7 @@ class LostRanks:
 
 
 def _copy_slot(shards: PreviousWorldShards, rank: Rank, wanted: Version, arena: Arena) -> None:
-    """Fill and seal a slot.
-
-    Raises LayoutUnknown if no node has a piece, FetchFailed if a piece has changed.
-    """
+    """Fill and seal a slot; raises LayoutUnknown or FetchFailed if a piece is not available."""
     head, pieces = shards.head(rank), shards.layout(rank).pieces
     facts = (wanted, head.image_bytes, head.table_digest)
     arena.write_header(_SLOT, slot_header(SlotState.COPYING, *facts))

@@ -16,7 +16,6 @@ the requested bytes are copied from it. The size of a request is bounded, and so
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.jobs import drive
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
+from ftrun.smp.restore.downloader import BLOCK, DownloadItem, get_pieces, piece_item
 from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.lost_node import CodedBlocks, LostNode, check_mirror
 from ftrun.smp.restore.restore_server import RestoreServer
@@ -61,10 +60,7 @@ class _Block:
 
 
 class MissingShards:
-    """The shards of one lost node.
-
-    `rebuild` rebuilds a block from this node's parity; None if this node has no parity.
-    """
+    """The shards of one lost node; `rebuild` is None if this node has no parity."""
 
     def __init__(self, lost: LostNode, mirror: Mirror, *, rebuild: Rebuild | None) -> None:
         self.lost = lost
@@ -118,10 +114,7 @@ class MissingShards:
 
 
 class ShardLocations:
-    """The sources of the pieces of one request; a `FetchSource`.
-
-    `alive` are the other reachable nodes, in any order.
-    """
+    """Sources of the pieces of one request, a `FetchSource`; `alive`: other reachable nodes."""
 
     def __init__(self, wanted: Version, alive: Sequence[str]) -> None:
         self.missing: list[WantedPiece] = []
@@ -137,14 +130,7 @@ class ShardLocations:
     def add_piece(self, one: WantedPiece, best: Sequence[str]) -> None:
         first = [node for node in best if node in self._alive]
         others = [node for node in self._alive if node not in first]
-        item = DownloadItem(
-            kind=PIECE,
-            key=one.digest,
-            num_bytes=len(one.room),
-            views=[one.room],
-            sources=deque([*first, *others]),
-            digest=one.digest,
-        )
+        item = piece_item(one.digest, one.room, [*first, *others])
         self._pieces[item] = one
         self._next.append(item)
 
@@ -240,10 +226,7 @@ class PreviousWorld:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A shard of a previous rank: its header, and the location of its bytes.
-
-    `node_id` is the node that has the whole shard; empty if the shard is assembled from parts.
-    """
+    """A shard of a previous rank; `node_id` has it whole; empty: it is read in parts."""
 
     head: PackedShardHeader
     layout: Layout
@@ -266,10 +249,7 @@ class PreviousWorldShards:
         self._headers_lock = threading.Lock()
 
     def head(self, rank: Rank) -> PackedShardHeader:
-        """Return the header of a shard, compared with the digest of the sealed header.
-
-        Raises LayoutUnknown if no node has the shard.
-        """
+        """Return the checked header of a shard; raises LayoutUnknown if no node has the shard."""
         with self._headers_lock:
             if rank not in self._shards:
                 self._shards[rank] = self._find(rank)
@@ -280,10 +260,7 @@ class PreviousWorldShards:
         return self._shards[rank].layout
 
     def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
-        """Read pieces, given as (rank, index), into `out`, one after the other, without a gap.
-
-        Raises LayoutUnknown if no node can deliver one of the pieces.
-        """
+        """Read pieces (rank, index) into `out` without gaps; raises LayoutUnknown."""
         left = self._places(wanted, out)
         for _ in range(_TIMES):
             left = self._fetch([one for one in left if not self._copy_own(one)])

@@ -21,7 +21,7 @@ from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
-from ftrun.smp.redundancy.block_sender import LocalBlocks, local_blocks
+from ftrun.smp.redundancy.block_sender import LocalBlocks
 from ftrun.smp.redundancy.group import group_of, stripes_of
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.snapshot.shard_header import PackedShardHeader, pack_header
@@ -31,12 +31,7 @@ from ftrun.wire.transport.bulk_socket import Bytes
 
 
 class RestoreServer:
-    """Serves one version to other nodes.
-
-    Args:
-        fds: descriptors of the arenas; duplicates stay open until `close`.
-        load: the part of a checkpoint that this node has loaded; its slots may be incomplete.
-    """
+    """Serves one version. Duplicates of `fds` stay open until `close`; `load` may be partial."""
 
     def __init__(
         self,
@@ -101,11 +96,7 @@ class RestoreServer:
         return found, record
 
     def mirror(self, ask: t.GetMirror) -> Sequence[Bytes]:
-        """Return the small state of the node at `ask.position`.
-
-        If that is this node, a rank has moved from it to the requesting node.
-        Raises LayoutUnknown if this node does not store it, SnapshotCorrupt if it is damaged.
-        """
+        """Small state of a node, or of this one; raises LayoutUnknown or SnapshotCorrupt."""
         region, record = self.region(ask)
         if ask.position == record.position:
             return mirror_parts(self.shards, record)
@@ -118,10 +109,7 @@ class RestoreServer:
         return [found]
 
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
-        """Return header and digest table of a slot, see snapshot/shard_header.py.
-
-        Raises as `piece`.
-        """
+        """Return header and digest table of a slot (snapshot/shard_header.py)."""
         shard = self.shards.shard(ask.rank)
         about = shard.manifest()
         header = shard.image[: shard.start]
@@ -132,10 +120,7 @@ class RestoreServer:
         )
 
     def unit(self, ask: t.GetBlock) -> tuple[bytes, list[memoryview]]:
-        """Return this node's block of a stripe: the fragment's header and its bytes.
-
-        Raises LayoutUnknown if this node has no such block, SnapshotCorrupt if it is damaged.
-        """
+        """Return this node's block, with its header; raises LayoutUnknown, SnapshotCorrupt."""
         region, record = self.region(ask)
         stripes = stripes_of(record)
         block = stripes.block_of(record.position, ask.stripe)
@@ -171,5 +156,5 @@ class RestoreServer:
         shards = self.shards
         with self._lock:
             if record.protected_in not in self._blocks:
-                self._blocks[record.protected_in] = local_blocks(shards, record, self._run)
+                self._blocks[record.protected_in] = LocalBlocks(shards, record, self._run)
             return self._blocks[record.protected_in]

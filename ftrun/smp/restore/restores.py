@@ -16,14 +16,14 @@ from ftrun.smp.checkpoint.service import check_available
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import JobLanes
-from ftrun.smp.memory.arenas import ArenaStore, SmpArena
+from ftrun.smp.memory.arena_requests import granted
+from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.restore.fetch import SHARE_TIMEOUT_S, Fetch, SharedPieces
 from ftrun.smp.restore.lost_ranks import FetchJob, LostRanks
 from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages import worker as worker_messages
 
 SendToAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
@@ -45,10 +45,7 @@ class _Restore:
 
 
 class RestoreCoordinator:
-    """Runs one restore at a time.
-
-    `here` is called when all local ranks have the version.
-    """
+    """Runs one restore at a time; `here` is called when all local ranks have the version."""
 
     def __init__(
         self,
@@ -120,10 +117,7 @@ class RestoreCoordinator:
         self._fetch(restore, body, own)
 
     def _fetch(
-        self,
-        restore: _Restore,
-        body: smp_messages.BeginGeneration,
-        own: smp_messages.NodeAddress,
+        self, restore: _Restore, body: smp_messages.BeginGeneration, own: smp_messages.NodeAddress
     ) -> None:
         fetch = restore.fetch = Fetch(self._rpc, timeout_s=body.timeout_s)
         job = FetchJob(
@@ -192,18 +186,13 @@ class RestoreCoordinator:
         self._refuse(lambda _: True, "the SMP ends")
 
     def grant(self, requester: Requester, rank: Rank, wanted: Version) -> None:
-        arena = self._holder(rank, wanted)
+        arena = next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
         restore = self._restore
         if arena is not None:
-            requester.send(
-                worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,)
-            )
+            requester.send(granted(arena.shape), fds=(arena.fd,))
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
-            requester.send(
-                messages.Refused(
-                    f"{wanted} of rank {rank} is not on this node and is not being fetched"
-                )
-            )
+            reason = f"{wanted} of rank {rank} is not on this node and is not being fetched"
+            requester.send(messages.Refused(reason))
         elif restore.failed:
             requester.send(messages.Refused(restore.failed))
         else:
@@ -222,11 +211,9 @@ class RestoreCoordinator:
             for fd in fds.values():
                 self._memory.discard(fd)
             return
-        for rank, fd in sorted(fds.items()):
+        for _, fd in sorted(fds.items()):
             arena = self._memory.add(fd, restore.generation)
-            self._send_to_agent(
-                worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,)
-            )
+            self._send_to_agent(granted(arena.shape), fds=(fd,))
             crash_point("smp.fetch.agent_notified")
         self._all_arrived(restore, f"fetched {num_bytes} bytes")
 
@@ -257,9 +244,8 @@ class RestoreCoordinator:
         waiting, self._waiting = self._waiting, []
         for requester, rank, wanted in waiting:
             if chosen(wanted):
-                requester.send(
-                    messages.Refused(f"{wanted} of rank {rank} is not available: {reason}")
-                )
+                text = f"{wanted} of rank {rank} is not available: {reason}"
+                requester.send(messages.Refused(text))
             else:
                 self._waiting.append((requester, rank, wanted))
 
@@ -267,15 +253,9 @@ class RestoreCoordinator:
         held = self._memory.held(restore.world_size)
         return {rank for rank in restore.ranks if restore.wanted not in held.get(rank, ())}
 
-    def _holder(self, rank: Rank, wanted: Version) -> SmpArena | None:
-        return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
-
 
 def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:
-    """Ranks whose shards must be on this node.
-
-    None if the world size differs: shards of another world size are read in place.
-    """
+    """Ranks whose shards must be here; those of another world size are read in place."""
     if body.restored_world_size not in (0, body.world_size):
         return []
     return [Rank(rank) for rank in body.local_ranks]

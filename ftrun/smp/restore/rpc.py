@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
+from ftrun.ids import version
 from ftrun.smp.jobs import Runner
 from ftrun.smp.peer_link import FETCH, OutgoingFrame
 from ftrun.smp.peer_listener import IncomingLink, PeerListener
@@ -48,11 +49,7 @@ class ResponseSink(Protocol):
     """The requester. Only `room` may block; all methods are called in the threads of links."""
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        """Return the destination of an answer's bytes; None if they are not needed.
-
-        It is called again for the same answer if the connection broke while that answer was
-        received.
-        """
+        """Destination of an answer, or None. A broken connection calls it for that answer again."""
         ...
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
@@ -114,10 +111,7 @@ class PendingRequests:
         return replace(frame, body=structs.replace(frame.body, resolved=sorted(resolved)))
 
     def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Handle an answer, in its link's thread.
-
-        Raises PeerError if the link is lost.
-        """
+        """Handle an answer, in its link's thread; raises PeerError if the link is lost."""
         body = envelope.body
         assert isinstance(body, t.FetchData | t.FetchMissing)
         sink = self._enter(body)
@@ -196,10 +190,7 @@ class PendingRequests:
 
 
 class WholeResponse:
-    """The `ResponseSink` of one answer whose length the requester cannot predict.
-
-    `answers` gets this object when the answer is here, or refused.
-    """
+    """One answer of unpredictable length; `answers` gets this object when it is resolved."""
 
     def __init__(
         self, answers: "queue.SimpleQueue[Any]", max_bytes: int = MAX_ANSWER_BYTES
@@ -230,11 +221,7 @@ class WholeResponse:
 
 
 class FetchRpc:
-    """The fetch traffic of one generation.
-
-    `excluded` is called in the thread of a link or of a fetch with an error and its request if data
-    here is damaged.
-    """
+    """The traffic of one generation. `excluded` reports damaged data, in any link's thread."""
 
     def __init__(self, peers: PeerListener, *, excluded: Excluded, runner: Runner) -> None:
         self.runner = runner
@@ -253,11 +240,7 @@ class FetchRpc:
     def begin(
         self, served: RestoreServer | None, rebuild: Rebuild | None, own: NodeAddress | None = None
     ) -> None:
-        """Serve this version from now on; called before a link of its generation is admitted.
-
-        `rebuild` receives the requests to rebuild blocks. `own` is the address to which other nodes
-        send their answers.
-        """
+        """Serve this version; no link is admitted yet. Other nodes send answers to `own`."""
         before, self.served, self.rebuild = self.served, served, rebuild
         self._on_lost = []
         with self._lock:
@@ -277,17 +260,17 @@ class FetchRpc:
             self._places.update({position.node_id: position for position in places})
 
     def send(self, node_id: str, frame: OutgoingFrame) -> bool:
-        """Send a frame to a node; return False if the node is unknown.
-
-        A request of this node to itself is answered at once, in the calling thread.
-        """
+        """Return False if the node is unknown. A request to itself is answered at once."""
         with self._lock:
             position, own = self._places.get(node_id), self.own
             if position is None or own is None:
                 return False
             is_own = node_id == own.node_id
         if is_own:
-            self._send_to_self(own.node_id, frame)
+            if isinstance(frame.body, t.FetchData | t.FetchMissing):
+                self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
+            else:
+                self._answer(own.node_id, frame.body)
             return True
         if isinstance(frame.body, t.FetchRequest):
             self.requests.sent(node_id, frame.body.request, frame)
@@ -327,6 +310,7 @@ class FetchRpc:
         self._answer(source.node_id, body)
 
     def _answer(self, requester: str, body: t.AnyTransfer) -> None:
+        rebuild = self.rebuild  # the server thread may clear it
         match body:
             case t.FetchPeers():
                 self.meet(body.places)
@@ -334,16 +318,12 @@ class FetchRpc:
                 self._give(requester, body)
             case t.GetPieces():
                 self._give_pieces(requester, body)
+            case t.RebuildBlock() if rebuild is not None:
+                rebuild(requester, body)
             case t.RebuildBlock():
-                self._have_rebuilt(requester, body)
+                self.refuse(requester, body, 0, LayoutUnknown("this node serves nothing"))
             case _:
                 raise ProtocolError(f"{type(body).__name__} is not allowed on a {FETCH} link")
-
-    def _send_to_self(self, own_id: str, frame: OutgoingFrame) -> None:
-        if isinstance(frame.body, t.FetchData | t.FetchMissing):
-            self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
-        else:
-            self._answer(own_id, frame.body)
 
     @property
     def unlinked(self) -> list[str]:
@@ -391,19 +371,9 @@ class FetchRpc:
                     requester, OutgoingFrame(t.FetchData(ask.request, index), [found], digest)
                 )
 
-    def _have_rebuilt(self, requester: str, ask: t.RebuildBlock) -> None:
-        rebuild = self.rebuild
-        if rebuild is None:
-            self.refuse(requester, ask, 0, LayoutUnknown("this node serves nothing"))
-        else:
-            rebuild(requester, ask)
-
     def _serving(self, ask: t.FetchRequest) -> RestoreServer:
         served = self.served
-        if served is None or (served.version.generation, served.version.step) != (
-            ask.generation,
-            ask.step,
-        ):
+        if served is None or served.version != version(ask.generation, ask.step):
             raise LayoutUnknown("this node does not serve that version")
         return served
 

@@ -11,7 +11,7 @@ process writes to them, because workers of the new world have separate arenas.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from mmap import mmap
 
@@ -65,11 +65,8 @@ class ShardReads:
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
-            requester.send(
-                messages.Refused(
-                    f"{wanted} is not on this node, and cannot be read from other nodes"
-                )
-            )
+            reason = f"{wanted} is not on this node, and cannot be read from other nodes"
+            requester.send(messages.Refused(reason))
             return
         work: Work
         if isinstance(body, worker_messages.FetchShardHeaders):
@@ -91,11 +88,8 @@ class ShardReads:
             if arena.shape.world_size == body.world_size and arena.holds(wanted)
         }
         if len(found) > MOST_IMAGES:
-            requester.send(
-                messages.Refused(
-                    f"{len(found)} shards are on this node; the limit is {MOST_IMAGES}"
-                )
-            )
+            reason = f"{len(found)} shards are on this node; the limit is {MOST_IMAGES}"
+            requester.send(messages.Refused(reason))
             return
         # Opening the memfds again gives new file descriptions, which can be read-only.
         fds: list[int] = []
@@ -133,7 +127,8 @@ def _headers(
         for rank in body.ranks:
             parts = pack_header(shards.head(Rank(rank)))
             fds.append(_memory(sum(map(len, parts))))
-            _write(fds[-1], parts)
+            with open(fds[-1], "wb", closefd=False) as file:
+                file.writelines(parts)
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -178,12 +173,3 @@ def _memory(size: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _write(fd: int, parts: Iterable[bytes | memoryview]) -> None:
-    at = 0
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            written = os.pwrite(fd, view, at)
-            at, view = at + written, view[written:]

@@ -24,16 +24,20 @@ import xxhash
 from ftrun import clock
 from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError, LayoutUnknown
-from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
-from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
+from ftrun.smp.checkpoint.index import (
+    LATEST_NAME,
+    CheckpointIndex,
+    ShardFile,
+    StoredCheckpoint,
+    is_whole,
+)
+from ftrun.smp.checkpoint.reader import CheckpointFiles
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.storage import (
-    LATEST_NAME,
     OpenFile,
     Retention,
     Storage,
-    StoredCheckpoint,
-    is_whole,
+    open_storage,
     to_prune,
 )
 from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header

@@ -22,10 +22,10 @@ from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.rules import NamePattern, ShardingRules
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world, stored_entries
-from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile, seal
+from ftrun.smp.checkpoint.index import FORMAT, LATEST_NAME, CheckpointPart, ShardFile, seal
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
-from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, next_serial, sweep_started
+from ftrun.smp.checkpoint.storage.storage import next_serial, sweep_started
 from ftrun.tools.checkpoints.command import ConvertOptions
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
 from ftrun.urls import is_url, located, without_password

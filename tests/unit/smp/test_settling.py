@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from ftrun.ids import Generation, Rank, Version, version
+from ftrun.ids import Rank, Version, version
 from ftrun.recovery.snapshot_coordination import SnapshotAlignment
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
+from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
@@ -128,9 +128,8 @@ class Node:
         self.commits.protector = self  # type: ignore[assignment]
         self.ready: Version | None = None
         group: Any = SimpleNamespace()  # it exists: commits need no more than that
-        self.commits.begin(
-            self.page, Generation(GENERATION), ranks, run.num_ranks, GenerationStart(group=group)
-        )
+        body = smp_messages.BeginGeneration(GENERATION, run.num_ranks, list(ranks))
+        self.commits.begin(self.page, body, group)
         self.commit_wait = {rank: CommitWait(self.page, GENERATION, None) for rank in ranks}
         self.slots = {rank: Slots() for rank in ranks}
         self.done = (-1, -1)

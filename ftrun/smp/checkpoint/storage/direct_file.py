@@ -22,6 +22,7 @@ training that ran at the same time (scripts/bench_persist.py).
 """
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -60,10 +61,7 @@ def no_pace(num_bytes: int) -> None:
 
 
 class Throttle:
-    """Limits the bytes per second, counted over all files of a node.
-
-    Unused bytes are not accumulated: after a pause, writing continues at the same rate.
-    """
+    """Limits the bytes per second of a node; a pause does not allow a faster rate later."""
 
     def __init__(self, stop: threading.Event) -> None:
         self.bytes_per_s = 0.0
@@ -85,10 +83,7 @@ class Throttle:
 
 
 class DirectFile:
-    """One file, written from its first byte to its last; raises OSError if it cannot be created.
-
-    `pace` is called in the draining thread.
-    """
+    """A file, written from first to last byte. `pace` is called in the draining thread."""
 
     def __init__(self, path: Path, *, pace: Pace = no_pace) -> None:
         self._pace = pace
@@ -137,10 +132,7 @@ class DirectFile:
             left = left[len(part) :]
 
     def finish(self) -> None:
-        """Write the rest, and wait until the file is on disk.
-
-        Raises OSError if a part could not be written; the file is incomplete.
-        """
+        """Write the rest, and wait until it is on disk; after an OSError it is incomplete."""
         if self._filled:
             self._send_off(-(-self._filled // BLOCK_BYTES) * BLOCK_BYTES)
         for turn in range(2):
@@ -177,7 +169,8 @@ class DirectFile:
                 except OSError as error:
                     if not self.is_direct or error.errno not in _NO_DIRECT:
                         raise
-                    _make_indirect(self._fd)
+                    flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                     self.is_direct = False
                     continue
                 at += done
@@ -258,10 +251,3 @@ def _open(path: Path) -> tuple[int, bool]:
         if error.errno not in _NO_DIRECT:
             raise
     return os.open(path, flags, 0o666), False
-
-
-def _make_indirect(fd: int) -> None:
-    import fcntl
-
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)

@@ -24,17 +24,17 @@ from typing import Any
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import CheckpointPart
-from ftrun.smp.checkpoint.storage.call_thread import ANSWER_S, CallResult, CallThread
-from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.storage import (
+from ftrun.smp.checkpoint.index import (
     LATEST_NAME,
+    CheckpointPart,
     Sizes,
     StoredCheckpoint,
     parse_stored,
     parse_tagged,
     tagged_name,
 )
+from ftrun.smp.checkpoint.storage.call_thread import ANSWER_S, CallResult, CallThread
+from ftrun.smp.checkpoint.storage.direct_file import Pace
 from ftrun.urls import below, password_of, without_password
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
@@ -79,11 +79,7 @@ class ObjectReader:
 
 
 class ObjectWriter:
-    """A file with `room` and `take` as in `direct_file.DirectFile`. It always copies.
-
-    `opened` opens the object for writing, in the thread of `calls`; `pace` is called before each
-    block of `size` bytes.
-    """
+    """As `direct_file.DirectFile`, but it copies; `pace` precedes each block of `size` bytes."""
 
     is_in_place = False
 
@@ -92,7 +88,7 @@ class ObjectWriter:
         self._pace = pace
         self._block = memoryview(bytearray(size))
         self._filled = 0
-        self._sending: CallResult[None] | None = None
+        self._sending: CallResult[Any] | None = None
         self._file = calls(opened)
 
     def room(self, source: memoryview | None = None) -> memoryview:
@@ -105,10 +101,7 @@ class ObjectWriter:
         self._filled += num_bytes
 
     def finish(self) -> None:
-        """Send the rest and publish the object.
-
-        Raises CheckpointError if the store does not accept it.
-        """
+        """Publish the object; raises CheckpointError if the store does not accept it."""
         if self._filled:
             self._send()
         self._wait()
@@ -124,7 +117,7 @@ class ObjectWriter:
         self._wait()
         self._pace(self._filled)
         data = bytes(self._block[: self._filled])
-        self._sending = self._calls.start(partial(_write, self._file, data))
+        self._sending = self._calls.start(partial(self._file.write, data))
         self._filled = 0
 
     def _wait(self) -> None:
@@ -394,10 +387,6 @@ def _read_at(file: Any, at: int, num_bytes: int) -> bytes:
     if file.tell() != at:
         file.seek(at)
     return bytes(file.read(num_bytes))
-
-
-def _write(file: Any, data: bytes) -> None:
-    file.write(data)
 
 
 def _discard(file: Any) -> None:

@@ -32,19 +32,17 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import CheckpointPart
-from ftrun.smp.checkpoint.storage.direct_file import DirectFile, Pace
-from ftrun.smp.checkpoint.storage.storage import (
+from ftrun.smp.checkpoint.index import (
     LATEST_NAME,
-    OpenFile,
+    CheckpointPart,
     Sizes,
-    Storage,
     StoredCheckpoint,
     is_stale,
     parse_stored,
     parse_tagged,
     tagged_name,
 )
+from ftrun.smp.checkpoint.storage.direct_file import DirectFile, Pace
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
@@ -90,6 +88,7 @@ class LocalStorage:
             return []
 
     def checkpoints(self) -> list[StoredCheckpoint]:
+        """Return all that this package has named, the last written first; empty without a place."""
         found = []
         for name in self.folders():
             pending = parse_tagged(name.removeprefix(_PENDING)) if name[0] == "." else None
@@ -102,6 +101,7 @@ class LocalStorage:
         return sorted(found, key=lambda one: one.order, reverse=True)
 
     def describe(self, name: str) -> StoredCheckpoint:
+        """Return one checkpoint, whatever its name; with a problem if it is missing."""
         path = self._directory / name / INDEX_NAME
         try:
             one = parse_stored(path.read_bytes(), name, str(path.parent), None)
@@ -123,6 +123,7 @@ class LocalStorage:
             return None
 
     def sizes(self, folder: str) -> Sizes:
+        """Return the sizes of the files; empty if the folder does not exist."""
         try:
             with os.scandir(self._directory / folder) as entries:
                 return {one.name: one.stat().st_size for one in entries}
@@ -130,47 +131,62 @@ class LocalStorage:
             return {}
 
     def changed_s(self, folder: str) -> float | None:
+        """Return the wall time of the last addition; None if unknown."""
         try:
             return (self._directory / folder).lstat().st_mtime
         except OSError:
             return None
 
-    def open(self, name: str) -> AbstractContextManager[OpenFile]:
-        return opened(self._directory / name)
-
     @contextlib.contextmanager
-    def again(self) -> Iterator[Storage]:
-        yield self
+    def open(self, name: str) -> Iterator["LocalFile"]:
+        fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield LocalFile(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def again(self) -> AbstractContextManager["LocalStorage"]:
+        """Return the same storage, usable also after this one is closed or has failed."""
+        return contextlib.nullcontext(self)
 
     # --- writing ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        with self._removing_later(_locked(self._directory, self._stop)):
+        """Exclude other runs while a single node writes."""
+        with self._removing_later(), _locked(self._directory, fcntl.LOCK_EX, self._stop):
             self._is_exclusive = True
             try:
                 yield
             finally:
                 self._is_exclusive = False
 
-    def lock(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Exclude other nodes of the run while this one inspects and merges."""
         if self._is_exclusive:
-            return contextlib.nullcontext()
-        return self._removing_later(_locked_shortly(self._directory, self._stop))
+            yield
+            return
+        with (
+            self._removing_later(),
+            _locked(self._directory, fcntl.LOCK_SH, self._stop),  # against one that writes alone
+            order_lock(self._directory, self._stop),
+        ):
+            yield
 
     @contextlib.contextmanager
-    def _removing_later(self, lock: AbstractContextManager[None]) -> Iterator[None]:
-        """Hold the lock. Removals only rename under it, because large files take minutes."""
+    def _removing_later(self) -> Iterator[None]:
+        """Removals only rename under the lock inside this context: large files take minutes."""
         self._gone = []
         try:
-            with lock:
-                yield
+            yield
         finally:
             gone, self._gone = self._gone, None
             for path in gone:
                 _remove(path)
 
     def pending_name(self, key: CheckpointPart, *, is_alone: bool) -> str:
+        """Return the folder of all parts that can be merged with this one."""
         if is_alone:
             return _temporary_name(f"step-{key.step}")
         return f"{_PENDING}{tagged_name(key, key.generation)}"
@@ -179,6 +195,7 @@ class LocalStorage:
         (self._directory / folder).mkdir(exist_ok=True)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write a file; it is complete and durable, or as it was before."""
         with replaced(self._directory / name) as write:
             write(data)
 
@@ -186,6 +203,7 @@ class LocalStorage:
         return replaced_large(self._directory / name, pace)
 
     def sync(self, folder: str = "") -> None:
+        """Make the names in the folder durable."""
         fd = os.open(self._directory / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -261,30 +279,21 @@ class LocalStorage:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, stop: threading.Event) -> Iterator[None]:
-    """Create the directory, and lock it against another run."""
-    fd = _open(directory)
+def _locked(directory: Path, how: int, stop: threading.Event) -> Iterator[None]:
+    """Create the directory, and lock it against another run that writes alone."""
+    if not directory.is_absolute():
+        raise CheckpointError(f"the checkpoint directory {directory} is not an absolute path")
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock_folder(fd, directory, fcntl.LOCK_EX, stop)
+        if not _flock(fd, how, OTHER_WRITER_S, stop):
+            raise CheckpointError(
+                f"another run writes its checkpoints to {directory}, or they are being removed. "
+                "Two runs need two directories (--checkpoint-dir)"
+            )
         yield
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _locked_shortly(directory: Path, stop: threading.Event) -> Iterator[None]:
-    """Create the directory, and hold its `.lock`; wait for the lock if necessary."""
-    fd = _open(directory)
-    lock = -1
-    try:
-        _lock_folder(fd, directory, fcntl.LOCK_SH, stop)  # against a node that writes alone
-        lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        _wait_for(lock, directory, stop)
-        yield
-    finally:
-        os.close(fd)
-        if lock >= 0:
-            os.close(lock)
 
 
 @contextlib.contextmanager
@@ -292,26 +301,14 @@ def order_lock(directory: Path, stop: threading.Event) -> Iterator[None]:
     """Hold `.lock` of an existing directory; wait for it if necessary."""
     lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _wait_for(lock, directory, stop)
+        if not _flock(lock, fcntl.LOCK_EX, LOCK_TIMEOUT_S, stop):
+            raise CheckpointError(
+                f"{directory / LOCK_NAME} is held by another node for more than "
+                f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
+            )
         yield
     finally:
         os.close(lock)
-
-
-def _lock_folder(folder_fd: int, directory: Path, how: int, stop: threading.Event) -> None:
-    if not _flock(folder_fd, how, OTHER_WRITER_S, stop):
-        raise CheckpointError(
-            f"another run writes its checkpoints to {directory}, or they are being removed. Two "
-            "runs need two directories (--checkpoint-dir)"
-        )
-
-
-def _wait_for(lock: int, directory: Path, stop: threading.Event) -> None:
-    if not _flock(lock, fcntl.LOCK_EX, LOCK_TIMEOUT_S, stop):
-        raise CheckpointError(
-            f"{directory / LOCK_NAME} is held by another node for more than "
-            f"{LOCK_TIMEOUT_S:.0f} s, or the run is being stopped"
-        )
 
 
 def _flock(fd: int, how: int, limit_s: float, stop: threading.Event) -> bool:
@@ -330,13 +327,6 @@ def _flock(fd: int, how: int, limit_s: float, stop: threading.Event) -> bool:
             return True
 
 
-def _open(directory: Path) -> int:
-    if not directory.is_absolute():
-        raise CheckpointError(f"the checkpoint directory {directory} is not an absolute path")
-    directory.mkdir(parents=True, exist_ok=True)
-    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
 # --- files --- --------------------------------------------------------------------------------
 
 
@@ -352,13 +342,9 @@ def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
             left = left[os.write(fd, left) :]
 
     try:
-        yield write
-        os.fsync(fd)
-        temporary.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+        with _renamed(temporary, path):
+            yield write
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -369,32 +355,34 @@ def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
     temporary = path.with_name(f".{path.name}.{_OWN}")
     file = DirectFile(temporary, pace=pace)
     try:
-        yield file
-        file.finish()
-        temporary.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+        with _renamed(temporary, path):
+            yield file
+            file.finish()
     finally:
         file.close()
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[OpenFile]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _renamed(temporary: Path, path: Path) -> Iterator[None]:
+    """Give a file its final name at the end; remove it if it fails."""
     try:
-        yield _OpenFile(fd, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
+        yield
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenFile:
+class LocalFile:
+    """A file that is being read."""
+
     fd: int
     size: int
 
     def read(self, at: int, num_bytes: int) -> bytes:
+        """Read `num_bytes` from offset `at`, or fewer at the end of the file."""
         return os.pread(self.fd, num_bytes, at)
 
     def read_into(self, target: memoryview, at: int = 0) -> int:

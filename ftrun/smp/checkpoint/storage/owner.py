@@ -20,10 +20,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 from ftrun import clock
 from ftrun.errors import CheckpointError, CheckpointsTaken
@@ -54,22 +53,6 @@ _REST_S = 600.0
 """A record takes a moment to write, so an older temporary file is abandoned."""
 
 
-class _Place(Protocol):
-    """The location of a record."""
-
-    shown: str
-    renew_s: float
-
-    def read(self) -> bytes | None:
-        """Return None if there is no record."""
-
-    def write(self, data: bytes) -> None:
-        """Replace the previous record."""
-
-    def claiming(self) -> AbstractContextManager[None]:
-        """Context in which a claim is read and written; after it, only one claim is valid."""
-
-
 class _Folder:
     """A record in a directory."""
 
@@ -81,6 +64,7 @@ class _Folder:
         self._stop = stop
 
     def read(self) -> bytes | None:
+        """Return None if there is no record."""
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
@@ -97,6 +81,7 @@ class _Folder:
 
     @contextmanager
     def claiming(self) -> Iterator[None]:
+        """Read and write a claim in this context; after it, only one claim is valid."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with order_lock(self._path.parent, self._stop):
             for rest in self._path.parent.glob(f"{OWNER_NAME}.*"):  # of SMPs that were killed
@@ -131,11 +116,11 @@ class _Url:
         self._stop.wait(_SETTLE_S)
 
 
-class CheckpointOwnership:
-    """This run's right to write checkpoints. Methods may block as long as the storage blocks.
+_Place = _Folder | _Url
 
-    `is_attended` returns whether an agent exists. An SMP without an agent renews nothing.
-    """
+
+class CheckpointOwnership:
+    """The right to write checkpoints; without an agent (`is_attended`) nothing is renewed."""
 
     def __init__(
         self, run_id: RunId, stop: threading.Event, is_attended: Callable[[], bool]
@@ -273,10 +258,7 @@ class CheckpointOwnership:
         return _is_gone(record, self._run_id)
 
     def _await_death(self, position: _Place, before: CheckpointOwner) -> None:
-        """Wait until the owner of the record counts as dead.
-
-        Raises CheckpointsTaken if the owner renews the record.
-        """
+        """Wait until the owner counts as dead; raises CheckpointsTaken if it renews its record."""
         limit_s = STALE_RENEWALS * position.renew_s
         _log.warning(
             "%s belongs to run %s; checking for up to %.0f s whether that run is alive",

@@ -12,20 +12,26 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import version
-from ftrun.smp.checkpoint.index import FORMAT, CheckpointIndex, CheckpointPart, ShardFile, seal
-from ftrun.smp.checkpoint.reader import open_storage
+from ftrun.smp.checkpoint.index import (
+    FORMAT,
+    STALE_S,
+    CheckpointIndex,
+    CheckpointPart,
+    ShardFile,
+    StoredCheckpoint,
+    is_whole,
+    seal,
+)
 from ftrun.smp.checkpoint.storage import local
 from ftrun.smp.checkpoint.storage.direct_file import no_pace
 from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, block_bytes
 from ftrun.smp.checkpoint.storage.local import LOCK_NAME
 from ftrun.smp.checkpoint.storage.storage import (
-    STALE_S,
     Retention,
     Storage,
-    StoredCheckpoint,
     earlier_of_run,
-    is_whole,
     next_serial,
+    open_storage,
     sweep_finished,
     sweep_run,
     sweep_started,

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from ftrun.ids import Generation, Rank, Version, version
+from ftrun.ids import Rank, Version, version
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
+from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.snapshot.replica_shares import ReplicaCheck
+from ftrun.wire.messages.smp import BeginGeneration
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
 
 RANKS = [Rank(0), Rank(1)]
@@ -37,7 +38,7 @@ class Node:
         memory.held = lambda _: found  # type: ignore[assignment, method-assign]
         self.sent: list[Any] = []
         made = CommitCoordinator(memory, self.sent.append)
-        made.begin(self.page, Generation(GENERATION), RANKS, len(RANKS), GenerationStart())
+        made.begin(self.page, BeginGeneration(GENERATION, len(RANKS), list(RANKS)))
         return made
 
     def seal(self, sealed: Version, *checks: ReplicaCheck | None) -> bool:
