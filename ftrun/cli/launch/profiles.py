@@ -16,8 +16,7 @@ import yaml
 
 import ftrun
 from ftrun.config.checks import Problem, check, fields_of, suggestion, unknown_key
-from ftrun.config.profile import FORWARDED_NAMES, Profile
-from ftrun.config.renamed_keys import RENAMED_KEYS
+from ftrun.config.profile import FORWARDED_NAMES, RENAMED_KEYS, Profile
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
