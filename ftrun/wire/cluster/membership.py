@@ -282,16 +282,6 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
 
 
 MembershipMessage = (
-    Accept
-    | Accepted
-    | Heartbeat
-    | Join
-    | JoinAccepted
-    | JoinPending
-    | JoinRejected
-    | LeaderHeartbeat
-    | LeaderInfo
-    | Prepare
-    | PrepareRejected
-    | Promise
-)
+    Accept | Accepted | Heartbeat | Join | JoinAccepted | JoinPending | JoinRejected
+    | LeaderHeartbeat | LeaderInfo | Prepare | PrepareRejected | Promise
+)  # fmt: skip

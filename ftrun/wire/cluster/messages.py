@@ -90,18 +90,10 @@ class RailUnresponsive(Message, frozen=True, tag="RailUnresponsive"):
 PathReport = ProbeLinkResult | ProbePathResult | RailUnresponsive
 
 AnyClusterMessage = (
-    MembershipMessage
-    | JournalLines
-    | ClusterStatusRequest
-    | ClusterStatusReply
-    | ForwardFault
-    | ForwardFaultReply
-    | ProbeLinkRequest
-    | ProbeLinkResult
-    | ProbePathRequest
-    | ProbePathResult
+    MembershipMessage | JournalLines | ClusterStatusRequest | ClusterStatusReply | ForwardFault
+    | ForwardFaultReply | ProbeLinkRequest | ProbeLinkResult | ProbePathRequest | ProbePathResult
     | RailUnresponsive
-)
+)  # fmt: skip
 
 
 class ClusterEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -169,23 +169,10 @@ class FetchMissing(Transfer, frozen=True, tag="FetchMissing"):
 
 
 AnyTransfer = (
-    LinkHello
-    | RoundSealed
-    | ManifestData
-    | RoundOpened
-    | MirrorData
-    | BlockData
-    | RoundStored
-    | RoundFailed
-    | FetchPeers
-    | GetMirror
-    | GetShardHeader
-    | GetPieces
-    | GetBlock
-    | RebuildBlock
-    | FetchData
-    | FetchMissing
-)
+    LinkHello | RoundSealed | ManifestData | RoundOpened | MirrorData | BlockData | RoundStored
+    | RoundFailed | FetchPeers | GetMirror | GetShardHeader | GetPieces | GetBlock | RebuildBlock
+    | FetchData | FetchMissing
+)  # fmt: skip
 
 
 class TransferEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

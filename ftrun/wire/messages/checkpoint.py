@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
-from ftrun.wire.messages.message import Message
+from ftrun.wire.messages.message import Message, VersionMessage
 
 INDEX_NAME = "index.json"
 """The file that makes a folder a checkpoint."""
@@ -49,7 +49,7 @@ class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
     """Agent -> SMP: the run ends; write the current checkpoint without a rate limit. No reply."""
 
 
-class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
+class CheckpointWritten(VersionMessage, frozen=True, tag="CheckpointWritten"):
     """SMP -> agent: the checkpoint is durable, or this node's part of it is.
 
     Args:
@@ -63,8 +63,6 @@ class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
             started after the capture.
     """
 
-    generation: int
-    step: int
     path: str
     total_bytes: int
     seconds: float
@@ -126,7 +124,7 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
     claim: CheckpointClaim | None = None
 
 
-class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
+class CheckpointLoaded(VersionMessage, frozen=True, tag="CheckpointLoaded"):
     """SMP -> agent: the arenas now contain this version. Each was sent before as an ArenaGranted.
 
     Its generation is -1: older than every snapshot that this run will take. An empty `path` (step
@@ -137,8 +135,6 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     are, and RestoreReady or RestoreFailed reports the result.
     """
 
-    generation: int
-    step: int
     path: str
     rejected: dict[str, str] = {}
     world_size: int = 0
@@ -149,14 +145,9 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
 
 
 CheckpointMessage = (
-    CheckpointFailed
-    | CheckpointLoaded
-    | CheckpointWritten
-    | EndCheckpoints
-    | ExpediteCheckpoint
-    | LoadCheckpoint
-    | WriteCheckpoint
-)
+    CheckpointFailed | CheckpointLoaded | CheckpointWritten | EndCheckpoints | ExpediteCheckpoint
+    | LoadCheckpoint | WriteCheckpoint
+)  # fmt: skip
 
 Format = Literal["safetensors", "dcp", "state_dict"]
 FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")

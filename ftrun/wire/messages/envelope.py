@@ -55,18 +55,9 @@ class StopRequest(Message, frozen=True, tag="StopRequest"):
 
 
 AnyMessage = (
-    Hello
-    | Done
-    | Refused
-    | StatusRequest
-    | StatusReply
-    | StopRequest
-    | InjectFault
-    | FaultAccepted
-    | CheckpointMessage
-    | SmpMessage
-    | WorkerMessage
-)
+    Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | InjectFault | FaultAccepted
+    | CheckpointMessage | SmpMessage | WorkerMessage
+)  # fmt: skip
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

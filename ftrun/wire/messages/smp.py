@@ -4,7 +4,7 @@ import msgspec
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.cluster.generation import Rail
-from ftrun.wire.messages.message import Message
+from ftrun.wire.messages.message import Message, VersionMessage
 
 
 class NodeAddress(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     claim: CheckpointClaim | None = None
 
 
-class VersionReady(Message, frozen=True, tag="VersionReady"):
+class VersionReady(VersionMessage, frozen=True, tag="VersionReady"):
     """SMP -> agent, unsolicited: this node has completed its work for this version.
 
     All local ranks have sealed it (or hold it, if it is the restored version), and the group
@@ -154,35 +154,24 @@ class VersionReady(Message, frozen=True, tag="VersionReady"):
     be lost: m, or 0 if it cannot be protected, for the reason `reason`.
     """
 
-    generation: int
-    step: int
     survives: int
     reason: str = ""
 
 
-class CommitVersion(Message, frozen=True, tag="CommitVersion"):
+class CommitVersion(VersionMessage, frozen=True, tag="CommitVersion"):
     """Agent -> SMP: all nodes have sent VersionReady. No reply, but VersionCommitted follows."""
 
-    generation: int
-    step: int
 
-
-class AbandonVersion(Message, frozen=True, tag="AbandonVersion"):
+class AbandonVersion(VersionMessage, frozen=True, tag="AbandonVersion"):
     """Both ways: uncommitted versions of this generation up to this step are never committed.
 
     SMP -> agent, unsolicited: a local rank has no seal of this step and never will. Agent -> SMP,
     no reply: the same holds for a rank elsewhere. It must not overtake a CommitVersion.
     """
 
-    generation: int
-    step: int
 
-
-class RestoreReady(Message, frozen=True, tag="RestoreReady"):
+class RestoreReady(VersionMessage, frozen=True, tag="RestoreReady"):
     """SMP -> agent, unsolicited: all local ranks have the restored version in an arena."""
-
-    generation: int
-    step: int
 
 
 class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
@@ -255,14 +244,11 @@ class Inventory(Message, frozen=True, tag="Inventory"):
     excluded: list[str] = []
 
 
-class VoidAfter(Message, frozen=True, tag="VoidAfter"):
+class VoidAfter(VersionMessage, frozen=True, tag="VoidAfter"):
     """Agent -> SMP: void all versions later than this one, permanently. Reply: Done.
 
     (-1, -1) voids everything. Mirrors and parity of later versions are voided too.
     """
-
-    generation: int
-    step: int
 
 
 class HandOverMemory(Message, frozen=True, tag="HandOverMemory"):
@@ -299,11 +285,8 @@ class PersistRunState(Message, frozen=True, tag="PersistRunState"):
     run_state: bytes
 
 
-class VersionCommitted(Message, frozen=True, tag="VersionCommitted"):
+class VersionCommitted(VersionMessage, frozen=True, tag="VersionCommitted"):
     """SMP -> agent, unsolicited: this version is committed, and visible on the command page."""
-
-    generation: int
-    step: int
 
 
 class Shutdown(Message, frozen=True, tag="Shutdown"):
@@ -311,25 +294,8 @@ class Shutdown(Message, frozen=True, tag="Shutdown"):
 
 
 SmpMessage = (
-    AbandonVersion
-    | AdoptMemory
-    | BeginGeneration
-    | CommitVersion
-    | HandOverMemory
-    | Inventory
-    | InventoryRequest
-    | ListenForPeers
-    | ListeningForPeers
-    | MemoryHandedOver
-    | ParityRegionCreated
-    | PeersUnreachable
-    | PersistRunState
-    | RestoreFailed
-    | RestoreReady
-    | Shutdown
-    | SmpNotice
-    | ParityRegionFreed
-    | VersionCommitted
-    | VersionReady
-    | VoidAfter
-)
+    AbandonVersion | AdoptMemory | BeginGeneration | CommitVersion | HandOverMemory | Inventory
+    | InventoryRequest | ListenForPeers | ListeningForPeers | MemoryHandedOver | ParityRegionCreated
+    | PeersUnreachable | PersistRunState | RestoreFailed | RestoreReady | Shutdown | SmpNotice
+    | ParityRegionFreed | VersionCommitted | VersionReady | VoidAfter
+)  # fmt: skip

@@ -105,6 +105,14 @@ def decode_binding(data: bytes) -> BindDevice:
     return msgspec.json.decode(data, type=BindDevice)
 
 
+class RankVersionMessage(Message, frozen=True):
+    """Base of a rank's messages about one version."""
+
+    rank: int
+    generation: int
+    step: int
+
+
 class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
     """Worker -> SMP: check that two slots of this size fit. Reply: Done or MemoryRefused.
 
@@ -150,12 +158,9 @@ class ArenaGranted(Message, frozen=True, tag="ArenaGranted"):
     layout_id: int
 
 
-class ShardSealed(Message, frozen=True, tag="ShardSealed"):
+class ShardSealed(RankVersionMessage, frozen=True, tag="ShardSealed"):
     """Worker -> SMP: this rank's shard of a version is sealed. No reply."""
 
-    rank: int
-    generation: int
-    step: int
     layout_id: int
     check: ReplicaCheck | None = None
     """Of the replicas that the rank shares; None: it has stored whole tensors."""
@@ -182,7 +187,7 @@ class SharesGranted(Message, frozen=True, tag="SharesGranted"):
     members: list[int]
 
 
-class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
+class WithdrawShard(RankVersionMessage, frozen=True, tag="WithdrawShard"):
     """Worker -> SMP: withdraw this rank's seal of a version, because the slot will be overwritten.
 
     Without this message, a rank that discards a version which the others have sealed would stop all
@@ -190,42 +195,27 @@ class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
     Reply: Done if the version will never be committed. Refused if it is committed, or about to be.
     """
 
-    rank: int
-    generation: int
-    step: int
 
-
-class ShardSkipped(Message, frozen=True, tag="ShardSkipped"):
+class ShardSkipped(RankVersionMessage, frozen=True, tag="ShardSkipped"):
     """Worker -> SMP: a snapshot of this step was due, and this rank has taken none. No reply.
 
     A rank that saw the last commit a moment earlier may have taken it, and waits for the others.
     """
 
-    rank: int
-    generation: int
-    step: int
 
-
-class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
+class AwaitRestored(RankVersionMessage, frozen=True, tag="AwaitRestored"):
     """Worker -> SMP: provide the arena with this version, which other nodes are still sending.
 
     Reply, after its arrival: ArenaGranted with the descriptor; Refused if it cannot arrive.
     """
 
-    rank: int
-    generation: int
-    step: int
 
-
-class OpenShards(Message, frozen=True, tag="OpenShards"):
+class OpenShards(RankVersionMessage, frozen=True, tag="OpenShards"):
     """Worker -> SMP: open all local shards of a version of another world size.
 
     Reply: ShardsOpened with a read-only descriptor for each rank, or Refused.
     """
 
-    rank: int
-    generation: int
-    step: int
     world_size: int
 
 
@@ -238,15 +228,12 @@ class ShardsOpened(Message, frozen=True, tag="ShardsOpened"):
     ranks: list[int]
 
 
-class FetchShardHeaders(Message, frozen=True, tag="FetchShardHeaders"):
+class FetchShardHeaders(RankVersionMessage, frozen=True, tag="FetchShardHeaders"):
     """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
 
     Reply: ShardHeadersFetched with a memfd per header (see snapshot/shard_header.py), or Refused.
     """
 
-    rank: int
-    generation: int
-    step: int
     ranks: list[int]
 
 
@@ -256,7 +243,7 @@ class ShardHeadersFetched(Message, frozen=True, tag="ShardHeadersFetched"):
     ranks: list[int]
 
 
-class FetchPieces(Message, frozen=True, tag="FetchPieces"):
+class FetchPieces(RankVersionMessage, frozen=True, tag="FetchPieces"):
     """Worker -> SMP: fetch pieces of such shards, after their headers; at most 64 MiB in total.
 
     Reply: PiecesFetched with a memfd that contains them in order, or Refused. The worker verifies
@@ -264,9 +251,6 @@ class FetchPieces(Message, frozen=True, tag="FetchPieces"):
     pieces).
     """
 
-    rank: int
-    generation: int
-    step: int
     wanted: list[tuple[int, int, int]]
 
 
@@ -277,20 +261,7 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
 
 
 WorkerMessage = (
-    ArenaGranted
-    | AwaitRestored
-    | FetchPieces
-    | FetchShardHeaders
-    | MemoryRefused
-    | OpenShards
-    | PiecesFetched
-    | RequestArena
-    | RequestShares
-    | ReserveMemory
-    | ShardHeadersFetched
-    | ShardSealed
-    | ShardSkipped
-    | ShardsOpened
-    | SharesGranted
-    | WithdrawShard
-)
+    ArenaGranted | AwaitRestored | FetchPieces | FetchShardHeaders | MemoryRefused | OpenShards
+    | PiecesFetched | RequestArena | RequestShares | ReserveMemory | ShardHeadersFetched
+    | ShardSealed | ShardSkipped | ShardsOpened | SharesGranted | WithdrawShard
+)  # fmt: skip
