@@ -7,19 +7,23 @@ from ftrun.monitor.verdicts import RankView, Verdict
 from ftrun.records.note import Note, Seconds, Whole
 
 
-class SuspicionRaised(Note, frozen=True, tag="suspicion_raised"):
-    """No rank makes a step, and stacks are being read."""
+class IncidentNote(Note, frozen=True):
+    """A record of one incident."""
 
     incident: Whole
+
+
+class SuspicionRaised(IncidentNote, frozen=True, tag="suspicion_raised"):
+    """No rank makes a step, and stacks are being read."""
+
     ranks: tuple[int, ...]
     unresponsive_s: Seconds
     deadline_s: Seconds
 
 
-class VerdictRecord(Note, frozen=True, tag="verdict"):
+class VerdictRecord(IncidentNote, frozen=True, tag="verdict"):
     """A diagnosis, or a changed one."""
 
-    incident: Whole
     verdict: Verdict
     step: Whole | None = None
     """Furthest step of any rank, as known to the leader."""
@@ -28,16 +32,13 @@ class VerdictRecord(Note, frozen=True, tag="verdict"):
     matrix: tuple[DelayTableCell, ...] = ()
 
 
-class AdditionalFinding(Note, frozen=True, tag="additional_finding"):
+class AdditionalFinding(IncidentNote, frozen=True, tag="additional_finding"):
     """Another finding during an open incident."""
 
-    incident: Whole
 
-
-class ActionTaken(Note, frozen=True, tag="action_taken"):
+class ActionTaken(IncidentNote, frozen=True, tag="action_taken"):
     """What was done, and why."""
 
-    incident: Whole
     action: str
 
 
@@ -81,10 +82,9 @@ class IncidentVerification(msgspec.Struct, frozen=True):
     loss: str
 
 
-class IncidentClosed(Note, frozen=True, tag="incident_closed"):
+class IncidentClosed(IncidentNote, frozen=True, tag="incident_closed"):
     """All ranks are past the step they had reached, or the run has ended."""
 
-    incident: Whole
     verdict_kind: str
     culprits: tuple[int, ...]
     nodes: tuple[str, ...]

@@ -4,6 +4,12 @@ from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.records.note import Note, Seconds, Whole
 
 
+class NodeNote(Note, frozen=True):
+    """A record of one node."""
+
+    node_id: str
+
+
 class BallotStarted(Note, frozen=True, tag="ballot_started"):
     """A generation is proposed."""
 
@@ -33,25 +39,21 @@ class TwoVotersWarning(Note, frozen=True, tag="two_voters_warning"):
     """Two nodes without a spare cannot distinguish a dead node from a lost link."""
 
 
-class NodeJoined(Note, frozen=True, tag="node_joined"):
+class NodeJoined(NodeNote, frozen=True, tag="node_joined"):
     """A node is connected to the leader."""
 
-    node_id: str
     host: str
 
 
-class NodeLost(Note, frozen=True, tag="node_lost"):
+class NodeLost(NodeNote, frozen=True, tag="node_lost"):
     """A node was declared lost."""
 
-    node_id: str
     was_member: bool
     """It ran ranks."""
 
 
-class NodeLeft(Note, frozen=True, tag="node_left"):
+class NodeLeft(NodeNote, frozen=True, tag="node_left"):
     """A node has drained and ended."""
-
-    node_id: str
 
 
 class NodesDraining(Note, frozen=True, tag="nodes_draining"):
@@ -96,22 +98,16 @@ class PreflightFinished(Note, frozen=True, tag="preflight_finished"):
     fitness: NodeFitness
 
 
-class NodeUnfit(Note, frozen=True, tag="node_unfit"):
+class NodeUnfit(NodeNote, frozen=True, tag="node_unfit"):
     """A node may not run ranks."""
 
-    node_id: str
 
-
-class NodeFit(Note, frozen=True, tag="node_fit"):
+class NodeFit(NodeNote, frozen=True, tag="node_fit"):
     """A node may run ranks again."""
 
-    node_id: str
 
-
-class NodeBelowMedian(Note, frozen=True, tag="node_below_median"):
+class NodeBelowMedian(NodeNote, frozen=True, tag="node_below_median"):
     """The rates of a node are far below those of the others."""
-
-    node_id: str
 
 
 class PathsProbed(Note, frozen=True, tag="paths_probed"):

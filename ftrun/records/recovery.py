@@ -3,19 +3,16 @@
 from ftrun.events import Record, WorkerExit
 from ftrun.ids import Version
 from ftrun.monitor.repeat_check import Repeat
-from ftrun.records.note import Note, Seconds, Whole
+from ftrun.records.note import Note, ReasonRecord, Seconds, Whole
 
 
-class KillWorkers(Record, frozen=True, tag="workers_killed"):
+class KillWorkers(ReasonRecord, frozen=True, tag="workers_killed"):
     """Kill every worker of this generation at once."""
 
-    reason: str
 
-
-class RequestFinalSnapshot(Record, frozen=True, tag="final_snapshot_requested"):
+class RequestFinalSnapshot(ReasonRecord, frozen=True, tag="final_snapshot_requested"):
     """Order every rank to take a snapshot at the same next boundary, and to wait there."""
 
-    reason: str
     after_step: int = -1
     """The boundary; -1: the next one that no rank of this node has passed."""
 
@@ -38,16 +35,12 @@ class EndRun(Record, frozen=True, tag="run_end_decided"):
     """Only this node ends: it has drained, or the others have finished."""
 
 
-class RespawnSmp(Record, frozen=True, tag="smp_respawned"):
+class RespawnSmp(ReasonRecord, frozen=True, tag="smp_respawned"):
     """Start another SMP and hand it the memory."""
 
-    reason: str
 
-
-class RespawnZygote(Record, frozen=True, tag="zygote_respawned"):
+class RespawnZygote(ReasonRecord, frozen=True, tag="zygote_respawned"):
     """Start another zygote."""
-
-    reason: str
 
 
 class DisableComponent(Record, frozen=True, tag="component_disabled"):
@@ -57,16 +50,12 @@ class DisableComponent(Record, frozen=True, tag="component_disabled"):
     reason: str
 
 
-class SuspendRanks(Record, frozen=True, tag="ranks_suspended"):
+class SuspendRanks(ReasonRecord, frozen=True, tag="ranks_suspended"):
     """Suspend this node's ranks (SIGSTOP), until it is clear which agent leads."""
 
-    reason: str
 
-
-class ResumeRanks(Record, frozen=True, tag="ranks_resumed"):
+class ResumeRanks(ReasonRecord, frozen=True, tag="ranks_resumed"):
     """Resume the suspended ranks."""
-
-    reason: str
 
 
 class UpdatePeerPorts(Record, frozen=True, tag="peer_ports_updated"):
@@ -83,10 +72,9 @@ class RestorePointChosen(Record, frozen=True, tag="restore_point_chosen"):
     voided_slots: int
 
 
-class GenerationStartedRecord(Record, frozen=True, tag="generation_started"):
+class GenerationStartedRecord(ReasonRecord, frozen=True, tag="generation_started"):
     """This node has started its ranks."""
 
-    reason: str
     generation: Whole
     restored: Version | None
     pids: tuple[Whole, ...]

@@ -1,7 +1,7 @@
 """Records of an agent and of its run: begin, end, signals, progress, observers."""
 
 from ftrun.events import Record
-from ftrun.records.note import Note, Seconds, Whole
+from ftrun.records.note import Note, ReasonRecord, Seconds, Whole
 
 
 class AgentStarted(Record, frozen=True, tag="agent_started"):
@@ -85,10 +85,8 @@ class ProgressRecord(Record, frozen=True, tag="progress"):
     """Rank, step, lateness in seconds."""
 
 
-class MetricsDisabled(Record, frozen=True, tag="metrics_disabled"):
+class MetricsDisabled(ReasonRecord, frozen=True, tag="metrics_disabled"):
     """No metrics are served."""
-
-    reason: str
 
 
 class HookFailed(Record, frozen=True, tag="hook_failed"):
