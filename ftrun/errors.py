@@ -1,38 +1,5 @@
 """Every exception that ftrun raises on purpose, and every exit code.
 
-    FtrunError                      exit 1    base class of all of them
-    |-- UsageError                  exit 2    the caller can correct it
-    |   |-- ProfileInvalid
-    |   |-- RulesInvalid                      a file of layout rules does not parse
-    |   |-- RulesMismatch                     layout rules do not fit the tensors of a checkpoint
-    |   |-- RunIdTaken                        another script, or a run that is still alive
-    |   |-- AddressTaken                      another process listens at the address
-    |   |-- FaultRefused                      a fault that cannot be injected here
-    |   `-- NotSupportedHere                  the launcher needs Linux
-    |-- SnapshotError               exit 77   no state to resume from
-    |   |-- MemoryTooSmall                    memory for snapshots does not fit
-    |   |-- ValueNotStorable                  a value is neither a tensor nor plain data
-    |   |-- StateDictFailed                   the script's own state_dict() raised
-    |   |-- ShapeChanged                      saved and present tensor differ
-    |   |-- StructureChanged                  the script changed objects after attach
-    |   |-- LayoutUnknown                     the bytes are not in a known format
-    |   |-- TensorIncomplete                  no rank of the previous world holds a part of a tensor
-    |   |-- RanksDiffer                       ranks hold different values under one name
-    |   |-- SnapshotCorrupt                   a digest does not match
-    |   |-- FragmentRefused                   a block is not the requested one
-    |   |-- StripeLost                        fewer good fragments than data blocks
-    |   |-- FetchFailed                       no reachable node has a part of a restored version
-    |   `-- DirectoryTaken          exit 2    another run uses the checkpoint directory
-    |-- CheckpointError             exit 77   a checkpoint on disk cannot be used
-    |   |-- NoUsableCheckpoint
-    |   `-- CheckpointsTaken        exit 2    another run uses the checkpoint directory
-    |-- PeerError                   exit 75   another process is lost or broke the protocol
-    |   |-- PeerLost
-    |   |-- PeerTimeout
-    |   |-- HandshakeRefused                  one of the two sides rejects the other
-    |   `-- ProtocolError
-    `-- InternalError               exit 70   a broken invariant: a bug in ftrun
-
 Failures that ftrun exists to survive, such as a dead worker or a killed SMP, are not exceptions.
 They are values in `events.py`, because recovery must decide about them, and an exception only
 unwinds.
