@@ -84,10 +84,7 @@ def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
             f"both nodes are named {own.node_id}. Use a different --node-id on each node, and "
             "do not start two nodes on one machine without it"
         )
-    for what, here, there in (
-        ("ftrun", own.ftrun, peer.ftrun),
-        ("torch", own.torch, peer.torch),
-    ):
+    for what, here, there in (("ftrun", own.ftrun, peer.ftrun), ("torch", own.torch, peer.torch)):
         if here != there:
             return (
                 f"node {peer.node_id} has {what} {there or 'of an unknown version'}, and node "
