@@ -45,14 +45,10 @@ class WorkerExit:
 
     rank: Rank
     kind: ExitKind
-    code: int
-    """Exit code, or the negative signal number."""
-    text: str
-    """In words: "rank 1 was killed by SIGKILL"."""
-    detail: str = ""
-    """The user's part of the exception's traceback."""
-    fingerprint: str = ""
-    """Equal for two failures of the same kind at the same place."""
+    code: int  # exit code, or the negative signal number
+    text: str  # in words: "rank 1 was killed by SIGKILL"
+    detail: str = ""  # the user's part of the exception's traceback
+    fingerprint: str = ""  # equal for two failures of the same kind at the same place
     failed_at_ns: int = 0
     """Time of the failure on the monotonic clock; 0 if only the exit was observed."""
 
@@ -69,10 +65,8 @@ class GenerationStarted:
 class Progress:
     """Progress of the workers of this generation."""
 
-    step: Step
-    """Largest step boundary that any rank has passed."""
-    steps_here: int
-    """Step boundaries that the furthest rank has passed in this generation."""
+    step: Step  # largest step boundary that any rank has passed
+    steps_here: int  # step boundaries that the furthest rank has passed in this generation
     attached: bool
 
 

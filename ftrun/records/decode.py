@@ -28,10 +28,8 @@ _FAR_S = 7 * 86_400.0
 class JournalLine(Generic[R_co]):
     """One line of a journal."""
 
-    t_s: float
-    """Wall time; a report corrects it by the monotonic clock of the node."""
-    node: str
-    """Empty in a run on one node."""
+    t_s: float  # wall time; a report corrects it by the monotonic clock of the node
+    node: str  # empty in a run on one node
     monotonic_s: float
     record: R_co
 

@@ -25,10 +25,8 @@ class VerdictRecord(IncidentNote, frozen=True, tag="verdict"):
     """A diagnosis, or a changed one."""
 
     verdict: Verdict
-    step: Whole | None = None
-    """Furthest step of any rank, as known to the leader."""
-    ranks: tuple[RankView, ...] = ()
-    """With whole stacks of the culprits and of one victim."""
+    step: Whole | None = None  # furthest step of any rank, as known to the leader
+    ranks: tuple[RankView, ...] = ()  # with whole stacks of the culprits and of one victim
     matrix: tuple[DelayTableCell, ...] = ()
 
 
@@ -51,8 +49,7 @@ class Downtime(msgspec.Struct, frozen=True):
     """
 
     total_s: float
-    detection_s: float
-    """From the fault to the verdict."""
+    detection_s: float  # from the fault to the verdict
     restart_s: float
     """Stop the ranks, choose what to restore, start processes, connect, set up the script."""
     restore_s: float
@@ -89,19 +86,15 @@ class IncidentClosed(IncidentNote, frozen=True, tag="incident_closed"):
     culprits: tuple[int, ...]
     nodes: tuple[str, ...]
     verified: IncidentVerification
-    action: str
-    """The last one."""
+    action: str  # the last one
     actions: tuple[str, ...]
     open_s: Seconds
     detected_s: Seconds | None = None
-    recovered_s: Seconds | None = None
-    """The downtime."""
+    recovered_s: Seconds | None = None  # the downtime
     downtime: Downtime | None = None
     steps_lost: Whole | None = None
-    restored: Whole | None = None
-    """Step from which the ranks began again."""
-    generations: tuple[int, ...] = ()
-    """Generations that were started because of it."""
+    restored: Whole | None = None  # step from which the ranks began again
+    generations: tuple[int, ...] = ()  # generations that were started because of it
 
 
 class LifecycleChanged(Note, frozen=True, tag="lifecycle_changed"):

@@ -22,11 +22,9 @@ class GenerationChosen(Note, frozen=True, tag="generation_chosen"):
     reason: str
     generation: Whole
     world_size: Whole
-    restored: tuple[int, int] | None
-    """Generation and step; None: nothing in memory."""
+    restored: tuple[int, int] | None  # generation and step; None: nothing in memory
     restore_reason: str
-    skip_batches: int = 0
-    """Batches that its ranks leave out."""
+    skip_batches: int = 0  # batches that its ranks leave out
 
 
 class VotersChanged(Note, frozen=True, tag="voters_changed"):
@@ -48,8 +46,7 @@ class NodeJoined(NodeNote, frozen=True, tag="node_joined"):
 class NodeLost(NodeNote, frozen=True, tag="node_lost"):
     """A node was declared lost."""
 
-    was_member: bool
-    """It ran ranks."""
+    was_member: bool  # it ran ranks
 
 
 class NodeLeft(NodeNote, frozen=True, tag="node_left"):
@@ -113,8 +110,7 @@ class NodeBelowMedian(NodeNote, frozen=True, tag="node_below_median"):
 class PathsProbed(Note, frozen=True, tag="paths_probed"):
     """The paths between the nodes were probed."""
 
-    coverage: Seconds
-    """Share of the paths that have a result."""
+    coverage: Seconds  # share of the paths that have a result
     findings: int
 
 

@@ -13,8 +13,7 @@ class KillWorkers(ReasonRecord, frozen=True, tag="workers_killed"):
 class RequestFinalSnapshot(ReasonRecord, frozen=True, tag="final_snapshot_requested"):
     """Order every rank to take a snapshot at the same next boundary, and to wait there."""
 
-    after_step: int = -1
-    """The boundary; -1: the next one that no rank of this node has passed."""
+    after_step: int = -1  # the boundary; -1: the next one that no rank of this node has passed
 
 
 class SignalWorkers(Record, frozen=True, tag="workers_signalled"):
@@ -31,8 +30,7 @@ class EndRun(Record, frozen=True, tag="run_end_decided"):
     reason: str
     cause: WorkerExit | None = None
     advice: str = ""
-    run_continues: bool = False
-    """Only this node ends: it has drained, or the others have finished."""
+    run_continues: bool = False  # only this node ends: it has drained, or the others have finished
 
 
 class RespawnSmp(ReasonRecord, frozen=True, tag="smp_respawned"):

@@ -28,8 +28,7 @@ class SmpUnreachable(ReasonRecord, frozen=True, tag="smp_unreachable"):
 class FreshStartUsed(ReasonRecord, frozen=True, tag="fresh_start_used"):
     """Ranks are not forked warm."""
 
-    rank: int | None = None
-    """None: all of them."""
+    rank: int | None = None  # None: all of them
 
 
 class StandbyBound(Record, frozen=True, tag="standby_bound"):
@@ -37,8 +36,7 @@ class StandbyBound(Record, frozen=True, tag="standby_bound"):
 
     local_rank: int
     device: str
-    free_bytes: int
-    """Memory of the device that is free then; -1: unknown."""
+    free_bytes: int  # memory of the device that is free then; -1: unknown
 
 
 class StandbyDropped(Record, frozen=True, tag="standby_dropped"):
@@ -56,8 +54,7 @@ class CheckpointWrittenRecord(Record, frozen=True, tag="checkpoint_written"):
     path: str
     total_bytes: int
     seconds: Seconds
-    ahead_s: Seconds = 0.0
-    """Seconds between the first byte written and the last byte captured."""
+    ahead_s: Seconds = 0.0  # seconds between the first byte written and the last byte captured
 
 
 class CheckpointFailedRecord(ReasonRecord, frozen=True, tag="checkpoint_failed"):

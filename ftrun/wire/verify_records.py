@@ -14,9 +14,7 @@ import msgspec
 class Kill(msgspec.Struct, frozen=True):
     """One SIGKILL. Rank G + 1 modulo N carries out the kill at index G, in generation G."""
 
-    step: int
-    """Steps that are complete when the kill happens."""
-
+    step: int  # steps that are complete when the kill happens
     is_in_step: bool
     """Kill in the middle of the next step, before its optimizer step; otherwise at the end of
     `step`."""
@@ -29,9 +27,7 @@ class VerifyPlan(msgspec.Struct, frozen=True):
     """One run of a verification; JSON in `environment.VERIFY`."""
 
     folder: str
-    steps: int
-    """Each rank ends its process with exit code 0 after this number of steps."""
-
+    steps: int  # each rank ends its process with exit code 0 after this number of steps
     kills: tuple[Kill, ...] = ()
 
 
@@ -71,12 +67,8 @@ class VerifyRecord(msgspec.Struct, omit_defaults=True):
     values: dict[str, str] = {}
     """Short texts of the numbers and strings in `digests`, by the same keys."""
 
-    where: str = ""
-    """FILE:LINE of the script."""
-
-    what: str = ""
-    """Class of the optimizer, loader or module; for ATTACHED the restored version."""
-
+    where: str = ""  # FILE:LINE of the script
+    what: str = ""  # class of the optimizer, loader or module; for ATTACHED the restored version
     notes: dict[str, str] = {}
 
 

@@ -30,13 +30,9 @@ class SlurmStep:
     job_id: int
     step_id: int
     num_nodes: int
-    node_list: str
-    """In Slurm's notation: `n[1-2,07-09],m3`."""
-    node_name: str
-    """Name of this node; may differ from its host name."""
-
-    restarts: int = 0
-    """Number of times that the job was requeued."""
+    node_list: str  # in Slurm's notation: `n[1-2,07-09],m3`
+    node_name: str  # name of this node; may differ from its host name
+    restarts: int = 0  # number of times that the job was requeued
 
     @property
     def first_node(self) -> str:

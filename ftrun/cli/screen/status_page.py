@@ -77,8 +77,7 @@ class StatusRow:
     phase: str = ""
     loss: str = ""
     remark: str = ""
-    is_odd: bool = False
-    """The row differs from most others, or something is wrong with it."""
+    is_odd: bool = False  # the row differs from most others, or something is wrong with it
 
 
 def page(

@@ -9,20 +9,13 @@ import msgspec
 class Rail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One interface of a node over which other nodes can reach it."""
 
-    name: str
-    """Name of the interface, such as eth0 or ib0: a value for GLOO_SOCKET_IFNAME."""
-    host: str
-    """Address of the interface."""
-    prefix_bits: int = 0
-    """Prefix length of its network; 0: not known."""
-    port: int = 0
-    """Port on which this node's agent listens at that address."""
-    speed_mbit: int = 0
-    """As reported by the driver; 0: not reported."""
-    duplex: str = ""
-    """`full`, `half`, or empty if the driver does not report it."""
-    hca: str = ""
-    """RDMA device of the interface, such as mlx5_0: a value for NCCL_IB_HCA."""
+    name: str  # name of the interface, such as eth0 or ib0: a value for GLOO_SOCKET_IFNAME
+    host: str  # address of the interface
+    prefix_bits: int = 0  # prefix length of its network; 0: not known
+    port: int = 0  # port on which this node's agent listens at that address
+    speed_mbit: int = 0  # as reported by the driver; 0: not reported
+    duplex: str = ""  # `full`, `half`, or empty if the driver does not report it
+    hca: str = ""  # RDMA device of the interface, such as mlx5_0: a value for NCCL_IB_HCA
 
 
 class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,40 +24,29 @@ class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     A value of 0 is not known.
     """
 
-    source: str
-    """Node id."""
+    source: str  # node id
     destination: str
-    rail: str
-    """Name of the rail in this run: the name of the source's interface."""
-    rtt_s: float = 0.0
-    """Shortest of several round trips."""
-    bytes_per_s: float = 0.0
-    """From source to destination."""
+    rail: str  # name of the rail in this run: the name of the source's interface
+    rtt_s: float = 0.0  # shortest of several round trips
+    bytes_per_s: float = 0.0  # from source to destination
     problem: str = ""
     """Why no result, or no rate, was found. A path with a problem and no round trip is dead."""
-    is_unreached: bool = False
-    """No connection was established, and no kernel refused one."""
+    is_unreached: bool = False  # no connection was established, and no kernel refused one
 
 
 class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rails, node order and snapshot rail chosen for one generation, with reasons."""
 
-    order: list[str] = []
-    """Node ids in the order of their ranks."""
-    rails: list[str] = []
-    """Rails that training uses; no other rail is used."""
-    dropped: dict[str, str] = {}
-    """Rails that training does not use, each with the reason."""
-    snapshot_rail: str = ""
-    """Rail between the SMPs; empty: the rail between the agents."""
+    order: list[str] = []  # node ids in the order of their ranks
+    rails: list[str] = []  # rails that training uses; no other rail is used
+    dropped: dict[str, str] = {}  # rails that training does not use, each with the reason
+    snapshot_rail: str = ""  # rail between the SMPs; empty: the rail between the agents
     snapshot_bytes_per_s: int = 0
     """Limit of each node's snapshot traffic if it shares a training rail; 0: no limit."""
-    leaves: dict[str, str] = {}
-    """Leaf switch of each node, if known, by node id."""
+    leaves: dict[str, str] = {}  # leaf switch of each node, if known, by node id
     leaves_from: str = ""
     """Source of the leaf switches: `labels`, `file`, `slurm`, `probes`; empty: not known."""
-    words: list[str] = []
-    """Decisions and their reasons, one sentence each, for people."""
+    words: list[str] = []  # decisions and their reasons, one sentence each, for people
 
 
 VersionPair = tuple[int, int]
@@ -85,19 +67,15 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     """Identity and addresses of one agent."""
 
     node_id: str
-    incarnation: int
-    """Random number that each agent process draws at its start."""
+    incarnation: int  # random number that each agent process draws at its start
     host: str
     port: int
     num_ranks: int
-    node_rank: int = -1
-    """As given by the user; -1 if not given."""
-    domain: str = ""
-    """Fault domain, such as a rack."""
+    node_rank: int = -1  # as given by the user; -1 if not given
+    domain: str = ""  # fault domain, such as a rack
     endpoint: bool = False
     """The agent listens at the rendezvous endpoint, the first one if there are several."""
-    switch: str = ""
-    """Leaf switch that the node is attached to, as reported by its scheduler."""
+    switch: str = ""  # leaf switch that the node is attached to, as reported by its scheduler
     rails: list[Rail] = []
     """Rails over which the node is reachable, the one of `host` first; empty: only `host` is
     known."""
@@ -132,8 +110,7 @@ class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     node_ids: list[str]
-    ranks: list[list[int]]
-    """Ranks that each of the nodes ran then."""
+    ranks: list[list[int]]  # ranks that each of the nodes ran then
     parity: int
     generation: int
 
@@ -141,8 +118,7 @@ class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Voters that decide about the successor of a generation."""
 
-    generation: int
-    """-1: there has been no generation yet."""
+    generation: int  # -1: there has been no generation yet
     identities: list[Identity]
     voter_revision: int = 0
 
@@ -181,20 +157,17 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The last nodes and ranks that this cause has ended, since a node was excluded for it."""
     excluded_for_cause: list[tuple[str, int]] = []
     """The nodes that were excluded for this cause, and the ranks that had failed there."""
-    suspects: list[str] = []
-    """Nodes that were excluded only because a failure repeated on them."""
+    suspects: list[str] = []  # nodes that were excluded only because a failure repeated on them
     faulty: list[str] = []
     """Nodes with a hardware fault whose ranks were restarted in place, because no other node could
     run them."""
     without_progress: int = 0
     best_step: int = -1
     steps_seen: bool = False
-    node_failures: dict[str, list[float]] = {}
-    """Ages of the losses of each node, by node id."""
+    node_failures: dict[str, list[float]] = {}  # ages of the losses of each node, by node id
     barred: dict[str, float] = {}
     """Ages of the exclusions of nodes that were still present, by node id."""
-    incidents: int = 0
-    """Number of incidents opened so far."""
+    incidents: int = 0  # number of incidents opened so far
     bad_version: VersionPair | None = None
     """The run does not resume from this version or later ones: they hold numerical anomalies."""
     skip_to: int = -1
@@ -205,8 +178,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time that a generation needed up to its first step; 0: not known."""
     bad_checkpoints: dict[str, str] = {}
     """Checkpoints that no node loads, because one node cannot use them: names and reasons."""
-    past_restarts: list[PastRestart] = []
-    """The last restarts, for status."""
+    past_restarts: list[PastRestart] = []  # the last restarts, for status
     gone: list[DepartedNode] = []
 
 
@@ -222,28 +194,22 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restore_reason: str
     store_host: str
     store_port: int
-    groups: list[list[str]] = []
-    """Node ids, each list in the order of its protection group."""
+    groups: list[list[str]] = []  # node ids, each list in the order of its protection group
     parity: int = 0
-    skip_batches: int = 0
-    """Number of batches that each rank skips after the restored version."""
-    restore_world_size: int = 0
-    """Number of ranks that took the restored version."""
+    skip_batches: int = 0  # number of batches that each rank skips after the restored version
+    restore_world_size: int = 0  # number of ranks that took the restored version
     sources: list[RestoreSource] = []
-    smp_ports: dict[str, int] = {}
-    """Port on which each present node's SMP listens for other SMPs."""
+    smp_ports: dict[str, int] = {}  # port on which each present node's SMP listens for other SMPs
     history: FailureHistory = FailureHistory()
     decided_by: list[VoterSet] = []
     """Voter sets whose majorities this generation needs: those of the last generation, and of each
     later one that may have been chosen."""
-    committed: VersionPair | None = None
-    """Newest version known to be committed."""
+    committed: VersionPair | None = None  # newest version known to be committed
     ancestry: list[VersionPair] = []
     """Versions of earlier generations from which this one descends: the last step of each."""
     voter_revision: int = 0
     """Voter revision: counts changes of the spares while this generation ran."""
-    life: str = ""
-    """Equal in all generations of a run; different if the run is started again."""
+    life: str = ""  # equal in all generations of a run; different if the run is started again
     witness: int = 0
     """Life of the outside witness, if it votes in addition to the nodes; 0: no witness votes."""
     paths: NetworkPlan | None = None

@@ -89,8 +89,7 @@ class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
 
     exit_code: int
     reason: str
-    command: str
-    """Digest of the script and its arguments."""
+    command: str  # digest of the script and its arguments
 
 
 class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
@@ -140,8 +139,7 @@ class CheckpointLoaded(VersionMessage, frozen=True, tag="CheckpointLoaded"):
     world_size: int = 0
     is_share: bool = False
     problem: str = ""
-    is_taken: bool = False
-    """The problem is that another live run owns the directory."""
+    is_taken: bool = False  # the problem is that another live run owns the directory
 
 
 CheckpointMessage = (
@@ -183,8 +181,7 @@ class ExportJob(msgspec.Struct, frozen=True):
     source: CheckpointLocation
     format: Format
     out: str
-    dtype: str = ""
-    """Name in safetensors; empty: unchanged."""
+    dtype: str = ""  # name in safetensors; empty: unchanged
     only: tuple[str, ...] = ()
     file_bytes: int = 5_000_000_000
     num_writers: int = 1
@@ -200,15 +197,12 @@ class ExportReport(msgspec.Struct, frozen=True):
     out: str
     files: tuple[str, ...] = ()
     num_tensors: int = 0
-    num_bytes: int = 0
-    """Total size of all files."""
+    num_bytes: int = 0  # total size of all files
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()
     """Content of the checkpoint that the format cannot represent, each item in words."""
-    notes: tuple[str, ...] = ()
-    """Further notes for the operator."""
-    problem: str = ""
-    """Why nothing was written, in words."""
+    notes: tuple[str, ...] = ()  # further notes for the operator
+    problem: str = ""  # why nothing was written, in words
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
@@ -221,10 +215,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     generation: int = -1
     step: int = -1
     world_size: int = 0
-    num_bytes: int = 0
-    """Total size of its files."""
-    written_s: float = 0.0
-    """Wall time; 0: not known."""
+    num_bytes: int = 0  # total size of its files
+    written_s: float = 0.0  # wall time; 0: not known
     problems: tuple[str, ...] = ()
     """Reasons why it cannot be used, in words; empty: no problem was found."""
 
@@ -239,12 +231,10 @@ class CatalogReport(msgspec.Struct, frozen=True):
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
-    found: CheckpointLocation | None = None
-    """The single checkpoint that was requested."""
+    found: CheckpointLocation | None = None  # the single checkpoint that was requested
     owner: CheckpointOwner | None = None
     """Owner record of the run that writes there, or wrote there last; set for the action `try`."""
-    problem: str = ""
-    """Why nothing could be done, in words."""
+    problem: str = ""  # why nothing could be done, in words
 
 
 class ConvertReport(msgspec.Struct, frozen=True):
@@ -257,12 +247,9 @@ class ConvertReport(msgspec.Struct, frozen=True):
     mesh_after: str = ""
     world_size: int = 0
     num_tensors: int = 0
-    num_bytes: int = 0
-    """Total size of its files."""
-    is_linked: bool = False
-    """The layout is the same, so that nothing was converted."""
+    num_bytes: int = 0  # total size of its files
+    is_linked: bool = False  # the layout is the same, so that nothing was converted
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    problem: str = ""
-    """Why there is no result, in words."""
+    problem: str = ""  # why there is no result, in words
     exit_code: int = 0

@@ -42,19 +42,15 @@ class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
     """
 
     local_rank: int
-    variables: dict[str, str]
-    """Those that `read_by_device` selects, of the running rank."""
+    variables: dict[str, str]  # those that `read_by_device` selects, of the running rank
 
 
 class DeviceBound(msgspec.Struct, frozen=True):
     """Standby -> agent: reply to BindDevice."""
 
-    device: str = ""
-    """As torch names it; empty: none was initialised."""
-    free_bytes: int = -1
-    """Memory of the device that is free now; -1: unknown."""
-    problem: str = ""
-    """Why none was initialised, or must not be used. The standby ends."""
+    device: str = ""  # as torch names it; empty: none was initialised
+    free_bytes: int = -1  # memory of the device that is free now; -1: unknown
+    problem: str = ""  # Why none was initialised, or must not be used. The standby ends
 
 
 class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,17 +63,13 @@ class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: Generation
     rank: Rank
     world_size: int
-    agent_pid: int
-    """The worker ends when this process ends."""
+    agent_pid: int  # the worker ends when this process ends
     smp_socket: str
     restore: Version | None = None
-    restore_world_size: int = 0
-    """World size of the version to restore; 0: equal to `world_size`."""
-    skip_batches: int = 0
-    """Number of batches to skip after the restored version."""
+    restore_world_size: int = 0  # world size of the version to restore; 0: equal to `world_size`
+    skip_batches: int = 0  # number of batches to skip after the restored version
     snapshot: SnapshotConfig = SnapshotConfig()
-    start: str = "fresh"
-    """`warm` or `fresh`."""
+    start: str = "fresh"  # `warm` or `fresh`
     rank_socket: str = ""
     """Path of the socket on which this rank's flight recorder can be read; empty: none."""
     descriptors: dict[str, int] = {}

@@ -148,12 +148,10 @@ class SharedPage:
     """One page of shared memory, accessed by field."""
 
     phase = _Text(2048, 64)
-    note = _Text(2176, 1024)
-    """Reason why no snapshots are taken, or another note for the operator."""
+    note = _Text(2176, 1024)  # reason why no snapshots are taken, or another note for the operator
     backends = _Text(_BACKENDS_AT, _BACKENDS_BYTES)
     """Backends of this rank's groups, encoded by `ftrun.monitor.page_values`, as are `groups`."""
-    groups = _Text(_GROUPS_AT, _GROUPS_BYTES)
-    """Process groups of this rank."""
+    groups = _Text(_GROUPS_AT, _GROUPS_BYTES)  # process groups of this rank
     _names = _Text(8192, 4096)
 
     def __init__(self, fd: int) -> None:
