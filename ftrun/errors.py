@@ -324,8 +324,7 @@ class NoUsableCheckpoint(CheckpointError):
     """Checkpoints exist, and this node can use none of them."""
 
     def __init__(self, text: str, rejected: dict[str, str]) -> None:
-        self.rejected = rejected
-        """The reason for each, by name."""
+        self.rejected = rejected  # the reason for each, by name
         super().__init__(text)
 
 

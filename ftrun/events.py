@@ -110,5 +110,4 @@ class ZygoteExited(Record, frozen=True, tag="zygote_exited"):
 Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick
 """Events of the whole run."""
 
-PartEvent = SmpExited | ZygoteExited
-"""Events of the agent's own components."""
+PartEvent = SmpExited | ZygoteExited  # events of the agent's own components

@@ -12,9 +12,7 @@ from typing import NewType
 RunId = NewType("RunId", str)
 """Name of one `ftrun run` with all its restarts. It is part of paths: letters, digits, `._-`."""
 
-Rank = NewType("Rank", int)
-"""Global index of a slot, 0 <= rank < world_size."""
-
+Rank = NewType("Rank", int)  # global index of a slot, 0 <= rank < world_size
 Generation = NewType("Generation", int)
 """Number of earlier starts of the worker group. The user's program sees it as
 TORCHELASTIC_RESTART_COUNT. It is the fencing token in every message, arena header and store."""

@@ -36,8 +36,7 @@ class Journal:
         self._copies: deque[str] | None = None
         self._watchers: list[Watcher] = []
         self.dropped = 0
-        self._is_torn = False
-        """The last line has no end."""
+        self._is_torn = False  # the last line has no end
         try:
             folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

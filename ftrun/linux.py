@@ -25,9 +25,7 @@ _PR_SET_PTRACER = 0x59616D61
 OOM_SCORE = 500
 """OOM score of workers, so that the kernel kills a worker before any process of ftrun."""
 
-_OTHER_FILES = 64
-"""Open files of a process in addition to the ones that it asks for."""
-
+_OTHER_FILES = 64  # open files of a process in addition to the ones that it asks for
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/infiniband/")
 """How the paths of accelerators and RDMA cards begin."""
 

@@ -28,9 +28,7 @@ from pathlib import Path
 
 from ftrun import clock
 
-MARK = "FTRUN_PROCESS_TREE"
-"""Environment variable of all processes of a run below its stub."""
-
+MARK = "FTRUN_PROCESS_TREE"  # environment variable of all processes of a run below its stub
 PERSISTENT = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
 """Names of the processes that outlive their agent: the SMP, the reverter of faults, and the process
 from which the next agents are forked."""

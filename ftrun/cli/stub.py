@@ -60,8 +60,7 @@ TRUSTED_AFTER_S = 60.0
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 SHUTDOWN_S = 5.0
-_RESERVE_ANSWER_S = 5.0
-"""A fork takes 20 ms, so that a slower reserve is stopped or starved."""
+_RESERVE_ANSWER_S = 5.0  # a fork takes 20 ms, so that a slower reserve is stopped or starved
 _PREVIOUS_RANKS_WAIT_S = 30.0
 """The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
 
@@ -135,20 +134,17 @@ class Stub:
         self._agent: int | None = None
         self._status = 0
         self._incarnation = 0
-        self._lost_s = 0.0
-        """Monotonic time at which the last agent ended; 0 if there was none."""
+        self._lost_s = 0.0  # monotonic time at which the last agent ended; 0 if there was none
         self._starts_s: deque[float] = deque()
         self._stuck_pids: list[int] = []
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
-        self._found_memory = False
-        """An SMP existed before this stub started an agent."""
+        self._found_memory = False  # an SMP existed before this stub started an agent
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._retained_fds: list[int] = []
         self._reserve = ReserveLink()
-        self._is_forked = False
-        """The current agent is a fork of the reserve."""
+        self._is_forked = False  # the current agent is a fork of the reserve
 
     @property
     def _may_hold_memory(self) -> bool:

@@ -20,8 +20,7 @@ R = TypeVar("R", bound=Record)
 R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 _MAX_LINE_BYTES = 2_000_000
-_FAR_S = 7 * 86_400.0
-"""Two times of one line are less than this apart."""
+_FAR_S = 7 * 86_400.0  # two times of one line are less than this apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-OWNER_NAME = ".owner.json"
-"""File name of the record in the checkpoint directory."""
+OWNER_NAME = ".owner.json"  # file name of the record in the checkpoint directory
 
 
 class CheckpointClaim(msgspec.Struct, frozen=True):

@@ -23,12 +23,8 @@ from ftrun.ids import RunId
 RUN_ID = "FTRUN_RUN_ID"
 GENERATION = "FTRUN_GENERATION"
 
-LAUNCH = "FTRUN_LAUNCH"
-"""The `LaunchRequest` of this worker, as JSON."""
-
-VERIFY = "FTRUN_VERIFY"
-"""A `VerifyPlan` as JSON; set only in the runs of `ftrun verify`."""
-
+LAUNCH = "FTRUN_LAUNCH"  # the `LaunchRequest` of this worker, as JSON
+VERIFY = "FTRUN_VERIFY"  # a `VerifyPlan` as JSON; set only in the runs of `ftrun verify`
 LOG_FOLDER = "FTRUN_LOG_FOLDER"
 """Read by `ftrun run`: the parent folder of the run's log folder; default: ./ftrun-logs."""
 

@@ -31,25 +31,16 @@ class VerifyPlan(msgspec.Struct, frozen=True):
     kills: tuple[Kill, ...] = ()
 
 
-ATTACHED = "attached"
-"""State when attach returns: restored, or the script's own."""
-
-STARTED = "begun"
-"""State when the first iteration of a session's loop begins."""
-
+ATTACHED = "attached"  # state when attach returns: restored, or the script's own
+STARTED = "begun"  # state when the first iteration of a session's loop begins
 BATCH = "batch"
 FORWARD = "forward"
-LOSS = "loss"
-"""Tensor on which a backward pass begins."""
-
-OPTIMIZER = "optimizer"
-"""State before an optimizer step."""
-
+LOSS = "loss"  # tensor on which a backward pass begins
+OPTIMIZER = "optimizer"  # state before an optimizer step
 BOUNDARY = "boundary"
 KILLED = "killed"
 
-FAILED = "failed"
-"""An event could not be recorded; `what` names the event and the reason."""
+FAILED = "failed"  # an event could not be recorded; `what` names the event and the reason
 
 
 class VerifyRecord(msgspec.Struct, omit_defaults=True):

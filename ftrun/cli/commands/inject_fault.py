@@ -15,8 +15,7 @@ from ftrun.wire.fault_orders import duration_s, make_cancel, make_order
 from ftrun.wire.messages.envelope import Refused
 from ftrun.wire.messages.faults import FaultAccepted, FaultOrder, InjectFault
 
-_ANSWER_S = 40.0
-"""Seconds; the agent may wait for another node and for the injector."""
+_ANSWER_S = 40.0  # seconds; the agent may wait for another node and for the injector
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

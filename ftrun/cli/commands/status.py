@@ -37,9 +37,7 @@ from ftrun.wire.transport.channel import Channel
 MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
 _ANSWER_S = 10.0
 _MAX_NAMED = 5
-_NO_LIMIT = sys.maxsize
-"""Width and height if stdout is not a terminal."""
-
+_NO_LIMIT = sys.maxsize  # width and height if stdout is not a terminal
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

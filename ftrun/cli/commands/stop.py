@@ -15,9 +15,7 @@ from ftrun.errors import FtrunError, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import Done, Refused, StopRequest
 
 _ANSWER_S = 10.0
-_SPARE_S = 20.0
-"""Seconds beyond the run's grace, to finish a last checkpoint and remove the folder."""
-
+_SPARE_S = 20.0  # seconds beyond the run's grace, to finish a last checkpoint and remove the folder
 _POLL_S = 0.05
 _DEFAULT_GRACE_S = 30.0
 

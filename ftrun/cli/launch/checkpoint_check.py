@@ -15,9 +15,7 @@ from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.messages.checkpoint import CatalogReport
 
-LIMIT_S = 60.0
-"""Seconds; a slower storage cannot store checkpoints either."""
-
+LIMIT_S = 60.0  # seconds; a slower storage cannot store checkpoints either
 _Report = TypeVar("_Report", bound=msgspec.Struct)
 
 

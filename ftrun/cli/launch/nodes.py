@@ -33,9 +33,7 @@ from ftrun.wire.transport.tcp import is_local_address
 
 RDZV_PORT, MASTER_PORT = 29400, 29500
 """Default ports of --rdzv-endpoint and of --master-port, as in torchrun."""
-ETCD_PORT = 2379
-"""Default port of --rdzv-endpoint with --rdzv-backend etcd."""
-
+ETCD_PORT = 2379  # default port of --rdzv-endpoint with --rdzv-backend etcd
 OUR_BACKENDS = ("", "c10d", "static", "ftrun")
 ETCD = "etcd"
 _GOOD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -21,8 +21,7 @@ from ftrun.cli.screen.text import duration, ranges, size, with_commas
 from ftrun.ids import version
 from ftrun.wire.messages.status import NodeStatus, RankStatus, RestartStatus, StatusView
 
-NO_WIDTH = 1_000_000
-"""Columns if the output is not a terminal; wider than any table."""
+NO_WIDTH = 1_000_000  # columns if the output is not a terminal; wider than any table
 HOUR_S = 3600.0
 
 _STYLE_OF_MARK = {"ok": "green", "warn": "yellow", "bad": "red"}

@@ -49,12 +49,8 @@ class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     words: list[str] = []  # decisions and their reasons, one sentence each, for people
 
 
-VersionPair = tuple[int, int]
-"""(generation, step)."""
-
-Identity = tuple[str, int]
-"""Node id and incarnation."""
-
+VersionPair = tuple[int, int]  # (generation, step)
+Identity = tuple[str, int]  # node id and incarnation
 WITNESS = "the witness"
 """Represents the outside witness among the voters; no node can have this name."""
 

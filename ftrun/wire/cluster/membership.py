@@ -188,7 +188,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     views: tuple[RankView, ...] = ()
     """Observations of the local ranks, while one of them makes no progress for too long."""
     troubles: tuple[str, ...] = ()  # recent error counts of this node's network cards and GPUs
-    fault: str = ""  # A hardware fault of this node's GPUs, until its agent ends; empty: none
+    fault: str = ""  # a hardware fault of this node's GPUs, until its agent ends; empty: none
     differs: str = ""  # replicas of this generation have diverged; description in words
     differing_ranks: tuple[int, ...] = ()  # ranks whose replicas differ from the majority's
     sample: NodeSample | None = None

@@ -22,9 +22,7 @@ RESERVE_SOCKET = "FTRUN_RESERVE_SOCKET"
 STUCK_PIDS = "FTRUN_STUCK_PIDS"
 """Pids of earlier ranks that have not ended after SIGKILL, comma-separated."""
 
-MAX_FDS = 253
-"""Descriptors in one message: the kernel's SCM_MAX_FD."""
-
+MAX_FDS = 253  # descriptors in one message: the kernel's SCM_MAX_FD
 MAX_ORDER_BYTES = 1 << 16
 
 

@@ -11,8 +11,7 @@ import msgspec
 from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
 from ftrun.wire.messages.message import Message, VersionMessage
 
-INDEX_NAME = "index.json"
-"""The file that makes a folder a checkpoint."""
+INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):

@@ -14,9 +14,7 @@ from ftrun.errors import ProtocolError
 from ftrun.monitor.repeat_check import Repeat
 from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
-STALE_S = 2.0
-"""If the status of a node is at least this old, the summary names its age."""
-
+STALE_S = 2.0  # if the status of a node is at least this old, the summary names its age
 CLOSED = "closed"
 """State of an incident that is over; an open incident has the lifecycle state of the run."""
 

@@ -38,12 +38,8 @@ MAX_BACKENDS_BYTES = _BACKENDS_BYTES - 2
 NEVER_STEP = (1 << 63) - 1
 _NO_CAPTURE = 1
 
-MAX_SAMPLES = 32
-"""Maximum number of parameters of which a boundary record has a digest."""
-
-NUM_RECORDS = 256
-"""Boundary records on a page; a newer record replaces the oldest."""
-
+MAX_SAMPLES = 32  # maximum number of parameters of which a boundary record has a digest
+NUM_RECORDS = 256  # boundary records on a page; a newer record replaces the oldest
 MAX_SAMPLE_NAME_BYTES = 120
 _RECORDS_AT = 12288
 _RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")

@@ -139,8 +139,7 @@ class ParityRegion:
         self._memory = memoryview(self._map)
         self.state = ParityRegionState.EMPTY
         self.record: ParityRecord | None = None
-        self.is_damaged = False
-        """A requested block did not match its digest."""
+        self.is_damaged = False  # a requested block did not match its digest
         self._areas: _Areas | None = None
         self._raw = b""
         self._read()

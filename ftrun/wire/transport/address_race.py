@@ -27,9 +27,7 @@ from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.transport.tcp import check_not_itself, dial, how_lost, tune
 
-NEXT_S = 0.15
-"""Seconds after which the next address is dialled in parallel to the previous one."""
-
+NEXT_S = 0.15  # seconds after which the next address is dialled in parallel to the previous one
 _IP_BIND_ADDRESS_NO_PORT = 24
 
 T = TypeVar("T")

@@ -29,8 +29,7 @@ from ftrun.wire.transport.tcp import how_lost
 
 MAX_QUEUED_BYTES = 8 << 20
 _RECEIVE_BYTES = 1 << 16
-_RECEIVES_AT_ONCE = 64
-"""Limit per call, so that a peer that sends much does not delay the others."""
+_RECEIVES_AT_ONCE = 64  # limit per call, so that a peer that sends much does not delay the others
 
 
 class AnyEnvelope(Protocol):
