@@ -34,33 +34,25 @@ _REDONE = "the steps since the last committed snapshot, which are repeated"
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault: what it does (`does`), and the expected reaction (`seen`).
-
-    Args:
-        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank,
-            others --node.
-        within_s: maximum seconds from the fault to the expected reaction; 0: no reaction is
-            expected.
-        lost: state or work that may be lost.
-        is_inside: the rank injects the fault into itself, exactly at the end of the named step.
-        for_s: default duration in seconds, without --for; 0: no duration, or until the target
-            ends.
-        amount: default without --amount.
-        unit: meaning of --amount; empty: the kind takes no --amount.
-    """
+    """One kind of fault: what it does (`does`), and the expected reaction (`seen`)."""
 
     name: str
     target: Target
+    """What the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank, others
+    --node."""
     does: str
     seen: str
     within_s: float
-    lost: str = "nothing"
+    """Maximum seconds from the fault to the expected reaction; 0: no reaction is expected."""
+    lost: str = "nothing"  # state or work that may be lost
     needs: str = ""
     by_rank: bool = False
     is_inside: bool = False
+    """The rank injects the fault into itself, exactly at the end of the named step."""
     for_s: float = 0.0
-    amount: float = 0.0
-    unit: str = ""
+    """Default duration in seconds, without --for; 0: no duration, or until the target ends."""
+    amount: float = 0.0  # default without --amount
+    unit: str = ""  # meaning of --amount; empty: the kind takes no --amount
 
 
 def _rank(name: str, does: str, seen: str, within_s: float, lost: str = _REDONE) -> FaultKind:

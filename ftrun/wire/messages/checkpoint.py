@@ -18,30 +18,24 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     """Agent -> SMP: write the newest committed version to this directory.
 
     Reply, when it is durable: CheckpointWritten, or CheckpointFailed.
-
-    Args:
-        directory: absolute; with several nodes a shared one.
-        keep: number of checkpoints to retain, including the newest.
-        version: generation and step of the version to write. Required if ranks are on several
-            nodes: each node gets a request for the same version, in any order, and possibly more
-            than once.
-        token: with a version: equal on all nodes that write it together, and different in another
-            life of the run or another generation. Parts with different tokens are never merged.
-        keep_s: checkpoints older than this are removed too, but never the newest. 0: no age limit.
-        bytes_per_s: limit of this node's write rate; 0: no limit.
-        live_capture_timeout_s: without a version: if the capture of a snapshot begins within this
-            time, that snapshot is written during its capture (live capture), instead of the newest
-            committed version. 0: no live capture.
     """
 
-    directory: str
-    keep: int
+    directory: str  # absolute; with several nodes a shared one
+    keep: int  # number of checkpoints to retain, including the newest
     version: tuple[int, int] | None = None
+    """Generation and step of the version to write. Required if ranks are on several nodes: each
+    node gets a request for the same version, in any order, and possibly more than once."""
     token: str = ""
+    """With a version: equal on all nodes that write it together, and different in another life of
+    the run or another generation. Parts with different tokens are never merged."""
     keep_s: float = 0.0
-    bytes_per_s: float = 0.0
+    """Checkpoints older than this are removed too, but never the newest. 0: no age limit."""
+    bytes_per_s: float = 0.0  # limit of this node's write rate; 0: no limit
     life: str = ""
     live_capture_timeout_s: float = 0.0
+    """Without a version: if the capture of a snapshot begins within this time, that snapshot is
+    written during its capture (live capture), instead of the newest committed version. 0: no live
+    capture."""
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
@@ -49,26 +43,18 @@ class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
 
 
 class CheckpointWritten(VersionMessage, frozen=True, tag="CheckpointWritten"):
-    """SMP -> agent: the checkpoint is durable, or this node's part of it is.
+    """SMP -> agent: the checkpoint is durable, or this node's part of it is."""
 
-    Args:
-        path: of the complete checkpoint; empty if other parts are missing.
-        total_bytes: size of the checkpoint, or of the part; 0 if all of it existed already.
-        is_part: other parts are missing; the node that writes the last part completes the
-            checkpoint.
-        missing_ranks: ranks in the missing parts.
-        note: what is unusual about this, for the journal; empty: nothing.
-        ahead_s: seconds between the first byte written and the last byte captured; 0 if writing
-            started after the capture.
-    """
-
-    path: str
-    total_bytes: int
+    path: str  # of the complete checkpoint; empty if other parts are missing
+    total_bytes: int  # size of the checkpoint, or of the part; 0 if all of it existed already
     seconds: float
     is_part: bool = False
-    missing_ranks: list[int] = []
-    note: str = ""
+    """Other parts are missing; the node that writes the last part completes the checkpoint."""
+    missing_ranks: list[int] = []  # ranks in the missing parts
+    note: str = ""  # what is unusual about this, for the journal; empty: nothing
     ahead_s: float = 0.0
+    """Seconds between the first byte written and the last byte captured; 0 if writing started after
+    the capture."""
 
 
 class CheckpointFailed(Message, frozen=True, tag="CheckpointFailed"):
@@ -92,34 +78,27 @@ class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
 
 
 class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
-    """Agent -> SMP: fill the arenas from a checkpoint. Reply: CheckpointLoaded or Refused.
+    """Agent -> SMP: fill the arenas from a checkpoint. Reply: CheckpointLoaded or Refused."""
 
-    Args:
-        directory: absolute.
-        world_size: of this run. If the checkpoint has another world size, all its ranks are loaded,
-            as arenas of the previous world. OpenShards and the SMPs of other nodes read from them.
-        local_ranks: ranks of this node, whose arenas are filled.
-        only: name of the only acceptable checkpoint (the end of `CheckpointLoaded.path`); empty:
-            the newest usable one.
-        life: accept only checkpoints that this life of the run has written; empty: any.
-        ranks: of each node that loads together with this one; all nodes get the same list. If
-            several nodes need a shard, one node reads it, and the others fetch it from that node
-            after the generation has begun. With another world size each node loads a share
-            (`ftrun.snapshot.load_shares.ranks_at`). Empty: this node alone.
-        node: index of this node in `ranks`.
-        excluded: checkpoints that no node of this run may load: names and reasons.
-        claim: claim of the directory, to be made first; on the node of rank 0.
-    """
-
-    directory: str
+    directory: str  # absolute
     world_size: int
-    local_ranks: list[int]
+    """Of this run. If the checkpoint has another world size, all its ranks are loaded, as arenas of
+    the previous world. OpenShards and the SMPs of other nodes read from them."""
+    local_ranks: list[int]  # ranks of this node, whose arenas are filled
     only: str = ""
-    life: str = ""
+    """Name of the only acceptable checkpoint (the end of `CheckpointLoaded.path`); empty: the
+    newest usable one."""
+    life: str = ""  # accept only checkpoints that this life of the run has written; empty: any
     ranks: list[list[int]] = []
-    node: int = 0
+    """Of each node that loads together with this one; all nodes get the same list. If several nodes
+    need a shard, one node reads it, and the others fetch it from that node after the generation has
+    begun. With another world size each node loads a share (`ftrun.snapshot.load_shares.ranks_at`).
+    Empty: this node alone."""
+    node: int = 0  # index of this node in `ranks`
     excluded: dict[str, str] = {}
+    """Checkpoints that no node of this run may load: names and reasons."""
     claim: CheckpointClaim | None = None
+    """Claim of the directory, to be made first; on the node of rank 0."""
 
 
 class CheckpointLoaded(VersionMessage, frozen=True, tag="CheckpointLoaded"):

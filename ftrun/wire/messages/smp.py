@@ -23,16 +23,12 @@ class NodeAddress(msgspec.Struct, frozen=True):
 
 
 class PreviousGroup(msgspec.Struct, frozen=True):
-    """The group that protects a version to be fetched, with its nodes in their order at that time.
-
-    Args:
-        nodes: with the ranks that each held then, and the current address of its SMP.
-        generation: in which the version was protected, see `ProtectionPart.protected_in`.
-    """
+    """The group that protects a version to be fetched, with its nodes in their order then."""
 
     nodes: list[NodeAddress]
+    """With the ranks that each held then, and the current address of its SMP."""
     parity: int
-    generation: int
+    generation: int  # in which the version was protected, see `ProtectionPart.protected_in`
 
 
 class ShardOffer(msgspec.Struct, frozen=True):
@@ -53,28 +49,22 @@ class GroupMember(msgspec.Struct, frozen=True):
 
 
 class ProtectionPart(msgspec.Struct, frozen=True):
-    """This node's part in the protection of one version by one group.
-
-    Args:
-        protected_in: generation in which the group has protected it. Together with the version and
-            the members it identifies the protection: parts with equal identity belong together.
-        members: the group in order; the position in it is the position in each stripe.
-        mirrors: nodes whose small state is stored here. A node without any mirror cannot be
-            rebuilt.
-        is_complete: all mirrors and parity that belong here are stored.
-        is_committed: the version was committed with this protection.
-    """
+    """This node's part in the protection of one version by one group."""
 
     generation: int
     step: int
     world_size: int
     protected_in: int
+    """Generation in which the group has protected it. Together with the version and the members it
+    identifies the protection: parts with equal identity belong together."""
     members: list[GroupMember]
+    """The group in order; the position in it is the position in each stripe."""
     parity: int
     node_id: str
     mirrors: list[str]
-    is_complete: bool
-    is_committed: bool
+    """Nodes whose small state is stored here. A node without any mirror cannot be rebuilt."""
+    is_complete: bool  # all mirrors and parity that belong here are stored
+    is_committed: bool  # the version was committed with this protection
 
 
 class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
@@ -101,49 +91,46 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
 
     A repeated message for the same generation means that the page or the addresses of the group
     have changed, because an SMP was restarted. Transfers between the SMPs then restart.
-
-    Args:
-        group: protection group of this node in its fixed order, this node included. Empty: the SMP
-            decides alone, which is permitted only if all ranks of the world are local.
-        node_id: of this node.
-        parity: m, the number of nodes of the group that may be lost; below the number of nodes.
-        small_state_bytes: unique state of a rank up to this size is mirrored, not coded.
-        restored: generation and step of the version that all ranks start from. If the generation is
-            running: the newest committed version.
-        restored_world_size: number of ranks that took it; 0: as many as start now. A version of
-            another world size is read from where it is stored, and not protected again.
-            `restore_from` then names all groups that held it.
-        protected_in: generation whose protection the restore relies on. It is retained until the
-            version is committed again. -1: the newest committed one.
-        restore_from: sources of that version for local ranks that have no slot of it.
-        read_from: sources from which workers read other ranks' shards of it, if the world size is
-            the same. Nodes of this generation are included, with the ranks that they run.
-        timeout_s: time that an SMP may accept no data, or pause inside a frame, before its peers
-            drop the link.
-        pace_bytes_s: limit of this node's send rate to protect a version, in bytes per second to
-            all peers together; 0: no limit.
-        own: address of a node without a group. A node that runs no ranks now sends their state to
-            the nodes that run them. A node that runs all ranks fetches it.
-        claim: claim of the checkpoint directory, on the node of rank 0; None elsewhere, or without
-            a directory.
     """
 
     generation: int
     world_size: int
     local_ranks: list[int]
     group: list[NodeAddress] = []
-    node_id: str = ""
+    """Protection group of this node in its fixed order, this node included. Empty: the SMP decides
+    alone, which is permitted only if all ranks of the world are local."""
+    node_id: str = ""  # of this node
     parity: int = 0
+    """m, the number of nodes of the group that may be lost; below the number of nodes."""
     small_state_bytes: int = 1 << 20
+    """Unique state of a rank up to this size is mirrored, not coded."""
     restored: tuple[int, int] | None = None
+    """Generation and step of the version that all ranks start from. If the generation is running:
+    the newest committed version."""
     protected_in: int = -1
+    """Generation whose protection the restore relies on. It is retained until the version is
+    committed again. -1: the newest committed one."""
     restore_from: list[PreviousGroup] = []
+    """Sources of that version for local ranks that have no slot of it."""
     read_from: list[PreviousGroup] = []
+    """Sources from which workers read other ranks' shards of it, if the world size is the same.
+    Nodes of this generation are included, with the ranks that they run."""
     restored_world_size: int = 0
+    """Number of ranks that took it; 0: as many as start now. A version of another world size is
+    read from where it is stored, and not protected again. `restore_from` then names all groups that
+    held it."""
     timeout_s: float = 10.0
+    """Time that an SMP may accept no data, or pause inside a frame, before its peers drop the
+    link."""
     pace_bytes_s: float = 0.0
+    """Limit of this node's send rate to protect a version, in bytes per second to all peers
+    together; 0: no limit."""
     own: NodeAddress | None = None
+    """Address of a node without a group. A node that runs no ranks now sends their state to the
+    nodes that run them. A node that runs all ranks fetches it."""
     claim: CheckpointClaim | None = None
+    """Claim of the checkpoint directory, on the node of rank 0; None elsewhere, or without a
+    directory."""
 
 
 class VersionReady(VersionMessage, frozen=True, tag="VersionReady"):
@@ -175,16 +162,12 @@ class RestoreReady(VersionMessage, frozen=True, tag="RestoreReady"):
 
 
 class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
-    """SMP -> agent, unsolicited: the version cannot be fetched; `reason` names what is missing.
+    """SMP -> agent, unsolicited: the version cannot be fetched; `reason` names what is missing."""
 
-    Args:
-        generation: the one that was begun, not the version's.
-        is_link: connections to nodes of the plan were lost; the same fetch may succeed later.
-    """
-
-    generation: int
+    generation: int  # the one that was begun, not the version's
     reason: str
     is_link: bool = False
+    """Connections to nodes of the plan were lost; the same fetch may succeed later."""
 
 
 class ParityRegionCreated(Message, frozen=True, tag="ParityRegionCreated"):
@@ -204,19 +187,14 @@ class ParityRegionFreed(Message, frozen=True, tag="ParityRegionFreed"):
 
 
 class SmpNotice(Message, frozen=True, tag="SmpNotice"):
-    """SMP -> agent, unsolicited: an entry for the journal that requires no action.
-
-    Args:
-        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected",
-            "memory" or "restore".
-        nodes: nodes that the notice concerns.
-        ranks: ranks that the notice concerns, if known.
-    """
+    """SMP -> agent, unsolicited: an entry for the journal that requires no action."""
 
     kind: str
+    """One of "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected", "memory",
+    "restore"."""
     reason: str
-    nodes: list[str] = []
-    ranks: list[int] = []
+    nodes: list[str] = []  # nodes that the notice concerns
+    ranks: list[int] = []  # ranks that the notice concerns, if known
 
 
 class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):

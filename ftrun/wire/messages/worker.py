@@ -162,15 +162,12 @@ class RequestShares(Message, frozen=True, tag="RequestShares"):
     """Worker -> SMP: which ranks share their replicas with this one? Reply: SharesGranted.
 
     Refused if the tensors that were compared had another key, or not all members are on this node.
-
-    Args:
-        key: of this rank's tensors, see `key_of` in snapshot/replica_shares.py.
-        members: of the restored shard, which continue to share; empty: those of the decision.
     """
 
     rank: int
-    key: int
+    key: int  # of this rank's tensors, see `key_of` in snapshot/replica_shares.py
     members: list[int] = []
+    """Of the restored shard, which continue to share; empty: those of the decision."""
 
 
 class SharesGranted(Message, frozen=True, tag="SharesGranted"):

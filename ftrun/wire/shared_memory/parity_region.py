@@ -54,29 +54,21 @@ class ParityRegionState(IntEnum):
 
 
 class ParityRecord(msgspec.Struct, frozen=True):
-    """Content of a parity region, and everything needed to serve from it.
-
-    Args:
-        protected_in: generation in which the group protects this version.
-        position: position in the group of the node that owns this region.
-        coded_bytes: of each node, by position.
-        own: the node's own plan, to find its blocks in the slots of its ranks.
-        holders: sets of nodes, by position, that hold the same sections.
-        mirrors: positions whose small state is stored here, with the buffer size of each in bytes.
-    """
+    """Content of a parity region, and everything needed to serve from it."""
 
     generation: int
     step: int
     world_size: int
-    protected_in: int
+    protected_in: int  # generation in which the group protects this version
     members: list[GroupMember]
     parity: int
-    position: int
+    position: int  # position in the group of the node that owns this region
     block_bytes: int
-    coded_bytes: list[int]
-    own: NodeRedundancy
-    holders: list[list[int]]
+    coded_bytes: list[int]  # of each node, by position
+    own: NodeRedundancy  # the node's own plan, to find its blocks in the slots of its ranks
+    holders: list[list[int]]  # sets of nodes, by position, that hold the same sections
     mirrors: list[tuple[int, int]]
+    """Positions whose small state is stored here, with the buffer size of each in bytes."""
     num_rows: int
 
     @property

@@ -35,17 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """One address of a process.
-
-    Args:
-        source: address of this node to dial from; empty: the kernel chooses.
-        is_sure: a refusal there comes from the peer's own machine.
-    """
+    """One address of a process."""
 
     host: str
     port: int
-    source: str = ""
-    is_sure: bool = False
+    source: str = ""  # address of this node to dial from; empty: the kernel chooses
+    is_sure: bool = False  # a refusal there comes from the peer's own machine
 
 
 Greet = Callable[[socket.socket, PeerAddress], T]
