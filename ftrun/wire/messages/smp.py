@@ -190,8 +190,7 @@ class SmpNotice(Message, frozen=True, tag="SmpNotice"):
     """SMP -> agent, unsolicited: an entry for the journal that requires no action."""
 
     kind: str
-    """One of "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected", "memory",
-    "restore"."""
+    """A key of `ftrun.records.snapshots.OF_NOTICE`."""
     reason: str
     nodes: list[str] = []  # nodes that the notice concerns
     ranks: list[int] = []  # ranks that the notice concerns, if known
