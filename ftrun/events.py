@@ -16,7 +16,6 @@ class Record(msgspec.Struct, frozen=True, tag_field="kind"):
 
     @property
     def kind(self) -> str:
-        """The kind of the line, which the class states as its tag."""
         return str(self.__struct_config__.tag)
 
 

@@ -79,6 +79,5 @@ class Journal:
         self._copies = deque(maxlen=1000)
 
     def take_copies(self) -> list[str]:
-        """Returns the copied lines since the last call."""
         copies = self._copies
         return [copies.popleft() for _ in range(len(copies))] if copies is not None else []

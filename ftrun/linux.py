@@ -61,11 +61,7 @@ def end_with_parent() -> None:
 
 
 def fork_orphan() -> bool:
-    """Forks a process that becomes a child of the nearest subreaper above; True in that process.
-
-    Raises:
-        OSError: no process can be created.
-    """
+    """Forks a child of the nearest subreaper above; True in that process. Raises OSError."""
     middle = os.fork()
     if middle == 0:
         try:
@@ -122,11 +118,7 @@ def open_device_files(pid: int | str = "self") -> list[str]:
 
 
 def become_subreaper() -> None:
-    """Makes this process the new parent of every descendant that loses its parent.
-
-    Raises:
-        OSError: the kernel does not allow it.
-    """
+    """Makes this process the parent of descendants that lose their parent; raises OSError."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -145,23 +137,18 @@ def let_parent_trace() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files to the hard limit, if the kernel allows it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def offer_to_oom_killer() -> None:
-    """Raises the OOM score of this process, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
 
 
 def allow_files(count: int) -> None:
-    """Raises the soft limit of open files for `count` files and some others.
-
-    It becomes the hard limit at the most.
-    """
+    """Raises the soft limit of open files for `count` files and some others, as far as it may."""
     wanted = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -221,13 +208,10 @@ class AvailableMemory:
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory:
-    """The free memory under the tightest limit on this process.
+    """The free memory under the tightest limit on this process. `root` is for tests.
 
     A cgroup charges the pages of an arena to the process that touches them first. Without this
     check an arena beyond the limit would therefore cause an OOM kill instead of an error.
-
-    Args:
-        root: folder that contains proc and sys; for tests.
     """
     found = [(_UNLIMITED, "no MemAvailable in /proc/meminfo")]
     for line in (root / "proc/meminfo").read_text().splitlines():
@@ -240,8 +224,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
 def cgroup_limit_left(controller: str) -> int | None:
     """The smallest remainder of this cgroup and all above it; None without a limit.
 
-    Args:
-        controller: `memory` (bytes) or `pids` (processes and threads).
+    `controller` is `memory` (bytes) or `pids` (processes and threads).
     """
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 

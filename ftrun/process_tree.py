@@ -102,7 +102,6 @@ def descendants(roots: Collection[int]) -> list[int]:
 
 
 def note_sessions(folder: Path, leaders: Iterable[int]) -> None:
-    """Writes the sessions of the running ranks to the run folder, each by the pid of its leader."""
     lines = [_pid_world(), *(f"{pid} {_stat(pid)[_START]}" for pid in leaders)]
     (folder / _SESSIONS).write_text("\n".join(lines), encoding="ascii")
 
@@ -114,7 +113,6 @@ def left_behind(folder: Path) -> list[int]:
 
 
 def _left_behind(folder: Path) -> Callable[[int], bool]:
-    """Returns a test whether a process belongs to the run of this folder."""
     try:
         wanted = f"{MARK}={mark_of(folder)}".encode()
     except OSError:  # the folder does not exist
@@ -147,7 +145,6 @@ def _sessions(folder: Path) -> dict[str, str]:
 
 
 def _pid_world() -> str:
-    """Identifies this boot of this machine and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -209,13 +206,9 @@ def end_children(
 ) -> list[int]:
     """Ends every descendant. The children of an ended process become children of this one.
 
-    Args:
-        term_first: send SIGTERM and wait 3 s before SIGKILL.
-        spare: names of processes that are left running.
-        kill_s: seconds to wait after SIGKILL.
-
-    Returns:
-        Processes that have not ended (`explain_stuck`); none of them runs code any more.
+    With `term_first`, SIGKILL follows 3 s after SIGTERM. Processes with a name in `spare` are left
+    running. Returns those that have not ended `kill_s` after SIGKILL (`explain_stuck`); none of
+    them runs code any more.
     """
 
     def find() -> list[int]:
@@ -238,7 +231,6 @@ def end_left_behind(folder: Path) -> list[int]:
 
 
 def reap_all() -> list[tuple[int, int]]:
-    """Reaps every ended child; returns pids and wait statuses."""
     ended: list[tuple[int, int]] = []
     while True:
         try:

@@ -93,7 +93,6 @@ class _Commands(TyperGroup):
 
 
 def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
-    """Raises a UsageError with the closest command if `word` is no script, such as `verfy`."""
     if os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
     if word in _RENAMED and not _is_script(Path(word)):
@@ -236,7 +235,6 @@ def _help(group: Any) -> str:
 
 
 def help_width() -> int:
-    """Returns the terminal width within bounds; the upper bound if stdout is not a terminal."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MAX_WIDTH
     return max(_MIN_WIDTH, min(_MAX_WIDTH, columns))
 

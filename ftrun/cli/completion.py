@@ -32,12 +32,10 @@ def with_parameters(function: Any, parameters: Sequence[inspect.Parameter]) -> A
 def option(
     flag: str, text: str, metavar: str | None = None, *, short: str = "", **more: Any
 ) -> Any:
-    """Declares an option in `Annotated`; `text` is its help."""
     return typer.Option(*filter(None, (short, flag)), help=text, metavar=metavar, **more)
 
 
 def parameter(name: str, kind: Any, declared: Any) -> inspect.Parameter:
-    """Returns the parameter of an option, which is None or False if it is not given."""
     default = False if kind is bool else None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]

@@ -118,8 +118,7 @@ def temporary_folder_warning(folder: str) -> str:
 def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
     """Creates the log folder; if that fails, falls back to another folder and prints a warning.
 
-    Raises:
-        UsageError: the operator named the folder, and it cannot be written.
+    Raises UsageError if the operator named the folder.
     """
     folder = Path(spec.log_folder)
     try:
@@ -267,10 +266,8 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
 
     With a `node_id`, this is the folder of that node, because several nodes of a run may share a
     machine. If the lock is free, the folder belongs to a run whose stub has ended. The new run then
-    takes over the folder and the memory that its SMP may still hold.
-
-    Raises:
-        RunIdTaken: the run is alive, or its SMP holds snapshots of another script.
+    takes over the folder and the memory that its SMP may still hold. Raises RunIdTaken if the run
+    is alive, or if its SMP holds snapshots of another script.
     """
     folder = run_folder(run_id, node_id)
     for attempt in range(_LOCK_ATTEMPTS):
@@ -312,10 +309,8 @@ def remove_earlier_run(folder: RunFolder, spec: RunSpec, step: SlurmStep | None)
 
     Slurm has ended the earlier start on all nodes, so that usually nothing is left. If only a
     minority of nodes still holds memory, these nodes wait for the others, because they cannot
-    decide alone. All nodes of the new start can restore the checkpoint instead.
-
-    Raises:
-        PeerTimeout: the memory cannot be freed.
+    decide alone. All nodes of the new start can restore the checkpoint instead. Raises PeerTimeout
+    if the memory cannot be freed.
     """
     is_requeued = step is not None and step.restarts > 0
     if not is_requeued or spec.checkpoint_directory is None or not answers(folder.smp_socket):

@@ -93,9 +93,8 @@ def is_file_of(path: Path, fd: int) -> bool:
 def choose(name: str | None, *, command: str) -> FoundRun:
     """Returns the named run, or the only live run; a UsageError if several runs match.
 
-    Args:
-        name: a run id, or `RUN_ID@NODE_ID` if several nodes of the run are on this machine.
-        command: the command shown in the error that lists the runs.
+    `name` is a run id, or `RUN_ID@NODE_ID` if several nodes of the run are on this machine. The
+    error that lists the runs shows `command`.
     """
     if name is not None:
         run_id, at, node_id = name.partition("@")

@@ -82,12 +82,10 @@ class ReserveLink:
         return there
 
     def fork_agent(self, folder: str, variables: dict[str, str], fds: list[int]) -> int | None:
-        """Returns the pid of a new agent, or None if the agent must be started as a program.
+        """Returns the pid of a new agent, or None if it must be started as a program.
 
-        Args:
-            folder: the run folder.
-            variables: those that differ from the variables of the program.
-            fds: the agent's end of the stub's socket, then the descriptors of the run's memory.
+        `variables` are those that differ from the variables of the program. `fds` are the agent's
+        end of the stub's socket, then the descriptors of the run's memory.
         """
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with here, contextlib.suppress(OSError, ValueError):
@@ -104,7 +102,6 @@ class ReserveLink:
         return None
 
     def end(self) -> None:
-        """Closes the socket and kills the reserve."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -328,7 +325,6 @@ class Stub:
 
 
 def pause_s(recent_starts: int) -> float:
-    """Returns the pause in seconds after this number of starts within `AGENT_WINDOW_S`."""
     return _PAUSES_S[min(max(recent_starts, 1), len(_PAUSES_S)) - 1]
 
 
@@ -364,7 +360,6 @@ def _wait_for_end(pid: int) -> None:
 
 
 def answers(path: Path) -> bool:
-    """Returns whether a process listens on this unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:

@@ -135,12 +135,10 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_witness(self) -> bool:
-        """Nodes find each other at a witness, which also breaks ties."""
         return self.node is not None and bool(self.node.etcd)
 
     @property
     def has_checkpoints(self) -> bool:
-        """A checkpoint directory exists, so lost state may be restored from it."""
         return bool(self.profile.checkpoint.directory)
 
     @property
@@ -155,7 +153,6 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
     def let_go_s(self) -> float:
         """A draining node ends after this time at the latest.
 
-        It is longer than `leave_s`, because the generation that begins then fetches what that node
-        holds.
+        The generation that begins after `leave_s` still fetches what that node holds.
         """
         return self.leave_s * 5 / 3

@@ -46,7 +46,6 @@ class _Header(msgspec.Struct):
 
 
 def kinds() -> dict[str, type[Record]]:
-    """All records by the kind of their line."""
     modules = (events, faults, incidents, membership, recovery, run, snapshots)
     found: dict[str, type[Record]] = {}
     for one in (one for module in modules for one in vars(module).values()):

@@ -135,7 +135,6 @@ def _own_folder(path: Path) -> Path:
 
 
 def run_folder(run_id: RunId, node_id: str | None = None) -> RunFolder:
-    """Folder of a run, or of one node of it if several nodes may be on this machine."""
     return RunFolder(runs_folder() / (run_id if node_id is None else f"{run_id}@{node_id}"))
 
 

@@ -50,10 +50,7 @@ _MAX_TOPOLOGY_BYTES = 8 << 20
 def nodes_of(
     line: CommandLine, variables: Mapping[str, str], profile: Profile, step: SlurmStep | None
 ) -> NodesSpec | None:
-    """Resolves all settings of this node; None for a run on one node.
-
-    `profile` has flags and variables applied.
-    """
+    """Resolves all settings of this node; None for a run on one node."""
     given = _Given(line, variables)
     count = _count(given, step)
     if count is None:

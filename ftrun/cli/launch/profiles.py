@@ -63,7 +63,6 @@ class ResolvedProfile:
 
 
 def profile_folder() -> Path:
-    """Returns the folder of packaged profiles: in the installed package, or in the checkout."""
     package = Path(ftrun.__file__).parent
     installed = package / "_data" / "profiles"
     return installed if installed.is_dir() else package.parent / "profiles"
@@ -265,7 +264,6 @@ def _problems(layer: ProfileLayer) -> list[str]:
 
 
 def profile_problems(nested: Mapping[str, Mapping[str, object]]) -> list[Problem]:
-    """Returns all problems of settings, which are values by section and key."""
     found = [
         Problem((section, key), f"is now {RENAMED_KEYS[f'{section}.{key}']}")
         for section, values in nested.items()

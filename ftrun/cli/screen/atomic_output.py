@@ -100,7 +100,6 @@ _OLD = "replaced"
 
 
 def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
-    """Raises a CheckpointError if an export must not create or replace `out`."""
     if not out.parent.is_dir():
         raise CheckpointError(f"there is no directory {out.parent}")
     if not os.path.lexists(out):
@@ -123,10 +122,8 @@ def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
 def staged_output(out: Path) -> Iterator[Path]:
     """Yields a staging path; on success, syncs what was written there and moves it to `out`.
 
-    An existing file or folder is replaced; see `check_free`.
-
-    Raises:
-        OSError: a write or a rename failed, for example on a full disk. `out` is unchanged.
+    An existing file or folder is replaced; see `check_free`. Raises OSError if a write or a rename
+    failed, for example on a full disk. `out` is then unchanged.
     """
     _sweep(out)
     staging = out.with_name(f".{out.name}.export-{os.urandom(4).hex()}")

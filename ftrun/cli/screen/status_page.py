@@ -346,7 +346,6 @@ def _row(ranks: Sequence[RankStatus], usual: _Usual) -> StatusRow:
 def _fold_nodes(
     nodes: Sequence[NodeStatus], rows: Sequence[list[StatusRow]], usual: _Usual
 ) -> list[StatusRow]:
-    """Folds nodes into shared rows if all their ranks are similar."""
     groups: dict[_Signature, list[int]] = {}
     for number, node in enumerate(nodes):
         key = (

@@ -139,10 +139,7 @@ def value_text(value: object) -> str:
 
 
 def new_console() -> Console:
-    """Returns a console as wide as the terminal; without a limit if stdout is not a terminal.
-
-    The variable COLUMNS has no effect on the latter.
-    """
+    """A console as wide as the terminal; without a limit, also of COLUMNS, if stdout is none."""
     side = None if sys.stdout.isatty() else NO_WIDTH
     return Console(width=side, height=side, highlight=False, markup=False, emoji=False)
 

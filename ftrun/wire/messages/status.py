@@ -167,7 +167,6 @@ class NetworkStatus(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> NetworkPlanStatus:
-        """The plan; an empty one if there is none."""
         return self.plan or NetworkPlanStatus()
 
 

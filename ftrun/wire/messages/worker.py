@@ -23,7 +23,6 @@ _READ_LATER = (
 
 
 def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that drivers and libraries read when a process initialises its device."""
     return {
         name: value
         for name, value in variables.items()

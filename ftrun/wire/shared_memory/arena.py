@@ -205,7 +205,6 @@ class Arena:
         self.memory[at : at + len(data)] = data
 
     def begin_copy(self, slot: int, header: SlotHeader) -> None:
-        """Mark a slot as being overwritten, and clear its digest table."""
         self.write_header(slot, header)  # Rule 1: COPYING, before any byte changes
         at = self._slot_offset(slot) + PAGE_BYTES
         num_bytes = 8 * self.shape.num_pieces

@@ -211,7 +211,6 @@ class SharedPage:
 
     @property
     def step_times(self) -> list[int]:
-        """Counts of step times by bucket, see `ftrun.monitor.page_values`."""
         return self._words[_TIMES_AT:_NUM_TIMES_AT].tolist()
 
     @property
@@ -291,7 +290,6 @@ def leave_calls(fd: int, trace: bytes) -> None:
 
 
 def left_calls(fd: int) -> bytes:
-    """Returns empty bytes if the rank left none."""
     try:
         return os.pread(fd, MAX_CALLS_BYTES, CALLS_AT)
     except OSError:

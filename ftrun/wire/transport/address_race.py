@@ -69,14 +69,10 @@ def source_to(host: str, own: Sequence[Rail]) -> str:
 def reach(
     addresses: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
 ) -> tuple[T, PeerAddress]:
-    """Dial all addresses, the best first, until one gives a result.
+    """Dial all addresses, the best first, until one gives a result. `greet` has its own deadline.
 
-    `greet` has a deadline of its own.
-
-    Raises:
-        PeerLost: no address has answered. `how` is "refused" only if that is sure, or if all
-            have refused.
-        PeerError: the process that has answered is not the intended one.
+    Raises PeerLost if no address has answered; `how` is "refused" only if that is sure, or if all
+    have refused. Raises PeerError if the process that has answered is not the intended one.
     """
     if len(addresses) == 1:
         sock = dial(addresses[0].host, addresses[0].port, deadline_s)
@@ -109,10 +105,7 @@ class _Race:
         self._poll = select.poll()
 
     def connected(self) -> tuple[socket.socket, PeerAddress] | None:
-        """Return the next connection, blocking; None if there will be no more.
-
-        Raises as `failed`.
-        """
+        """Wait for the next connection; None if there will be no more. Raises as `failed`."""
         while True:
             now_s = clock.now_s()
             while self._left and (now_s >= self._begin_s or not self._pending):
@@ -126,10 +119,7 @@ class _Race:
                     return found
 
     def failed(self, target: PeerAddress, error: PeerError) -> None:
-        """Record a failure.
-
-        Raises PeerLost for a sure refusal, which proves that the peer has ended.
-        """
+        """Record it; raises PeerLost for a sure refusal, which proves that the peer has ended."""
         self._failed[target] = error
         if target.is_sure and isinstance(error, PeerLost) and error.how == "refused":
             raise error

@@ -76,9 +76,8 @@ class Channel:
     ) -> None:
         """Send one message. The receiver gets duplicates of the descriptors.
 
-        The caller closes its own.
-
-        `question` is the number of the question that this answers. Raises PeerLost or PeerTimeout.
+        The caller closes its own. `question` is the number of the question that this answers.
+        Raises PeerLost or PeerTimeout.
         """
         envelope = Envelope(
             self.run_id, self.generation, self.incarnation, body, len(fds), question

@@ -84,10 +84,7 @@ def dial(
 
     All addresses of the name are tried within `deadline_s`. The resolver has its own deadlines for
     the name look-up. `source` is an interface of this node and its address, over which to connect.
-
-    Raises:
-        PeerLost: `how` says whether the peer refuses, does not answer, is unreachable, or has
-            no address. It is "refused" only if no other address may hide a live peer.
+    Raises PeerLost; `how` is "refused" only if no other address may hide a live peer.
     """
     peer = f"{host} port {port}"
     give_up_s = clock.now_s() + deadline_s
