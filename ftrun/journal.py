@@ -1,12 +1,8 @@
 """Writes every event and command of a run as one JSON line each.
 
-Runs in:  agent.
-Takes in: records; `ftrun.records` has their kinds.
-Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, which is appended to and never rewritten.
-Survives: everything but the loss of the disk: the kernel has an event's line before the agent acts
-          on the event.
-
-A full disk must not end a run: a line that cannot be written is counted and dropped.
+The file `ftrun-logs/RUN_ID/journal.jsonl` is appended to and never rewritten. It survives
+everything but the loss of the disk: the kernel has an event's line before the agent acts on the
+event. A full disk must not end a run: a line that cannot be written is counted and dropped.
 """
 
 import json

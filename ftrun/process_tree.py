@@ -1,12 +1,9 @@
 """Finds and ends the processes of one run on this machine.
 
-Runs in:  stub, cli, agent. Linux only; standard library only.
-Takes in: a parent, or a run folder whose stub has ended.
-Gives:    process ids; ended processes.
-
-A process that loses its parent becomes a child of the agent, or of the stub once the agent has
-ended: both are subreapers. The stub therefore finds every process of its run among its descendants,
-whatever their names, groups and sessions are.
+Linux only; standard library only, because the stub imports it. A process that loses its parent
+becomes a child of the agent, or of the stub once the agent has ended: both are subreapers. The stub
+therefore finds every process of its run among its descendants, whatever their names, groups and
+sessions are.
 
 After the stub has ended, two things identify the processes: the mark in the environment, and the
 sessions of the ranks, which the agent writes into the run folder. A process loses the mark if it

@@ -1,8 +1,4 @@
-"""Checks plain values against a msgspec struct, and lists every problem.
-
-Runs in:  cli, tools. Pure.
-Takes in: values as YAML gives them; a struct whose fields carry `Meta`.
-Gives:    each `Problem`: the path, what is allowed, the value, a suggestion for a typo.
+"""Checks plain values, as YAML gives them, against a msgspec struct, and lists every problem.
 
 `Meta.extra` of a field may hold:
     wanted:   text for the allowed values, if the type does not describe them well.

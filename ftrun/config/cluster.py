@@ -1,7 +1,4 @@
-"""Settings of a run over several nodes: what each node was started with, and what membership uses.
-
-Runs in:  cli, which builds a `NodesSpec`; every agent. Pure.
-"""
+"""Settings of a run over several nodes: the start of each node, and what membership uses."""
 
 from typing import Annotated, Any
 

@@ -1,6 +1,6 @@
 """Owner record of a checkpoint directory, and the claim with which a run requests ownership.
 
-Runs in:  agent (claims), SMP (writes and renews the record), cli (reads it). Pure.
+The agent claims, the SMP writes and renews the record, the command line reads it.
 """
 
 from typing import Any

@@ -1,7 +1,5 @@
 """Catalogue of the faults that `ftrun inject-fault` can inject.
 
-Runs in:  cli (shows it and validates the command line), agent and worker (look up a kind). Pure.
-
 Every fault is real: it acts on real processes, memory, files or links. If a fault cannot be
 injected, such as a cut link on a machine with one network, it is refused. The refusal names what is
 missing.

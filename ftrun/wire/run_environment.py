@@ -1,11 +1,8 @@
 """Location of a run's sockets, and the environment variables of its workers.
 
-Runs in:  cli, stub, agent, SMP, worker. Standard library only.
-Takes in: a run id.
-Gives:    a `RunFolder`: a folder of mode 0700 under XDG_RUNTIME_DIR, or in the temporary directory.
-
-The folder holds sockets, the run's spec and a lock. A run can lose all of it: state is in memory,
-and the journal is under ftrun-logs/.
+Standard library only, because the stub imports it. A `RunFolder` has mode 0700, and is under
+XDG_RUNTIME_DIR or in the temporary directory. It holds sockets, the run's spec and a lock. A run
+can lose all of it: state is in memory, and the journal is under ftrun-logs/.
 """
 
 import contextlib

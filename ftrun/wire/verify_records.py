@@ -1,7 +1,5 @@
 """Instructions of `ftrun verify` to the ranks, and the records that the ranks write for it.
 
-Runs in:  worker (writes), the verify command (reads).
-
 Each rank appends one JSON line per event to `rank{R}.{GENERATION}.jsonl` in the plan's folder. Each
 line is a single write, so that a rank killed by SIGKILL leaves complete lines.
 """

@@ -1,7 +1,7 @@
 """Runs the process that lists, tests, verifies and prunes checkpoints for the command line.
 
-That process accesses a storage with the libraries and the environment that the SMP uses later. This
-module does not import rich, because every start of a run imports it.
+That process accesses a storage with the libraries and the environment that the SMP uses later.
+Every start of a run imports this module, so it does not import rich.
 """
 
 import subprocess

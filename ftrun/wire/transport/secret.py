@@ -1,11 +1,9 @@
 """The secret with which the processes of one run authenticate each other.
 
-Runs in:  cli (creates or finds the file), agent, SMP (read it).
-Takes in: a file that only its owner can read. Never an argument, never a variable's value.
-Gives:    a `Secret`: 32 bytes that no message, log or exception can show.
-
-If nodes share a folder, such as the home folder of a Slurm cluster, they agree on a secret through
-it. The first node creates the file atomically, and all others read it.
+It comes from a file that only its owner can read, never from an argument or a variable's value. No
+message, log or exception can show the 32 bytes of a `Secret`. If nodes share a folder, such as the
+home folder of a Slurm cluster, they agree on a secret through it. The first node creates the file
+atomically, and all others read it.
 """
 
 import contextlib

@@ -1,9 +1,5 @@
 """Creates, resolves and tunes TCP sockets between nodes; no protocol.
 
-Runs in:  agent, SMP, cli.
-Takes in: hosts by name or address, ports.
-Gives:    listening and connected sockets; what the kernel reports about a peer, as a `HowLost`.
-
 A process listens at one address only, never at all addresses of a machine. Only hosts on the
 network that the user named can therefore reach a run.
 """
