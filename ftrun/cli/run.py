@@ -9,7 +9,6 @@ import fcntl
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -36,8 +35,8 @@ from ftrun.cli.launch.profiles import (
 )
 from ftrun.cli.launch.slurm import SlurmStep, slurm_step
 from ftrun.cli.launch.torchrun_flags import CliFlag
-from ftrun.cli.runs import is_file_of, sweep
-from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
+from ftrun.cli.runs import SHUTDOWN_S, is_file_of, shut_down_smp, sweep
+from ftrun.cli.stub import answers, python_command
 from ftrun.config.checks import is_text
 from ftrun.config.cluster import NodesSpec
 from ftrun.config.profile import FORWARDED_NAMES
@@ -83,8 +82,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sweep()
     if warning := temporary_folder_warning(tempfile.gettempdir()):
         sys.stderr.write(f"ftrun: {warning}\n")
-    node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
-    folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
+    folder, lock_fd = take_folder(spec.folder_name, script=spec.script)
     if folder.spec.exists():  # the stub of an earlier start was killed
         for pid in process_tree.end_left_behind(folder.path):
             sys.stderr.write(f"ftrun: {process_tree.explain_stuck(pid)}\n")
@@ -261,15 +259,14 @@ def _flag_value(flag: CliFlag, given: list[str], wanted: Any) -> object:
     return text if is_text(wanted) else plain_value(text)
 
 
-def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tuple[RunFolder, int]:
+def take_folder(name: str, *, script: str) -> tuple[RunFolder, int]:
     """Locks and returns the run's folder; the returned descriptor holds the lock.
 
-    With a `node_id`, this is the folder of that node, because several nodes of a run may share a
-    machine. If the lock is free, the folder belongs to a run whose stub has ended. The new run then
-    takes over the folder and the memory that its SMP may still hold. Raises RunIdTaken if the run
-    is alive, or if its SMP holds snapshots of another script.
+    If the lock is free, the folder belongs to a run whose stub has ended. The new run then takes
+    over the folder and the memory that its SMP may still hold. Raises RunIdTaken if the run is
+    alive, or if its SMP holds snapshots of another script.
     """
-    folder = run_folder(run_id, node_id)
+    folder = run_folder(name)
     for attempt in range(_LOCK_ATTEMPTS):
         folder.path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -324,11 +321,8 @@ def remove_earlier_run(folder: RunFolder, spec: RunSpec, step: SlurmStep | None)
 
 
 def _check_same_script(folder: RunFolder, script: str) -> None:
-    try:
-        before = json.loads(folder.spec.read_text())["script"]
-    except (OSError, ValueError, KeyError):
-        return
-    if before != script and answers(folder.smp_socket):
+    before = folder.spec_value("script")
+    if before not in (None, script) and answers(folder.smp_socket):
         raise RunIdTaken(
             f"run {folder.name} holds snapshots of {before}, and this is {script}. Choose "
             f"another --run-id, or free them with: ftrun stop {folder.name}"

@@ -31,7 +31,7 @@ from collections import deque
 from pathlib import Path
 
 from ftrun import clock, process_tree
-from ftrun.errors import ExitCode, FtrunError
+from ftrun.errors import ExitCode
 from ftrun.linux import become_subreaper
 from ftrun.wire.messages.agent_start import (
     AGENT_LOST_S,
@@ -45,7 +45,7 @@ from ftrun.wire.messages.agent_start import (
     encode_numbers,
     encode_order,
 )
-from ftrun.wire.run_environment import RunFolder
+from ftrun.wire.run_environment import RunFolder, short_socket_path
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)
@@ -59,7 +59,6 @@ TRUSTED_AFTER_S = 60.0
 
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
-SHUTDOWN_S = 5.0
 _RESERVE_ANSWER_S = 5.0  # a fork takes 20 ms, so that a slower reserve is stopped or starved
 _PREVIOUS_RANKS_WAIT_S = 30.0
 """The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
@@ -247,12 +246,7 @@ class Stub:
 
     def _is_for_ranks(self, number: signal.Signals) -> bool:
         """Whether the agent forwards it to the ranks."""
-        import json  # only here, because the stub is small
-
-        try:
-            names = json.loads(self._folder.spec.read_bytes())["profile"]["stop"]["forward_signals"]
-        except (OSError, ValueError, KeyError):
-            return False
+        names = self._folder.spec_value("profile", "stop", "forward_signals") or []
         return number.name in names or number.name.removeprefix("SIG") in names
 
     def _decide(self) -> int | None:
@@ -319,6 +313,8 @@ class Stub:
             process_tree.end_children(term_first=True, spare={"ftrun-smp"})
             return
         if self._folder.smp_socket.exists():
+            from ftrun.cli.runs import shut_down_smp  # only here, because the stub is small
+
             shut_down_smp(self._folder)
         process_tree.end_children(term_first=True)
         self._folder.remove()
@@ -328,52 +324,16 @@ def pause_s(recent_starts: int) -> float:
     return _PAUSES_S[min(max(recent_starts, 1), len(_PAUSES_S)) - 1]
 
 
-def shut_down_smp(folder: RunFolder) -> bool:
-    """Requests that the SMP frees everything, and waits for its end; returns whether it agreed."""
-    from ftrun.wire.messages.envelope import Done, Hello
-    from ftrun.wire.messages.smp import Shutdown
-    from ftrun.wire.transport.channel import connect
-
-    hello = Hello(role="cli", pid=os.getpid())
-    try:
-        channel = connect(
-            folder.smp_socket, run_id=folder.run_id, peer="the SMP", hello=hello,
-            deadline_s=SHUTDOWN_S,
-        )  # fmt: skip
-        try:
-            pid = channel.peer_pid
-            has_agreed = isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
-        finally:
-            channel.close()
-    except FtrunError:
-        return False
-    if has_agreed:
-        _wait_for_end(pid)
-    return has_agreed
-
-
-def _wait_for_end(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        handle = os.pidfd_open(pid)
-        select.select([handle], [], [], SHUTDOWN_S)
-        os.close(handle)
-
-
 def answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:
-            folder_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            sock.connect(f"/proc/self/fd/{folder_fd}/{path.name}")
+            with short_socket_path(path) as short:
+                sock.connect(short)
         except BlockingIOError:  # its queue is full, so a process listens
             return True
         except OSError:
             return False
-        finally:
-            os.close(folder_fd)
     return True
 
 

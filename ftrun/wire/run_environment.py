@@ -11,8 +11,10 @@ import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ftrun.errors import NotSupportedHere, UsageError
 from ftrun.ids import RunId
@@ -74,6 +76,18 @@ class RunFolder:
         """Locked (flock) by the stub until the stub ends."""
         return self.path / "lock"
 
+    def spec_value(self, *keys: str) -> Any:
+        """The value at this place of `spec.json`; None if there is none."""
+        import json  # only here, because the stub is small
+
+        try:
+            found = json.loads(self.spec.read_bytes())
+            for key in keys:
+                found = found[key]
+        except (OSError, ValueError, KeyError):
+            return None
+        return found
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -131,8 +145,9 @@ def _own_folder(path: Path) -> Path:
     return path
 
 
-def run_folder(run_id: RunId, node_id: str | None = None) -> RunFolder:
-    return RunFolder(runs_folder() / (run_id if node_id is None else f"{run_id}@{node_id}"))
+def run_folder(name: str) -> RunFolder:
+    """`name` as `RunFolder.name`."""
+    return RunFolder(runs_folder() / name)
 
 
 def all_run_folders() -> list[RunFolder]:
@@ -140,3 +155,16 @@ def all_run_folders() -> list[RunFolder]:
         (RunFolder(path) for path in runs_folder().iterdir() if path.is_dir()),
         key=lambda folder: folder.path.name,
     )
+
+
+@contextlib.contextmanager
+def short_socket_path(path: Path) -> Iterator[str]:
+    """A path of under 108 bytes for a socket in a folder with a path of any length.
+
+    The path is valid in this process inside the `with` block.
+    """
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

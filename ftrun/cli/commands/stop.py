@@ -1,16 +1,23 @@
 """`ftrun stop`: ends a run as SIGTERM does, or frees the memory of a lost run."""
 
 import fcntl
-import json
 import os
 
 import typer
 
 from ftrun import clock, process_tree
 from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run, sweep
+from ftrun.cli.runs import (
+    FoundRun,
+    RunLiveness,
+    ask,
+    choose,
+    inspect_run,
+    shut_down_smp,
+    sweep,
+)
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.stub import answers, shut_down_smp
+from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import Done, Refused, StopRequest
 
@@ -33,16 +40,15 @@ def stop(run_id: RunIdArgument = None) -> None:
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
         )
         return
-    limit_s = _grace_s(run) + _SPARE_S
+    grace_s = run.folder.spec_value("profile", "stop", "grace_s") or _DEFAULT_GRACE_S
+    limit_s = float(grace_s) + _SPARE_S
     give_up_s = clock.now_s() + limit_s
     while (life := inspect_run(run.folder).life) is RunLiveness.STARTING:  # between two agents
         _wait(run, give_up_s, limit_s)
     if life is RunLiveness.RUNNING:
-        body = ask(run.to_agent(), StopRequest(), deadline_s=_ANSWER_S)
+        body = ask(run.to_agent(), StopRequest(), Done, deadline_s=_ANSWER_S)
         if isinstance(body, Refused):
             raise FtrunError(f"run {run.name} is not stopped: {body.reason}")
-        if not isinstance(body, Done):
-            raise ProtocolError(f"the agent answered with a {type(body).__name__}")
     while run.folder.path.exists():
         _wait(run, give_up_s, limit_s)
     render.write_plain(f"run {run.name} is stopped")
@@ -73,11 +79,3 @@ def _free_orphan(run: FoundRun) -> None:
         run.folder.remove()
     finally:
         os.close(lock_fd)
-
-
-def _grace_s(run: FoundRun) -> float:
-    try:
-        spec = json.loads(run.folder.spec.read_text())
-        return float(spec["profile"]["stop"]["grace_s"])
-    except (OSError, ValueError, KeyError):
-        return _DEFAULT_GRACE_S

@@ -21,6 +21,7 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import AnyMessage, Envelope, Hello
+from ftrun.wire.run_environment import short_socket_path as short_socket_path
 from ftrun.wire.transport.framing import FrameReader, encode
 
 _MAX_FDS = 253  # the kernel's SCM_MAX_FD
@@ -248,24 +249,6 @@ def peer_uid(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _pid, uid, _gid = struct.unpack("3i", credentials)
     return int(uid)
-
-
-class short_socket_path:  # noqa: N801 - a context manager used like a function
-    """A path of under 108 bytes for a socket in a folder with a path of any length.
-
-    The path is valid in this process inside the `with` block.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
 
 
 def _close_all(fds: tuple[int, ...]) -> None:
