@@ -276,8 +276,7 @@ class SnapshotCorrupt(SnapshotError):
     def __init__(self, *, what: str, piece: int, pieces: int, rank: int | None = None) -> None:
         self.what = what
         self.piece = piece
-        self.rank = rank
-        """Rank that owns the shard, if the bytes are those of another rank or process."""
+        self.rank = rank  # owner of the shard, if the bytes are those of another process
         super().__init__(
             f"{what}: the digest of piece {piece} of {pieces} does not match; it is rejected"
         )

@@ -48,8 +48,7 @@ class WorkerExit:
     text: str  # in words: "rank 1 was killed by SIGKILL"
     detail: str = ""  # the user's part of the exception's traceback
     fingerprint: str = ""  # equal for two failures of the same kind at the same place
-    failed_at_ns: int = 0
-    """Time of the failure on the monotonic clock; 0 if only the exit was observed."""
+    failed_at_ns: int = 0  # on the monotonic clock; 0 if only the exit was observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,5 @@ class ZygoteExited(Record, frozen=True, tag="zygote_exited"):
     text: str
 
 
-Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick
-"""Events of the whole run."""
-
+Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick  # of the run
 PartEvent = SmpExited | ZygoteExited  # events of the agent's own components

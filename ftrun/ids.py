@@ -17,9 +17,7 @@ Generation = NewType("Generation", int)
 """Number of earlier starts of the worker group. The user's program sees it as
 TORCHELASTIC_RESTART_COUNT. It is the fencing token in every message, arena header and store."""
 
-Incarnation = NewType("Incarnation", int)
-"""Number of processes that filled this role before this one, in this run."""
-
+Incarnation = NewType("Incarnation", int)  # number of earlier processes in this role, in this run
 Step = NewType("Step", int)
 """Number of step boundaries passed. A snapshot of step 8 is the state after eight steps."""
 

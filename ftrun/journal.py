@@ -17,11 +17,8 @@ from ftrun import clock
 from ftrun.events import Record
 
 FILE_NAME = "journal.jsonl"
-NETWORK_NAME = "network.json"
-"""File in the same folder: state of the paths between nodes, on a node that has led the run."""
-
-Watcher = Callable[[Record], None]
-"""Gets the record of a line. It runs in the writing thread, so it must not block."""
+NETWORK_NAME = "network.json"  # in this folder: the paths between nodes, on a node that has led
+Watcher = Callable[[Record], None]  # of a line; runs in the writing thread, and must not block
 
 
 class Journal:

@@ -22,9 +22,7 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
-OOM_SCORE = 500
-"""OOM score of workers, so that the kernel kills a worker before any process of ftrun."""
-
+OOM_SCORE = 500  # of workers, so that the kernel kills a worker before any process of ftrun
 _OTHER_FILES = 64  # open files of a process in addition to the ones that it asks for
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/infiniband/")
 """How the paths of accelerators and RDMA cards begin."""
@@ -174,9 +172,7 @@ def ignore_user_signals() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-MARGIN = 0.05
-"""Fraction of the free memory that is never promised: page tables, sockets, growth of workers."""
-
+MARGIN = 0.05  # part of the free memory that is never promised: page tables, sockets, growth
 _UNLIMITED = 1 << 60
 _FILES = {
     ("memory", True): ("memory.max", "memory.current", "inactive_file"),

@@ -59,9 +59,7 @@ _PATHS = ("DIR", "FILE", "PATH")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _POLL_S = 0.05
-MAX_TEMPORARY_BYTES = 75
-"""The path of a unix socket has at most 107 bytes; multiprocessing adds 32 to the folder."""
-
+MAX_TEMPORARY_BYTES = 75  # a socket path has at most 107; multiprocessing adds 32 to the folder
 _DEVICE_KINDS = ("auto", "cpu", "gpu", "xpu")
 
 

@@ -54,9 +54,7 @@ FORWARDED = (*ENDING, *NEEDS_HANDLER, signal.SIGCONT)
 
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
-TRUSTED_AFTER_S = 60.0
-"""If a forked agent crashes sooner, the reserve is ended, except after a SIGKILL from outside."""
-
+TRUSTED_AFTER_S = 60.0  # a forked agent that crashes sooner ends its reserve, except after SIGKILL
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 _RESERVE_ANSWER_S = 5.0  # a fork takes 20 ms, so that a slower reserve is stopped or starved

@@ -45,21 +45,17 @@ class NodesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     endpoint_host: str  # name or address at which the nodes meet, as given
     endpoint_port: Annotated[int, Meta(ge=1, le=65535)]
     more_endpoints: list[tuple[str, int]] = []
-    etcd: list[str] = []
-    """HOST:PORT of each member of an etcd at which the nodes meet. The endpoint is the first."""
+    etcd: list[str] = []  # HOST:PORT of each member of the etcd where the nodes meet, if any
     etcd_tls: EtcdTls | None = None  # None: plain HTTP
     etcd_life: Annotated[int, Meta(ge=0)] = 0
     """How often Slurm has requeued the job; each time is a run of its own in the etcd."""
     node_id: str  # name of this node, unique in the run
     is_named: bool = False  # the name is not the machine's, so two nodes may share a machine
     node_rank: int | None = None  # as given; None: the nodes are ordered by name
-    secret_file: str | None = None
-    """Absolute path, already checked; None: connections are UNAUTHENTICATED."""
-    secret_is_ours: bool = False
-    """ftrun made the file for this run; it is removed when the run has ended."""
+    secret_file: str | None = None  # absolute path, checked; None: connections are UNAUTHENTICATED
+    secret_is_ours: bool = False  # ftrun made the file, and removes it when the run has ended
     no_secret: str = ""  # why there is no secret, for the operator
-    bind: str | None = None
-    """Address of this node to listen at; None: the address of the route to the endpoint."""
+    bind: str | None = None  # own address to listen at; None: that of the route to the endpoint
     domain: str | None = None  # fault domain of this node, such as its rack
     switch: str = ""  # leaf switch of this node, from Slurm
     topology: dict[str, Any] | None = None  # content of the file network.topology, if it is YAML
@@ -83,12 +79,9 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile = Profile()
     node: NodesSpec | None = None  # None: the run has one node
     max_restarts: int | None = None  # as given; None: `restart.budget` applies
-    user_env: dict[str, str] = {}
-    """The variables set by the user, of those that a network plan may set."""
-    orders_checkpoints: bool = False
-    """The leader orders each checkpoint. On one node the SMP decides by itself."""
-    blank_wait_s: float = 2.0
-    """Time that a new agent at the endpoint waits for the request of a leader."""
+    user_env: dict[str, str] = {}  # variables set by the user that a network plan may set
+    orders_checkpoints: bool = False  # by the leader; on one node the SMP decides by itself
+    blank_wait_s: float = 2.0  # a new agent at the endpoint waits this time for a leader's request
     redial_s: float = 0.5
     answer_s: float = 30.0  # time that one connected node that does not answer may delay all others
     same_boundary_s: float = 1.0

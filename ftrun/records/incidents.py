@@ -50,8 +50,7 @@ class Downtime(msgspec.Struct, frozen=True):
 
     total_s: float
     detection_s: float  # from the fault to the verdict
-    restart_s: float
-    """Stop the ranks, choose what to restore, start processes, connect, set up the script."""
+    restart_s: float  # stop the ranks, choose what to restore, start, connect, set up the script
     restore_s: float
     first_step_s: float
 

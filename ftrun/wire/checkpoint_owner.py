@@ -16,9 +16,7 @@ class CheckpointClaim(msgspec.Struct, frozen=True):
     directory: str  # absolute path, or a URL
     life: str  # see `GenerationPlan.life`
     num_nodes: int
-    inherits: bool
-    """The run resumes from earlier runs' checkpoints in the directory, and may later remove
-    them."""
+    inherits: bool  # it resumes from earlier runs' checkpoints there, and may remove them later
 
 
 class CheckpointOwner(msgspec.Struct, frozen=True):
@@ -28,14 +26,12 @@ class CheckpointOwner(msgspec.Struct, frozen=True):
     life: str
     node: str  # host name of the process that renews the record
     pid: int
-    machine: str
-    """Boot id and PID namespace. Only if these are equal does a pid mean the same process."""
+    machine: str  # boot id and PID namespace; only if equal does a pid mean the same process
     num_nodes: int
     since_s: float  # wall time of the claim
     renewed_s: float  # wall time of the last renewal, by the clock of that host
     heartbeat: int = msgspec.field(name="beat")  # counter; each renewal increases it
-    runs: list[str]
-    """Runs whose checkpoints may be removed: this run and the runs that it has continued."""
+    runs: list[str]  # runs whose checkpoints may be removed: this run and those it continued
     ended_s: float = 0.0  # wall time of the end of the run; 0: the run has not ended
     exit_code: int = -1
     reason: str = ""

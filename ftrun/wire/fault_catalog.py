@@ -35,20 +35,15 @@ class FaultKind:
     """One kind of fault: what it does (`does`), and the expected reaction (`seen`)."""
 
     name: str
-    target: Target
-    """What the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank, others
-    --node."""
+    target: Target  # a "rank" or "data" kind with `by_rank` takes --rank, others --node
     does: str
     seen: str
-    within_s: float
-    """Maximum seconds from the fault to the expected reaction; 0: no reaction is expected."""
+    within_s: float  # longest time from the fault to the reaction; 0: no reaction is expected
     lost: str = "nothing"  # state or work that may be lost
     needs: str = ""
     by_rank: bool = False
-    is_inside: bool = False
-    """The rank injects the fault into itself, exactly at the end of the named step."""
-    for_s: float = 0.0
-    """Default duration in seconds, without --for; 0: no duration, or until the target ends."""
+    is_inside: bool = False  # the rank injects it into itself, exactly at the end of the step
+    for_s: float = 0.0  # default duration; 0: none, or until the target ends
     amount: float = 0.0  # default without --amount
     unit: str = ""  # meaning of --amount; empty: the kind takes no --amount
 

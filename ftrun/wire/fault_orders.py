@@ -25,8 +25,7 @@ from ftrun.errors import UsageError
 from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.messages.faults import FaultOrder as FaultOrder
 
-FAULT_PREFIX = "ftrun-fault-"
-"""Name prefix of every cgroup and file created for a fault; the order id follows."""
+FAULT_PREFIX = "ftrun-fault-"  # prefix of all cgroups and files of a fault; the order id follows
 PAGE_BYTES = 4096
 _ORDER_AT = 512
 _REASON_AT = 3072

@@ -24,9 +24,7 @@ GENERATION = "FTRUN_GENERATION"
 
 LAUNCH = "FTRUN_LAUNCH"  # the `LaunchRequest` of this worker, as JSON
 VERIFY = "FTRUN_VERIFY"  # a `VerifyPlan` as JSON; set only in the runs of `ftrun verify`
-LOG_FOLDER = "FTRUN_LOG_FOLDER"
-"""Read by `ftrun run`: the parent folder of the run's log folder; default: ./ftrun-logs."""
-
+LOG_FOLDER = "FTRUN_LOG_FOLDER"  # parent of the run's log folder; default: ./ftrun-logs
 _GOOD_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

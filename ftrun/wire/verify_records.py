@@ -13,12 +13,8 @@ class Kill(msgspec.Struct, frozen=True):
     """One SIGKILL. Rank G + 1 modulo N carries out the kill at index G, in generation G."""
 
     step: int  # steps that are complete when the kill happens
-    is_in_step: bool
-    """Kill in the middle of the next step, before its optimizer step; otherwise at the end of
-    `step`."""
-
-    without_snapshot: int = 0
-    """Number of steps before the kill that get no snapshot, so that these steps are repeated."""
+    is_in_step: bool  # in the next step, before its optimizer step; else at the end of `step`
+    without_snapshot: int = 0  # steps before the kill without a snapshot, which are repeated
 
 
 class VerifyPlan(msgspec.Struct, frozen=True):
@@ -45,17 +41,12 @@ class VerifyRecord(msgspec.Struct, omit_defaults=True):
     """One event of one rank."""
 
     event: str
-    step: int
-    """For ATTACHED, BEGUN and KILLED: boundaries passed; otherwise the step in progress or
-    completed."""
-
+    step: int  # ATTACHED, BEGUN, KILLED: boundaries passed; else the step in progress or completed
     digests: dict[str, str] = {}
     """xxh3 digests of values by key. The first word of a key names the kind of value, see
     `ftrun.worker.capture.record_digests`."""
 
-    values: dict[str, str] = {}
-    """Short texts of the numbers and strings in `digests`, by the same keys."""
-
+    values: dict[str, str] = {}  # short texts of numbers and strings in `digests`, by the same keys
     where: str = ""  # FILE:LINE of the script
     what: str = ""  # class of the optimizer, loader or module; for ATTACHED the restored version
     notes: dict[str, str] = {}

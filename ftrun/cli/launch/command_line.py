@@ -73,9 +73,7 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
 )
 # fmt: on
 
-KEY_OF_FLAG = {flag.name: flag.key for flag in OWN_FLAGS if flag.key}
-"""Keys of the profile that flags set."""
-
+KEY_OF_FLAG = {flag.name: flag.key for flag in OWN_FLAGS if flag.key}  # in the profile
 _SURE_LETTERS = len("--nproc")
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 

@@ -31,8 +31,7 @@ from ftrun.wire.transport.secret import (
 )
 from ftrun.wire.transport.tcp import is_local_address
 
-RDZV_PORT, MASTER_PORT = 29400, 29500
-"""Default ports of --rdzv-endpoint and of --master-port, as in torchrun."""
+RDZV_PORT, MASTER_PORT = 29400, 29500  # of --rdzv-endpoint and --master-port, as in torchrun
 ETCD_PORT = 2379  # default port of --rdzv-endpoint with --rdzv-backend etcd
 OUR_BACKENDS = ("", "c10d", "static", "ftrun")
 ETCD = "etcd"

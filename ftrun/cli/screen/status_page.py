@@ -15,8 +15,7 @@ from ftrun.wire.messages.status import IncidentStatus, NodeStatus, RankStatus, S
 
 LATE_SHARE = 0.1  # share of a step; less lateness is noise
 ALIKE = 1.25  # step times of similar ranks differ by at most this factor
-REPORT_AGE_S = 1.5
-"""Maximum age of a node's report; a difference of the steps within this time is noise."""
+REPORT_AGE_S = 1.5  # maximum age of a node's report; a difference within this time is noise
 SEEN_S = 3.0  # the minimum age of a rank's last step at which the rank counts as stalled
 MAX_NAME = 40
 _MAX_TEXT = 1000

@@ -29,8 +29,7 @@ class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rail: str  # name of the rail in this run: the name of the source's interface
     rtt_s: float = 0.0  # shortest of several round trips
     bytes_per_s: float = 0.0  # from source to destination
-    problem: str = ""
-    """Why no result, or no rate, was found. A path with a problem and no round trip is dead."""
+    problem: str = ""  # why there is no result or no rate; with no round trip either, it is dead
     is_unreached: bool = False  # no connection was established, and no kernel refused one
 
 
@@ -41,19 +40,15 @@ class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rails: list[str] = []  # rails that training uses; no other rail is used
     dropped: dict[str, str] = {}  # rails that training does not use, each with the reason
     snapshot_rail: str = ""  # rail between the SMPs; empty: the rail between the agents
-    snapshot_bytes_per_s: int = 0
-    """Limit of each node's snapshot traffic if it shares a training rail; 0: no limit."""
+    snapshot_bytes_per_s: int = 0  # limit of each node on a shared training rail; 0: no limit
     leaves: dict[str, str] = {}  # leaf switch of each node, if known, by node id
-    leaves_from: str = ""
-    """Source of the leaf switches: `labels`, `file`, `slurm`, `probes`; empty: not known."""
+    leaves_from: str = ""  # from `labels`, `file`, `slurm`, `probes`; empty: not known
     words: list[str] = []  # decisions and their reasons, one sentence each, for people
 
 
 VersionPair = tuple[int, int]  # (generation, step)
 Identity = tuple[str, int]  # node id and incarnation
-WITNESS = "the witness"
-"""Represents the outside witness among the voters; no node can have this name."""
-
+WITNESS = "the witness"  # the outside witness among the voters; no node can have this name
 ConfigurationId = tuple[int, int]
 """Configuration id: (generation, voter revision). The voters may change while the generation
 runs."""
@@ -69,14 +64,10 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     num_ranks: int
     node_rank: int = -1  # as given by the user; -1 if not given
     domain: str = ""  # fault domain, such as a rack
-    endpoint: bool = False
-    """The agent listens at the rendezvous endpoint, the first one if there are several."""
+    endpoint: bool = False  # it listens at the (first) rendezvous endpoint
     switch: str = ""  # leaf switch that the node is attached to, as reported by its scheduler
-    rails: list[Rail] = []
-    """Rails over which the node is reachable, the one of `host` first; empty: only `host` is
-    known."""
-    further_endpoint: int = 0
-    """Number, from 1, of the further endpoint at which the agent listens; 0: none."""
+    rails: list[Rail] = []  # over which it is reachable, that of `host` first; empty: `host` only
+    further_endpoint: int = 0  # number, from 1, of the further endpoint where it listens; 0: none
 
     @property
     def identity(self) -> Identity:
@@ -161,17 +152,13 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     best_step: int = -1
     steps_seen: bool = False
     node_failures: dict[str, list[float]] = {}  # ages of the losses of each node, by node id
-    barred: dict[str, float] = {}
-    """Ages of the exclusions of nodes that were still present, by node id."""
+    barred: dict[str, float] = {}  # ages of the exclusions of nodes that were present, by node id
     incidents: int = 0  # number of incidents opened so far
     bad_version: VersionPair | None = None
     """The run does not resume from this version or later ones: they hold numerical anomalies."""
-    skip_to: int = -1
-    """Batches up to this step are skipped when steps are repeated; -1: none is skipped."""
-    hung_nodes: list[str] = []
-    """Nodes named by the last hang in communication, if no step was completed since."""
-    longest_start_s: float = 0.0
-    """Longest time that a generation needed up to its first step; 0: not known."""
+    skip_to: int = -1  # batches up to this step are skipped in repeated steps; -1: none is skipped
+    hung_nodes: list[str] = []  # of the last hang in communication, if no step was completed since
+    longest_start_s: float = 0.0  # longest time of a generation up to its first step; 0: not known
     bad_checkpoints: dict[str, str] = {}
     """Checkpoints that no node loads, because one node cannot use them: names and reasons."""
     past_restarts: list[PastRestart] = []  # the last restarts, for status
@@ -203,13 +190,10 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     committed: VersionPair | None = None  # newest version known to be committed
     ancestry: list[VersionPair] = []
     """Versions of earlier generations from which this one descends: the last step of each."""
-    voter_revision: int = 0
-    """Voter revision: counts changes of the spares while this generation ran."""
+    voter_revision: int = 0  # counts changes of the spares while this generation ran
     life: str = ""  # equal in all generations of a run; different if the run is started again
-    witness: int = 0
-    """Life of the outside witness, if it votes in addition to the nodes; 0: no witness votes."""
-    paths: NetworkPlan | None = None
-    """How the paths between the nodes are used, with `--network-plan on`."""
+    witness: int = 0  # life of the outside witness, if it votes too; 0: none votes
+    paths: NetworkPlan | None = None  # use of the paths, with `--network-plan on`
 
     @property
     def configuration_id(self) -> ConfigurationId:

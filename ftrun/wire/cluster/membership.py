@@ -49,8 +49,7 @@ class JoinAccepted(Message, frozen=True, tag="JoinAccepted"):
 
     plan: GenerationPlan
     number: int = 0  # of the `Join` that this answers
-    leader: NodeCard | None = None
-    """The leader, if it drains and therefore has no vote; None: the plan names it."""
+    leader: NodeCard | None = None  # if it drains, and thus has no vote; None: the plan names it
 
 
 class JoinRejected(Message, frozen=True, tag="JoinRejected"):
@@ -76,13 +75,9 @@ class Promise(Message, frozen=True, tag="Promise"):
 
     generation: int
     card: NodeCard
-    effective: GenerationPlan | None
-    """Newest chosen generation in the voter's state, if it is newer than `knows`."""
-    accepted: GenerationPlan | None
-    """Newer generation that the voter or its predecessor has accepted; not known to be chosen."""
-    knows: int
-    """Newest generation that the voter or its predecessors have accepted; -1: none, or its memory
-    was lost."""
+    effective: GenerationPlan | None  # newest chosen in the voter's state, if newer than `knows`
+    accepted: GenerationPlan | None  # newer, accepted by it or its predecessor; may not be chosen
+    knows: int  # newest that it or its predecessors accepted; -1: none, or memory was lost
     committed: VersionPair | None  # newest committed version in the voter's state
     holdings: Inventory
     store_port: int
@@ -155,8 +150,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """Member -> leader: state of this node. Sent periodically, and at once after a change."""
 
     generation: int  # generation whose ranks run here; -1: none
-    number: int = 0
-    """Counted by each agent. A heartbeat with a lower number than the last one is late."""
+    number: int = 0  # counted by each agent. A lower number than that of the last one is late
     received: int = 0  # number of the last heartbeat received from this leader
     promised: int = -1  # highest generation number that this agent has promised to any proposer
     state: str = "idle"  # `idle`, `running`, `held` (suspended) or `ended`
@@ -166,40 +160,31 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     exits: tuple[WorkerExit, ...] = ()
     ready: VersionPair | None = None
     abandoned_step: int = -1
-    sealed: tuple[int, int] | None = None
-    """Smallest and largest step of the local ranks' newest seals in this generation."""
-    committed: VersionPair | None = None
-    """Newest version that is committed on the local ranks' command page."""
+    sealed: tuple[int, int] | None = None  # least and largest step of the ranks' newest seals
+    committed: VersionPair | None = None  # newest on the local ranks' command page
     at_boundary: bool = False
     requested_every: int = 0
     stops: int = 0  # number of signals on this node that asked for the end of the run
     stop_signal: int = 0
     leaves: bool = False  # only this node was asked to end, as far as is known here: one SIGTERM
     smp_port: int = 0  # port of this node's SMP; it changes when the SMP is restarted
-    survives: int = 0
-    """Number of nodes of this node's group that may be lost without loss of `ready`."""
+    survives: int = 0  # nodes of its group that may be lost without loss of `ready`
     problem: str = ""  # why this generation cannot continue here, such as a failed fetch
     problem_is_link: bool = False  # the problem is that connections to other nodes were lost
     unreachable: tuple[str, ...] = ()  # nodes that this node's SMP cannot reach now
     unprotected: str = ""
     ranks: tuple[RankReport, ...] = ()
-    p99_s: float = 0.0
-    """99th percentile of step durations of this node's slowest rank; 0: not known yet."""
-    views: tuple[RankView, ...] = ()
-    """Observations of the local ranks, while one of them makes no progress for too long."""
+    p99_s: float = 0.0  # of step durations of this node's slowest rank; 0: not known yet
+    views: tuple[RankView, ...] = ()  # of the local ranks, while one makes no progress for too long
     troubles: tuple[str, ...] = ()  # recent error counts of this node's network cards and GPUs
     fault: str = ""  # a hardware fault of this node's GPUs, until its agent ends; empty: none
     differs: str = ""  # replicas of this generation have diverged; description in words
     differing_ranks: tuple[int, ...] = ()  # ranks whose replicas differ from the majority's
-    sample: NodeSample | None = None
-    """Newest sample. By its number the leader knows whether it is new."""
-    received_s: float = 0.0
-    """When the heartbeat `received` was received, on this node's monotonic clock."""
+    sample: NodeSample | None = None  # newest; its number shows the leader whether it is new
+    received_s: float = 0.0  # when the heartbeat `received` arrived, on this node's monotonic clock
     sent_s: float = 0.0  # when this heartbeat was sent, on the same clock
-    fitness: NodeFitness | None = None
-    """Result of this node's newest check; None: it makes no checks."""
-    repeat_warning: str = ""
-    """Steps that the local ranks repeated after a restart differ; description in words."""
+    fitness: NodeFitness | None = None  # of its newest check; None: it makes no checks
+    repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
 
 
@@ -208,10 +193,8 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
 
     generation: int  # newest chosen generation
     voter_revision: int = 0  # newest chosen voter revision of that generation
-    number: int = 0
-    """Counted by each leader. A heartbeat with a lower number than the last one is late."""
-    is_suspended: bool = False
-    """The leader's lease has expired, so that it may have been replaced. Ranks are suspended."""
+    number: int = 0  # counted by each leader. A lower number than that of the last one is late
+    is_suspended: bool = False  # the leader's lease has expired; ranks are suspended
     committed: VersionPair | None = None
     abandoned_step: int = -1
     take_from: int = -1  # no snapshot is taken before this step
@@ -221,8 +204,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     signal: int = 0
     signal_count: int = 0
     checkpoint: VersionPair | None = None  # every node writes its part of this version to disk
-    moved: dict[str, int] = {}
-    """New ports of SMPs that no longer listen on the port in the plan, by node id."""
+    moved: dict[str, int] = {}  # new ports of SMPs that do not listen on the plan's, by node id
     examine: bool = False
     """Ranks have failed, perhaps because of other ranks. Every node reports the last collectives of
     its ranks."""
@@ -230,8 +212,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     checks: dict[str, int] = {}
     """Nodes outside the generation that must check themselves, by node id: number of the check to
     reach."""
-    leave: tuple[str, ...] = ()
-    """Draining nodes that may leave, because the run no longer needs anything on them."""
+    leave: tuple[str, ...] = ()  # draining nodes that may leave: nothing on them is needed any more
     incidents: int = 0  # number of incidents opened so far; the next leader continues this count
     ended: bool = False
     exit_code: int = 0

@@ -65,8 +65,7 @@ class ProbePathResult(Message, frozen=True, tag="ProbePathResult"):
 
     survey: int
     found: PathMeasurement
-    is_untried: bool = False
-    """The fault is local to this node, see `problem`. The result says nothing about the path."""
+    is_untried: bool = False  # a fault of this node, see `problem`; it says nothing about the path
 
 
 class RailUnresponsive(Message, frozen=True, tag="RailUnresponsive"):

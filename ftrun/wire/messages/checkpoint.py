@@ -28,8 +28,7 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     token: str = ""
     """With a version: equal on all nodes that write it together, and different in another life of
     the run or another generation. Parts with different tokens are never merged."""
-    keep_s: float = 0.0
-    """Checkpoints older than this are removed too, but never the newest. 0: no age limit."""
+    keep_s: float = 0.0  # older checkpoints are removed too, but never the newest. 0: no limit
     bytes_per_s: float = 0.0  # limit of this node's write rate; 0: no limit
     life: str = ""
     live_capture_timeout_s: float = 0.0
@@ -48,8 +47,7 @@ class CheckpointWritten(VersionMessage, frozen=True, tag="CheckpointWritten"):
     path: str  # of the complete checkpoint; empty if other parts are missing
     total_bytes: int  # size of the checkpoint, or of the part; 0 if all of it existed already
     seconds: float
-    is_part: bool = False
-    """Other parts are missing; the node that writes the last part completes the checkpoint."""
+    is_part: bool = False  # other parts are missing; the node with the last part completes it
     missing_ranks: list[int] = []  # ranks in the missing parts
     note: str = ""  # what is unusual about this, for the journal; empty: nothing
     ahead_s: float = 0.0
@@ -95,10 +93,8 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
     begun. With another world size each node loads a share (`ftrun.snapshot.load_shares.ranks_at`).
     Empty: this node alone."""
     node: int = 0  # index of this node in `ranks`
-    excluded: dict[str, str] = {}
-    """Checkpoints that no node of this run may load: names and reasons."""
-    claim: CheckpointClaim | None = None
-    """Claim of the directory, to be made first; on the node of rank 0."""
+    excluded: dict[str, str] = {}  # checkpoints that no node may load: names and reasons
+    claim: CheckpointClaim | None = None  # of the directory, to be made first; on rank 0's node
 
 
 class CheckpointLoaded(VersionMessage, frozen=True, tag="CheckpointLoaded"):
@@ -177,8 +173,7 @@ class ExportReport(msgspec.Struct, frozen=True):
     num_tensors: int = 0
     num_bytes: int = 0  # total size of all files
     seconds: float = 0.0
-    left_out: tuple[str, ...] = ()
-    """Content of the checkpoint that the format cannot represent, each item in words."""
+    left_out: tuple[str, ...] = ()  # content that the format cannot represent, each item in words
     notes: tuple[str, ...] = ()  # further notes for the operator
     problem: str = ""  # why nothing was written, in words
 
@@ -195,8 +190,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     world_size: int = 0
     num_bytes: int = 0  # total size of its files
     written_s: float = 0.0  # wall time; 0: not known
-    problems: tuple[str, ...] = ()
-    """Reasons why it cannot be used, in words; empty: no problem was found."""
+    problems: tuple[str, ...] = ()  # why it cannot be used, in words; empty: no problem was found
 
 
 class CatalogReport(msgspec.Struct, frozen=True):
@@ -204,8 +198,7 @@ class CatalogReport(msgspec.Struct, frozen=True):
 
     directory: str
     checkpoints: list[CheckpointInfo]
-    unfinished: int = 0
-    """Number of folders with an incomplete checkpoint; a later checkpoint removes them."""
+    unfinished: int = 0  # folders with an incomplete checkpoint; a later one removes them
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()

@@ -68,6 +68,4 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
     body: AnyMessage
     num_fds: int = 0
-    question: int = 0
-    """Number of the question on this connection, in a question and in its reply; 0: neither of
-    them."""
+    question: int = 0  # number of a question, also in its reply; 0: neither of them

@@ -11,8 +11,7 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     kind: str  # a name in the catalogue, see fault_catalog.py
     rank: int = -1  # target rank; -1 if the target is a node
-    node: str = ""
-    """Name of the node, or its position in the run; empty: the only node, or the rank's."""
+    node: str = ""  # its name, or position in the run; empty: the only node, or the rank's
     at_step: int = 0  # inject at the end of this step of the run, counted from 1; 0: now
     for_s: float = 0.0  # duration; 0: the default of the kind
     amount: float = 0.0  # its meaning depends on the kind

@@ -18,15 +18,13 @@ class NodeAddress(msgspec.Struct, frozen=True):
     host: str
     smp_port: int
     ranks: list[int]
-    rails: list[Rail] = []
-    """Rails over which the node is reachable, the best first; empty: only `host` is known."""
+    rails: list[Rail] = []  # over which it is reachable, the best first; empty: `host` only
 
 
 class PreviousGroup(msgspec.Struct, frozen=True):
     """The group that protects a version to be fetched, with its nodes in their order then."""
 
-    nodes: list[NodeAddress]
-    """With the ranks that each held then, and the current address of its SMP."""
+    nodes: list[NodeAddress]  # with the ranks that each held then, and its SMP's current address
     parity: int
     generation: int  # in which the version was protected, see `ProtectionPart.protected_in`
 
@@ -57,12 +55,10 @@ class ProtectionPart(msgspec.Struct, frozen=True):
     protected_in: int
     """Generation in which the group has protected it. Together with the version and the members it
     identifies the protection: parts with equal identity belong together."""
-    members: list[GroupMember]
-    """The group in order; the position in it is the position in each stripe."""
+    members: list[GroupMember]  # in the group's order; the position in it is that in each stripe
     parity: int
     node_id: str
-    mirrors: list[str]
-    """Nodes whose small state is stored here. A node without any mirror cannot be rebuilt."""
+    mirrors: list[str]  # nodes whose small state is here; without any, a node cannot be rebuilt
     is_complete: bool  # all mirrors and parity that belong here are stored
     is_committed: bool  # the version was committed with this protection
 
@@ -75,9 +71,7 @@ class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
     """
 
     host: str
-    others: list[str] = []
-    """Further addresses of this node. The SMP listens on the same port of each address where it
-    can."""
+    others: list[str] = []  # further own addresses; listens on the same port of each where it can
 
 
 class ListeningForPeers(Message, frozen=True, tag="ListeningForPeers"):
@@ -100,18 +94,15 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     """Protection group of this node in its fixed order, this node included. Empty: the SMP decides
     alone, which is permitted only if all ranks of the world are local."""
     node_id: str = ""  # of this node
-    parity: int = 0
-    """m, the number of nodes of the group that may be lost; below the number of nodes."""
-    small_state_bytes: int = 1 << 20
-    """Unique state of a rank up to this size is mirrored, not coded."""
+    parity: int = 0  # m, how many nodes of the group may be lost; below the number of nodes
+    small_state_bytes: int = 1 << 20  # a rank's unique state up to this size is mirrored, not coded
     restored: tuple[int, int] | None = None
     """Generation and step of the version that all ranks start from. If the generation is running:
     the newest committed version."""
     protected_in: int = -1
     """Generation whose protection the restore relies on. It is retained until the version is
     committed again. -1: the newest committed one."""
-    restore_from: list[PreviousGroup] = []
-    """Sources of that version for local ranks that have no slot of it."""
+    restore_from: list[PreviousGroup] = []  # of that version, for local ranks without a slot of it
     read_from: list[PreviousGroup] = []
     """Sources from which workers read other ranks' shards of it, if the world size is the same.
     Nodes of this generation are included, with the ranks that they run."""
@@ -119,9 +110,7 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     """Number of ranks that took it; 0: as many as start now. A version of another world size is
     read from where it is stored, and not protected again. `restore_from` then names all groups that
     held it."""
-    timeout_s: float = 10.0
-    """Time that an SMP may accept no data, or pause inside a frame, before its peers drop the
-    link."""
+    timeout_s: float = 10.0  # an SMP that accepts no data or pauses in a frame longer is dropped
     pace_bytes_s: float = 0.0
     """Limit of this node's send rate to protect a version, in bytes per second to all peers
     together; 0: no limit."""
@@ -166,8 +155,7 @@ class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
 
     generation: int  # the one that was begun, not the version's
     reason: str
-    is_link: bool = False
-    """Connections to nodes of the plan were lost; the same fetch may succeed later."""
+    is_link: bool = False  # connections to nodes of the plan were lost; a later fetch may succeed
 
 
 class ParityRegionCreated(Message, frozen=True, tag="ParityRegionCreated"):

@@ -15,8 +15,7 @@ from ftrun.monitor.repeat_check import Repeat
 from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
 STALE_S = 2.0  # if the status of a node is at least this old, the summary names its age
-CLOSED = "closed"
-"""State of an incident that is over; an open incident has the lifecycle state of the run."""
+CLOSED = "closed"  # state of an incident that is over; an open one has that of the run
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -42,8 +41,7 @@ class RestartStatus(msgspec.Struct, frozen=True):
     generation: int
     cause: str = ""
     age_s: float = 0.0
-    restored: str | None = None
-    """The version that was restored; None: the ranks began at the script's beginning."""
+    restored: str | None = None  # version; None: the ranks began at the script's beginning
     phases_s: dict[str, float] | None = None  # phases on this node
     repeated: Repeat | None = None
     downtime_s: float | None = None  # from the fault to the next step of every rank
@@ -87,8 +85,7 @@ class SnapshotStatus(msgspec.Struct, frozen=True):
     unprotected_reason: str = ""
     note: str = ""  # last remark of a rank
     step: int | None = None
-    generation: int | None = None
-    """Of the newest committed version; -1: it was loaded from a checkpoint."""
+    generation: int | None = None  # of the newest committed version; -1: from a checkpoint
     age_s: float | None = None
     bytes_per_rank: int = 0
     memory_bytes: int = 0
@@ -187,12 +184,10 @@ class NodeStatus(msgspec.Struct, frozen=True):
     host: str = ""
     role: str = "member"  # `member`, `spare`, `joining`, `lost` or `left`
     failure_reason: str = ""
-    last_heartbeat_age_s: float = 0.0
-    """Of a lost node that an earlier leader knew: seconds since it was lost."""
+    last_heartbeat_age_s: float = 0.0  # of a node lost under an earlier leader: since the loss
     state: str = "unknown"  # `running`, `idle`, `suspended` or `unknown`
     step: int | None = None
-    ready: tuple[int, int] | None = None
-    """Newest version that is sealed by all its ranks: generation, step."""
+    ready: tuple[int, int] | None = None  # newest version sealed by its ranks: generation, step
     unprotected_reason: str = ""
     domain: str = ""
     preflight: str = ""  # `fit`, or the problem; empty: not checked

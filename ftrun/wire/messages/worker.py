@@ -30,8 +30,7 @@ def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-REQUEST_IN_MEMORY = b"LaunchRequest"
-"""Agent -> standby: the first descriptor is a memfd with the launch request."""
+REQUEST_IN_MEMORY = b"LaunchRequest"  # to a standby: the first descriptor is a memfd with it
 
 
 class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
@@ -69,14 +68,12 @@ class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_batches: int = 0  # number of batches to skip after the restored version
     snapshot: SnapshotConfig = SnapshotConfig()
     start: str = "fresh"  # `warm` or `fresh`
-    rank_socket: str = ""
-    """Path of the socket on which this rank's flight recorder can be read; empty: none."""
+    rank_socket: str = ""  # socket on which its flight recorder can be read; empty: none
     descriptors: dict[str, int] = {}
     """Descriptors by name: `heartbeat` and `command` (pages), `stack` (file for stacks), `arena`
     (absent until a layout is known), `fault` (page; only in a run with --allow-faults), and for a
     standby `stdout` and `stderr`."""
-    argv: list[str] = []
-    """Only for a standby, as the following fields: the program and its arguments."""
+    argv: list[str] = []  # the program and its arguments; as what follows, only for a standby
     is_module: bool = False
     variables: dict[str, str] = {}
     cwd: str = ""

@@ -67,8 +67,7 @@ class ParityRecord(msgspec.Struct, frozen=True):
     coded_bytes: list[int]  # of each node, by position
     own: NodeRedundancy  # the node's own plan, to find its blocks in the slots of its ranks
     holders: list[list[int]]  # sets of nodes, by position, that hold the same sections
-    mirrors: list[tuple[int, int]]
-    """Positions whose small state is stored here, with the buffer size of each in bytes."""
+    mirrors: list[tuple[int, int]]  # positions of mirrors here, with buffer sizes in bytes
     num_rows: int
 
     @property

@@ -77,8 +77,7 @@ class PeerConnection(Generic[E]):
         self._broken: PeerError | None = None
         self.session = session
         self.generation = 0
-        self.is_corrupted = False
-        """Flip a bit of the next frame that is sent: `ftrun inject-fault bitflip-wire`."""
+        self.is_corrupted = False  # flip a bit of the next frame: `ftrun inject-fault bitflip-wire`
 
     @property
     def peer(self) -> PeerIdentity:

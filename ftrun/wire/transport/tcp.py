@@ -16,9 +16,7 @@ from typing import Any
 from ftrun import clock
 from ftrun.errors import AddressTaken, HowLost, PeerLost, UsageError
 
-USER_TIMEOUT_S = 3.0
-"""Seconds that sent bytes may stay unacknowledged before the kernel drops a connection."""
-
+USER_TIMEOUT_S = 3.0  # sent bytes that stay unacknowledged longer end a connection
 _BACKLOG = 128
 _SO_MAX_PACING_RATE = 47
 _PACED_UNSENT_BYTES = 1 << 18
