@@ -206,11 +206,7 @@ class ShapeChanged(SnapshotError):
 
 
 class StructureChanged(SnapshotError):
-    """The script has changed since `attach` in a way that a rebuilt script would not have.
-
-    Args:
-        changes: one sentence each; the first three are shown.
-    """
+    """The script has changed objects since `attach`; the first three changes are shown."""
 
     def __init__(self, changes: Sequence[str]) -> None:
         more = len(changes) - 3

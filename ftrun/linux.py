@@ -51,10 +51,7 @@ def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel send SIGTERM when the parent dies, also a parent in another pid namespace.
-
-    The setting survives exec() and does not apply to children.
-    """
+    """Requests SIGTERM at the parent's death; survives exec(), not inherited by children."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -218,10 +215,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
 
 
 def cgroup_limit_left(controller: str) -> int | None:
-    """The smallest remainder of this cgroup and all above it; None without a limit.
-
-    `controller` is `memory` (bytes) or `pids` (processes and threads).
-    """
+    """Left of the limits of this cgroup (`memory` in bytes, or `pids`) and of all above it."""
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 

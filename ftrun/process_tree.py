@@ -181,10 +181,7 @@ def variables_of(pid: int) -> list[bytes]:
 
 
 def send(pid: int, number: int, *, still: Callable[[int], object]) -> None:
-    """Sends a signal to a process that may not be a child of this one.
-
-    After a pidfd is opened, `still` checks that the pid is still of the intended process (Rule 1).
-    """
+    """Sends a signal if, after a pidfd is opened, `still` accepts the pid (Rule 1)."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -216,10 +213,7 @@ def end_children(
 
 
 def end_left_behind(folder: Path) -> list[int]:
-    """Ends the processes of a run whose stub was killed; returns those that have not ended.
-
-    The caller holds the lock of the run and has started no agent yet.
-    """
+    """Ends a killed stub's processes; returns those left. The caller holds the run's lock."""
 
     def kill(pid: int, number: int) -> None:
         send(pid, number, still=_left_behind(folder))

@@ -97,11 +97,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
 
 
 def temporary_folder_warning(folder: str) -> str:
-    """Explains why DataLoader workers hang with this temporary folder; empty if they do not.
-
-    The thread of a worker that binds a socket in this folder fails. The rank then waits forever for
-    the batch.
-    """
+    """Explains why DataLoader workers hang with this temporary folder; empty if they do not."""
     if len(os.fsencode(folder)) <= MAX_TEMPORARY_BYTES:
         return ""
     return (
@@ -112,10 +108,7 @@ def temporary_folder_warning(folder: str) -> str:
 
 
 def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
-    """Creates the log folder; if that fails, falls back to another folder and prints a warning.
-
-    Raises UsageError if the operator named the folder.
-    """
+    """Creates the log folder, or another one with a warning; a UsageError if it `is_given`."""
     folder = Path(spec.log_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,10 +168,7 @@ def check_text(spec: RunSpec) -> None:
 
 
 def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
-    """Tests by a write that the checkpoint directory is writable, before hours of training.
-
-    Returns the record of the last run that wrote to this directory.
-    """
+    """Tests it by a write; returns the record of the last run that wrote to it."""
     directory = spec.checkpoint_directory
     if directory is None:
         return None
@@ -417,10 +407,7 @@ def _run_id(
 
 
 def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
-    """Returns a name that all nodes of a run derive equally.
-
-    The endpoint's host is not used: its own node may call it localhost.
-    """
+    """Equal on all nodes of a run. Not the endpoint's host: its own node may say localhost."""
     if nodes is None:
         return None
     if step is not None:

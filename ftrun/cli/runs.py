@@ -99,11 +99,7 @@ def is_file_of(path: Path, fd: int) -> bool:
 
 
 def choose(name: str | None, *, command: str) -> FoundRun:
-    """Returns the named run, or the only live run; a UsageError if several runs match.
-
-    `name` is a run id, or `RUN_ID@NODE_ID` if several nodes of the run are on this machine. The
-    error that lists the runs shows `command`.
-    """
+    """Returns the run of this name (see `run_folder`) or id, or the only live one."""
     if name is not None:
         for part in name.split("@", 1):
             check_run_id(part)

@@ -63,10 +63,7 @@ _PREVIOUS_RANKS_WAIT_S = 30.0
 
 
 class ReserveLink:
-    """Link to at most one reserve: a process with torch from which agents are forked.
-
-    An agent that was started as a program leaves it behind.
-    """
+    """Link to the process with torch that forks agents; the first agent leaves it behind."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None

@@ -133,16 +133,10 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leave_s(self) -> float:
-        """After this time the run continues without a last snapshot of a draining node.
-
-        Such a node is killed after `stop.grace_s`.
-        """
+        """The run then continues without a last snapshot of a draining node."""
         return self.profile.stop.grace_s / 2
 
     @property
     def let_go_s(self) -> float:
-        """A draining node ends after this time at the latest.
-
-        The generation that begins after `leave_s` still fetches what that node holds.
-        """
+        """A draining node ends then; until then it serves the generation that follows `leave_s`."""
         return self.leave_s * 5 / 3

@@ -101,10 +101,7 @@ def check_run_id(text: str) -> RunId:
 
 
 def runs_folder() -> Path:
-    """The parent folder of all run folders of this user; created if it is missing.
-
-    Raises NotSupportedHere if another user can enter it.
-    """
+    """Of all runs of this user; NotSupportedHere if another user can enter it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
         return _own_folder(Path(base) / "ftrun")
@@ -112,10 +109,7 @@ def runs_folder() -> Path:
 
 
 def spare_log_folder() -> Path:
-    """Log folder for runs that cannot write to their working directory; created if it is missing.
-
-    It is not inside a run folder, because logs outlive the run. Raises as `runs_folder`.
-    """
+    """For runs that cannot write to their working directory; outside, as logs outlive runs."""
     return _own_folder(Path(_temporary()) / f"ftrun-logs-{os.getuid()}")
 
 
@@ -157,10 +151,7 @@ def all_run_folders() -> list[RunFolder]:
 
 @contextlib.contextmanager
 def short_socket_path(path: Path) -> Iterator[str]:
-    """A path of under 108 bytes for a socket in a folder with a path of any length.
-
-    The path is valid in this process inside the `with` block.
-    """
+    """A path of under 108 bytes to a socket, valid in this process inside the `with` block."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{path.name}"

@@ -126,11 +126,7 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
-    """Parses the words after `ftrun run`.
-
-    `more` are the flags of a command that also accepts the flags of a run; their values are in
-    `own`.
-    """
+    """Parses the words after `ftrun run`, with `more` flags of a command that accepts these too."""
     found = CommandLine()
     of_command = _by_spelling(more)
     rest = list(words)

@@ -382,10 +382,7 @@ def _readable(text: str, source: str) -> str:
 
 
 def read_topology(path: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Returns a parsed YAML file, or the text of Slurm's topology.conf.
-
-    It is read once before the start; the run's specification has the content.
-    """
+    """Returns parsed YAML, or the text of Slurm's topology.conf; read only once, at the start."""
     if path is None:
         return None, ""
     try:

@@ -37,10 +37,7 @@ def write_outputs(
     document: Callable[[], object] | None,
     show: Callable[[], None],
 ) -> None:
-    """Writes the requested files, the JSON document if there is one, else text if stdout is free.
-
-    `texts` has the text of a file by its flag.
-    """
+    """Writes the files, whose texts are by flag; the document or text if stdout is free."""
     for path, flag in files:
         write_out(path, texts[flag](), flag=flag)
     if document is not None:

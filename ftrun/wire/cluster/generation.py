@@ -19,10 +19,7 @@ class Rail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of one short transfer from one node to another over one rail.
-
-    A value of 0 is not known.
-    """
+    """Result of one short transfer from one node to another over a rail; 0: not known."""
 
     source: str  # node id
     destination: str

@@ -34,10 +34,7 @@ class JoinPending(Message, frozen=True, tag="JoinPending"):
 
 
 class LeaderInfo(Message, frozen=True, tag="LeaderInfo"):
-    """Any agent -> newcomer: contact this leader.
-
-    Also leader -> the current host of the endpoint.
-    """
+    """Any agent -> newcomer, or leader -> host of the endpoint: contact this leader."""
 
     card: NodeCard
     generation: int
@@ -102,10 +99,7 @@ class Accept(Message, frozen=True, tag="Accept"):
 
 
 class Accepted(Message, frozen=True, tag="Accepted"):
-    """Voter -> proposer: the plan is persisted, and later versions are void.
-
-    The SMP has been informed of the plan.
-    """
+    """Voter -> proposer: the plan is stored, the SMP has it, and later versions are void."""
 
     generation: int
     restored: VersionPair | None
@@ -135,10 +129,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Phases of the restart that began this generation.
-
-    Known once every local rank has completed a step.
-    """
+    """Phases of the last restart, known once every local rank has completed a step."""
 
     stepped_age_s: float  # seconds since the last local rank completed its first step
     total_s: float  # from the stop of the ranks to that step

@@ -69,10 +69,7 @@ class ProbePathResult(Message, frozen=True, tag="ProbePathResult"):
 
 
 class RailUnresponsive(Message, frozen=True, tag="RailUnresponsive"):
-    """Member -> leader: nothing arrives from this node over this rail.
-
-    Repeated while this holds.
-    """
+    """Member -> leader, repeated: nothing arrives from this node over this rail."""
 
     source: str
     rail: str  # name of the rail in this run

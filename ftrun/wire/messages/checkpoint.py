@@ -15,10 +15,7 @@ INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
-    """Agent -> SMP: write the newest committed version to this directory.
-
-    Reply, when it is durable: CheckpointWritten, or CheckpointFailed.
-    """
+    """Agent -> SMP: write it. Reply, when durable: CheckpointWritten or CheckpointFailed."""
 
     directory: str  # absolute; with several nodes a shared one
     keep: int  # number of checkpoints to retain, including the newest
@@ -56,19 +53,13 @@ class CheckpointWritten(VersionMessage, frozen=True, tag="CheckpointWritten"):
 
 
 class CheckpointFailed(Message, frozen=True, tag="CheckpointFailed"):
-    """SMP -> agent: nothing is written.
-
-    Not `Refused`, because other replies may arrive before it.
-    """
+    """SMP -> agent: nothing is written. Not `Refused`: other replies may arrive before it."""
 
     reason: str
 
 
 class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
-    """Agent -> SMP: the run is over; record this next to its checkpoints. Reply: Done.
-
-    Only the SMP that owns the directory writes the record.
-    """
+    """Agent -> SMP: record the run's end if you own the directory. Reply: Done."""
 
     exit_code: int
     reason: str

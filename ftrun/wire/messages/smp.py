@@ -8,10 +8,7 @@ from ftrun.wire.messages.message import Message, VersionMessage
 
 
 class NodeAddress(msgspec.Struct, frozen=True):
-    """A node of a group: its identity, the address of its SMP, and the ranks that it runs.
-
-    A port of 0 means that the node is unreachable.
-    """
+    """A node of a group with its SMP; a port of 0: it is unreachable."""
 
     node_id: str
     incarnation: int
@@ -210,10 +207,7 @@ class Inventory(Message, frozen=True, tag="Inventory"):
 
 
 class VoidAfter(VersionMessage, frozen=True, tag="VoidAfter"):
-    """Agent -> SMP: void all versions later than this one, permanently. Reply: Done.
-
-    (-1, -1) voids everything. Mirrors and parity of later versions are voided too.
-    """
+    """Agent -> SMP: void later versions and their parity for good; (-1, -1): all. Reply: Done."""
 
 
 class HandOverMemory(Message, frozen=True, tag="HandOverMemory"):

@@ -34,10 +34,7 @@ REQUEST_IN_MEMORY = b"LaunchRequest"  # to a standby: the first descriptor is a 
 
 
 class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
-    """Agent -> standby: initialise the device of a local rank now. Reply: DeviceBound.
-
-    Sent at most once, before the launch request.
-    """
+    """Agent -> standby, once: initialise the device of a local rank now. Reply: DeviceBound."""
 
     local_rank: int
     variables: dict[str, str]  # those that `read_by_device` selects, of the running rank
@@ -102,20 +99,14 @@ class RankVersionMessage(Message, frozen=True):
 
 
 class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
-    """Worker -> SMP: check that two slots of this size fit. Reply: Done or MemoryRefused.
-
-    Sent at attach with an estimate, and again if the size turns out to be larger.
-    """
+    """Worker -> SMP, at attach and if it grows: do two slots fit? Reply: Done or MemoryRefused."""
 
     rank: int
     image_bytes: int
 
 
 class MemoryRefused(Message, frozen=True, tag="MemoryRefused"):
-    """SMP -> worker: the memory of this node's ranks does not fit.
-
-    Fields as in `MemoryTooSmall`.
-    """
+    """SMP -> worker: memory of this node's ranks does not fit; fields of `MemoryTooSmall`."""
 
     needed_bytes: int
     available_bytes: int
@@ -189,26 +180,17 @@ class ShardSkipped(RankVersionMessage, frozen=True, tag="ShardSkipped"):
 
 
 class AwaitRestored(RankVersionMessage, frozen=True, tag="AwaitRestored"):
-    """Worker -> SMP: provide the arena with this version, which other nodes are still sending.
-
-    Reply, after its arrival: ArenaGranted with the descriptor; Refused if it cannot arrive.
-    """
+    """Worker -> SMP: this version from other nodes. Reply on arrival: ArenaGranted or Refused."""
 
 
 class OpenShards(RankVersionMessage, frozen=True, tag="OpenShards"):
-    """Worker -> SMP: open all local shards of a version of another world size.
-
-    Reply: ShardsOpened with a read-only descriptor for each rank, or Refused.
-    """
+    """Worker -> SMP: open the local shards of another world size. Reply: ShardsOpened, Refused."""
 
     world_size: int
 
 
 class ShardsOpened(Message, frozen=True, tag="ShardsOpened"):
-    """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
-
-    `ranks` are those of the previous world that are stored here, in the order of the descriptors.
-    """
+    """SMP -> worker, with a read-only memfd for each of these ranks of the previous world."""
 
     ranks: list[int]
 

@@ -157,10 +157,7 @@ def read_slot_headers(fd: int) -> list[SlotHeader]:
 
 
 def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
-    """Mark sealed slots as void if `chosen` selects their version; return how many.
-
-    Only for arenas whose worker is dead.
-    """
+    """Void sealed slots of chosen versions, after the worker's death; return how many."""
     shape = read_shape(fd)
     voided = 0
     for slot, header in enumerate(read_slot_headers(fd)):

@@ -99,10 +99,7 @@ def parity_region_bytes(record: ParityRecord) -> int:
 
 
 def create_parity_region(total_bytes: int) -> int:
-    """Return a descriptor of an empty parity region, with its memory allocated and touched.
-
-    Raises OSError (ENOSPC, ENOMEM); nothing stays allocated.
-    """
+    """Return a memfd, allocated and touched. After an OSError nothing stays allocated."""
     fd = os.memfd_create("ftrun-parity", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, total_bytes)

@@ -130,10 +130,7 @@ class Channel:
     def ask(
         self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0
     ) -> ReceivedMessage:
-        """Send a question and wait for its reply; other messages before it stay for `receive`.
-
-        Raises PeerLost, PeerTimeout, ProtocolError.
-        """
+        """Send a question, and wait for its reply; earlier messages stay for `receive`."""
         number = self.send_request(body, fds=fds, deadline_s=deadline_s)
         unsolicited: list[ReceivedMessage] = []
         give_up_s = clock.now_s() + deadline_s

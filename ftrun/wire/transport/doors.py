@@ -53,11 +53,7 @@ class Doors:
 
 
 class Door:
-    """One taken slot.
-
-    `hello_s` limits the first message, and the first message after the handshake; `handshake_s` the
-    whole handshake.
-    """
+    """One taken slot. `hello_s` limits the first message, and the first after the handshake."""
 
     def __init__(self, doors: Doors, address: str, *, hello_s: float, handshake_s: float) -> None:
         self.hello_s = hello_s

@@ -80,10 +80,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Envelope]:
-        """Return the messages that `data` completes.
-
-        Raises ProtocolError if a length is over the limit, or bytes are not a message.
-        """
+        """Return the messages that `data` completes; raises ProtocolError."""
         self._buffer += data
         found: list[Envelope] = []
         while len(self._buffer) >= _LENGTH.size:

@@ -226,10 +226,7 @@ class _Talk:
         return body
 
     def refuse(self, reason: str, *, reported: str) -> HandshakeRefused:
-        """Send the reason `reported` to the other side if possible.
-
-        Return the error with `reason` for this one.
-        """
+        """Send `reported` to the other side if possible; return the error with `reason`."""
         body = reported[:MAX_REASON_CHARACTERS].encode()
         try:
             self._wait_at_most()

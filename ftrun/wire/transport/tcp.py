@@ -188,10 +188,7 @@ def how_lost(error: OSError) -> HowLost:
 
 
 def interface_for(host: str, port: int) -> str:
-    """Address of this node from which a host is reached; nothing is sent.
-
-    Raises PeerLost if the host has no address, or there is no route to any.
-    """
+    """Own address from which a host is reached; nothing is sent. PeerLost if there is no route."""
     peer = f"{host} port {port}"
     try:
         found = _addresses(host, port)
