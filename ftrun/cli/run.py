@@ -22,17 +22,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from ftrun import clock, process_tree
+from ftrun.cli.launch import profiles
 from ftrun.cli.launch.checkpoint_check import check_there, check_writable
 from ftrun.cli.launch.command_line import KEY_OF_FLAG, OWN_FLAGS, CommandLine
 from ftrun.cli.launch.nodes import nodes_of, rdzv_settings
-from ftrun.cli.launch.profiles import (
-    ResolvedProfile,
-    SettingValue,
-    key_type,
-    plain_value,
-    resolve,
-    setting_from_text,
-)
 from ftrun.cli.launch.slurm import SlurmStep, slurm_step
 from ftrun.cli.launch.torchrun_flags import CliFlag
 from ftrun.cli.runs import SHUTDOWN_S, is_file_of, shut_down_smp, sweep
@@ -210,9 +203,9 @@ def check_resume(spec: RunSpec) -> None:
         )
 
 
-def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> ResolvedProfile:
+def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> profiles.ResolvedProfile:
     name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
-    return resolve(
+    return profiles.resolve(
         name,
         variables=variables,
         torchrun=rdzv_settings(variables.get("PET_RDZV_CONF"), "PET_RDZV_CONF"),
@@ -220,16 +213,16 @@ def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resol
     )
 
 
-def settings_of(line: CommandLine) -> list[SettingValue]:
+def settings_of(line: CommandLine) -> list[profiles.SettingValue]:
     """Returns ftrun's own flags as profile keys; `--set` comes first, so that flags override it."""
     found = rdzv_settings(line.torchrun_value("rdzv-conf"), "--rdzv-conf")
-    found += [setting_from_text(text) for text in line.own.get("set", [])]
+    found += [profiles.setting_from_text(text) for text in line.own.get("set", [])]
     for flag in OWN_FLAGS:
         given = line.own.get(flag.name)
         if flag.name in KEY_OF_FLAG and given:
             section, _, key = KEY_OF_FLAG[flag.name].partition(".")
-            value = _flag_value(flag, given, key_type(section, key))
-            found.append(SettingValue(section, key, value, f"--{flag.name}"))
+            value = _flag_value(flag, given, profiles.key_type(section, key))
+            found.append(profiles.SettingValue(section, key, value, f"--{flag.name}"))
     return found
 
 
@@ -244,7 +237,7 @@ def _flag_value(flag: CliFlag, given: list[str], wanted: Any) -> object:
     *words, kind = (flag.metavar or "").split("|")
     if kind in _PATHS and text not in words:
         return located(text, cwd=str(Path.cwd()))
-    return text if is_text(wanted) else plain_value(text)
+    return text if is_text(wanted) else profiles.plain_value(text)
 
 
 def take_folder(name: str, *, script: str) -> tuple[RunFolder, int]:

@@ -33,18 +33,7 @@ from pathlib import Path
 from ftrun import clock, process_tree
 from ftrun.errors import ExitCode
 from ftrun.linux import become_subreaper
-from ftrun.wire.messages.agent_start import (
-    AGENT_LOST_S,
-    INCARNATION,
-    MAX_FDS,
-    RESERVE_SOCKET,
-    RETAINED_FDS,
-    STUB_PID,
-    STUB_SOCKET,
-    STUCK_PIDS,
-    encode_numbers,
-    encode_order,
-)
+from ftrun.wire.messages import agent_start
 from ftrun.wire.run_environment import RunFolder, short_socket_path
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -84,9 +73,9 @@ class ReserveLink:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with here, contextlib.suppress(OSError, ValueError):
             with there:
-                if self._socket is None or not self._is_ready() or len(fds) >= MAX_FDS:
+                if self._socket is None or not self._is_ready() or len(fds) >= agent_start.MAX_FDS:
                     return None
-                order = encode_order(folder, variables)
+                order = agent_start.encode_order(folder, variables)
                 socket.send_fds(self._socket, [order], [there.fileno(), *fds])
             here.settimeout(_RESERVE_ANSWER_S)
             pid = int(here.recv(32))
@@ -168,10 +157,10 @@ class Stub:
         self._take_state_to_retain()
         variables = {
             process_tree.MARK: process_tree.mark_of(self._folder.path),
-            INCARNATION: str(self._incarnation),
-            STUB_PID: str(os.getpid()),
-            AGENT_LOST_S: str(self._lost_s),
-            STUCK_PIDS: encode_numbers(self._stuck_pids),
+            agent_start.INCARNATION: str(self._incarnation),
+            agent_start.STUB_PID: str(os.getpid()),
+            agent_start.AGENT_LOST_S: str(self._lost_s),
+            agent_start.STUCK_PIDS: agent_start.encode_numbers(self._stuck_pids),
         }
         fds = [self._keep_there.fileno(), *self._retained_fds]
         forked = self._reserve.fork_agent(str(self._folder.path), variables, fds)
@@ -185,9 +174,9 @@ class Stub:
             variables = {
                 **os.environ,
                 **variables,
-                STUB_SOCKET: str(self._keep_there.fileno()),
-                RETAINED_FDS: encode_numbers(self._retained_fds),
-                RESERVE_SOCKET: str(for_reserve.fileno()),
+                agent_start.STUB_SOCKET: str(self._keep_there.fileno()),
+                agent_start.RETAINED_FDS: agent_start.encode_numbers(self._retained_fds),
+                agent_start.RESERVE_SOCKET: str(for_reserve.fileno()),
             }
             inherited = [*self._retained_fds, self._keep_there.fileno(), for_reserve.fileno()]
             for fd in inherited:
@@ -206,7 +195,7 @@ class Stub:
         self._keep_here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, MAX_FDS)
+                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, agent_start.MAX_FDS)
                 for fd in self._retained_fds:
                     os.close(fd)
                 self._retained_fds = list(fds)

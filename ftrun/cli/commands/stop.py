@@ -6,16 +6,8 @@ import os
 import typer
 
 from ftrun import clock, process_tree
+from ftrun.cli import runs
 from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import (
-    FoundRun,
-    RunLiveness,
-    ask,
-    choose,
-    inspect_run,
-    shut_down_smp,
-    sweep,
-)
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, PeerTimeout, ProtocolError
@@ -32,9 +24,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def stop(run_id: RunIdArgument = None) -> None:
     """Stop a run, or free the memory that a lost run still holds."""
-    sweep()
-    run = choose(run_id, command="stop")
-    if run.life is RunLiveness.ORPHANED:
+    runs.sweep()
+    run = runs.choose(run_id, command="stop")
+    if run.life is runs.RunLiveness.ORPHANED:
         _free_orphan(run)
         render.write_plain(
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
@@ -43,10 +35,11 @@ def stop(run_id: RunIdArgument = None) -> None:
     grace_s = run.folder.spec_value("profile", "stop", "grace_s") or _DEFAULT_GRACE_S
     limit_s = float(grace_s) + _SPARE_S
     give_up_s = clock.now_s() + limit_s
-    while (life := inspect_run(run.folder).life) is RunLiveness.STARTING:  # between two agents
+    # A run between two agents is STARTING.
+    while (life := runs.inspect_run(run.folder).life) is runs.RunLiveness.STARTING:
         _wait(run, give_up_s, limit_s)
-    if life is RunLiveness.RUNNING:
-        body = ask(run.to_agent(), StopRequest(), Done, deadline_s=_ANSWER_S)
+    if life is runs.RunLiveness.RUNNING:
+        body = runs.ask(run.to_agent(), StopRequest(), Done, deadline_s=_ANSWER_S)
         if isinstance(body, Refused):
             raise FtrunError(f"run {run.name} is not stopped: {body.reason}")
     while run.folder.path.exists():
@@ -54,13 +47,13 @@ def stop(run_id: RunIdArgument = None) -> None:
     render.write_plain(f"run {run.name} is stopped")
 
 
-def _wait(run: FoundRun, give_up_s: float, limit_s: float) -> None:
+def _wait(run: runs.FoundRun, give_up_s: float, limit_s: float) -> None:
     if clock.now_s() > give_up_s:
         raise PeerTimeout(peer=f"run {run.name}", waited_s=limit_s)
     clock.sleep(_POLL_S)
 
 
-def _free_orphan(run: FoundRun) -> None:
+def _free_orphan(run: runs.FoundRun) -> None:
     """Holds the run's lock, so that no new launcher takes over memory that is about to be freed."""
     lock_fd = os.open(run.folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -74,7 +67,7 @@ def _free_orphan(run: FoundRun) -> None:
                 f"run {run.name}: {found}. Its snapshots are kept; try again when the process has "
                 "ended"
             )
-        if answers(run.folder.smp_socket) and not shut_down_smp(run.folder):
+        if answers(run.folder.smp_socket) and not runs.shut_down_smp(run.folder):
             raise PeerTimeout(peer="the SMP", waited_s=_ANSWER_S)
         run.folder.remove()
     finally:

@@ -23,12 +23,7 @@ from ftrun.config.cluster import EtcdTls, NodesSpec
 from ftrun.config.profile import Profile
 from ftrun.errors import UsageError
 from ftrun.network.detect.leaf_switches import leaves_from_file, leaves_from_slurm
-from ftrun.wire.transport.secret import (
-    HOW_TO_MAKE,
-    forget_shared_secrets,
-    load_secret,
-    shared_secret_file,
-)
+from ftrun.wire.transport import secret
 from ftrun.wire.transport.tcp import is_local_address
 
 RDZV_PORT, MASTER_PORT = 29400, 29500  # of --rdzv-endpoint and --master-port, as in torchrun
@@ -317,14 +312,14 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
     given = profile.security.secret_file
     if given is not None:
         path = Path(given).expanduser().absolute()
-        load_secret(path)
+        secret.load_secret(path)
         return str(path), False, ""
-    reason = f"no --secret-file is given; {HOW_TO_MAKE} creates one for all nodes"
+    reason = f"no --secret-file is given; {secret.HOW_TO_MAKE} creates one for all nodes"
     if step is not None:
         try:
             folder = Path.home() / ".ftrun" / "secrets"
-            made = shared_secret_file(folder, step.key)
-            forget_shared_secrets(folder, step.earlier_keys)
+            made = secret.shared_secret_file(folder, step.key)
+            secret.forget_shared_secrets(folder, step.earlier_keys)
             return str(made), True, ""
         except (UsageError, RuntimeError) as error:
             reason = str(error)
