@@ -235,7 +235,10 @@ def _cgroup_limits(controller: str, root: Path) -> Iterator[tuple[int, str]]:
                 text = (one / limit_name).read_text(encoding="ascii").strip()
                 limit = _UNLIMITED if text == "max" else int(text)
                 left = limit - int((one / used_name).read_text(encoding="ascii"))
-                left += _stat_bytes(one, reclaimable)
+                if reclaimable:
+                    stat = (one / "memory.stat").read_text(encoding="ascii")
+                    rows = (line.split() for line in stat.splitlines())
+                    left += sum(int(row[1]) for row in rows if row[0] == reclaimable)
             except (OSError, ValueError):
                 limit = left = _UNLIMITED
             if limit < _UNLIMITED:
@@ -261,10 +264,3 @@ def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
             has_both = all(controller in one.split(",") for one in (names, options.split()[-1]))
             if is_v2 or (kind == "cgroup" and has_both):
                 yield mount, inside, is_v2
-
-
-def _stat_bytes(folder: Path, name: str) -> int:
-    if not name:
-        return 0
-    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] == name)

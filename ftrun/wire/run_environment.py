@@ -28,11 +28,30 @@ LOG_FOLDER = "FTRUN_LOG_FOLDER"  # parent of the run's log folder; default: ./ft
 _GOOD_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+class _File:
+    """A path in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _owner: object) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths of one run."""
 
     path: Path
+
+    smp_socket = _File("smp.sock")
+    agent_socket = _File("agent.sock")
+    spec = _File("spec.json")
+    lock = _File("lock")  # locked (flock) by the stub until the stub ends
+    keep_mark = _File("keep-memory")
+    """Created by an agent whose memory must outlive the run: it has the restored version."""
+    crash_mark = _File("agent-crashed")
+    """Created by an agent that ends because of its own bug; another agent replaces it."""
 
     @property
     def name(self) -> str:
@@ -43,36 +62,9 @@ class RunFolder:
     def run_id(self) -> RunId:
         return RunId(self.name.partition("@")[0])
 
-    @property
-    def smp_socket(self) -> Path:
-        return self.path / "smp.sock"
-
-    @property
-    def agent_socket(self) -> Path:
-        return self.path / "agent.sock"
-
     def rank_socket(self, rank: int) -> Path:
         """Socket on which a worker's flight recorder can be read; created by the worker."""
         return self.path / f"rank-{rank}.sock"
-
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def keep_mark(self) -> Path:
-        """Created by an agent whose memory must outlive the run: it has the restored version."""
-        return self.path / "keep-memory"
-
-    @property
-    def crash_mark(self) -> Path:
-        """Created by an agent that ends because of its own bug; another agent replaces it."""
-        return self.path / "agent-crashed"
-
-    @property
-    def lock(self) -> Path:
-        """Locked (flock) by the stub until the stub ends."""
-        return self.path / "lock"
 
     def spec_value(self, *keys: str) -> Any:
         """The value at this place of `spec.json`; None if there is none."""

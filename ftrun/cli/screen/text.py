@@ -187,13 +187,11 @@ def clean(text: str, limit: int = MAX_TEXT) -> str:
         text = f"{text[:limit]} ... ({len(text) - limit:,} more characters)"
     if _PLAIN.match(text):
         return text
-    return "".join(one if _shows(one) else _escaped(one) for one in text)
+    return "".join(map(_printable, text))
 
 
-def _shows(one: str) -> bool:
-    return one in "\n\t" or unicodedata.category(one) not in ("Cc", "Cf", "Cs", "Co", "Cn")
-
-
-def _escaped(one: str) -> str:
+def _printable(one: str) -> str:
+    if one in "\n\t" or unicodedata.category(one) not in ("Cc", "Cf", "Cs", "Co", "Cn"):
+        return one
     code = ord(one)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

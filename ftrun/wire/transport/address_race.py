@@ -42,6 +42,9 @@ class PeerAddress:
     source: str = ""  # address of this node to dial from; empty: the kernel chooses
     is_sure: bool = False  # a refusal there comes from the peer's own machine
 
+    def __str__(self) -> str:
+        return f"{self.host} port {self.port}"
+
 
 Greet = Callable[[socket.socket, PeerAddress], T]
 """Makes a result of a connected, blocking socket. Raises PeerError if the peer is not the intended
@@ -125,12 +128,9 @@ class _Race:
             raise error
 
     def reason(self) -> PeerError:
-        for _, target in self._pending.values():
-            self._failed[target] = PeerLost(peer=_name(target), how="silent")
-        for target in self._left:
-            self._failed[target] = PeerLost(peer=_name(target), how="silent")
-        errors = [self._failed[target] for target in self._order]
-        return min(errors, key=_sort_key)
+        for target in (*(one for _, one in self._pending.values()), *self._left):
+            self._failed[target] = PeerLost(peer=str(target), how="silent")
+        return min((self._failed[target] for target in self._order), key=_sort_key)
 
     def close(self) -> None:
         for sock, _ in self._pending.values():
@@ -163,7 +163,9 @@ class _Race:
         sock, target = self._pending.pop(fd)
         self._poll.unregister(fd)
         try:
-            _check_connected(sock)
+            if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(number, "not connected")  # noqa: TRY301 - as a failed connect()
+            check_not_itself(sock)
         except OSError as error:
             sock.close()
             self._fail(target, error)
@@ -172,7 +174,7 @@ class _Race:
         return sock, target
 
     def _fail(self, target: PeerAddress, error: OSError) -> None:
-        lost = PeerLost(peer=_name(target), how=how_lost(error))
+        lost = PeerLost(peer=str(target), how=how_lost(error))
         lost.__cause__ = error
         self.failed(target, lost)
 
@@ -183,12 +185,6 @@ def _greet(greet: Greet[T], sock: socket.socket, target: PeerAddress) -> T:
     except BaseException:
         sock.close()
         raise
-
-
-def _check_connected(sock: socket.socket) -> None:
-    if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(number, "not connected")
-    check_not_itself(sock)
 
 
 def _leave_from(sock: socket.socket, source: str) -> None:
@@ -204,7 +200,3 @@ def _sort_key(error: PeerError) -> int:
     if isinstance(error, HandshakeRefused):
         return 1
     return 2 if isinstance(error, PeerLost) and error.how == "refused" else 0
-
-
-def _name(target: PeerAddress) -> str:
-    return f"{target.host} port {target.port}"

@@ -63,9 +63,7 @@ class Channel:
     @property
     def peer_pid(self) -> int:
         """Pid of the process that listens, or that connected to this one."""
-        size = struct.calcsize("3i")
-        found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return int(struct.unpack("3i", found)[0])
+        return credentials(self._sock)[0]
 
     def send(
         self,
@@ -236,16 +234,17 @@ def listen(path: Path) -> socket.socket:
 def accept(server: socket.socket, *, run_id: str) -> Channel | None:
     """Accept the next connection; None if the process at the other end has another user."""
     sock, _ = server.accept()
-    if peer_uid(sock) != os.getuid():
+    if credentials(sock)[1] != os.getuid():
         sock.close()
         return None
     return Channel(sock, run_id=run_id, peer="a client")
 
 
-def peer_uid(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    return int(uid)
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """Pid and user of the peer, as the kernel reports them."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", found)
+    return int(pid), int(uid)
 
 
 def _close_all(fds: tuple[int, ...]) -> None:
