@@ -48,16 +48,8 @@ class FaultKind:
     unit: str = ""  # meaning of --amount; empty: the kind takes no --amount
 
 
-def _rank(name: str, does: str, seen: str, within_s: float, lost: str = _REDONE) -> FaultKind:
-    return FaultKind(name, "rank", does, seen, within_s, lost, by_rank=True, is_inside=True)
-
-
-def _timed(
-    name: str, does: str, seen: str, for_s: float, within_s: float = _HANG_WITHIN_S
-) -> FaultKind:
-    return FaultKind(
-        name, "rank", does, seen, within_s, _REDONE, by_rank=True, is_inside=True, for_s=for_s
-    )
+def _rank(name: str, does: str, seen: str, within_s: float) -> FaultKind:
+    return FaultKind(name, "rank", does, seen, within_s, _REDONE, by_rank=True, is_inside=True)
 
 
 # fmt: off
@@ -69,11 +61,14 @@ _OF_RANKS = (
         "its text and line; all ranks restart", 1.0),
     _rank("exit0-early", "exits with code 0 in the middle",
         "the other ranks do not wait for it", 10.0),
-    _timed("stop", "SIGSTOP; with --for, SIGCONT after it",
-        "frozen; killed and replaced after monitor.frozen_kill_after_s", 0.0, 5.0),
-    _timed("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
-    _timed("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
-    _timed("busy-loop", "the main thread loops forever", "a busy loop, with its line", 0.0),
+    _rank("stop", "SIGSTOP; with --for, SIGCONT after it",
+        "frozen; killed and replaced after monitor.frozen_kill_after_s", 5.0),
+    _rank("hang", "the main thread sleeps", "a hang in computation, with its line",
+        _HANG_WITHIN_S),
+    _rank("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL",
+        _HANG_WITHIN_S),
+    _rank("busy-loop", "the main thread loops forever", "a busy loop, with its line",
+        _HANG_WITHIN_S),
     _rank("collective-skip",
         "takes no part in one gradient all-reduce (DDP: the next step's; else the next "
         "torch.distributed.all_reduce)",

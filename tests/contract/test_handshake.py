@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_settings import make_secret
 
 import ftrun
 from ftrun.errors import (
@@ -31,7 +32,7 @@ from ftrun.wire.transport.handshake import (
     accept_handshake,
     dial_handshake,
 )
-from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp
 
 TIMEOUT_S = 30.0

@@ -71,7 +71,7 @@ def nodes_of(
         etcd_life=step.restarts if step is not None else 0,
         node_id=node_id,
         is_named=is_named,
-        node_rank=_whole(rank, default=0) if (rank := given.torchrun("node-rank")) else None,
+        node_rank=_whole(rank) if (rank := given.torchrun("node-rank")) else None,
         secret_file=path,
         secret_is_ours=is_ours,
         no_secret=no_secret,
@@ -135,7 +135,7 @@ class _Given:
 def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None:
     """Returns the minimum and maximum number of members, and the spares; None for one node."""
     nnodes = given.torchrun("nnodes")
-    spares = _whole(given.own("spares", "FTRUN_SPARES"), default=0)
+    spares = _whole(given.own("spares", "FTRUN_SPARES"))
     alone = given.torchrun("standalone")
     is_alone = alone.text == "1"
     if nnodes:
@@ -328,9 +328,9 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
     return None, False, reason
 
 
-def _whole(given: _Text, *, default: int) -> int:
+def _whole(given: _Text) -> int:
     if not given:
-        return default
+        return 0
     if not re.fullmatch(r"\d{1,6}", given.text):
         raise UsageError(f"{given.source} is a whole number, 0 or more, not {given.text!r}")
     return int(given.text)

@@ -53,23 +53,15 @@ class PeerConnection(Generic[E]):
 
     Each direction keeps order or fails.
 
-    If more than `max_queued_bytes` wait for the peer, it counts as lost. `envelope` is the struct
+    If more than `MAX_QUEUED_BYTES` wait for the peer, it counts as lost. `envelope` is the struct
     of the frames, such as `ClusterEnvelope`.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        session: AuthSession,
-        envelope: type[E],
-        *,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, session: AuthSession, envelope: type[E]) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._wrap = cast("Callable[[str, int, int, Any], msgspec.Struct]", envelope)
         self._decoder = msgspec.msgpack.Decoder(envelope)
-        self._max_queued_bytes = max_queued_bytes
         self._out = bytearray()
         self._in = bytearray()
         self._sent = 0
@@ -113,7 +105,7 @@ class PeerConnection(Generic[E]):
             self.is_corrupted = False
             self._out[-1] ^= 1
         self.flush()
-        if len(self._out) > self._max_queued_bytes:
+        if len(self._out) > MAX_QUEUED_BYTES:
             raise self._break(PeerLost(peer=str(self.peer), how="silent"))
 
     def flush(self) -> None:

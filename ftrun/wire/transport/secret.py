@@ -65,10 +65,6 @@ class Secret:
         raise TypeError("a secret cannot be serialized")
 
 
-def make_secret() -> Secret:
-    return Secret(os.urandom(SECRET_BYTES))
-
-
 def load_secret(path: Path) -> Secret:
     """Read a secret: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
 

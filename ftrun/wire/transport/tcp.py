@@ -39,14 +39,14 @@ _HOW: dict[int | None, HowLost] = {
 _Info = tuple[int, int, int, str, Any]
 
 
-def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.socket:
+def listen_tcp(host: str, port: int) -> socket.socket:
     """Listen at one address of this node; port 0 takes any free port.
 
     Raises UsageError if the host is no address of this node or means all of them, AddressTaken if
     another process listens there.
     """
     family, kind, number, _, address = _addresses(host, port)[0]
-    if ipaddress.ip_address(_plain(address[0])).is_unspecified and not any_interface:
+    if ipaddress.ip_address(_plain(address[0])).is_unspecified:
         raise UsageError(
             f"{host or 'an empty host'} means every network of this machine. Pass the address "
             "at which other nodes reach it with --bind"
