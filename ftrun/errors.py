@@ -155,9 +155,7 @@ class ValueNotStorable(SnapshotError):
     def __init__(self, *, key: str, kind: str) -> None:
         self.key = key
         self.kind = kind
-        self.can_skip = True
-        """`attach(skip=...)` accepts the key, because it is not a parameter that an optimizer
-        updates."""
+        self.can_skip = True  # `attach(skip=...)` accepts it: no parameter of an optimizer
         super().__init__(key, kind)
 
     def __str__(self) -> str:

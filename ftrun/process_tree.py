@@ -30,9 +30,7 @@ PERSISTENT = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
 """Names of the processes that outlive their agent: the SMP, the reverter of faults, and the process
 from which the next agents are forked."""
 
-_SESSIONS = "rank-sessions"
-"""File in the run folder: the boot and pid namespace, then pid and start time of each rank."""
-
+_SESSIONS = "rank-sessions"  # file: boot and pid namespace, then pid and start time of ranks
 _TERM_S = 3.0
 _KILL_S = 3.0
 _POLL_S = 0.005

@@ -55,8 +55,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # fmt: on
 """The module of each command, and the line that `ftrun --help` shows."""
-_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}
-"""Commands of 0.2, and their new names."""
+_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}  # of 0.2
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
 

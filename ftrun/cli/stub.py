@@ -37,8 +37,7 @@ from ftrun.wire.messages import agent_start
 from ftrun.wire.run_environment import RunFolder, short_socket_path
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that kill an agent without handlers; they are held until the agent listens."""
+NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)  # they kill an agent that does not listen yet
 FORWARDED = (*ENDING, *NEEDS_HANDLER, signal.SIGCONT)
 
 MAX_AGENT_STARTS = 5
@@ -47,8 +46,7 @@ TRUSTED_AFTER_S = 60.0  # a forked agent that crashes sooner ends its reserve, e
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 _RESERVE_ANSWER_S = 5.0  # a fork takes 20 ms, so that a slower reserve is stopped or starved
-_PREVIOUS_RANKS_WAIT_S = 30.0
-"""The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
+_PREVIOUS_RANKS_WAIT_S = 30.0  # the kernel frees hundreds of GB, or a GPU, in seconds
 
 
 class ReserveLink:

@@ -47,8 +47,7 @@ class NodesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     more_endpoints: list[tuple[str, int]] = []
     etcd: list[str] = []  # HOST:PORT of each member of the etcd where the nodes meet, if any
     etcd_tls: EtcdTls | None = None  # None: plain HTTP
-    etcd_life: Annotated[int, Meta(ge=0)] = 0
-    """How often Slurm has requeued the job; each time is a run of its own in the etcd."""
+    etcd_life: Annotated[int, Meta(ge=0)] = 0  # requeues by Slurm; each is a run of its own
     node_id: str  # name of this node, unique in the run
     is_named: bool = False  # the name is not the machine's, so two nodes may share a machine
     node_rank: int | None = None  # as given; None: the nodes are ordered by name
@@ -84,8 +83,7 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
     blank_wait_s: float = 2.0  # a new agent at the endpoint waits this time for a leader's request
     redial_s: float = 0.5
     answer_s: float = 30.0  # time that one connected node that does not answer may delay all others
-    same_boundary_s: float = 1.0
-    """How far ahead a common boundary is named: longer than a heartbeat period and its delivery."""
+    same_boundary_s: float = 1.0  # lead of a common boundary: over a heartbeat and its delivery
 
     @classmethod
     def of(

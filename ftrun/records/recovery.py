@@ -89,8 +89,7 @@ class Recovered(Record, frozen=True, tag="recovered"):
     stopped_s: Seconds
     launched_s: Seconds
     restored: Version | None
-    phases_s: dict[str, Seconds] | None = None
-    """Seconds of each phase, in order from `noticed_s`; None until every rank has made a step."""
+    phases_s: dict[str, Seconds] | None = None  # in order; None until every rank has stepped
 
 
 class DowntimeRecord(Note, frozen=True, tag="downtime"):

@@ -48,10 +48,8 @@ class RunFolder:
     agent_socket = _File("agent.sock")
     spec = _File("spec.json")
     lock = _File("lock")  # locked (flock) by the stub until the stub ends
-    keep_mark = _File("keep-memory")
-    """Created by an agent whose memory must outlive the run: it has the restored version."""
-    crash_mark = _File("agent-crashed")
-    """Created by an agent that ends because of its own bug; another agent replaces it."""
+    keep_mark = _File("keep-memory")  # of an agent whose memory, the restored version, stays
+    crash_mark = _File("agent-crashed")  # of an agent that ends by its own bug; another replaces it
 
     @property
     def name(self) -> str:

@@ -23,9 +23,7 @@ from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
 
-_SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
-"""Additional variables of a key, in addition to `variable_name`."""
-
+_SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}  # more variables of a key
 INTERNAL_NAMES = frozenset(
     value for name, value in vars(env).items() if name.isupper() and isinstance(value, str)
 )

@@ -46,9 +46,7 @@ class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 VersionPair = tuple[int, int]  # (generation, step)
 Identity = tuple[str, int]  # node id and incarnation
 WITNESS = "the witness"  # the outside witness among the voters; no node can have this name
-ConfigurationId = tuple[int, int]
-"""Configuration id: (generation, voter revision). The voters may change while the generation
-runs."""
+ConfigurationId = tuple[int, int]  # generation, and voter revision, which changes during it
 
 
 class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -137,27 +135,21 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spent_ages_s: list[float] = []
     same_cause: str = ""
     same_cause_count: int = 0
-    same_cause_at: list[tuple[str, int]] = []
-    """The last nodes and ranks that this cause has ended, since a node was excluded for it."""
-    excluded_for_cause: list[tuple[str, int]] = []
-    """The nodes that were excluded for this cause, and the ranks that had failed there."""
+    same_cause_at: list[tuple[str, int]] = []  # the last nodes and ranks, since an exclusion for it
+    excluded_for_cause: list[tuple[str, int]] = []  # nodes, and the ranks that had failed there
     suspects: list[str] = []  # nodes that were excluded only because a failure repeated on them
-    faulty: list[str] = []
-    """Nodes with a hardware fault whose ranks were restarted in place, because no other node could
-    run them."""
+    faulty: list[str] = []  # nodes with a hardware fault whose ranks no other node could run
     without_progress: int = 0
     best_step: int = -1
     steps_seen: bool = False
     node_failures: dict[str, list[float]] = {}  # ages of the losses of each node, by node id
     barred: dict[str, float] = {}  # ages of the exclusions of nodes that were present, by node id
     incidents: int = 0  # number of incidents opened so far
-    bad_version: VersionPair | None = None
-    """The run does not resume from this version or later ones: they hold numerical anomalies."""
+    bad_version: VersionPair | None = None  # it and later ones hold numerical anomalies
     skip_to: int = -1  # batches up to this step are skipped in repeated steps; -1: none is skipped
     hung_nodes: list[str] = []  # of the last hang in communication, if no step was completed since
     longest_start_s: float = 0.0  # longest time of a generation up to its first step; 0: not known
-    bad_checkpoints: dict[str, str] = {}
-    """Checkpoints that no node loads, because one node cannot use them: names and reasons."""
+    bad_checkpoints: dict[str, str] = {}  # not loaded, because one node cannot use them: reasons
     past_restarts: list[PastRestart] = []  # the last restarts, for status
     gone: list[DepartedNode] = []
 
@@ -185,8 +177,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Voter sets whose majorities this generation needs: those of the last generation, and of each
     later one that may have been chosen."""
     committed: VersionPair | None = None  # newest version known to be committed
-    ancestry: list[VersionPair] = []
-    """Versions of earlier generations from which this one descends: the last step of each."""
+    ancestry: list[VersionPair] = []  # last step of each earlier generation that it descends from
     voter_revision: int = 0  # counts changes of the spares while this generation ran
     life: str = ""  # equal in all generations of a run; different if the run is started again
     witness: int = 0  # life of the outside witness, if it votes too; 0: none votes

@@ -102,9 +102,7 @@ class Accepted(Message, frozen=True, tag="Accepted"):
     """Voter -> proposer: the plan is stored, the SMP has it, and later versions are void."""
 
     generation: int
-    restored: VersionPair | None
-    """Version that this node starts from. It differs from the plan's only after a checkpoint
-    load."""
+    restored: VersionPair | None  # differs from the plan's only after a checkpoint load
     problem: str = ""
     voter_revision: int = 0
     checkpoint: str = ""  # name of the loaded checkpoint; empty: none was loaded
@@ -196,13 +194,9 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     signal_count: int = 0
     checkpoint: VersionPair | None = None  # every node writes its part of this version to disk
     moved: dict[str, int] = {}  # new ports of SMPs that do not listen on the plan's, by node id
-    examine: bool = False
-    """Ranks have failed, perhaps because of other ranks. Every node reports the last collectives of
-    its ranks."""
+    examine: bool = False  # ranks failed: every node reports its ranks' last collectives
     killed: bool = False  # all ranks of this generation must be killed
-    checks: dict[str, int] = {}
-    """Nodes outside the generation that must check themselves, by node id: number of the check to
-    reach."""
+    checks: dict[str, int] = {}  # nodes outside the generation: number of the check to reach
     leave: tuple[str, ...] = ()  # draining nodes that may leave: nothing on them is needed any more
     incidents: int = 0  # number of incidents opened so far; the next leader continues this count
     ended: bool = False

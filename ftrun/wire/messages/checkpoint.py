@@ -47,9 +47,7 @@ class CheckpointWritten(VersionMessage, frozen=True, tag="CheckpointWritten"):
     is_part: bool = False  # other parts are missing; the node with the last part completes it
     missing_ranks: list[int] = []  # ranks in the missing parts
     note: str = ""  # what is unusual about this, for the journal; empty: nothing
-    ahead_s: float = 0.0
-    """Seconds between the first byte written and the last byte captured; 0 if writing started after
-    the capture."""
+    ahead_s: float = 0.0  # from the first byte written to the last captured; 0: written after it
 
 
 class CheckpointFailed(Message, frozen=True, tag="CheckpointFailed"):
@@ -74,9 +72,7 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
     """Of this run. If the checkpoint has another world size, all its ranks are loaded, as arenas of
     the previous world. OpenShards and the SMPs of other nodes read from them."""
     local_ranks: list[int]  # ranks of this node, whose arenas are filled
-    only: str = ""
-    """Name of the only acceptable checkpoint (the end of `CheckpointLoaded.path`); empty: the
-    newest usable one."""
+    only: str = ""  # the one acceptable name (end of `CheckpointLoaded.path`); empty: the newest
     life: str = ""  # accept only checkpoints that this life of the run has written; empty: any
     ranks: list[list[int]] = []
     """Of each node that loads together with this one; all nodes get the same list. If several nodes
@@ -194,8 +190,7 @@ class CatalogReport(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
     found: CheckpointLocation | None = None  # the single checkpoint that was requested
-    owner: CheckpointOwner | None = None
-    """Owner record of the run that writes there, or wrote there last; set for the action `try`."""
+    owner: CheckpointOwner | None = None  # of the last run that wrote there; for the action `try`
     problem: str = ""  # why nothing could be done, in words
 
 

@@ -108,15 +108,11 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     read from where it is stored, and not protected again. `restore_from` then names all groups that
     held it."""
     timeout_s: float = 10.0  # an SMP that accepts no data or pauses in a frame longer is dropped
-    pace_bytes_s: float = 0.0
-    """Limit of this node's send rate to protect a version, in bytes per second to all peers
-    together; 0: no limit."""
+    pace_bytes_s: float = 0.0  # limit of protection traffic to all peers together; 0: no limit
     own: NodeAddress | None = None
     """Address of a node without a group. A node that runs no ranks now sends their state to the
     nodes that run them. A node that runs all ranks fetches it."""
-    claim: CheckpointClaim | None = None
-    """Claim of the checkpoint directory, on the node of rank 0; None elsewhere, or without a
-    directory."""
+    claim: CheckpointClaim | None = None  # of the checkpoint directory, on the node of rank 0
 
 
 class VersionReady(VersionMessage, frozen=True, tag="VersionReady"):
@@ -174,8 +170,7 @@ class ParityRegionFreed(Message, frozen=True, tag="ParityRegionFreed"):
 class SmpNotice(Message, frozen=True, tag="SmpNotice"):
     """SMP -> agent, unsolicited: an entry for the journal that requires no action."""
 
-    kind: str
-    """A key of `ftrun.records.snapshots.OF_NOTICE`."""
+    kind: str  # a key of `ftrun.records.snapshots.OF_NOTICE`
     reason: str
     nodes: list[str] = []  # nodes that the notice concerns
     ranks: list[int] = []  # ranks that the notice concerns, if known
@@ -190,9 +185,7 @@ class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
 class InventoryRequest(Message, frozen=True, tag="InventoryRequest"):
     """Agent -> SMP: report what can be restored. Reply: Inventory."""
 
-    freeze_versions: bool = False
-    """A generation is planned from the reply. Freeze all stored versions until a generation
-    begins."""
+    freeze_versions: bool = False  # until a generation begins, which is planned from the reply
 
 
 class Inventory(Message, frozen=True, tag="Inventory"):

@@ -141,8 +141,7 @@ class ShardSealed(RankVersionMessage, frozen=True, tag="ShardSealed"):
     """Worker -> SMP: this rank's shard of a version is sealed. No reply."""
 
     layout_id: int
-    check: ReplicaCheck | None = None
-    """Of the replicas that the rank shares; None: it has stored whole tensors."""
+    check: ReplicaCheck | None = None  # of shared replicas; None: whole tensors are stored
 
 
 class RequestShares(Message, frozen=True, tag="RequestShares"):
@@ -153,8 +152,7 @@ class RequestShares(Message, frozen=True, tag="RequestShares"):
 
     rank: int
     key: int  # of this rank's tensors, see `key_of` in snapshot/replica_shares.py
-    members: list[int] = []
-    """Of the restored shard, which continue to share; empty: those of the decision."""
+    members: list[int] = []  # that continue to share a restored shard; empty: as decided
 
 
 class SharesGranted(Message, frozen=True, tag="SharesGranted"):

@@ -37,10 +37,7 @@ _MAGIC = 0x4E524154_46303031
 _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
-_ALLOCATED_BYTES = 1 << 24
-"""Bytes per allocation call. A smaller value reports more exactly how much of an arena is
-missing."""
-
+_ALLOCATED_BYTES = 1 << 24  # for each call; less: a more exact report of what is missing
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 

@@ -100,9 +100,7 @@ MAX_BYTES = 4096
 MAX_REASON_CHARACTERS = 500
 NONCE_BYTES = 32
 
-Admit = Callable[[PeerIdentity], str]
-"""Returns why an authenticated peer is rejected here, in words for its user; "" if it is
-admitted."""
+Admit = Callable[[PeerIdentity], str]  # why an authenticated peer is rejected, in words; or empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,7 @@ from ftrun.errors import UsageError
 SECRET_BYTES = 32
 MIN_TEXT_CHARACTERS = 32
 MAX_FILE_BYTES = 4096
-HOW_TO_MAKE = "(umask 077 && head -c 32 /dev/urandom > FILE)"
-"""Command line that creates a secret file; the same file must be on every node."""
-
+HOW_TO_MAKE = "(umask 077 && head -c 32 /dev/urandom > FILE)"  # one file for all nodes
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _GOOD_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
