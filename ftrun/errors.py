@@ -93,14 +93,10 @@ class SnapshotError(FtrunError):
 class MemoryTooSmall(SnapshotError):
     """Memory for snapshots does not fit on this node.
 
-    Args:
-        needed_bytes: still to be allocated, for all counted ranks of the node.
-        available_bytes: free now, less the margin.
-        limit: name of the limit that leaves the least.
-        state_bytes: one slot of the requesting rank; 0 if the request was not of a single rank.
-        num_ranks: number of ranks that `needed_bytes` is for.
-        parity_bytes: upper bound of the additional memory for parity of other nodes.
-        frozen_bytes: part of `state_bytes` for parameters that no optimizer updates.
+    `needed_bytes` are still to be allocated for `num_ranks`; `available_bytes` are free, less the
+    margin, under the `limit` that leaves the least. `state_bytes` is one slot of the requesting
+    rank, with `frozen_bytes` of parameters that no optimizer updates. `parity_bytes` is an upper
+    bound of what parity of other nodes needs in addition.
     """
 
     def __init__(
@@ -178,14 +174,7 @@ class StateDictFailed(SnapshotError):
 
 
 class ShapeChanged(SnapshotError):
-    """Saved values do not fit the present ones; the first ten are listed.
-
-    Args:
-        key: name of the first mismatch.
-        saved: description of the saved value.
-        present: description of the present value.
-        others: key, saved and present of the other mismatches.
-    """
+    """Saved values do not fit the present ones; the first ten of all are listed."""
 
     def __init__(
         self, *, key: str, saved: str, present: str, others: Sequence[tuple[str, str, str]] = ()

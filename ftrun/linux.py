@@ -123,10 +123,7 @@ def hide_memory() -> None:
 
 
 def let_parent_trace() -> None:
-    """Lets the parent and its other children read this process, where Yama restricts that.
-
-    The agent starts py-spy, which is no ancestor of a rank (kernel.yama.ptrace_scope=1).
-    """
+    """Lets py-spy, which the agent starts, read this process where Yama restricts that."""
     with contextlib.suppress(OSError):  # a kernel without Yama
         _prctl(_PR_SET_PTRACER, os.getppid())
 

@@ -57,10 +57,7 @@ def with_flags(function: Any) -> Any:
 
 
 def with_groups(function: Callable[..., None]) -> Any:
-    """Replaces each parameter that is a dataclass by its fields, which are options of the command.
-
-    typer calls the result with the options; `function` gets the dataclasses.
-    """
+    """Replaces each parameter that is a dataclass by its fields, as options of the command."""
     given = inspect.signature(function).parameters.values()
     groups: dict[str, Any] = {
         one.name: one.annotation for one in given if is_dataclass(one.annotation)

@@ -82,10 +82,7 @@ def description_of(wanted: Any) -> str:
 
 
 def check(value: object, wanted: Any, found: list[Problem], path: Path = ()) -> object:
-    """Checks a value, and appends every problem to `found`.
-
-    Returns the value as `read` has converted it. It fits `wanted` if there is no new problem.
-    """
+    """Appends every problem to `found`; returns the value as `read` has converted it."""
     kind = _FieldType.of(wanted)
     if value is None and kind.is_optional:
         return None

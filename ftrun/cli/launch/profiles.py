@@ -88,10 +88,7 @@ def find_profile(name: str) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """Shortens a path: the file name of a packaged profile, else relative to the current folder.
-
-    A path outside the current folder is unchanged. Symbolic links are not followed.
-    """
+    """The file name of a packaged profile, else relative to the current folder if below it."""
     if path.parent == profile_folder():
         return path.name
     if path.is_absolute() and path.is_relative_to(here := Path.cwd()):

@@ -66,10 +66,7 @@ class SlurmStep:
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """Returns the step of this process if it has several nodes with one task each; else None.
-
-    If a node has several tasks, each task is a separate launcher, as with torchrun.
-    """
+    """The step of this process if it has several nodes with one task each, else None."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
     numbers = [variables.get(name, "") for name in names]
     if not all(text.isdecimal() for text in numbers):

@@ -64,11 +64,7 @@ def is_stdout(out: str) -> bool:
 
 
 def _write(path: Path, text: str, flag: str) -> None:
-    """Replaces a file atomically, because another process may be reading the old one.
-
-    A symbolic link is kept: its target is replaced. A path that is not a regular file is written in
-    place.
-    """
+    """Replaces a file, or the target of a link, atomically; writes any other path in place."""
     data = text.encode("utf-8", "replace")
     draft: Path | None = None
     try:

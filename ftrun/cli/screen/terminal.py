@@ -147,11 +147,7 @@ def new_console() -> Console:
 def _new_table(
     head: Sequence[str], *, right: Sequence[str] = (), gap: int = 2, has_head: bool = True
 ) -> Table:
-    """Creates a table that wraps its cells, within a word if the word is too long.
-
-    Columns whose names are in `right` are right-aligned; `gap` is the number of spaces between
-    columns.
-    """
+    """Cells wrap, also in a long word. Columns in `right` are right-aligned, `gap` spaces apart."""
     table = Table(box=None, show_header=has_head, pad_edge=False, padding=(0, gap, 0, 0))
     for name in head:
         justify: Literal["left", "right"] = "right" if name in right else "left"

@@ -171,10 +171,7 @@ class WithdrawShard(RankVersionMessage, frozen=True, tag="WithdrawShard"):
 
 
 class ShardSkipped(RankVersionMessage, frozen=True, tag="ShardSkipped"):
-    """Worker -> SMP: a snapshot of this step was due, and this rank has taken none. No reply.
-
-    A rank that saw the last commit a moment earlier may have taken it, and waits for the others.
-    """
+    """Worker -> SMP: no snapshot of this due step here, but perhaps elsewhere. No reply."""
 
 
 class AwaitRestored(RankVersionMessage, frozen=True, tag="AwaitRestored"):
@@ -194,16 +191,13 @@ class ShardsOpened(Message, frozen=True, tag="ShardsOpened"):
 
 
 class FetchShardHeaders(RankVersionMessage, frozen=True, tag="FetchShardHeaders"):
-    """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
-
-    Reply: ShardHeadersFetched with a memfd per header (see snapshot/shard_header.py), or Refused.
-    """
+    """Worker -> SMP: headers from other nodes. Reply: ShardHeadersFetched or Refused."""
 
     ranks: list[int]
 
 
 class ShardHeadersFetched(Message, frozen=True, tag="ShardHeadersFetched"):
-    """SMP -> worker, with one memfd per entry."""
+    """SMP -> worker, with one memfd per entry, see snapshot/shard_header.py."""
 
     ranks: list[int]
 

@@ -187,10 +187,7 @@ class SharedPage:
                 self._words[at] >>= 1
 
     def note_calls(self, step: int, calls: int) -> None:
-        """Record the number of collectives called up to this step.
-
-        Multiples of 8, 64 and 512 steps have entries of their own, which are retained longer.
-        """
+        """Record the calls up to a step; multiples of 8, 64 and 512 steps have own entries."""
         for position, every in enumerate(_CALLS_EVERY):
             if step % every:
                 break

@@ -51,10 +51,8 @@ E = TypeVar("E", bound=AnyEnvelope)
 class PeerConnection(Generic[E]):
     """Sealed messages over one connected socket, which it owns.
 
-    Each direction keeps order or fails.
-
-    If more than `MAX_QUEUED_BYTES` wait for the peer, it counts as lost. `envelope` is the struct
-    of the frames, such as `ClusterEnvelope`.
+    Each direction keeps order or fails. If more than `MAX_QUEUED_BYTES` wait for the peer, it
+    counts as lost. `envelope` is the struct of the frames, such as `ClusterEnvelope`.
     """
 
     def __init__(self, sock: socket.socket, session: AuthSession, envelope: type[E]) -> None:

@@ -64,10 +64,7 @@ class Secret:
 
 
 def load_secret(path: Path) -> Secret:
-    """Read a secret: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
-
-    Raises UsageError if the file is missing, other users can read it, or its content is too short.
-    """
+    """Read 64 hexadecimal digits, 32 bytes, or a line of 32 characters; raises UsageError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
