@@ -115,7 +115,6 @@ class MemoryTooSmall(SnapshotError):
         self.limit = limit
         self.state_bytes = state_bytes
         self.num_ranks = num_ranks
-        self.parity_bytes = parity_bytes
         details = ""
         help_ = "Raise this limit, start fewer ranks per node (--nproc-per-node)"
         if num_ranks:

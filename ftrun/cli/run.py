@@ -401,13 +401,9 @@ def _run_id(
 
 def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
     """Equal on all nodes of a run. Not the endpoint's host: its own node may say localhost."""
-    if nodes is None:
+    if nodes is None or (nodes.etcd and step is None):
         return None
-    if step is not None:
-        return f"job{step.job_id}-{step.step_id}"
-    if nodes.etcd:
-        return None
-    return f"port{nodes.endpoint_port}"
+    return f"job{step.job_id}-{step.step_id}" if step is not None else f"port{nodes.endpoint_port}"
 
 
 def _is_on(line: CommandLine, variables: Mapping[str, str], name: str) -> bool:

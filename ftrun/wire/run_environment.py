@@ -133,10 +133,7 @@ def run_folder(name: str) -> RunFolder:
 
 
 def all_run_folders() -> list[RunFolder]:
-    return sorted(
-        (RunFolder(path) for path in runs_folder().iterdir() if path.is_dir()),
-        key=lambda folder: folder.path.name,
-    )
+    return [RunFolder(path) for path in sorted(runs_folder().iterdir()) if path.is_dir()]
 
 
 @contextlib.contextmanager

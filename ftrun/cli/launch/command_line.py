@@ -148,14 +148,12 @@ def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
 def _take_long(
     found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, CliFlag]
 ) -> None:
-    name, equals, value = word.partition("=")
+    name, equals, text = word.partition("=")
     flag = of_command.get(name) or _named(name, of_command)
-    if not flag.takes_value:
-        if equals:
-            raise UsageError(f"{name} takes no value, and {value!r} was given")
-        _add(found, flag, None)
-    else:
-        _add(found, flag, value if equals else _next_value(name, flag, rest))
+    if equals and not flag.takes_value:
+        raise UsageError(f"{name} takes no value, and {text!r} was given")
+    value = _next_value(name, flag, rest) if flag.takes_value and not equals else None
+    _add(found, flag, text if equals else value)
 
 
 def _take_short(

@@ -232,15 +232,12 @@ class _NodeReader:
 
 def _environment_layer(variables: Mapping[str, str]) -> ProfileLayer:
     settings = []
-    for section, key in known_keys():
+    renamed = (old.partition(".")[::2] for old in RENAMED_KEYS)
+    for section, key in (*known_keys(), *renamed):
         for name in (*_SHORT_NAMES.get((section, key), ()), variable_name(section, key)):
             if name in variables and name not in INTERNAL_NAMES:
                 value = plain_value(variables[name])
                 settings.append(SettingValue(section, key, value, f"environment {name}"))
-    for old in RENAMED_KEYS:
-        section, _, key = old.partition(".")
-        if (name := variable_name(section, key)) in variables and name not in INTERNAL_NAMES:
-            settings.append(SettingValue(section, key, variables[name], f"environment {name}"))
     return ProfileLayer("the environment", tuple(settings))
 
 
@@ -299,7 +296,6 @@ _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or str(error)
-    mark = mark or getattr(error, "context_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else str(problem)

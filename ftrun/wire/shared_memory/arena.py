@@ -116,13 +116,8 @@ def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = 
                 allocated(at + num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         header = _ARENA_HEADER.pack(
-            _MAGIC,
-            PAGE_BYTES,
-            shape.rank,
-            shape.world_size,
-            shape.image_bytes,
-            shape.num_pieces,
-            shape.layout_id,
+            *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
+            *(shape.image_bytes, shape.num_pieces, shape.layout_id),
         )
         os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
     except BaseException:
@@ -262,14 +257,8 @@ def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
 
 def _pack_slot(header: SlotHeader) -> bytes:
     data = _SLOT_HEADER.pack(
-        _MAGIC,
-        header.state,
-        header.generation,
-        header.step,
-        header.image_bytes,
-        header.table_digest,
-        header.sealed_ns,
-        0,
+        *(_MAGIC, header.state, header.generation, header.step),
+        *(header.image_bytes, header.table_digest, header.sealed_ns, 0),
     )
     return data + _CHECK.pack(xxhash.xxh3_64_intdigest(data))
 

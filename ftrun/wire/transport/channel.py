@@ -200,11 +200,10 @@ def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: flo
     try:
         with short_socket_path(path) as short:
             sock.connect(short)
-    except TimeoutError as error:
-        sock.close()
-        raise PeerTimeout(peer=peer, waited_s=deadline_s) from error
     except OSError as error:
         sock.close()
+        if isinstance(error, TimeoutError):
+            raise PeerTimeout(peer=peer, waited_s=deadline_s) from error
         raise PeerLost(peer=peer) from error
     channel = Channel(sock, run_id=run_id, peer=peer)
     channel.send(hello, deadline_s=deadline_s)
