@@ -51,7 +51,7 @@ def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
 
 
 def end_with_parent() -> None:
-    """Requests SIGTERM at the parent's death; survives exec(), not inherited by children."""
+    """SIGTERM at the parent's death, in any pid namespace; survives exec(), not for children."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -149,7 +149,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     exits: tuple[WorkerExit, ...] = ()
     ready: VersionPair | None = None
     abandoned_step: int = -1
-    sealed: tuple[int, int] | None = None  # least and largest step of the ranks' newest seals
+    sealed: tuple[int, int] | None = None  # lowest and highest newest seal, this generation
     committed: VersionPair | None = None  # newest on the local ranks' command page
     at_boundary: bool = False
     requested_every: int = 0

@@ -15,7 +15,7 @@ INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
-    """Agent -> SMP: write it. Reply, when durable: CheckpointWritten or CheckpointFailed."""
+    """Agent -> SMP: write a version. Reply, when durable: CheckpointWritten or CheckpointFailed."""
 
     directory: str  # absolute; with several nodes a shared one
     keep: int  # number of checkpoints to retain, including the newest
