@@ -1,38 +1,5 @@
 """Every exception that ftrun raises on purpose, and every exit code.
 
-    FtrunError                      exit 1    base class of all of them
-    |-- UsageError                  exit 2    the caller can correct it
-    |   |-- ProfileInvalid
-    |   |-- RulesInvalid                      a file of layout rules does not parse
-    |   |-- RulesMismatch                     layout rules do not fit the tensors of a checkpoint
-    |   |-- RunIdTaken                        another script, or a run that is still alive
-    |   |-- AddressTaken                      another process listens at the address
-    |   |-- FaultRefused                      a fault that cannot be injected here
-    |   `-- NotSupportedHere                  the launcher needs Linux
-    |-- SnapshotError               exit 77   no state to resume from
-    |   |-- MemoryTooSmall                    memory for snapshots does not fit
-    |   |-- ValueNotStorable                  a value is neither a tensor nor plain data
-    |   |-- StateDictFailed                   the script's own state_dict() raised
-    |   |-- ShapeChanged                      saved and present tensor differ
-    |   |-- StructureChanged                  the script changed objects after attach
-    |   |-- LayoutUnknown                     the bytes are not in a known format
-    |   |-- TensorIncomplete                  no rank of the previous world holds a part of a tensor
-    |   |-- RanksDiffer                       ranks hold different values under one name
-    |   |-- SnapshotCorrupt                   a digest does not match
-    |   |-- FragmentRefused                   a block is not the requested one
-    |   |-- StripeLost                        fewer good fragments than data blocks
-    |   |-- FetchFailed                       no reachable node has a part of a restored version
-    |   `-- DirectoryTaken          exit 2    another run uses the checkpoint directory
-    |-- CheckpointError             exit 77   a checkpoint on disk cannot be used
-    |   |-- NoUsableCheckpoint
-    |   `-- CheckpointsTaken        exit 2    another run uses the checkpoint directory
-    |-- PeerError                   exit 75   another process is lost or broke the protocol
-    |   |-- PeerLost
-    |   |-- PeerTimeout
-    |   |-- HandshakeRefused                  one of the two sides rejects the other
-    |   `-- ProtocolError
-    `-- InternalError               exit 70   a broken invariant: a bug in ftrun
-
 Failures that ftrun exists to survive, such as a dead worker or a killed SMP, are not exceptions.
 They are values in `events.py`, because recovery must decide about them, and an exception only
 unwinds.
@@ -126,14 +93,10 @@ class SnapshotError(FtrunError):
 class MemoryTooSmall(SnapshotError):
     """Memory for snapshots does not fit on this node.
 
-    Args:
-        needed_bytes: still to be allocated, for all counted ranks of the node.
-        available_bytes: free now, less the margin.
-        limit: name of the limit that leaves the least.
-        state_bytes: one slot of the requesting rank; 0 if the request was not of a single rank.
-        num_ranks: number of ranks that `needed_bytes` is for.
-        parity_bytes: upper bound of the additional memory for parity of other nodes.
-        frozen_bytes: part of `state_bytes` for parameters that no optimizer updates.
+    `needed_bytes` are still to be allocated for `num_ranks`; `available_bytes` are free, less the
+    margin, under the `limit` that leaves the least. `state_bytes` is one slot of the requesting
+    rank, with `frozen_bytes` of parameters that no optimizer updates. `parity_bytes` is an upper
+    bound of what parity of other nodes needs in addition.
     """
 
     def __init__(
@@ -152,7 +115,6 @@ class MemoryTooSmall(SnapshotError):
         self.limit = limit
         self.state_bytes = state_bytes
         self.num_ranks = num_ranks
-        self.parity_bytes = parity_bytes
         details = ""
         help_ = "Raise this limit, start fewer ranks per node (--nproc-per-node)"
         if num_ranks:
@@ -188,9 +150,7 @@ class ValueNotStorable(SnapshotError):
     def __init__(self, *, key: str, kind: str) -> None:
         self.key = key
         self.kind = kind
-        self.can_skip = True
-        """`attach(skip=...)` accepts the key, because it is not a parameter that an optimizer
-        updates."""
+        self.can_skip = True  # `attach(skip=...)` accepts it: no parameter of an optimizer
         super().__init__(key, kind)
 
     def __str__(self) -> str:
@@ -213,14 +173,7 @@ class StateDictFailed(SnapshotError):
 
 
 class ShapeChanged(SnapshotError):
-    """Saved values do not fit the present ones; the first ten are listed.
-
-    Args:
-        key: name of the first mismatch.
-        saved: description of the saved value.
-        present: description of the present value.
-        others: key, saved and present of the other mismatches.
-    """
+    """Saved values do not fit the present ones; the first ten of all are listed."""
 
     def __init__(
         self, *, key: str, saved: str, present: str, others: Sequence[tuple[str, str, str]] = ()
@@ -239,11 +192,7 @@ class ShapeChanged(SnapshotError):
 
 
 class StructureChanged(SnapshotError):
-    """The script has changed since `attach` in a way that a rebuilt script would not have.
-
-    Args:
-        changes: one sentence each; the first three are shown.
-    """
+    """The script has changed objects since `attach`; the first three changes are shown."""
 
     def __init__(self, changes: Sequence[str]) -> None:
         more = len(changes) - 3
@@ -309,8 +258,7 @@ class SnapshotCorrupt(SnapshotError):
     def __init__(self, *, what: str, piece: int, pieces: int, rank: int | None = None) -> None:
         self.what = what
         self.piece = piece
-        self.rank = rank
-        """Rank that owns the shard, if the bytes are those of another rank or process."""
+        self.rank = rank  # owner of the shard, if the bytes are those of another process
         super().__init__(
             f"{what}: the digest of piece {piece} of {pieces} does not match; it is rejected"
         )
@@ -357,8 +305,7 @@ class NoUsableCheckpoint(CheckpointError):
     """Checkpoints exist, and this node can use none of them."""
 
     def __init__(self, text: str, rejected: dict[str, str]) -> None:
-        self.rejected = rejected
-        """The reason for each, by name."""
+        self.rejected = rejected  # the reason for each, by name
         super().__init__(text)
 
 

@@ -16,7 +16,6 @@ class Record(msgspec.Struct, frozen=True, tag_field="kind"):
 
     @property
     def kind(self) -> str:
-        """The kind of the line, which the class states as its tag."""
         return str(self.__struct_config__.tag)
 
 
@@ -45,16 +44,11 @@ class WorkerExit:
 
     rank: Rank
     kind: ExitKind
-    code: int
-    """Exit code, or the negative signal number."""
-    text: str
-    """In words: "rank 1 was killed by SIGKILL"."""
-    detail: str = ""
-    """The user's part of the exception's traceback."""
-    fingerprint: str = ""
-    """Equal for two failures of the same kind at the same place."""
-    failed_at_ns: int = 0
-    """Time of the failure on the monotonic clock; 0 if only the exit was observed."""
+    code: int  # exit code, or the negative signal number
+    text: str  # in words: "rank 1 was killed by SIGKILL"
+    detail: str = ""  # the user's part of the exception's traceback
+    fingerprint: str = ""  # equal for two failures of the same kind at the same place
+    failed_at_ns: int = 0  # on the monotonic clock; 0 if only the exit was observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +63,8 @@ class GenerationStarted:
 class Progress:
     """Progress of the workers of this generation."""
 
-    step: Step
-    """Largest step boundary that any rank has passed."""
-    steps_here: int
-    """Step boundaries that the furthest rank has passed in this generation."""
+    step: Step  # largest step boundary that any rank has passed
+    steps_here: int  # step boundaries that the furthest rank has passed in this generation
     attached: bool
 
 
@@ -113,8 +105,5 @@ class ZygoteExited(Record, frozen=True, tag="zygote_exited"):
     text: str
 
 
-Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick
-"""Events of the whole run."""
-
-PartEvent = SmpExited | ZygoteExited
-"""Events of the agent's own components."""
+Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick  # of the run
+PartEvent = SmpExited | ZygoteExited  # events of the agent's own components

@@ -9,21 +9,14 @@ after a restart is another version than the lost one.
 from dataclasses import dataclass
 from typing import NewType
 
-RunId = NewType("RunId", str)
-"""Name of one `ftrun run` with all its restarts. It is part of paths: letters, digits, `._-`."""
-
-Rank = NewType("Rank", int)
-"""Global index of a slot, 0 <= rank < world_size."""
-
+RunId = NewType("RunId", str)  # of one `ftrun run`; part of paths: letters, digits, `._-`
+Rank = NewType("Rank", int)  # global index of a slot, 0 <= rank < world_size
 Generation = NewType("Generation", int)
 """Number of earlier starts of the worker group. The user's program sees it as
 TORCHELASTIC_RESTART_COUNT. It is the fencing token in every message, arena header and store."""
 
-Incarnation = NewType("Incarnation", int)
-"""Number of processes that filled this role before this one, in this run."""
-
-Step = NewType("Step", int)
-"""Number of step boundaries passed. A snapshot of step 8 is the state after eight steps."""
+Incarnation = NewType("Incarnation", int)  # number of earlier processes in this role, in this run
+Step = NewType("Step", int)  # boundaries passed: a snapshot of step 8 is the state after 8 steps
 
 
 @dataclass(frozen=True, slots=True, order=True)

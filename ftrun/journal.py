@@ -1,12 +1,8 @@
 """Writes every event and command of a run as one JSON line each.
 
-Runs in:  agent.
-Takes in: records; `ftrun.records` has their kinds.
-Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, which is appended to and never rewritten.
-Survives: everything but the loss of the disk: the kernel has an event's line before the agent acts
-          on the event.
-
-A full disk must not end a run: a line that cannot be written is counted and dropped.
+The file `ftrun-logs/RUN_ID/journal.jsonl` is appended to and never rewritten. It survives
+everything but the loss of the disk: the kernel has an event's line before the agent acts on the
+event. A full disk must not end a run: a line that cannot be written is counted and dropped.
 """
 
 import json
@@ -21,11 +17,8 @@ from ftrun import clock
 from ftrun.events import Record
 
 FILE_NAME = "journal.jsonl"
-NETWORK_NAME = "network.json"
-"""File in the same folder: state of the paths between nodes, on a node that has led the run."""
-
-Watcher = Callable[[Record], None]
-"""Gets the record of a line. It runs in the writing thread, so it must not block."""
+NETWORK_NAME = "network.json"  # in this folder: the paths between nodes, on a node that has led
+Watcher = Callable[[Record], None]  # of a line; runs in the writing thread, and must not block
 
 
 class Journal:
@@ -36,8 +29,7 @@ class Journal:
         self._copies: deque[str] | None = None
         self._watchers: list[Watcher] = []
         self.dropped = 0
-        self._is_torn = False
-        """The last line has no end."""
+        self._is_torn = False  # the last line has no end
         try:
             folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -80,6 +72,5 @@ class Journal:
         self._copies = deque(maxlen=1000)
 
     def take_copies(self) -> list[str]:
-        """Returns the copied lines since the last call."""
         copies = self._copies
         return [copies.popleft() for _ in range(len(copies))] if copies is not None else []

@@ -22,12 +22,8 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
-OOM_SCORE = 500
-"""OOM score of workers, so that the kernel kills a worker before any process of ftrun."""
-
-_OTHER_FILES = 64
-"""Open files of a process in addition to the ones that it asks for."""
-
+OOM_SCORE = 500  # of workers, so that the kernel kills a worker before any process of ftrun
+_OTHER_FILES = 64  # open files of a process in addition to the ones that it asks for
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/infiniband/")
 """How the paths of accelerators and RDMA cards begin."""
 
@@ -55,19 +51,12 @@ def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel send SIGTERM when the parent dies, also a parent in another pid namespace.
-
-    The setting survives exec() and does not apply to children.
-    """
+    """SIGTERM at the parent's death, in any pid namespace; survives exec(), not for children."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def fork_orphan() -> bool:
-    """Forks a process that becomes a child of the nearest subreaper above; True in that process.
-
-    Raises:
-        OSError: no process can be created.
-    """
+    """Forks a child of the nearest subreaper above; True in that process. Raises OSError."""
     middle = os.fork()
     if middle == 0:
         try:
@@ -124,11 +113,7 @@ def open_device_files(pid: int | str = "self") -> list[str]:
 
 
 def become_subreaper() -> None:
-    """Makes this process the new parent of every descendant that loses its parent.
-
-    Raises:
-        OSError: the kernel does not allow it.
-    """
+    """Makes this process the parent of descendants that lose their parent; raises OSError."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -138,32 +123,24 @@ def hide_memory() -> None:
 
 
 def let_parent_trace() -> None:
-    """Lets the parent and its other children read this process, where Yama restricts that.
-
-    The agent starts py-spy, which is no ancestor of a rank (kernel.yama.ptrace_scope=1).
-    """
+    """Lets py-spy, which the agent starts, read this process where Yama restricts that."""
     with contextlib.suppress(OSError):  # a kernel without Yama
         _prctl(_PR_SET_PTRACER, os.getppid())
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files to the hard limit, if the kernel allows it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def offer_to_oom_killer() -> None:
-    """Raises the OOM score of this process, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
 
 
 def allow_files(count: int) -> None:
-    """Raises the soft limit of open files for `count` files and some others.
-
-    It becomes the hard limit at the most.
-    """
+    """Raises the soft limit of open files for `count` files and some others, as far as it may."""
     wanted = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -189,9 +166,7 @@ def ignore_user_signals() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-MARGIN = 0.05
-"""Fraction of the free memory that is never promised: page tables, sockets, growth of workers."""
-
+MARGIN = 0.05  # part of the free memory that is never promised: page tables, sockets, growth
 _UNLIMITED = 1 << 60
 _FILES = {
     ("memory", True): ("memory.max", "memory.current", "inactive_file"),
@@ -223,13 +198,10 @@ class AvailableMemory:
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory:
-    """The free memory under the tightest limit on this process.
+    """The free memory under the tightest limit on this process. `root` is for tests.
 
     A cgroup charges the pages of an arena to the process that touches them first. Without this
     check an arena beyond the limit would therefore cause an OOM kill instead of an error.
-
-    Args:
-        root: folder that contains proc and sys; for tests.
     """
     found = [(_UNLIMITED, "no MemAvailable in /proc/meminfo")]
     for line in (root / "proc/meminfo").read_text().splitlines():
@@ -240,11 +212,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
 
 
 def cgroup_limit_left(controller: str) -> int | None:
-    """The smallest remainder of this cgroup and all above it; None without a limit.
-
-    Args:
-        controller: `memory` (bytes) or `pids` (processes and threads).
-    """
+    """Left of the limits of this cgroup (`memory` in bytes, or `pids`) and of all above it."""
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 
@@ -264,7 +232,10 @@ def _cgroup_limits(controller: str, root: Path) -> Iterator[tuple[int, str]]:
                 text = (one / limit_name).read_text(encoding="ascii").strip()
                 limit = _UNLIMITED if text == "max" else int(text)
                 left = limit - int((one / used_name).read_text(encoding="ascii"))
-                left += _stat_bytes(one, reclaimable)
+                if reclaimable:
+                    stat = (one / "memory.stat").read_text(encoding="ascii")
+                    rows = (line.split() for line in stat.splitlines())
+                    left += sum(int(row[1]) for row in rows if row[0] == reclaimable)
             except (OSError, ValueError):
                 limit = left = _UNLIMITED
             if limit < _UNLIMITED:
@@ -290,10 +261,3 @@ def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
             has_both = all(controller in one.split(",") for one in (names, options.split()[-1]))
             if is_v2 or (kind == "cgroup" and has_both):
                 yield mount, inside, is_v2
-
-
-def _stat_bytes(folder: Path, name: str) -> int:
-    if not name:
-        return 0
-    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] == name)

@@ -1,12 +1,9 @@
 """Finds and ends the processes of one run on this machine.
 
-Runs in:  stub, cli, agent. Linux only; standard library only.
-Takes in: a parent, or a run folder whose stub has ended.
-Gives:    process ids; ended processes.
-
-A process that loses its parent becomes a child of the agent, or of the stub once the agent has
-ended: both are subreapers. The stub therefore finds every process of its run among its descendants,
-whatever their names, groups and sessions are.
+Linux only; standard library only, because the stub imports it. A process that loses its parent
+becomes a child of the agent, or of the stub once the agent has ended: both are subreapers. The stub
+therefore finds every process of its run among its descendants, whatever their names, groups and
+sessions are.
 
 After the stub has ended, two things identify the processes: the mark in the environment, and the
 sessions of the ranks, which the agent writes into the run folder. A process loses the mark if it
@@ -28,16 +25,12 @@ from pathlib import Path
 
 from ftrun import clock
 
-MARK = "FTRUN_PROCESS_TREE"
-"""Environment variable of all processes of a run below its stub."""
-
+MARK = "FTRUN_PROCESS_TREE"  # environment variable of all processes of a run below its stub
 PERSISTENT = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
 """Names of the processes that outlive their agent: the SMP, the reverter of faults, and the process
 from which the next agents are forked."""
 
-_SESSIONS = "rank-sessions"
-"""File in the run folder: the boot and pid namespace, then pid and start time of each rank."""
-
+_SESSIONS = "rank-sessions"  # file: boot and pid namespace, then pid and start time of ranks
 _TERM_S = 3.0
 _KILL_S = 3.0
 _POLL_S = 0.005
@@ -104,7 +97,6 @@ def descendants(roots: Collection[int]) -> list[int]:
 
 
 def note_sessions(folder: Path, leaders: Iterable[int]) -> None:
-    """Writes the sessions of the running ranks to the run folder, each by the pid of its leader."""
     lines = [_pid_world(), *(f"{pid} {_stat(pid)[_START]}" for pid in leaders)]
     (folder / _SESSIONS).write_text("\n".join(lines), encoding="ascii")
 
@@ -116,7 +108,6 @@ def left_behind(folder: Path) -> list[int]:
 
 
 def _left_behind(folder: Path) -> Callable[[int], bool]:
-    """Returns a test whether a process belongs to the run of this folder."""
     try:
         wanted = f"{MARK}={mark_of(folder)}".encode()
     except OSError:  # the folder does not exist
@@ -149,7 +140,6 @@ def _sessions(folder: Path) -> dict[str, str]:
 
 
 def _pid_world() -> str:
-    """Identifies this boot of this machine and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -189,10 +179,7 @@ def variables_of(pid: int) -> list[bytes]:
 
 
 def send(pid: int, number: int, *, still: Callable[[int], object]) -> None:
-    """Sends a signal to a process that may not be a child of this one.
-
-    After a pidfd is opened, `still` checks that the pid is still of the intended process (Rule 1).
-    """
+    """Sends a signal if, after a pidfd is opened, `still` accepts the pid (Rule 1)."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -211,13 +198,9 @@ def end_children(
 ) -> list[int]:
     """Ends every descendant. The children of an ended process become children of this one.
 
-    Args:
-        term_first: send SIGTERM and wait 3 s before SIGKILL.
-        spare: names of processes that are left running.
-        kill_s: seconds to wait after SIGKILL.
-
-    Returns:
-        Processes that have not ended (`explain_stuck`); none of them runs code any more.
+    With `term_first`, SIGKILL follows 3 s after SIGTERM. Processes with a name in `spare` are left
+    running. Returns those that have not ended `kill_s` after SIGKILL (`explain_stuck`); none of
+    them runs code any more.
     """
 
     def find() -> list[int]:
@@ -228,10 +211,7 @@ def end_children(
 
 
 def end_left_behind(folder: Path) -> list[int]:
-    """Ends the processes of a run whose stub was killed; returns those that have not ended.
-
-    The caller holds the lock of the run and has started no agent yet.
-    """
+    """Ends a killed stub's processes; returns those left. The caller holds the run's lock."""
 
     def kill(pid: int, number: int) -> None:
         send(pid, number, still=_left_behind(folder))
@@ -240,7 +220,6 @@ def end_left_behind(folder: Path) -> list[int]:
 
 
 def reap_all() -> list[tuple[int, int]]:
-    """Reaps every ended child; returns pids and wait statuses."""
     ended: list[tuple[int, int]] = []
     while True:
         try:

@@ -34,6 +34,5 @@ def without_password(url: str) -> str:
 
 
 def password_of(url: str) -> str:
-    """The password in the URL, or an empty string."""
     found = _PASSWORD.search(url)
     return found[2] if found else ""

@@ -1,11 +1,13 @@
 """Settings of a run over several nodes, with changes by the name of a key."""
 
+import os
 from typing import Any
 
 from msgspec.structs import replace
 
 from ftrun.config.cluster import ClusterSize, MembershipSettings, NodesSpec
 from ftrun.config.profile import NetworkConfig, Profile
+from ftrun.wire.transport.secret import SECRET_BYTES, Secret
 
 _SECTIONS = ("nodes", "restart", "stop")
 
@@ -60,3 +62,7 @@ def _changed(settings: MembershipSettings, name: str, value: Any) -> MembershipS
             name, value = section, replace(before, **{name: value})
             break
     return replace(settings, profile=replace(profile, **{name: value}))
+
+
+def make_secret() -> Secret:
+    return Secret(os.urandom(SECRET_BYTES))

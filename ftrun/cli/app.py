@@ -55,8 +55,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # fmt: on
 """The module of each command, and the line that `ftrun --help` shows."""
-_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}
-"""Commands of 0.2, and their new names."""
+_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}  # of 0.2
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
 
@@ -93,7 +92,6 @@ class _Commands(TyperGroup):
 
 
 def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
-    """Raises a UsageError with the closest command if `word` is no script, such as `verfy`."""
     if os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
     if word in _RENAMED and not _is_script(Path(word)):
@@ -236,7 +234,6 @@ def _help(group: Any) -> str:
 
 
 def help_width() -> int:
-    """Returns the terminal width within bounds; the upper bound if stdout is not a terminal."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MAX_WIDTH
     return max(_MIN_WIDTH, min(_MAX_WIDTH, columns))
 

@@ -32,12 +32,10 @@ def with_parameters(function: Any, parameters: Sequence[inspect.Parameter]) -> A
 def option(
     flag: str, text: str, metavar: str | None = None, *, short: str = "", **more: Any
 ) -> Any:
-    """Declares an option in `Annotated`; `text` is its help."""
     return typer.Option(*filter(None, (short, flag)), help=text, metavar=metavar, **more)
 
 
 def parameter(name: str, kind: Any, declared: Any) -> inspect.Parameter:
-    """Returns the parameter of an option, which is None or False if it is not given."""
     default = False if kind is bool else None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
@@ -59,10 +57,7 @@ def with_flags(function: Any) -> Any:
 
 
 def with_groups(function: Callable[..., None]) -> Any:
-    """Replaces each parameter that is a dataclass by its fields, which are options of the command.
-
-    typer calls the result with the options; `function` gets the dataclasses.
-    """
+    """Replaces each parameter that is a dataclass by its fields, as options of the command."""
     given = inspect.signature(function).parameters.values()
     groups: dict[str, Any] = {
         one.name: one.annotation for one in given if is_dataclass(one.annotation)

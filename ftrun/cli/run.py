@@ -9,7 +9,6 @@ import fcntl
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -23,21 +22,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from ftrun import clock, process_tree
+from ftrun.cli.launch import profiles
 from ftrun.cli.launch.checkpoint_check import check_there, check_writable
 from ftrun.cli.launch.command_line import KEY_OF_FLAG, OWN_FLAGS, CommandLine
 from ftrun.cli.launch.nodes import nodes_of, rdzv_settings
-from ftrun.cli.launch.profiles import (
-    ResolvedProfile,
-    SettingValue,
-    key_type,
-    plain_value,
-    resolve,
-    setting_from_text,
-)
 from ftrun.cli.launch.slurm import SlurmStep, slurm_step
 from ftrun.cli.launch.torchrun_flags import CliFlag
-from ftrun.cli.runs import is_file_of, sweep
-from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
+from ftrun.cli.runs import SHUTDOWN_S, is_file_of, shut_down_smp, sweep
+from ftrun.cli.stub import answers, python_command
 from ftrun.config.checks import is_text
 from ftrun.config.cluster import NodesSpec
 from ftrun.config.profile import FORWARDED_NAMES
@@ -60,9 +52,7 @@ _PATHS = ("DIR", "FILE", "PATH")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _POLL_S = 0.05
-MAX_TEMPORARY_BYTES = 75
-"""The path of a unix socket has at most 107 bytes; multiprocessing adds 32 to the folder."""
-
+MAX_TEMPORARY_BYTES = 75  # a socket path has at most 107; multiprocessing adds 32 to the folder
 _DEVICE_KINDS = ("auto", "cpu", "gpu", "xpu")
 
 
@@ -83,8 +73,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sweep()
     if warning := temporary_folder_warning(tempfile.gettempdir()):
         sys.stderr.write(f"ftrun: {warning}\n")
-    node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
-    folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
+    folder, lock_fd = take_folder(spec.folder_name, script=spec.script)
     if folder.spec.exists():  # the stub of an earlier start was killed
         for pid in process_tree.end_left_behind(folder.path):
             sys.stderr.write(f"ftrun: {process_tree.explain_stuck(pid)}\n")
@@ -101,11 +90,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
 
 
 def temporary_folder_warning(folder: str) -> str:
-    """Explains why DataLoader workers hang with this temporary folder; empty if they do not.
-
-    The thread of a worker that binds a socket in this folder fails. The rank then waits forever for
-    the batch.
-    """
+    """Explains why DataLoader workers hang with this temporary folder; empty if they do not."""
     if len(os.fsencode(folder)) <= MAX_TEMPORARY_BYTES:
         return ""
     return (
@@ -116,11 +101,7 @@ def temporary_folder_warning(folder: str) -> str:
 
 
 def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
-    """Creates the log folder; if that fails, falls back to another folder and prints a warning.
-
-    Raises:
-        UsageError: the operator named the folder, and it cannot be written.
-    """
+    """Creates the log folder, or another one with a warning; a UsageError if it `is_given`."""
     folder = Path(spec.log_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,10 +161,7 @@ def check_text(spec: RunSpec) -> None:
 
 
 def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
-    """Tests by a write that the checkpoint directory is writable, before hours of training.
-
-    Returns the record of the last run that wrote to this directory.
-    """
+    """Tests it by a write; returns the record of the last run that wrote to it."""
     directory = spec.checkpoint_directory
     if directory is None:
         return None
@@ -225,9 +203,9 @@ def check_resume(spec: RunSpec) -> None:
         )
 
 
-def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> ResolvedProfile:
+def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> profiles.ResolvedProfile:
     name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
-    return resolve(
+    return profiles.resolve(
         name,
         variables=variables,
         torchrun=rdzv_settings(variables.get("PET_RDZV_CONF"), "PET_RDZV_CONF"),
@@ -235,16 +213,16 @@ def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resol
     )
 
 
-def settings_of(line: CommandLine) -> list[SettingValue]:
+def settings_of(line: CommandLine) -> list[profiles.SettingValue]:
     """Returns ftrun's own flags as profile keys; `--set` comes first, so that flags override it."""
     found = rdzv_settings(line.torchrun_value("rdzv-conf"), "--rdzv-conf")
-    found += [setting_from_text(text) for text in line.own.get("set", [])]
+    found += [profiles.setting_from_text(text) for text in line.own.get("set", [])]
     for flag in OWN_FLAGS:
         given = line.own.get(flag.name)
         if flag.name in KEY_OF_FLAG and given:
             section, _, key = KEY_OF_FLAG[flag.name].partition(".")
-            value = _flag_value(flag, given, key_type(section, key))
-            found.append(SettingValue(section, key, value, f"--{flag.name}"))
+            value = _flag_value(flag, given, profiles.key_type(section, key))
+            found.append(profiles.SettingValue(section, key, value, f"--{flag.name}"))
     return found
 
 
@@ -259,20 +237,17 @@ def _flag_value(flag: CliFlag, given: list[str], wanted: Any) -> object:
     *words, kind = (flag.metavar or "").split("|")
     if kind in _PATHS and text not in words:
         return located(text, cwd=str(Path.cwd()))
-    return text if is_text(wanted) else plain_value(text)
+    return text if is_text(wanted) else profiles.plain_value(text)
 
 
-def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tuple[RunFolder, int]:
+def take_folder(name: str, *, script: str) -> tuple[RunFolder, int]:
     """Locks and returns the run's folder; the returned descriptor holds the lock.
 
-    With a `node_id`, this is the folder of that node, because several nodes of a run may share a
-    machine. If the lock is free, the folder belongs to a run whose stub has ended. The new run then
-    takes over the folder and the memory that its SMP may still hold.
-
-    Raises:
-        RunIdTaken: the run is alive, or its SMP holds snapshots of another script.
+    If the lock is free, the folder belongs to a run whose stub has ended. The new run then takes
+    over the folder and the memory that its SMP may still hold. Raises RunIdTaken if the run is
+    alive, or if its SMP holds snapshots of another script.
     """
-    folder = run_folder(run_id, node_id)
+    folder = run_folder(name)
     for attempt in range(_LOCK_ATTEMPTS):
         folder.path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -312,10 +287,8 @@ def remove_earlier_run(folder: RunFolder, spec: RunSpec, step: SlurmStep | None)
 
     Slurm has ended the earlier start on all nodes, so that usually nothing is left. If only a
     minority of nodes still holds memory, these nodes wait for the others, because they cannot
-    decide alone. All nodes of the new start can restore the checkpoint instead.
-
-    Raises:
-        PeerTimeout: the memory cannot be freed.
+    decide alone. All nodes of the new start can restore the checkpoint instead. Raises PeerTimeout
+    if the memory cannot be freed.
     """
     is_requeued = step is not None and step.restarts > 0
     if not is_requeued or spec.checkpoint_directory is None or not answers(folder.smp_socket):
@@ -329,11 +302,8 @@ def remove_earlier_run(folder: RunFolder, spec: RunSpec, step: SlurmStep | None)
 
 
 def _check_same_script(folder: RunFolder, script: str) -> None:
-    try:
-        before = json.loads(folder.spec.read_text())["script"]
-    except (OSError, ValueError, KeyError):
-        return
-    if before != script and answers(folder.smp_socket):
+    before = folder.spec_value("script")
+    if before not in (None, script) and answers(folder.smp_socket):
         raise RunIdTaken(
             f"run {folder.name} holds snapshots of {before}, and this is {script}. Choose "
             f"another --run-id, or free them with: ftrun stop {folder.name}"
@@ -430,17 +400,10 @@ def _run_id(
 
 
 def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
-    """Returns a name that all nodes of a run derive equally.
-
-    The endpoint's host is not used: its own node may call it localhost.
-    """
-    if nodes is None:
+    """Equal on all nodes of a run. Not the endpoint's host: its own node may say localhost."""
+    if nodes is None or (nodes.etcd and step is None):
         return None
-    if step is not None:
-        return f"job{step.job_id}-{step.step_id}"
-    if nodes.etcd:
-        return None
-    return f"port{nodes.endpoint_port}"
+    return f"job{step.job_id}-{step.step_id}" if step is not None else f"port{nodes.endpoint_port}"
 
 
 def _is_on(line: CommandLine, variables: Mapping[str, str], name: str) -> bool:

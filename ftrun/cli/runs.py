@@ -1,22 +1,30 @@
 """Finds the runs of this user on this machine, tests which processes respond, and queries them."""
 
+import contextlib
 import fcntl
 import os
+import select
 import signal
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from ftrun import process_tree
 from ftrun.cli.stub import answers
-from ftrun.errors import FtrunError, UsageError
+from ftrun.errors import FtrunError, ProtocolError, UsageError
 from ftrun.ids import RunId
-from ftrun.wire.messages.envelope import AnyMessage, Hello
+from ftrun.wire.messages.envelope import AnyMessage, Done, Hello, Refused
+from ftrun.wire.messages.message import Message
+from ftrun.wire.messages.smp import Shutdown
 from ftrun.wire.run_environment import RunFolder, all_run_folders, check_run_id, run_folder
 from ftrun.wire.transport.channel import Channel, connect
 
+SHUTDOWN_S = 5.0
 _CONNECT_S = 5.0
+
+M = TypeVar("M", bound=Message)
 
 
 class RunLiveness(Enum):
@@ -91,16 +99,11 @@ def is_file_of(path: Path, fd: int) -> bool:
 
 
 def choose(name: str | None, *, command: str) -> FoundRun:
-    """Returns the named run, or the only live run; a UsageError if several runs match.
-
-    Args:
-        name: a run id, or `RUN_ID@NODE_ID` if several nodes of the run are on this machine.
-        command: the command shown in the error that lists the runs.
-    """
+    """Returns the run of this name (see `run_folder`) or id, or the only live one."""
     if name is not None:
-        run_id, at, node_id = name.partition("@")
-        wanted = run_folder(check_run_id(run_id), check_run_id(node_id) if at else None)
-        exact = inspect_run(wanted)
+        for part in name.split("@", 1):
+            check_run_id(part)
+        exact = inspect_run(run_folder(name))
         if exact.life is not RunLiveness.GONE:
             return exact
     # Only now, because a dead run costs a search through all processes of this machine.
@@ -155,9 +158,28 @@ def end_on_signals() -> None:
         signal.signal(signal.SIGHUP, leave)
 
 
-def ask(channel: Channel, request: AnyMessage, *, deadline_s: float) -> AnyMessage:
-    """Returns the reply, and closes the channel."""
+def ask(channel: Channel, request: AnyMessage, kind: type[M], *, deadline_s: float) -> M | Refused:
+    """Returns the reply, and closes the channel; a ProtocolError for a reply of another kind."""
     try:
-        return channel.ask(request, deadline_s=deadline_s).body
+        body = channel.ask(request, deadline_s=deadline_s).body
     finally:
         channel.close()
+    if not isinstance(body, (kind, Refused)):
+        raise ProtocolError(f"{channel.peer} answered with a {type(body).__name__}")
+    return body
+
+
+def shut_down_smp(folder: RunFolder) -> bool:
+    """Requests that the SMP frees everything, and waits for its end; returns whether it agreed."""
+    try:
+        channel = _connect(folder, folder.smp_socket, "the SMP")
+        pid = channel.peer_pid
+        has_agreed = isinstance(ask(channel, Shutdown(), Done, deadline_s=SHUTDOWN_S), Done)
+    except FtrunError:
+        return False
+    if has_agreed:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            select.select([handle], [], [], SHUTDOWN_S)
+            os.close(handle)
+    return has_agreed

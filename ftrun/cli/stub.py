@@ -31,46 +31,26 @@ from collections import deque
 from pathlib import Path
 
 from ftrun import clock, process_tree
-from ftrun.errors import ExitCode, FtrunError
+from ftrun.errors import ExitCode
 from ftrun.linux import become_subreaper
-from ftrun.wire.messages.agent_start import (
-    AGENT_LOST_S,
-    INCARNATION,
-    MAX_FDS,
-    RESERVE_SOCKET,
-    RETAINED_FDS,
-    STUB_PID,
-    STUB_SOCKET,
-    STUCK_PIDS,
-    encode_numbers,
-    encode_order,
-)
-from ftrun.wire.run_environment import RunFolder
+from ftrun.wire.messages import agent_start
+from ftrun.wire.run_environment import RunFolder, short_socket_path
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that kill an agent without handlers; they are held until the agent listens."""
+NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)  # they kill an agent that does not listen yet
 FORWARDED = (*ENDING, *NEEDS_HANDLER, signal.SIGCONT)
 
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
-TRUSTED_AFTER_S = 60.0
-"""If a forked agent crashes sooner, the reserve is ended, except after a SIGKILL from outside."""
-
+TRUSTED_AFTER_S = 60.0  # a forked agent that crashes sooner ends its reserve, except after SIGKILL
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
-SHUTDOWN_S = 5.0
-_RESERVE_ANSWER_S = 5.0
-"""A fork takes 20 ms, so that a slower reserve is stopped or starved."""
-_PREVIOUS_RANKS_WAIT_S = 30.0
-"""The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
+_RESERVE_ANSWER_S = 5.0  # a fork takes 20 ms, so that a slower reserve is stopped or starved
+_PREVIOUS_RANKS_WAIT_S = 30.0  # the kernel frees hundreds of GB, or a GPU, in seconds
 
 
 class ReserveLink:
-    """Link to at most one reserve: a process with torch from which agents are forked.
-
-    An agent that was started as a program leaves it behind.
-    """
+    """Link to the process with torch that forks agents; the first agent leaves it behind."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -83,19 +63,17 @@ class ReserveLink:
         return there
 
     def fork_agent(self, folder: str, variables: dict[str, str], fds: list[int]) -> int | None:
-        """Returns the pid of a new agent, or None if the agent must be started as a program.
+        """Returns the pid of a new agent, or None if it must be started as a program.
 
-        Args:
-            folder: the run folder.
-            variables: those that differ from the variables of the program.
-            fds: the agent's end of the stub's socket, then the descriptors of the run's memory.
+        `variables` are those that differ from the variables of the program. `fds` are the agent's
+        end of the stub's socket, then the descriptors of the run's memory.
         """
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with here, contextlib.suppress(OSError, ValueError):
             with there:
-                if self._socket is None or not self._is_ready() or len(fds) >= MAX_FDS:
+                if self._socket is None or not self._is_ready() or len(fds) >= agent_start.MAX_FDS:
                     return None
-                order = encode_order(folder, variables)
+                order = agent_start.encode_order(folder, variables)
                 socket.send_fds(self._socket, [order], [there.fileno(), *fds])
             here.settimeout(_RESERVE_ANSWER_S)
             pid = int(here.recv(32))
@@ -105,7 +83,6 @@ class ReserveLink:
         return None
 
     def end(self) -> None:
-        """Closes the socket and kills the reserve."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -135,20 +112,17 @@ class Stub:
         self._agent: int | None = None
         self._status = 0
         self._incarnation = 0
-        self._lost_s = 0.0
-        """Monotonic time at which the last agent ended; 0 if there was none."""
+        self._lost_s = 0.0  # monotonic time at which the last agent ended; 0 if there was none
         self._starts_s: deque[float] = deque()
         self._stuck_pids: list[int] = []
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
-        self._found_memory = False
-        """An SMP existed before this stub started an agent."""
+        self._found_memory = False  # an SMP existed before this stub started an agent
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._retained_fds: list[int] = []
         self._reserve = ReserveLink()
-        self._is_forked = False
-        """The current agent is a fork of the reserve."""
+        self._is_forked = False  # the current agent is a fork of the reserve
 
     @property
     def _may_hold_memory(self) -> bool:
@@ -181,10 +155,10 @@ class Stub:
         self._take_state_to_retain()
         variables = {
             process_tree.MARK: process_tree.mark_of(self._folder.path),
-            INCARNATION: str(self._incarnation),
-            STUB_PID: str(os.getpid()),
-            AGENT_LOST_S: str(self._lost_s),
-            STUCK_PIDS: encode_numbers(self._stuck_pids),
+            agent_start.INCARNATION: str(self._incarnation),
+            agent_start.STUB_PID: str(os.getpid()),
+            agent_start.AGENT_LOST_S: str(self._lost_s),
+            agent_start.STUCK_PIDS: agent_start.encode_numbers(self._stuck_pids),
         }
         fds = [self._keep_there.fileno(), *self._retained_fds]
         forked = self._reserve.fork_agent(str(self._folder.path), variables, fds)
@@ -198,9 +172,9 @@ class Stub:
             variables = {
                 **os.environ,
                 **variables,
-                STUB_SOCKET: str(self._keep_there.fileno()),
-                RETAINED_FDS: encode_numbers(self._retained_fds),
-                RESERVE_SOCKET: str(for_reserve.fileno()),
+                agent_start.STUB_SOCKET: str(self._keep_there.fileno()),
+                agent_start.RETAINED_FDS: agent_start.encode_numbers(self._retained_fds),
+                agent_start.RESERVE_SOCKET: str(for_reserve.fileno()),
             }
             inherited = [*self._retained_fds, self._keep_there.fileno(), for_reserve.fileno()]
             for fd in inherited:
@@ -219,7 +193,7 @@ class Stub:
         self._keep_here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, MAX_FDS)
+                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, agent_start.MAX_FDS)
                 for fd in self._retained_fds:
                     os.close(fd)
                 self._retained_fds = list(fds)
@@ -254,12 +228,7 @@ class Stub:
 
     def _is_for_ranks(self, number: signal.Signals) -> bool:
         """Whether the agent forwards it to the ranks."""
-        import json  # only here, because the stub is small
-
-        try:
-            names = json.loads(self._folder.spec.read_bytes())["profile"]["stop"]["forward_signals"]
-        except (OSError, ValueError, KeyError):
-            return False
+        names = self._folder.spec_value("profile", "stop", "forward_signals") or []
         return number.name in names or number.name.removeprefix("SIG") in names
 
     def _decide(self) -> int | None:
@@ -326,63 +295,27 @@ class Stub:
             process_tree.end_children(term_first=True, spare={"ftrun-smp"})
             return
         if self._folder.smp_socket.exists():
+            from ftrun.cli.runs import shut_down_smp  # only here, because the stub is small
+
             shut_down_smp(self._folder)
         process_tree.end_children(term_first=True)
         self._folder.remove()
 
 
 def pause_s(recent_starts: int) -> float:
-    """Returns the pause in seconds after this number of starts within `AGENT_WINDOW_S`."""
     return _PAUSES_S[min(max(recent_starts, 1), len(_PAUSES_S)) - 1]
 
 
-def shut_down_smp(folder: RunFolder) -> bool:
-    """Requests that the SMP frees everything, and waits for its end; returns whether it agreed."""
-    from ftrun.wire.messages.envelope import Done, Hello
-    from ftrun.wire.messages.smp import Shutdown
-    from ftrun.wire.transport.channel import connect
-
-    hello = Hello(role="cli", pid=os.getpid())
-    try:
-        channel = connect(
-            folder.smp_socket, run_id=folder.run_id, peer="the SMP", hello=hello,
-            deadline_s=SHUTDOWN_S,
-        )  # fmt: skip
-        try:
-            pid = channel.peer_pid
-            has_agreed = isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
-        finally:
-            channel.close()
-    except FtrunError:
-        return False
-    if has_agreed:
-        _wait_for_end(pid)
-    return has_agreed
-
-
-def _wait_for_end(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        handle = os.pidfd_open(pid)
-        select.select([handle], [], [], SHUTDOWN_S)
-        os.close(handle)
-
-
 def answers(path: Path) -> bool:
-    """Returns whether a process listens on this unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:
-            folder_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            sock.connect(f"/proc/self/fd/{folder_fd}/{path.name}")
+            with short_socket_path(path) as short:
+                sock.connect(short)
         except BlockingIOError:  # its queue is full, so a process listens
             return True
         except OSError:
             return False
-        finally:
-            os.close(folder_fd)
     return True
 
 

@@ -1,8 +1,4 @@
-"""Checks plain values against a msgspec struct, and lists every problem.
-
-Runs in:  cli, tools. Pure.
-Takes in: values as YAML gives them; a struct whose fields carry `Meta`.
-Gives:    each `Problem`: the path, what is allowed, the value, a suggestion for a typo.
+"""Checks plain values, as YAML gives them, against a msgspec struct, and lists every problem.
 
 `Meta.extra` of a field may hold:
     wanted:   text for the allowed values, if the type does not describe them well.
@@ -86,11 +82,7 @@ def description_of(wanted: Any) -> str:
 
 
 def check(value: object, wanted: Any, found: list[Problem], path: Path = ()) -> object:
-    """Checks a value, and appends every problem to `found`.
-
-    Returns:
-        The value as `read` has converted it. It fits `wanted` if there is no new problem.
-    """
+    """Appends every problem to `found`; returns the value as `read` has converted it."""
     kind = _FieldType.of(wanted)
     if value is None and kind.is_optional:
         return None
@@ -133,7 +125,6 @@ def _check_struct(
 
 
 def unknown_key(key: object, struct: Any) -> str:
-    """Explains that a struct has no such key, with the nearest name or all names."""
     fields = fields_of(struct)
     noun = "section" if all(is_struct(one.type) for one in fields.values()) else "key"
     hint = suggestion(str(key), list(fields)) or f"; there are {', '.join(fields)}"
@@ -170,7 +161,6 @@ _NOUNS: Mapping[Any, str] = {
 
 
 def allowed(wanted: Any) -> str:
-    """Describes the values that a type allows."""
     kind = _FieldType.of(wanted)
     if words := kind.extra("wanted"):
         return str(words)

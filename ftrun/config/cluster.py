@@ -1,7 +1,4 @@
-"""Settings of a run over several nodes: what each node was started with, and what membership uses.
-
-Runs in:  cli, which builds a `NodesSpec`; every agent. Pure.
-"""
+"""Settings of a run over several nodes: the start of each node, and what membership uses."""
 
 from typing import Annotated, Any
 
@@ -34,56 +31,36 @@ class ClusterSize(msgspec.Struct, frozen=True):
 class EtcdTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files for TLS between a node and an etcd cluster; absolute paths."""
 
-    ca: str | None = None
-    """Signs the certificates of the cluster; None: the CAs of the system."""
-    cert: str | None = None
-    """Certificate of this node; None: it shows none."""
+    ca: str | None = None  # signs the certificates of the cluster; None: the CAs of the system
+    cert: str | None = None  # certificate of this node; None: it shows none
     key: str | None = None
 
 
 class NodesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one node for a run over several nodes, from its own command line."""
 
-    min_nodes: Annotated[int, Meta(ge=1)]
-    """Members of the smallest generation, without spares."""
+    min_nodes: Annotated[int, Meta(ge=1)]  # members of the smallest generation, without spares
     max_nodes: Annotated[int, Meta(ge=1)]
     spares: Annotated[int, Meta(ge=0)] = 0
-    endpoint_host: str
-    """Name or address at which the nodes meet, as given."""
+    endpoint_host: str  # name or address at which the nodes meet, as given
     endpoint_port: Annotated[int, Meta(ge=1, le=65535)]
     more_endpoints: list[tuple[str, int]] = []
-    etcd: list[str] = []
-    """HOST:PORT of each member of an etcd at which the nodes meet. The endpoint is the first."""
-    etcd_tls: EtcdTls | None = None
-    """None: plain HTTP."""
-    etcd_life: Annotated[int, Meta(ge=0)] = 0
-    """How often Slurm has requeued the job; each time is a run of its own in the etcd."""
-    node_id: str
-    """Name of this node, unique in the run."""
-    is_named: bool = False
-    """The name is not the machine's, so two nodes may share a machine."""
-    node_rank: int | None = None
-    """As given; None: the nodes are ordered by name."""
-    secret_file: str | None = None
-    """Absolute path, already checked; None: connections are UNAUTHENTICATED."""
-    secret_is_ours: bool = False
-    """ftrun made the file for this run; it is removed when the run has ended."""
-    no_secret: str = ""
-    """Why there is no secret, for the operator."""
-    bind: str | None = None
-    """Address of this node to listen at; None: the address of the route to the endpoint."""
-    domain: str | None = None
-    """Fault domain of this node, such as its rack."""
-    switch: str = ""
-    """Leaf switch of this node, from Slurm."""
-    topology: dict[str, Any] | None = None
-    """Content of the file network.topology, if it is YAML."""
-    slurm_topology: str = ""
-    """Content of that file, if it is Slurm's topology.conf."""
-    erasure_data: int | None = None
-    """K; None: ftrun chooses."""
-    erasure_parity: int | None = None
-    """M; None: ftrun chooses; 0: no parity."""
+    etcd: list[str] = []  # HOST:PORT of each member of the etcd where the nodes meet, if any
+    etcd_tls: EtcdTls | None = None  # None: plain HTTP
+    etcd_life: Annotated[int, Meta(ge=0)] = 0  # requeues by Slurm; each is a run of its own
+    node_id: str  # name of this node, unique in the run
+    is_named: bool = False  # the name is not the machine's, so two nodes may share a machine
+    node_rank: int | None = None  # as given; None: the nodes are ordered by name
+    secret_file: str | None = None  # absolute path, checked; None: connections are UNAUTHENTICATED
+    secret_is_ours: bool = False  # ftrun made the file, and removes it when the run has ended
+    no_secret: str = ""  # why there is no secret, for the operator
+    bind: str | None = None  # own address to listen at; None: that of the route to the endpoint
+    domain: str | None = None  # fault domain of this node, such as its rack
+    switch: str = ""  # leaf switch of this node, from Slurm
+    topology: dict[str, Any] | None = None  # content of the file network.topology, if it is YAML
+    slurm_topology: str = ""  # content of that file, if it is Slurm's topology.conf
+    erasure_data: int | None = None  # K; None: ftrun chooses
+    erasure_parity: int | None = None  # M; None: ftrun chooses; 0: no parity
 
     @property
     def size(self) -> ClusterSize:
@@ -99,21 +76,14 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the decisions about a run, on one node or on several."""
 
     profile: Profile = Profile()
-    node: NodesSpec | None = None
-    """None: the run has one node."""
-    max_restarts: int | None = None
-    """As given; None: `restart.budget` applies."""
-    user_env: dict[str, str] = {}
-    """The variables set by the user, of those that a network plan may set."""
-    orders_checkpoints: bool = False
-    """The leader orders each checkpoint. On one node the SMP decides by itself."""
-    blank_wait_s: float = 2.0
-    """Time that a new agent at the endpoint waits for the request of a leader."""
+    node: NodesSpec | None = None  # None: the run has one node
+    max_restarts: int | None = None  # as given; None: `restart.budget` applies
+    user_env: dict[str, str] = {}  # variables set by the user that a network plan may set
+    orders_checkpoints: bool = False  # by the leader; on one node the SMP decides by itself
+    blank_wait_s: float = 2.0  # a new agent at the endpoint waits this time for a leader's request
     redial_s: float = 0.5
-    answer_s: float = 30.0
-    """Time that one connected node that does not answer may delay all others."""
-    same_boundary_s: float = 1.0
-    """How far ahead a common boundary is named: longer than a heartbeat period and its delivery."""
+    answer_s: float = 30.0  # time that one connected node that does not answer may delay all others
+    same_boundary_s: float = 1.0  # lead of a common boundary: over a heartbeat and its delivery
 
     @classmethod
     def of(
@@ -153,27 +123,18 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_witness(self) -> bool:
-        """Nodes find each other at a witness, which also breaks ties."""
         return self.node is not None and bool(self.node.etcd)
 
     @property
     def has_checkpoints(self) -> bool:
-        """A checkpoint directory exists, so lost state may be restored from it."""
         return bool(self.profile.checkpoint.directory)
 
     @property
     def leave_s(self) -> float:
-        """After this time the run continues without a last snapshot of a draining node.
-
-        Such a node is killed after `stop.grace_s`.
-        """
+        """The run then continues without a last snapshot of a draining node."""
         return self.profile.stop.grace_s / 2
 
     @property
     def let_go_s(self) -> float:
-        """A draining node ends after this time at the latest.
-
-        It is longer than `leave_s`, because the generation that begins then fetches what that node
-        holds.
-        """
+        """A draining node ends then; until then it serves the generation that follows `leave_s`."""
         return self.leave_s * 5 / 3

@@ -1,7 +1,4 @@
-"""The spec of one run, which the command line hands to the stub and the agent.
-
-Runs in:  cli (which builds it), stub and agent (which read it).
-"""
+"""The spec of one run, which the command line hands to the stub and the agent."""
 
 import hashlib
 from typing import Annotated

@@ -20,18 +20,15 @@ R = TypeVar("R", bound=Record)
 R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 _MAX_LINE_BYTES = 2_000_000
-_FAR_S = 7 * 86_400.0
-"""Two times of one line are less than this apart."""
+_FAR_S = 7 * 86_400.0  # two times of one line are less than this apart
 
 
 @dataclass(frozen=True, slots=True)
 class JournalLine(Generic[R_co]):
     """One line of a journal."""
 
-    t_s: float
-    """Wall time; a report corrects it by the monotonic clock of the node."""
-    node: str
-    """Empty in a run on one node."""
+    t_s: float  # wall time; a report corrects it by the monotonic clock of the node
+    node: str  # empty in a run on one node
     monotonic_s: float
     record: R_co
 
@@ -49,7 +46,6 @@ class _Header(msgspec.Struct):
 
 
 def kinds() -> dict[str, type[Record]]:
-    """All records by the kind of their line."""
     modules = (events, faults, incidents, membership, recovery, run, snapshots)
     found: dict[str, type[Record]] = {}
     for one in (one for module in modules for one in vars(module).values()):

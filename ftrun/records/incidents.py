@@ -7,37 +7,36 @@ from ftrun.monitor.verdicts import RankView, Verdict
 from ftrun.records.note import Note, Seconds, Whole
 
 
-class SuspicionRaised(Note, frozen=True, tag="suspicion_raised"):
-    """No rank makes a step, and stacks are being read."""
+class IncidentNote(Note, frozen=True):
+    """A record of one incident."""
 
     incident: Whole
+
+
+class SuspicionRaised(IncidentNote, frozen=True, tag="suspicion_raised"):
+    """No rank makes a step, and stacks are being read."""
+
     ranks: tuple[int, ...]
     unresponsive_s: Seconds
     deadline_s: Seconds
 
 
-class VerdictRecord(Note, frozen=True, tag="verdict"):
+class VerdictRecord(IncidentNote, frozen=True, tag="verdict"):
     """A diagnosis, or a changed one."""
 
-    incident: Whole
     verdict: Verdict
-    step: Whole | None = None
-    """Furthest step of any rank, as known to the leader."""
-    ranks: tuple[RankView, ...] = ()
-    """With whole stacks of the culprits and of one victim."""
+    step: Whole | None = None  # furthest step of any rank, as known to the leader
+    ranks: tuple[RankView, ...] = ()  # with whole stacks of the culprits and of one victim
     matrix: tuple[DelayTableCell, ...] = ()
 
 
-class AdditionalFinding(Note, frozen=True, tag="additional_finding"):
+class AdditionalFinding(IncidentNote, frozen=True, tag="additional_finding"):
     """Another finding during an open incident."""
 
-    incident: Whole
 
-
-class ActionTaken(Note, frozen=True, tag="action_taken"):
+class ActionTaken(IncidentNote, frozen=True, tag="action_taken"):
     """What was done, and why."""
 
-    incident: Whole
     action: str
 
 
@@ -50,10 +49,8 @@ class Downtime(msgspec.Struct, frozen=True):
     """
 
     total_s: float
-    detection_s: float
-    """From the fault to the verdict."""
-    restart_s: float
-    """Stop the ranks, choose what to restore, start processes, connect, set up the script."""
+    detection_s: float  # from the fault to the verdict
+    restart_s: float  # stop the ranks, choose what to restore, start, connect, set up the script
     restore_s: float
     first_step_s: float
 
@@ -81,27 +78,22 @@ class IncidentVerification(msgspec.Struct, frozen=True):
     loss: str
 
 
-class IncidentClosed(Note, frozen=True, tag="incident_closed"):
+class IncidentClosed(IncidentNote, frozen=True, tag="incident_closed"):
     """All ranks are past the step they had reached, or the run has ended."""
 
-    incident: Whole
     verdict_kind: str
     culprits: tuple[int, ...]
     nodes: tuple[str, ...]
     verified: IncidentVerification
-    action: str
-    """The last one."""
+    action: str  # the last one
     actions: tuple[str, ...]
     open_s: Seconds
     detected_s: Seconds | None = None
-    recovered_s: Seconds | None = None
-    """The downtime."""
+    recovered_s: Seconds | None = None  # the downtime
     downtime: Downtime | None = None
     steps_lost: Whole | None = None
-    restored: Whole | None = None
-    """Step from which the ranks began again."""
-    generations: tuple[int, ...] = ()
-    """Generations that were started because of it."""
+    restored: Whole | None = None  # step from which the ranks began again
+    generations: tuple[int, ...] = ()  # generations that were started because of it
 
 
 class LifecycleChanged(Note, frozen=True, tag="lifecycle_changed"):

@@ -4,6 +4,12 @@ from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.records.note import Note, Seconds, Whole
 
 
+class NodeNote(Note, frozen=True):
+    """A record of one node."""
+
+    node_id: str
+
+
 class BallotStarted(Note, frozen=True, tag="ballot_started"):
     """A generation is proposed."""
 
@@ -16,11 +22,9 @@ class GenerationChosen(Note, frozen=True, tag="generation_chosen"):
     reason: str
     generation: Whole
     world_size: Whole
-    restored: tuple[int, int] | None
-    """Generation and step; None: nothing in memory."""
+    restored: tuple[int, int] | None  # generation and step; None: nothing in memory
     restore_reason: str
-    skip_batches: int = 0
-    """Batches that its ranks leave out."""
+    skip_batches: int = 0  # batches that its ranks leave out
 
 
 class VotersChanged(Note, frozen=True, tag="voters_changed"):
@@ -33,25 +37,20 @@ class TwoVotersWarning(Note, frozen=True, tag="two_voters_warning"):
     """Two nodes without a spare cannot distinguish a dead node from a lost link."""
 
 
-class NodeJoined(Note, frozen=True, tag="node_joined"):
+class NodeJoined(NodeNote, frozen=True, tag="node_joined"):
     """A node is connected to the leader."""
 
-    node_id: str
     host: str
 
 
-class NodeLost(Note, frozen=True, tag="node_lost"):
+class NodeLost(NodeNote, frozen=True, tag="node_lost"):
     """A node was declared lost."""
 
-    node_id: str
-    was_member: bool
-    """It ran ranks."""
+    was_member: bool  # it ran ranks
 
 
-class NodeLeft(Note, frozen=True, tag="node_left"):
+class NodeLeft(NodeNote, frozen=True, tag="node_left"):
     """A node has drained and ended."""
-
-    node_id: str
 
 
 class NodesDraining(Note, frozen=True, tag="nodes_draining"):
@@ -96,29 +95,22 @@ class PreflightFinished(Note, frozen=True, tag="preflight_finished"):
     fitness: NodeFitness
 
 
-class NodeUnfit(Note, frozen=True, tag="node_unfit"):
+class NodeUnfit(NodeNote, frozen=True, tag="node_unfit"):
     """A node may not run ranks."""
 
-    node_id: str
 
-
-class NodeFit(Note, frozen=True, tag="node_fit"):
+class NodeFit(NodeNote, frozen=True, tag="node_fit"):
     """A node may run ranks again."""
 
-    node_id: str
 
-
-class NodeBelowMedian(Note, frozen=True, tag="node_below_median"):
+class NodeBelowMedian(NodeNote, frozen=True, tag="node_below_median"):
     """The rates of a node are far below those of the others."""
-
-    node_id: str
 
 
 class PathsProbed(Note, frozen=True, tag="paths_probed"):
     """The paths between the nodes were probed."""
 
-    coverage: Seconds
-    """Share of the paths that have a result."""
+    coverage: Seconds  # share of the paths that have a result
     findings: int
 
 

@@ -19,3 +19,9 @@ class Note(Record, frozen=True):
     """A record that says in one sentence what happened."""
 
     text: str
+
+
+class ReasonRecord(Record, frozen=True):
+    """A record that says why something was done, or has failed."""
+
+    reason: str

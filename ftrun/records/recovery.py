@@ -3,21 +3,17 @@
 from ftrun.events import Record, WorkerExit
 from ftrun.ids import Version
 from ftrun.monitor.repeat_check import Repeat
-from ftrun.records.note import Note, Seconds, Whole
+from ftrun.records.note import Note, ReasonRecord, Seconds, Whole
 
 
-class KillWorkers(Record, frozen=True, tag="workers_killed"):
+class KillWorkers(ReasonRecord, frozen=True, tag="workers_killed"):
     """Kill every worker of this generation at once."""
 
-    reason: str
 
-
-class RequestFinalSnapshot(Record, frozen=True, tag="final_snapshot_requested"):
+class RequestFinalSnapshot(ReasonRecord, frozen=True, tag="final_snapshot_requested"):
     """Order every rank to take a snapshot at the same next boundary, and to wait there."""
 
-    reason: str
-    after_step: int = -1
-    """The boundary; -1: the next one that no rank of this node has passed."""
+    after_step: int = -1  # the boundary; -1: the next one that no rank of this node has passed
 
 
 class SignalWorkers(Record, frozen=True, tag="workers_signalled"):
@@ -34,20 +30,15 @@ class EndRun(Record, frozen=True, tag="run_end_decided"):
     reason: str
     cause: WorkerExit | None = None
     advice: str = ""
-    run_continues: bool = False
-    """Only this node ends: it has drained, or the others have finished."""
+    run_continues: bool = False  # only this node ends: it has drained, or the others have finished
 
 
-class RespawnSmp(Record, frozen=True, tag="smp_respawned"):
+class RespawnSmp(ReasonRecord, frozen=True, tag="smp_respawned"):
     """Start another SMP and hand it the memory."""
 
-    reason: str
 
-
-class RespawnZygote(Record, frozen=True, tag="zygote_respawned"):
+class RespawnZygote(ReasonRecord, frozen=True, tag="zygote_respawned"):
     """Start another zygote."""
-
-    reason: str
 
 
 class DisableComponent(Record, frozen=True, tag="component_disabled"):
@@ -57,16 +48,12 @@ class DisableComponent(Record, frozen=True, tag="component_disabled"):
     reason: str
 
 
-class SuspendRanks(Record, frozen=True, tag="ranks_suspended"):
+class SuspendRanks(ReasonRecord, frozen=True, tag="ranks_suspended"):
     """Suspend this node's ranks (SIGSTOP), until it is clear which agent leads."""
 
-    reason: str
 
-
-class ResumeRanks(Record, frozen=True, tag="ranks_resumed"):
+class ResumeRanks(ReasonRecord, frozen=True, tag="ranks_resumed"):
     """Resume the suspended ranks."""
-
-    reason: str
 
 
 class UpdatePeerPorts(Record, frozen=True, tag="peer_ports_updated"):
@@ -83,10 +70,9 @@ class RestorePointChosen(Record, frozen=True, tag="restore_point_chosen"):
     voided_slots: int
 
 
-class GenerationStartedRecord(Record, frozen=True, tag="generation_started"):
+class GenerationStartedRecord(ReasonRecord, frozen=True, tag="generation_started"):
     """This node has started its ranks."""
 
-    reason: str
     generation: Whole
     restored: Version | None
     pids: tuple[Whole, ...]
@@ -103,8 +89,7 @@ class Recovered(Record, frozen=True, tag="recovered"):
     stopped_s: Seconds
     launched_s: Seconds
     restored: Version | None
-    phases_s: dict[str, Seconds] | None = None
-    """Seconds of each phase, in order from `noticed_s`; None until every rank has made a step."""
+    phases_s: dict[str, Seconds] | None = None  # in order; None until every rank has stepped
 
 
 class DowntimeRecord(Note, frozen=True, tag="downtime"):

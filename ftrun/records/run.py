@@ -1,14 +1,13 @@
 """Records of an agent and of its run: begin, end, signals, progress, observers."""
 
 from ftrun.events import Record
-from ftrun.records.note import Note, Seconds, Whole
+from ftrun.records.note import Note, ReasonRecord, Seconds, Whole
 
 
 class AgentStarted(Record, frozen=True, tag="agent_started"):
     """An agent begins."""
 
-    is_forked: bool
-    """As a fork of the reserve, else as a program."""
+    is_forked: bool  # as a fork of the reserve, else as a program
 
 
 class RunStarted(Record, frozen=True, tag="run_started"):
@@ -16,10 +15,8 @@ class RunStarted(Record, frozen=True, tag="run_started"):
 
     run_id: str
     script: str
-    torch: str
-    """Its version."""
-    logs: str
-    """Folder of the output of ranks that is redirected."""
+    torch: str  # its version
+    logs: str  # folder of the output of ranks that is redirected
     rdzv_id: str = ""
 
 
@@ -33,8 +30,7 @@ class RunEndedRecord(Record, frozen=True, tag="run_ended"):
 class ErrorRecord(Note, frozen=True, tag="error"):
     """The agent ends by an error."""
 
-    error: str
-    """Name of its class."""
+    error: str  # name of its class
 
 
 class InternalErrorRecord(Note, frozen=True, tag="internal_error"):
@@ -78,17 +74,13 @@ class ProgressRecord(Record, frozen=True, tag="progress"):
     taken: Whole = 0
     skipped: Whole = 0
     discarded: Whole = 0
-    committed: tuple[int, int] | None = None
-    """Generation and step."""
+    committed: tuple[int, int] | None = None  # generation and step
     loss: Seconds | None = None
-    ranks: tuple[tuple[Whole, Whole, Seconds | None], ...] = ()
-    """Rank, step, lateness in seconds."""
+    ranks: tuple[tuple[Whole, Whole, Seconds | None], ...] = ()  # rank, step, lateness in seconds
 
 
-class MetricsDisabled(Record, frozen=True, tag="metrics_disabled"):
+class MetricsDisabled(ReasonRecord, frozen=True, tag="metrics_disabled"):
     """No metrics are served."""
-
-    reason: str
 
 
 class HookFailed(Record, frozen=True, tag="hook_failed"):

@@ -1,7 +1,7 @@
 """Records of snapshots and checkpoints: memory, SMPs, protection, storage."""
 
 from ftrun.events import Record
-from ftrun.records.note import Seconds, Whole
+from ftrun.records.note import ReasonRecord, Seconds, Whole
 
 
 class MemoryAdopted(Record, frozen=True, tag="memory_adopted"):
@@ -17,24 +17,18 @@ class SmpReady(Record, frozen=True, tag="smp_ready"):
     arenas: int
 
 
-class SmpUnavailable(Record, frozen=True, tag="smp_unavailable"):
+class SmpUnavailable(ReasonRecord, frozen=True, tag="smp_unavailable"):
     """An SMP does not start."""
 
-    reason: str
 
-
-class SmpUnreachable(Record, frozen=True, tag="smp_unreachable"):
+class SmpUnreachable(ReasonRecord, frozen=True, tag="smp_unreachable"):
     """A message did not reach the SMP."""
 
-    reason: str
 
-
-class FreshStartUsed(Record, frozen=True, tag="fresh_start_used"):
+class FreshStartUsed(ReasonRecord, frozen=True, tag="fresh_start_used"):
     """Ranks are not forked warm."""
 
-    reason: str
-    rank: int | None = None
-    """None: all of them."""
+    rank: int | None = None  # None: all of them
 
 
 class StandbyBound(Record, frozen=True, tag="standby_bound"):
@@ -42,8 +36,7 @@ class StandbyBound(Record, frozen=True, tag="standby_bound"):
 
     local_rank: int
     device: str
-    free_bytes: int
-    """Memory of the device that is free then; -1: unknown."""
+    free_bytes: int  # memory of the device that is free then; -1: unknown
 
 
 class StandbyDropped(Record, frozen=True, tag="standby_dropped"):
@@ -61,14 +54,11 @@ class CheckpointWrittenRecord(Record, frozen=True, tag="checkpoint_written"):
     path: str
     total_bytes: int
     seconds: Seconds
-    ahead_s: Seconds = 0.0
-    """Seconds between the first byte written and the last byte captured."""
+    ahead_s: Seconds = 0.0  # seconds between the first byte written and the last byte captured
 
 
-class CheckpointFailedRecord(Record, frozen=True, tag="checkpoint_failed"):
+class CheckpointFailedRecord(ReasonRecord, frozen=True, tag="checkpoint_failed"):
     """A checkpoint was not written."""
-
-    reason: str
 
 
 class CheckpointRejected(Record, frozen=True, tag="checkpoint_rejected"):
@@ -78,10 +68,9 @@ class CheckpointRejected(Record, frozen=True, tag="checkpoint_rejected"):
     reason: str
 
 
-class SmpRecord(Record, frozen=True):
+class SmpRecord(ReasonRecord, frozen=True):
     """What an SMP says of other nodes, and of memory for them."""
 
-    reason: str
     nodes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 

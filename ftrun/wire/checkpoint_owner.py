@@ -1,27 +1,22 @@
 """Owner record of a checkpoint directory, and the claim with which a run requests ownership.
 
-Runs in:  agent (claims), SMP (writes and renews the record), cli (reads it). Pure.
+The agent claims, the SMP writes and renews the record, the command line reads it.
 """
 
 from typing import Any
 
 import msgspec
 
-OWNER_NAME = ".owner.json"
-"""File name of the record in the checkpoint directory."""
+OWNER_NAME = ".owner.json"  # file name of the record in the checkpoint directory
 
 
 class CheckpointClaim(msgspec.Struct, frozen=True):
     """Request of the node of rank 0 to own a checkpoint directory."""
 
-    directory: str
-    """Absolute path, or a URL."""
-    life: str
-    """See `GenerationPlan.life`."""
+    directory: str  # absolute path, or a URL
+    life: str  # see `GenerationPlan.life`
     num_nodes: int
-    inherits: bool
-    """The run resumes from earlier runs' checkpoints in the directory, and may later remove
-    them."""
+    inherits: bool  # it resumes from earlier runs' checkpoints there, and may remove them later
 
 
 class CheckpointOwner(msgspec.Struct, frozen=True):
@@ -29,26 +24,18 @@ class CheckpointOwner(msgspec.Struct, frozen=True):
 
     run_id: str
     life: str
-    node: str
-    """Host name of the process that renews the record."""
+    node: str  # host name of the process that renews the record
     pid: int
-    machine: str
-    """Boot id and PID namespace. Only if these are equal does a pid mean the same process."""
+    machine: str  # boot id and PID namespace; only if equal does a pid mean the same process
     num_nodes: int
-    since_s: float
-    """Wall time of the claim."""
-    renewed_s: float
-    """Wall time of the last renewal, by the clock of that host."""
-    heartbeat: int = msgspec.field(name="beat")
-    """Counter; each renewal increases it."""
-    runs: list[str]
-    """Runs whose checkpoints may be removed: this run and the runs that it has continued."""
-    ended_s: float = 0.0
-    """Wall time of the end of the run; 0: the run has not ended."""
+    since_s: float  # wall time of the claim
+    renewed_s: float  # wall time of the last renewal, by the clock of that host
+    heartbeat: int = msgspec.field(name="beat")  # counter; each renewal increases it
+    runs: list[str]  # runs whose checkpoints may be removed: this run and those it continued
+    ended_s: float = 0.0  # wall time of the end of the run; 0: the run has not ended
     exit_code: int = -1
     reason: str = ""
-    command: str = ""
-    """Digest of the script and its arguments."""
+    command: str = ""  # digest of the script and its arguments
 
 
 def decode_owner(data: bytes | None) -> CheckpointOwner | None:

@@ -1,7 +1,5 @@
 """Catalogue of the faults that `ftrun inject-fault` can inject.
 
-Runs in:  cli (shows it and validates the command line), agent and worker (look up a kind). Pure.
-
 Every fault is real: it acts on real processes, memory, files or links. If a fault cannot be
 injected, such as a cut link on a machine with one network, it is refused. The refusal names what is
 missing.
@@ -34,45 +32,24 @@ _REDONE = "the steps since the last committed snapshot, which are repeated"
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault: what it does (`does`), and the expected reaction (`seen`).
-
-    Args:
-        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank,
-            others --node.
-        within_s: maximum seconds from the fault to the expected reaction; 0: no reaction is
-            expected.
-        lost: state or work that may be lost.
-        is_inside: the rank injects the fault into itself, exactly at the end of the named step.
-        for_s: default duration in seconds, without --for; 0: no duration, or until the target
-            ends.
-        amount: default without --amount.
-        unit: meaning of --amount; empty: the kind takes no --amount.
-    """
+    """One kind of fault: what it does (`does`), and the expected reaction (`seen`)."""
 
     name: str
-    target: Target
+    target: Target  # a "rank" or "data" kind with `by_rank` takes --rank, others --node
     does: str
     seen: str
-    within_s: float
-    lost: str = "nothing"
+    within_s: float  # longest time from the fault to the reaction; 0: no reaction is expected
+    lost: str = "nothing"  # state or work that may be lost
     needs: str = ""
     by_rank: bool = False
-    is_inside: bool = False
-    for_s: float = 0.0
-    amount: float = 0.0
-    unit: str = ""
+    is_inside: bool = False  # the rank injects it into itself, exactly at the end of the step
+    for_s: float = 0.0  # default duration; 0: none, or until the target ends
+    amount: float = 0.0  # default without --amount
+    unit: str = ""  # meaning of --amount; empty: the kind takes no --amount
 
 
-def _rank(name: str, does: str, seen: str, within_s: float, lost: str = _REDONE) -> FaultKind:
-    return FaultKind(name, "rank", does, seen, within_s, lost, by_rank=True, is_inside=True)
-
-
-def _timed(
-    name: str, does: str, seen: str, for_s: float, within_s: float = _HANG_WITHIN_S
-) -> FaultKind:
-    return FaultKind(
-        name, "rank", does, seen, within_s, _REDONE, by_rank=True, is_inside=True, for_s=for_s
-    )
+def _rank(name: str, does: str, seen: str, within_s: float) -> FaultKind:
+    return FaultKind(name, "rank", does, seen, within_s, _REDONE, by_rank=True, is_inside=True)
 
 
 # fmt: off
@@ -84,11 +61,14 @@ _OF_RANKS = (
         "its text and line; all ranks restart", 1.0),
     _rank("exit0-early", "exits with code 0 in the middle",
         "the other ranks do not wait for it", 10.0),
-    _timed("stop", "SIGSTOP; with --for, SIGCONT after it",
-        "frozen; killed and replaced after monitor.frozen_kill_after_s", 0.0, 5.0),
-    _timed("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
-    _timed("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
-    _timed("busy-loop", "the main thread loops forever", "a busy loop, with its line", 0.0),
+    _rank("stop", "SIGSTOP; with --for, SIGCONT after it",
+        "frozen; killed and replaced after monitor.frozen_kill_after_s", 5.0),
+    _rank("hang", "the main thread sleeps", "a hang in computation, with its line",
+        _HANG_WITHIN_S),
+    _rank("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL",
+        _HANG_WITHIN_S),
+    _rank("busy-loop", "the main thread loops forever", "a busy loop, with its line",
+        _HANG_WITHIN_S),
     _rank("collective-skip",
         "takes no part in one gradient all-reduce (DDP: the next step's; else the next "
         "torch.distributed.all_reduce)",

@@ -25,8 +25,7 @@ from ftrun.errors import UsageError
 from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.messages.faults import FaultOrder as FaultOrder
 
-FAULT_PREFIX = "ftrun-fault-"
-"""Name prefix of every cgroup and file created for a fault; the order id follows."""
+FAULT_PREFIX = "ftrun-fault-"  # prefix of all cgroups and files of a fault; the order id follows
 PAGE_BYTES = 4096
 _ORDER_AT = 512
 _REASON_AT = 3072
@@ -111,8 +110,26 @@ class _Word(IntEnum):
     CANCELLED = 8  # number of the newest order that was cancelled
 
 
+class _Field:
+    """One word of a fault page, to be read."""
+
+    def __init__(self, at: _Word) -> None:
+        self._at = at
+
+    def __get__(self, page: "FaultPage", _owner: object) -> int:
+        return page._words[self._at]
+
+
 class FaultPage:
     """Fault page of one rank. The agent and the rank write disjoint words of it."""
+
+    ordered = _Field(_Word.ORDERED)
+    fired = _Field(_Word.FIRED)
+    fired_step = _Field(_Word.FIRED_STEP)
+    fired_ns = _Field(_Word.FIRED_NS)
+    ended = _Field(_Word.ENDED)
+    times = _Field(_Word.TIMES)
+    failed = _Field(_Word.FAILED)
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -139,39 +156,11 @@ class FaultPage:
         self._words[_Word.CANCELLED] = number
 
     @property
-    def fired(self) -> int:
-        return self._words[_Word.FIRED]
-
-    @property
-    def fired_step(self) -> int:
-        return self._words[_Word.FIRED_STEP]
-
-    @property
-    def fired_ns(self) -> int:
-        return self._words[_Word.FIRED_NS]
-
-    @property
-    def ended(self) -> int:
-        return self._words[_Word.ENDED]
-
-    @property
-    def times(self) -> int:
-        return self._words[_Word.TIMES]
-
-    @property
-    def failed(self) -> int:
-        return self._words[_Word.FAILED]
-
-    @property
     def reason(self) -> str:
         """Reason why the order numbered `failed` could not be carried out."""
         return self._map[_REASON_AT:PAGE_BYTES].partition(b"\0")[0].decode(errors="replace")
 
     # --- worker -------------------------------------------------------------------------------
-
-    @property
-    def ordered(self) -> int:
-        return self._words[_Word.ORDERED]
 
     def order(self) -> FaultOrder:
         data = self._map[_ORDER_AT : _ORDER_AT + self._words[_Word.LENGTH]]

@@ -1,11 +1,7 @@
 """Detects that the run which this node should join has already finished.
 
-Runs in:  cli, before anything is started; agent, while it finds no other node.
-Takes in: the owner record that the run has left next to its checkpoints.
-Gives:    a sentence for the screen; or an empty string: the node starts, or continues to search.
-
-Without this check, a node that is late or was partitioned finds no other node. It would wait until
-`nodes.pause_timeout_s`.
+The run has left an owner record next to its checkpoints. Without this check, a node that is late or
+was partitioned finds no other node, and would wait until `nodes.pause_timeout_s`.
 """
 
 from datetime import UTC, datetime

@@ -1,11 +1,8 @@
 """Location of a run's sockets, and the environment variables of its workers.
 
-Runs in:  cli, stub, agent, SMP, worker. Standard library only.
-Takes in: a run id.
-Gives:    a `RunFolder`: a folder of mode 0700 under XDG_RUNTIME_DIR, or in the temporary directory.
-
-The folder holds sockets, the run's spec and a lock. A run can lose all of it: state is in memory,
-and the journal is under ftrun-logs/.
+Standard library only, because the stub imports it. A `RunFolder` has mode 0700, and is under
+XDG_RUNTIME_DIR or in the temporary directory. It holds sockets, the run's spec and a lock. A run
+can lose all of it: state is in memory, and the journal is under ftrun-logs/.
 """
 
 import contextlib
@@ -14,8 +11,10 @@ import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ftrun.errors import NotSupportedHere, UsageError
 from ftrun.ids import RunId
@@ -23,16 +22,20 @@ from ftrun.ids import RunId
 RUN_ID = "FTRUN_RUN_ID"
 GENERATION = "FTRUN_GENERATION"
 
-LAUNCH = "FTRUN_LAUNCH"
-"""The `LaunchRequest` of this worker, as JSON."""
-
-VERIFY = "FTRUN_VERIFY"
-"""A `VerifyPlan` as JSON; set only in the runs of `ftrun verify`."""
-
-LOG_FOLDER = "FTRUN_LOG_FOLDER"
-"""Read by `ftrun run`: the parent folder of the run's log folder; default: ./ftrun-logs."""
-
+LAUNCH = "FTRUN_LAUNCH"  # the `LaunchRequest` of this worker, as JSON
+VERIFY = "FTRUN_VERIFY"  # a `VerifyPlan` as JSON; set only in the runs of `ftrun verify`
+LOG_FOLDER = "FTRUN_LOG_FOLDER"  # parent of the run's log folder; default: ./ftrun-logs
 _GOOD_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class _File:
+    """A path in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _owner: object) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,13 @@ class RunFolder:
     """Paths of one run."""
 
     path: Path
+
+    smp_socket = _File("smp.sock")
+    agent_socket = _File("agent.sock")
+    spec = _File("spec.json")
+    lock = _File("lock")  # locked (flock) by the stub until the stub ends
+    keep_mark = _File("keep-memory")  # of an agent whose memory, the restored version, stays
+    crash_mark = _File("agent-crashed")  # of an agent that ends by its own bug; another replaces it
 
     @property
     def name(self) -> str:
@@ -50,36 +60,21 @@ class RunFolder:
     def run_id(self) -> RunId:
         return RunId(self.name.partition("@")[0])
 
-    @property
-    def smp_socket(self) -> Path:
-        return self.path / "smp.sock"
-
-    @property
-    def agent_socket(self) -> Path:
-        return self.path / "agent.sock"
-
     def rank_socket(self, rank: int) -> Path:
         """Socket on which a worker's flight recorder can be read; created by the worker."""
         return self.path / f"rank-{rank}.sock"
 
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
+    def spec_value(self, *keys: str) -> Any:
+        """The value at this place of `spec.json`; None if there is none."""
+        import json  # only here, because the stub is small
 
-    @property
-    def keep_mark(self) -> Path:
-        """Created by an agent whose memory must outlive the run: it has the restored version."""
-        return self.path / "keep-memory"
-
-    @property
-    def crash_mark(self) -> Path:
-        """Created by an agent that ends because of its own bug; another agent replaces it."""
-        return self.path / "agent-crashed"
-
-    @property
-    def lock(self) -> Path:
-        """Locked (flock) by the stub until the stub ends."""
-        return self.path / "lock"
+        try:
+            found = json.loads(self.spec.read_bytes())
+            for key in keys:
+                found = found[key]
+        except (OSError, ValueError, KeyError):
+            return None
+        return found
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -96,10 +91,7 @@ def check_run_id(text: str) -> RunId:
 
 
 def runs_folder() -> Path:
-    """The parent folder of all run folders of this user; created if it is missing.
-
-    Raises NotSupportedHere if another user can enter it.
-    """
+    """Of all runs of this user; NotSupportedHere if another user can enter it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
         return _own_folder(Path(base) / "ftrun")
@@ -107,10 +99,7 @@ def runs_folder() -> Path:
 
 
 def spare_log_folder() -> Path:
-    """Log folder for runs that cannot write to their working directory; created if it is missing.
-
-    It is not inside a run folder, because logs outlive the run. Raises as `runs_folder`.
-    """
+    """For runs that cannot write to their working directory; outside, as logs outlive runs."""
     return _own_folder(Path(_temporary()) / f"ftrun-logs-{os.getuid()}")
 
 
@@ -138,13 +127,20 @@ def _own_folder(path: Path) -> Path:
     return path
 
 
-def run_folder(run_id: RunId, node_id: str | None = None) -> RunFolder:
-    """Folder of a run, or of one node of it if several nodes may be on this machine."""
-    return RunFolder(runs_folder() / (run_id if node_id is None else f"{run_id}@{node_id}"))
+def run_folder(name: str) -> RunFolder:
+    """`name` as `RunFolder.name`."""
+    return RunFolder(runs_folder() / name)
 
 
 def all_run_folders() -> list[RunFolder]:
-    return sorted(
-        (RunFolder(path) for path in runs_folder().iterdir() if path.is_dir()),
-        key=lambda folder: folder.path.name,
-    )
+    return [RunFolder(path) for path in sorted(runs_folder().iterdir()) if path.is_dir()]
+
+
+@contextlib.contextmanager
+def short_socket_path(path: Path) -> Iterator[str]:
+    """A path of under 108 bytes to a socket, valid in this process inside the `with` block."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

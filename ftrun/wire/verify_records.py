@@ -1,7 +1,5 @@
 """Instructions of `ftrun verify` to the ranks, and the records that the ranks write for it.
 
-Runs in:  worker (writes), the verify command (reads).
-
 Each rank appends one JSON line per event to `rank{R}.{GENERATION}.jsonl` in the plan's folder. Each
 line is a single write, so that a rank killed by SIGKILL leaves complete lines.
 """
@@ -14,69 +12,43 @@ import msgspec
 class Kill(msgspec.Struct, frozen=True):
     """One SIGKILL. Rank G + 1 modulo N carries out the kill at index G, in generation G."""
 
-    step: int
-    """Steps that are complete when the kill happens."""
-
-    is_in_step: bool
-    """Kill in the middle of the next step, before its optimizer step; otherwise at the end of
-    `step`."""
-
-    without_snapshot: int = 0
-    """Number of steps before the kill that get no snapshot, so that these steps are repeated."""
+    step: int  # steps that are complete when the kill happens
+    is_in_step: bool  # in the next step, before its optimizer step; else at the end of `step`
+    without_snapshot: int = 0  # steps before the kill without a snapshot, which are repeated
 
 
 class VerifyPlan(msgspec.Struct, frozen=True):
     """One run of a verification; JSON in `environment.VERIFY`."""
 
     folder: str
-    steps: int
-    """Each rank ends its process with exit code 0 after this number of steps."""
-
+    steps: int  # each rank ends its process with exit code 0 after this number of steps
     kills: tuple[Kill, ...] = ()
 
 
-ATTACHED = "attached"
-"""State when attach returns: restored, or the script's own."""
-
-STARTED = "begun"
-"""State when the first iteration of a session's loop begins."""
-
+ATTACHED = "attached"  # state when attach returns: restored, or the script's own
+STARTED = "begun"  # state when the first iteration of a session's loop begins
 BATCH = "batch"
 FORWARD = "forward"
-LOSS = "loss"
-"""Tensor on which a backward pass begins."""
-
-OPTIMIZER = "optimizer"
-"""State before an optimizer step."""
-
+LOSS = "loss"  # tensor on which a backward pass begins
+OPTIMIZER = "optimizer"  # state before an optimizer step
 BOUNDARY = "boundary"
 KILLED = "killed"
 
-FAILED = "failed"
-"""An event could not be recorded; `what` names the event and the reason."""
+FAILED = "failed"  # an event could not be recorded; `what` names the event and the reason
 
 
 class VerifyRecord(msgspec.Struct, omit_defaults=True):
     """One event of one rank."""
 
     event: str
-    step: int
-    """For ATTACHED, BEGUN and KILLED: boundaries passed; otherwise the step in progress or
-    completed."""
-
+    step: int  # ATTACHED, BEGUN, KILLED: boundaries passed; else the step in progress or completed
     digests: dict[str, str] = {}
     """xxh3 digests of values by key. The first word of a key names the kind of value, see
     `ftrun.worker.capture.record_digests`."""
 
-    values: dict[str, str] = {}
-    """Short texts of the numbers and strings in `digests`, by the same keys."""
-
-    where: str = ""
-    """FILE:LINE of the script."""
-
-    what: str = ""
-    """Class of the optimizer, loader or module; for ATTACHED the restored version."""
-
+    values: dict[str, str] = {}  # short texts of numbers and strings in `digests`, by the same keys
+    where: str = ""  # FILE:LINE of the script
+    what: str = ""  # class of the optimizer, loader or module; for ATTACHED the restored version
     notes: dict[str, str] = {}
 
 

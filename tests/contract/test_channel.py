@@ -15,7 +15,7 @@ from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Hello, Refused
 from ftrun.wire.messages.smp import HandOverMemory, MemoryHandedOver, PersistRunState
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
-from ftrun.wire.transport.channel import Channel, accept, connect, listen, peer_uid
+from ftrun.wire.transport.channel import Channel, accept, connect, credentials, listen
 from ftrun.wire.transport.framing import encode
 
 TIMEOUT_S = 30.0
@@ -191,7 +191,7 @@ def test_without_a_listener(tmp_path: Path) -> None:
 
 def test_the_kernel_reports_whose_process_is_at_the_other_end() -> None:
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    assert peer_uid(a) == os.getuid()
+    assert credentials(a) == (os.getpid(), os.getuid())
     assert struct.calcsize("3i") == 12
     a.close()
     b.close()

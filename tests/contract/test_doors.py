@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
+from made_settings import make_secret
 
 from ftrun.agent.cluster import dialing as handshakes
 from ftrun.agent.cluster.dialing import AuthenticatedConnection, Handshakes
@@ -25,7 +26,7 @@ from ftrun.wire.transport.handshake import (
     accept_handshake,
     dial_handshake,
 )
-from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 from tests.exhausted import no_threads
 

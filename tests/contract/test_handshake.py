@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_settings import make_secret
 
 import ftrun
 from ftrun.errors import (
@@ -32,7 +33,7 @@ from ftrun.wire.transport.handshake import (
     accept_handshake,
     dial_handshake,
 )
-from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.secret import Secret
 from tests.contract import answering
 
 TIMEOUT_S = 30.0

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import msgspec
 import pytest
+from made_settings import make_secret
 
 from ftrun.agent.cluster import path_probe
 from ftrun.agent.cluster.path_probe import (
@@ -30,7 +31,7 @@ from ftrun.wire.cluster.messages import (
     ProbePathResult,
 )
 from ftrun.wire.transport.handshake import PeerIdentity, Purpose, unfit
-from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.secret import Secret
 from tests.contract.answering import WAIT_S, answering, closed_port
 
 SECRET = make_secret()

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_settings import make_secret
 
 from ftrun.errors import PeerLost, ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Refused
@@ -25,7 +26,7 @@ from ftrun.wire.transport.handshake import (
     dial_handshake,
 )
 from ftrun.wire.transport.peer_connection import PeerConnection
-from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp
 from tests.contract import descriptors
 

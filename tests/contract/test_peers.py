@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from made_settings import make_secret
 
 from ftrun.smp.peer_link import FETCH
 from ftrun.smp.peer_listener import PeerListener, PeerSession
@@ -16,7 +17,6 @@ from ftrun.wire.cluster.transfer import LinkHello, RoundStored
 from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.bulk_socket import BulkSocket
 from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake, dial_handshake
-from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 
 WAIT_S = 600.0

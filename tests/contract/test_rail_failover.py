@@ -14,7 +14,7 @@ from itertools import permutations
 from typing import TypeVar
 
 import pytest
-from made_settings import made_settings
+from made_settings import made_settings, make_secret
 
 from ftrun.agent.cluster.connections import ClusterConnections
 from ftrun.agent.cluster.control_loop import ClusterControlLoop
@@ -29,7 +29,6 @@ from ftrun.wire.cluster.messages import ClusterEnvelope, JournalLines
 from ftrun.wire.transport.address_race import PeerAddress
 from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake, dial_handshake
 from ftrun.wire.transport.peer_connection import PeerConnection
-from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 from tests.contract import descriptors
 from tests.contract.answering import full_port

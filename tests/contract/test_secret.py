@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from made_settings import make_secret
 
 from ftrun.errors import UsageError
 from ftrun.wire.transport.secret import (
@@ -19,7 +20,6 @@ from ftrun.wire.transport.secret import (
     Secret,
     forget_shared_secrets,
     load_secret,
-    make_secret,
     shared_secret_file,
 )
 

@@ -11,7 +11,6 @@ import pytest
 from made_journals import MadeJournal
 
 from ftrun.cli.run import take_folder
-from ftrun.ids import RunId
 
 FTRUN = [sys.executable, "-m", "ftrun"]
 
@@ -105,13 +104,13 @@ def test_a_master_that_has_no_address(tmp_path: Path) -> None:
 def test_run_that_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime(tmp_path)))
     (tmp_path / "train.py").touch()
-    _, lock_fd = take_folder(RunId("mine"), script="x")
+    _, lock_fd = take_folder("mine", script="x")
     text = refused(ftrun("--run-id", "mine", "train.py", cwd=tmp_path))
     assert f"run mine is alive (pid {os.getpid()})" in text
     starting = ftrun("status", cwd=tmp_path)
     assert starting.stdout.startswith("STARTING")
     assert json.loads(ftrun("status", "mine", "--json", cwd=tmp_path).stdout)["run_id"] == "mine"
-    _, other_fd = take_folder(RunId("other"), script="x")
+    _, other_fd = take_folder("other", script="x")
     text = refused(ftrun("status", cwd=tmp_path))
     assert "ftrun status mine" in text
     assert "ftrun status other" in text

@@ -9,14 +9,13 @@ import typer
 from ftrun.cli.completion import AsJson, RunIdArgument, option
 from ftrun.cli.runs import RunLiveness, ask, choose
 from ftrun.cli.screen import terminal as render
-from ftrun.errors import FaultRefused, FtrunError, ProtocolError, UsageError
+from ftrun.errors import FaultRefused, FtrunError, UsageError
 from ftrun.wire.fault_catalog import FAULTS, TARGETS, FaultKind
 from ftrun.wire.fault_orders import duration_s, make_cancel, make_order
 from ftrun.wire.messages.envelope import Refused
 from ftrun.wire.messages.faults import FaultAccepted, FaultOrder, InjectFault
 
-_ANSWER_S = 40.0
-"""Seconds; the agent may wait for another node and for the injector."""
+_ANSWER_S = 40.0  # seconds; the agent may wait for another node and for the injector
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -70,11 +69,9 @@ def _inject(order: FaultOrder, run_id: str | None, *, as_json: bool) -> None:
     run = choose(run_id, command=command)
     if run.life is not RunLiveness.RUNNING:
         raise FtrunError(f"run {run.name} is {run.life.value}: it has no agent that takes orders")
-    body = ask(run.to_agent(), InjectFault(order), deadline_s=_ANSWER_S)
+    body = ask(run.to_agent(), InjectFault(order), FaultAccepted, deadline_s=_ANSWER_S)
     if isinstance(body, Refused):
         raise FaultRefused(body.reason)
-    if not isinstance(body, FaultAccepted):
-        raise ProtocolError(f"the agent answered with a {type(body).__name__}")
     if as_json:
         render.write_plain(json.dumps({"id": body.id, "node": body.node, "how": body.how}))
     else:

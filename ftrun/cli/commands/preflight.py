@@ -26,9 +26,7 @@ from ftrun.monitor.node_fitness import (
     size_text,
 )
 
-_SLACK = 4.0
-"""Factor on the time limit, because an operator waits longer than a run does."""
-
+_SLACK = 4.0  # factor on the time limit, because an operator waits longer than a run does
 _SPY_FOR = (
     ". Without it a rank that hangs with the interpreter's lock held is called a hang in "
     "computation, not a stuck GIL"

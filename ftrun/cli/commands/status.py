@@ -4,7 +4,6 @@ With --watch it shows a live page on a terminal, and otherwise prints one block 
 survives an agent that restarts or does not respond for a while.
 """
 
-import json
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from ftrun.cli.screen.status_page import StyledLine, page
 from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
 from ftrun.cli.screen.text import duration, listed, size
 from ftrun.cli.stub import answers
-from ftrun.errors import FtrunError, PeerError, ProtocolError, UsageError
+from ftrun.errors import FtrunError, PeerError, UsageError
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
 from ftrun.wire.messages.status import (
     ProcessIds,
@@ -37,9 +36,7 @@ from ftrun.wire.transport.channel import Channel
 MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
 _ANSWER_S = 10.0
 _MAX_NAMED = 5
-_NO_LIMIT = sys.maxsize
-"""Width and height if stdout is not a terminal."""
-
+_NO_LIMIT = sys.maxsize  # width and height if stdout is not a terminal
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -126,10 +123,7 @@ def _without_smp(run: FoundRun, pids: Sequence[int]) -> StatusView:
 
 
 def _script_of(run: FoundRun) -> str:
-    try:
-        return str(json.loads(run.folder.spec.read_text())["script"])
-    except (OSError, ValueError, KeyError):
-        return ""
+    return str(run.folder.spec_value("script") or "")
 
 
 def _held_by_smp(
@@ -150,13 +144,10 @@ def _held_by_smp(
 
 
 def _ask(channel: Channel) -> bytes:
-    match body := ask(channel, StatusRequest(), deadline_s=_ANSWER_S):
-        case StatusReply(document=document):
-            return document
-        case Refused(reason=reason):
-            raise PeerError(f"{channel.peer} gave no status: {reason}")
-        case _:
-            raise ProtocolError(f"{channel.peer} answered with a {type(body).__name__}")
+    body = ask(channel, StatusRequest(), StatusReply, deadline_s=_ANSWER_S)
+    if isinstance(body, Refused):
+        raise PeerError(f"{channel.peer} gave no status: {body.reason}")
+    return body.document
 
 
 # --- ftrun status --watch ---------------------------------------------------------------------

@@ -1,23 +1,20 @@
 """`ftrun stop`: ends a run as SIGTERM does, or frees the memory of a lost run."""
 
 import fcntl
-import json
 import os
 
 import typer
 
 from ftrun import clock, process_tree
+from ftrun.cli import runs
 from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run, sweep
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.stub import answers, shut_down_smp
+from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import Done, Refused, StopRequest
 
 _ANSWER_S = 10.0
-_SPARE_S = 20.0
-"""Seconds beyond the run's grace, to finish a last checkpoint and remove the folder."""
-
+_SPARE_S = 20.0  # seconds beyond the run's grace, to finish a last checkpoint and remove the folder
 _POLL_S = 0.05
 _DEFAULT_GRACE_S = 30.0
 
@@ -27,36 +24,36 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def stop(run_id: RunIdArgument = None) -> None:
     """Stop a run, or free the memory that a lost run still holds."""
-    sweep()
-    run = choose(run_id, command="stop")
-    if run.life is RunLiveness.ORPHANED:
+    runs.sweep()
+    run = runs.choose(run_id, command="stop")
+    if run.life is runs.RunLiveness.ORPHANED:
         _free_orphan(run)
         render.write_plain(
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
         )
         return
-    limit_s = _grace_s(run) + _SPARE_S
+    grace_s = run.folder.spec_value("profile", "stop", "grace_s") or _DEFAULT_GRACE_S
+    limit_s = float(grace_s) + _SPARE_S
     give_up_s = clock.now_s() + limit_s
-    while (life := inspect_run(run.folder).life) is RunLiveness.STARTING:  # between two agents
+    # A run between two agents is STARTING.
+    while (life := runs.inspect_run(run.folder).life) is runs.RunLiveness.STARTING:
         _wait(run, give_up_s, limit_s)
-    if life is RunLiveness.RUNNING:
-        body = ask(run.to_agent(), StopRequest(), deadline_s=_ANSWER_S)
+    if life is runs.RunLiveness.RUNNING:
+        body = runs.ask(run.to_agent(), StopRequest(), Done, deadline_s=_ANSWER_S)
         if isinstance(body, Refused):
             raise FtrunError(f"run {run.name} is not stopped: {body.reason}")
-        if not isinstance(body, Done):
-            raise ProtocolError(f"the agent answered with a {type(body).__name__}")
     while run.folder.path.exists():
         _wait(run, give_up_s, limit_s)
     render.write_plain(f"run {run.name} is stopped")
 
 
-def _wait(run: FoundRun, give_up_s: float, limit_s: float) -> None:
+def _wait(run: runs.FoundRun, give_up_s: float, limit_s: float) -> None:
     if clock.now_s() > give_up_s:
         raise PeerTimeout(peer=f"run {run.name}", waited_s=limit_s)
     clock.sleep(_POLL_S)
 
 
-def _free_orphan(run: FoundRun) -> None:
+def _free_orphan(run: runs.FoundRun) -> None:
     """Holds the run's lock, so that no new launcher takes over memory that is about to be freed."""
     lock_fd = os.open(run.folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -70,16 +67,8 @@ def _free_orphan(run: FoundRun) -> None:
                 f"run {run.name}: {found}. Its snapshots are kept; try again when the process has "
                 "ended"
             )
-        if answers(run.folder.smp_socket) and not shut_down_smp(run.folder):
+        if answers(run.folder.smp_socket) and not runs.shut_down_smp(run.folder):
             raise PeerTimeout(peer="the SMP", waited_s=_ANSWER_S)
         run.folder.remove()
     finally:
         os.close(lock_fd)
-
-
-def _grace_s(run: FoundRun) -> float:
-    try:
-        spec = json.loads(run.folder.spec.read_text())
-        return float(spec["profile"]["stop"]["grace_s"])
-    except (OSError, ValueError, KeyError):
-        return _DEFAULT_GRACE_S

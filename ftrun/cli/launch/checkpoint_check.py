@@ -1,7 +1,7 @@
 """Runs the process that lists, tests, verifies and prunes checkpoints for the command line.
 
-That process accesses a storage with the libraries and the environment that the SMP uses later. This
-module does not import rich, because every start of a run imports it.
+That process accesses a storage with the libraries and the environment that the SMP uses later.
+Every start of a run imports this module, so it does not import rich.
 """
 
 import subprocess
@@ -15,9 +15,7 @@ from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.messages.checkpoint import CatalogReport
 
-LIMIT_S = 60.0
-"""Seconds; a slower storage cannot store checkpoints either."""
-
+LIMIT_S = 60.0  # seconds; a slower storage cannot store checkpoints either
 _Report = TypeVar("_Report", bound=msgspec.Struct)
 
 

@@ -73,9 +73,7 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
 )
 # fmt: on
 
-KEY_OF_FLAG = {flag.name: flag.key for flag in OWN_FLAGS if flag.key}
-"""Keys of the profile that flags set."""
-
+KEY_OF_FLAG = {flag.name: flag.key for flag in OWN_FLAGS if flag.key}  # in the profile
 _SURE_LETTERS = len("--nproc")
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
@@ -128,11 +126,7 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
-    """Parses the words after `ftrun run`.
-
-    `more` are the flags of a command that also accepts the flags of a run; their values are in
-    `own`.
-    """
+    """Parses the words after `ftrun run`, with `more` flags of a command that accepts these too."""
     found = CommandLine()
     of_command = _by_spelling(more)
     rest = list(words)
@@ -154,14 +148,12 @@ def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
 def _take_long(
     found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, CliFlag]
 ) -> None:
-    name, equals, value = word.partition("=")
+    name, equals, text = word.partition("=")
     flag = of_command.get(name) or _named(name, of_command)
-    if not flag.takes_value:
-        if equals:
-            raise UsageError(f"{name} takes no value, and {value!r} was given")
-        _add(found, flag, None)
-    else:
-        _add(found, flag, value if equals else _next_value(name, flag, rest))
+    if equals and not flag.takes_value:
+        raise UsageError(f"{name} takes no value, and {text!r} was given")
+    value = _next_value(name, flag, rest) if flag.takes_value and not equals else None
+    _add(found, flag, text if equals else value)
 
 
 def _take_short(

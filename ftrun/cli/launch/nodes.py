@@ -23,19 +23,11 @@ from ftrun.config.cluster import EtcdTls, NodesSpec
 from ftrun.config.profile import Profile
 from ftrun.errors import UsageError
 from ftrun.network.detect.leaf_switches import leaves_from_file, leaves_from_slurm
-from ftrun.wire.transport.secret import (
-    HOW_TO_MAKE,
-    forget_shared_secrets,
-    load_secret,
-    shared_secret_file,
-)
+from ftrun.wire.transport import secret
 from ftrun.wire.transport.tcp import is_local_address
 
-RDZV_PORT, MASTER_PORT = 29400, 29500
-"""Default ports of --rdzv-endpoint and of --master-port, as in torchrun."""
-ETCD_PORT = 2379
-"""Default port of --rdzv-endpoint with --rdzv-backend etcd."""
-
+RDZV_PORT, MASTER_PORT = 29400, 29500  # of --rdzv-endpoint and --master-port, as in torchrun
+ETCD_PORT = 2379  # default port of --rdzv-endpoint with --rdzv-backend etcd
 OUR_BACKENDS = ("", "c10d", "static", "ftrun")
 ETCD = "etcd"
 _GOOD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -52,10 +44,7 @@ _MAX_TOPOLOGY_BYTES = 8 << 20
 def nodes_of(
     line: CommandLine, variables: Mapping[str, str], profile: Profile, step: SlurmStep | None
 ) -> NodesSpec | None:
-    """Resolves all settings of this node; None for a run on one node.
-
-    `profile` has flags and variables applied.
-    """
+    """Resolves all settings of this node; None for a run on one node."""
     given = _Given(line, variables)
     count = _count(given, step)
     if count is None:
@@ -82,7 +71,7 @@ def nodes_of(
         etcd_life=step.restarts if step is not None else 0,
         node_id=node_id,
         is_named=is_named,
-        node_rank=_whole(rank, default=0) if (rank := given.torchrun("node-rank")) else None,
+        node_rank=_whole(rank) if (rank := given.torchrun("node-rank")) else None,
         secret_file=path,
         secret_is_ours=is_ours,
         no_secret=no_secret,
@@ -146,7 +135,7 @@ class _Given:
 def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None:
     """Returns the minimum and maximum number of members, and the spares; None for one node."""
     nnodes = given.torchrun("nnodes")
-    spares = _whole(given.own("spares", "FTRUN_SPARES"), default=0)
+    spares = _whole(given.own("spares", "FTRUN_SPARES"))
     alone = given.torchrun("standalone")
     is_alone = alone.text == "1"
     if nnodes:
@@ -323,14 +312,14 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
     given = profile.security.secret_file
     if given is not None:
         path = Path(given).expanduser().absolute()
-        load_secret(path)
+        secret.load_secret(path)
         return str(path), False, ""
-    reason = f"no --secret-file is given; {HOW_TO_MAKE} creates one for all nodes"
+    reason = f"no --secret-file is given; {secret.HOW_TO_MAKE} creates one for all nodes"
     if step is not None:
         try:
             folder = Path.home() / ".ftrun" / "secrets"
-            made = shared_secret_file(folder, step.key)
-            forget_shared_secrets(folder, step.earlier_keys)
+            made = secret.shared_secret_file(folder, step.key)
+            secret.forget_shared_secrets(folder, step.earlier_keys)
             return str(made), True, ""
         except (UsageError, RuntimeError) as error:
             reason = str(error)
@@ -339,9 +328,9 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
     return None, False, reason
 
 
-def _whole(given: _Text, *, default: int) -> int:
+def _whole(given: _Text) -> int:
     if not given:
-        return default
+        return 0
     if not re.fullmatch(r"\d{1,6}", given.text):
         raise UsageError(f"{given.source} is a whole number, 0 or more, not {given.text!r}")
     return int(given.text)
@@ -388,10 +377,7 @@ def _readable(text: str, source: str) -> str:
 
 
 def read_topology(path: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Returns a parsed YAML file, or the text of Slurm's topology.conf.
-
-    It is read once before the start; the run's specification has the content.
-    """
+    """Returns parsed YAML, or the text of Slurm's topology.conf; read only once, at the start."""
     if path is None:
         return None, ""
     try:

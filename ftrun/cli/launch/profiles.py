@@ -16,17 +16,14 @@ import yaml
 
 import ftrun
 from ftrun.config.checks import Problem, check, fields_of, suggestion, unknown_key
-from ftrun.config.profile import FORWARDED_NAMES, Profile
-from ftrun.config.renamed_keys import RENAMED_KEYS
+from ftrun.config.profile import FORWARDED_NAMES, RENAMED_KEYS, Profile
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
 
-_SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
-"""Additional variables of a key, in addition to `variable_name`."""
-
+_SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}  # more variables of a key
 INTERNAL_NAMES = frozenset(
     value for name, value in vars(env).items() if name.isupper() and isinstance(value, str)
 )
@@ -64,7 +61,6 @@ class ResolvedProfile:
 
 
 def profile_folder() -> Path:
-    """Returns the folder of packaged profiles: in the installed package, or in the checkout."""
     package = Path(ftrun.__file__).parent
     installed = package / "_data" / "profiles"
     return installed if installed.is_dir() else package.parent / "profiles"
@@ -92,10 +88,7 @@ def find_profile(name: str) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """Shortens a path: the file name of a packaged profile, else relative to the current folder.
-
-    A path outside the current folder is unchanged. Symbolic links are not followed.
-    """
+    """The file name of a packaged profile, else relative to the current folder if below it."""
     if path.parent == profile_folder():
         return path.name
     if path.is_absolute() and path.is_relative_to(here := Path.cwd()):
@@ -239,15 +232,12 @@ class _NodeReader:
 
 def _environment_layer(variables: Mapping[str, str]) -> ProfileLayer:
     settings = []
-    for section, key in known_keys():
+    renamed = (old.partition(".")[::2] for old in RENAMED_KEYS)
+    for section, key in (*known_keys(), *renamed):
         for name in (*_SHORT_NAMES.get((section, key), ()), variable_name(section, key)):
             if name in variables and name not in INTERNAL_NAMES:
                 value = plain_value(variables[name])
                 settings.append(SettingValue(section, key, value, f"environment {name}"))
-    for old in RENAMED_KEYS:
-        section, _, key = old.partition(".")
-        if (name := variable_name(section, key)) in variables and name not in INTERNAL_NAMES:
-            settings.append(SettingValue(section, key, variables[name], f"environment {name}"))
     return ProfileLayer("the environment", tuple(settings))
 
 
@@ -266,7 +256,6 @@ def _problems(layer: ProfileLayer) -> list[str]:
 
 
 def profile_problems(nested: Mapping[str, Mapping[str, object]]) -> list[Problem]:
-    """Returns all problems of settings, which are values by section and key."""
     found = [
         Problem((section, key), f"is now {RENAMED_KEYS[f'{section}.{key}']}")
         for section, values in nested.items()
@@ -307,7 +296,6 @@ _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or str(error)
-    mark = mark or getattr(error, "context_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else str(problem)

@@ -30,13 +30,9 @@ class SlurmStep:
     job_id: int
     step_id: int
     num_nodes: int
-    node_list: str
-    """In Slurm's notation: `n[1-2,07-09],m3`."""
-    node_name: str
-    """Name of this node; may differ from its host name."""
-
-    restarts: int = 0
-    """Number of times that the job was requeued."""
+    node_list: str  # in Slurm's notation: `n[1-2,07-09],m3`
+    node_name: str  # name of this node; may differ from its host name
+    restarts: int = 0  # number of times that the job was requeued
 
     @property
     def first_node(self) -> str:
@@ -70,10 +66,7 @@ class SlurmStep:
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """Returns the step of this process if it has several nodes with one task each; else None.
-
-    If a node has several tasks, each task is a separate launcher, as with torchrun.
-    """
+    """The step of this process if it has several nodes with one task each, else None."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
     numbers = [variables.get(name, "") for name in names]
     if not all(text.isdecimal() for text in numbers):

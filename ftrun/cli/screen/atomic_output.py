@@ -37,10 +37,7 @@ def write_outputs(
     document: Callable[[], object] | None,
     show: Callable[[], None],
 ) -> None:
-    """Writes the requested files, the JSON document if there is one, else text if stdout is free.
-
-    `texts` has the text of a file by its flag.
-    """
+    """Writes the files, whose texts are by flag; the document or text if stdout is free."""
     for path, flag in files:
         write_out(path, texts[flag](), flag=flag)
     if document is not None:
@@ -67,11 +64,7 @@ def is_stdout(out: str) -> bool:
 
 
 def _write(path: Path, text: str, flag: str) -> None:
-    """Replaces a file atomically, because another process may be reading the old one.
-
-    A symbolic link is kept: its target is replaced. A path that is not a regular file is written in
-    place.
-    """
+    """Replaces a file, or the target of a link, atomically; writes any other path in place."""
     data = text.encode("utf-8", "replace")
     draft: Path | None = None
     try:
@@ -100,7 +93,6 @@ _OLD = "replaced"
 
 
 def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
-    """Raises a CheckpointError if an export must not create or replace `out`."""
     if not out.parent.is_dir():
         raise CheckpointError(f"there is no directory {out.parent}")
     if not os.path.lexists(out):
@@ -123,10 +115,8 @@ def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
 def staged_output(out: Path) -> Iterator[Path]:
     """Yields a staging path; on success, syncs what was written there and moves it to `out`.
 
-    An existing file or folder is replaced; see `check_free`.
-
-    Raises:
-        OSError: a write or a rename failed, for example on a full disk. `out` is unchanged.
+    An existing file or folder is replaced; see `check_free`. Raises OSError if a write or a rename
+    failed, for example on a full disk. `out` is then unchanged.
     """
     _sweep(out)
     staging = out.with_name(f".{out.name}.export-{os.urandom(4).hex()}")

@@ -13,26 +13,17 @@ from statistics import median
 from ftrun.cli.screen.text import clean, count, duration, ranges
 from ftrun.wire.messages.status import IncidentStatus, NodeStatus, RankStatus, StatusView
 
-LATE_SHARE = 0.1
-"""Share of a step; less lateness is noise."""
-ALIKE = 1.25
-"""Step times of similar ranks differ by at most this factor."""
-REPORT_AGE_S = 1.5
-"""Maximum age of a node's report; a difference of the steps within this time is noise."""
-SEEN_S = 3.0
-"""The minimum age of a rank's last step at which the rank counts as stalled."""
-
+LATE_SHARE = 0.1  # share of a step; less lateness is noise
+ALIKE = 1.25  # step times of similar ranks differ by at most this factor
+REPORT_AGE_S = 1.5  # maximum age of a node's report; a difference within this time is noise
+SEEN_S = 3.0  # the minimum age of a rank's last step at which the rank counts as stalled
 MAX_NAME = 40
 _MAX_TEXT = 1000
 _GAP = "  "
 _MIN_ROWS = 3
 _MIN_REMARK = 22
-_OPEN_LINES = 6
-"""Most lines of an open incident."""
-
-_Column = tuple[str, list[str], int]
-"""Heading, cells, weight."""
-
+_OPEN_LINES = 6  # most lines of an open incident
+_Column = tuple[str, list[str], int]  # heading, cells, weight
 _COLUMNS = (
     ("node", "node", 9),
     ("ranks", "rank", 10),
@@ -77,8 +68,7 @@ class StatusRow:
     phase: str = ""
     loss: str = ""
     remark: str = ""
-    is_odd: bool = False
-    """The row differs from most others, or something is wrong with it."""
+    is_odd: bool = False  # the row differs from most others, or something is wrong with it
 
 
 def page(
@@ -355,7 +345,6 @@ def _row(ranks: Sequence[RankStatus], usual: _Usual) -> StatusRow:
 def _fold_nodes(
     nodes: Sequence[NodeStatus], rows: Sequence[list[StatusRow]], usual: _Usual
 ) -> list[StatusRow]:
-    """Folds nodes into shared rows if all their ranks are similar."""
     groups: dict[_Signature, list[int]] = {}
     for number, node in enumerate(nodes):
         key = (

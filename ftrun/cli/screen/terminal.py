@@ -21,8 +21,7 @@ from ftrun.cli.screen.text import duration, ranges, size, with_commas
 from ftrun.ids import version
 from ftrun.wire.messages.status import NodeStatus, RankStatus, RestartStatus, StatusView
 
-NO_WIDTH = 1_000_000
-"""Columns if the output is not a terminal; wider than any table."""
+NO_WIDTH = 1_000_000  # columns if the output is not a terminal; wider than any table
 HOUR_S = 3600.0
 
 _STYLE_OF_MARK = {"ok": "green", "warn": "yellow", "bad": "red"}
@@ -140,10 +139,7 @@ def value_text(value: object) -> str:
 
 
 def new_console() -> Console:
-    """Returns a console as wide as the terminal; without a limit if stdout is not a terminal.
-
-    The variable COLUMNS has no effect on the latter.
-    """
+    """A console as wide as the terminal; without a limit, also of COLUMNS, if stdout is none."""
     side = None if sys.stdout.isatty() else NO_WIDTH
     return Console(width=side, height=side, highlight=False, markup=False, emoji=False)
 
@@ -151,11 +147,7 @@ def new_console() -> Console:
 def _new_table(
     head: Sequence[str], *, right: Sequence[str] = (), gap: int = 2, has_head: bool = True
 ) -> Table:
-    """Creates a table that wraps its cells, within a word if the word is too long.
-
-    Columns whose names are in `right` are right-aligned; `gap` is the number of spaces between
-    columns.
-    """
+    """Cells wrap, also in a long word. Columns in `right` are right-aligned, `gap` spaces apart."""
     table = Table(box=None, show_header=has_head, pad_edge=False, padding=(0, gap, 0, 0))
     for name in head:
         justify: Literal["left", "right"] = "right" if name in right else "left"

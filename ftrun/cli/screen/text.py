@@ -150,11 +150,7 @@ def ranks(values: Sequence[int], *, most: int = 8) -> str:
 
 
 def likely_rates(events: int, over_s: float) -> tuple[float, float]:
-    """Returns the 90 % interval, per second, of a Poisson rate with this number of events.
-
-    Exact (Garwood): the lowest rate at which at least this number of events has a probability of 5
-    %, and the highest rate at which at most this number has.
-    """
+    """Returns the exact (Garwood) 90 % interval, per second, of the rate of a Poisson process."""
     low = 0.0 if events == 0 else _solve(lambda mean: 1 - _poisson_cdf(events - 1, mean))
     high = _solve(lambda mean: 1 - _poisson_cdf(events, mean), wanted=0.95)
     return low / over_s, high / over_s
@@ -187,13 +183,11 @@ def clean(text: str, limit: int = MAX_TEXT) -> str:
         text = f"{text[:limit]} ... ({len(text) - limit:,} more characters)"
     if _PLAIN.match(text):
         return text
-    return "".join(one if _shows(one) else _escaped(one) for one in text)
+    return "".join(map(_printable, text))
 
 
-def _shows(one: str) -> bool:
-    return one in "\n\t" or unicodedata.category(one) not in ("Cc", "Cf", "Cs", "Co", "Cn")
-
-
-def _escaped(one: str) -> str:
+def _printable(one: str) -> str:
+    if one in "\n\t" or unicodedata.category(one) not in ("Cc", "Cf", "Cs", "Co", "Cn"):
+        return one
     code = ord(one)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

@@ -9,100 +9,60 @@ import msgspec
 class Rail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One interface of a node over which other nodes can reach it."""
 
-    name: str
-    """Name of the interface, such as eth0 or ib0: a value for GLOO_SOCKET_IFNAME."""
-    host: str
-    """Address of the interface."""
-    prefix_bits: int = 0
-    """Prefix length of its network; 0: not known."""
-    port: int = 0
-    """Port on which this node's agent listens at that address."""
-    speed_mbit: int = 0
-    """As reported by the driver; 0: not reported."""
-    duplex: str = ""
-    """`full`, `half`, or empty if the driver does not report it."""
-    hca: str = ""
-    """RDMA device of the interface, such as mlx5_0: a value for NCCL_IB_HCA."""
+    name: str  # name of the interface, such as eth0 or ib0: a value for GLOO_SOCKET_IFNAME
+    host: str  # address of the interface
+    prefix_bits: int = 0  # prefix length of its network; 0: not known
+    port: int = 0  # port on which this node's agent listens at that address
+    speed_mbit: int = 0  # as reported by the driver; 0: not reported
+    duplex: str = ""  # `full`, `half`, or empty if the driver does not report it
+    hca: str = ""  # RDMA device of the interface, such as mlx5_0: a value for NCCL_IB_HCA
 
 
 class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of one short transfer from one node to another over one rail.
+    """Result of one short transfer from one node to another over a rail; 0: not known."""
 
-    A value of 0 is not known.
-    """
-
-    source: str
-    """Node id."""
+    source: str  # node id
     destination: str
-    rail: str
-    """Name of the rail in this run: the name of the source's interface."""
-    rtt_s: float = 0.0
-    """Shortest of several round trips."""
-    bytes_per_s: float = 0.0
-    """From source to destination."""
-    problem: str = ""
-    """Why no result, or no rate, was found. A path with a problem and no round trip is dead."""
-    is_unreached: bool = False
-    """No connection was established, and no kernel refused one."""
+    rail: str  # name of the rail in this run: the name of the source's interface
+    rtt_s: float = 0.0  # shortest of several round trips
+    bytes_per_s: float = 0.0  # from source to destination
+    problem: str = ""  # why there is no result or no rate; with no round trip either, it is dead
+    is_unreached: bool = False  # no connection was established, and no kernel refused one
 
 
 class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rails, node order and snapshot rail chosen for one generation, with reasons."""
 
-    order: list[str] = []
-    """Node ids in the order of their ranks."""
-    rails: list[str] = []
-    """Rails that training uses; no other rail is used."""
-    dropped: dict[str, str] = {}
-    """Rails that training does not use, each with the reason."""
-    snapshot_rail: str = ""
-    """Rail between the SMPs; empty: the rail between the agents."""
-    snapshot_bytes_per_s: int = 0
-    """Limit of each node's snapshot traffic if it shares a training rail; 0: no limit."""
-    leaves: dict[str, str] = {}
-    """Leaf switch of each node, if known, by node id."""
-    leaves_from: str = ""
-    """Source of the leaf switches: `labels`, `file`, `slurm`, `probes`; empty: not known."""
-    words: list[str] = []
-    """Decisions and their reasons, one sentence each, for people."""
+    order: list[str] = []  # node ids in the order of their ranks
+    rails: list[str] = []  # rails that training uses; no other rail is used
+    dropped: dict[str, str] = {}  # rails that training does not use, each with the reason
+    snapshot_rail: str = ""  # rail between the SMPs; empty: the rail between the agents
+    snapshot_bytes_per_s: int = 0  # limit of each node on a shared training rail; 0: no limit
+    leaves: dict[str, str] = {}  # leaf switch of each node, if known, by node id
+    leaves_from: str = ""  # from `labels`, `file`, `slurm`, `probes`; empty: not known
+    words: list[str] = []  # decisions and their reasons, one sentence each, for people
 
 
-VersionPair = tuple[int, int]
-"""(generation, step)."""
-
-Identity = tuple[str, int]
-"""Node id and incarnation."""
-
-WITNESS = "the witness"
-"""Represents the outside witness among the voters; no node can have this name."""
-
-ConfigurationId = tuple[int, int]
-"""Configuration id: (generation, voter revision). The voters may change while the generation
-runs."""
+VersionPair = tuple[int, int]  # (generation, step)
+Identity = tuple[str, int]  # node id and incarnation
+WITNESS = "the witness"  # the outside witness among the voters; no node can have this name
+ConfigurationId = tuple[int, int]  # generation, and voter revision, which changes during it
 
 
 class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Identity and addresses of one agent."""
 
     node_id: str
-    incarnation: int
-    """Random number that each agent process draws at its start."""
+    incarnation: int  # random number that each agent process draws at its start
     host: str
     port: int
     num_ranks: int
-    node_rank: int = -1
-    """As given by the user; -1 if not given."""
-    domain: str = ""
-    """Fault domain, such as a rack."""
-    endpoint: bool = False
-    """The agent listens at the rendezvous endpoint, the first one if there are several."""
-    switch: str = ""
-    """Leaf switch that the node is attached to, as reported by its scheduler."""
-    rails: list[Rail] = []
-    """Rails over which the node is reachable, the one of `host` first; empty: only `host` is
-    known."""
-    further_endpoint: int = 0
-    """Number, from 1, of the further endpoint at which the agent listens; 0: none."""
+    node_rank: int = -1  # as given by the user; -1 if not given
+    domain: str = ""  # fault domain, such as a rack
+    endpoint: bool = False  # it listens at the (first) rendezvous endpoint
+    switch: str = ""  # leaf switch that the node is attached to, as reported by its scheduler
+    rails: list[Rail] = []  # over which it is reachable, that of `host` first; empty: `host` only
+    further_endpoint: int = 0  # number, from 1, of the further endpoint where it listens; 0: none
 
     @property
     def identity(self) -> Identity:
@@ -132,8 +92,7 @@ class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     node_ids: list[str]
-    ranks: list[list[int]]
-    """Ranks that each of the nodes ran then."""
+    ranks: list[list[int]]  # ranks that each of the nodes ran then
     parity: int
     generation: int
 
@@ -141,8 +100,7 @@ class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Voters that decide about the successor of a generation."""
 
-    generation: int
-    """-1: there has been no generation yet."""
+    generation: int  # -1: there has been no generation yet
     identities: list[Identity]
     voter_revision: int = 0
 
@@ -177,36 +135,22 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spent_ages_s: list[float] = []
     same_cause: str = ""
     same_cause_count: int = 0
-    same_cause_at: list[tuple[str, int]] = []
-    """The last nodes and ranks that this cause has ended, since a node was excluded for it."""
-    excluded_for_cause: list[tuple[str, int]] = []
-    """The nodes that were excluded for this cause, and the ranks that had failed there."""
-    suspects: list[str] = []
-    """Nodes that were excluded only because a failure repeated on them."""
-    faulty: list[str] = []
-    """Nodes with a hardware fault whose ranks were restarted in place, because no other node could
-    run them."""
+    same_cause_at: list[tuple[str, int]] = []  # the last nodes and ranks, since an exclusion for it
+    excluded_for_cause: list[tuple[str, int]] = []  # nodes, and the ranks that had failed there
+    suspects: list[str] = []  # nodes that were excluded only because a failure repeated on them
+    faulty: list[str] = []  # nodes with a hardware fault whose ranks no other node could run
     without_progress: int = 0
     best_step: int = -1
     steps_seen: bool = False
-    node_failures: dict[str, list[float]] = {}
-    """Ages of the losses of each node, by node id."""
-    barred: dict[str, float] = {}
-    """Ages of the exclusions of nodes that were still present, by node id."""
-    incidents: int = 0
-    """Number of incidents opened so far."""
-    bad_version: VersionPair | None = None
-    """The run does not resume from this version or later ones: they hold numerical anomalies."""
-    skip_to: int = -1
-    """Batches up to this step are skipped when steps are repeated; -1: none is skipped."""
-    hung_nodes: list[str] = []
-    """Nodes named by the last hang in communication, if no step was completed since."""
-    longest_start_s: float = 0.0
-    """Longest time that a generation needed up to its first step; 0: not known."""
-    bad_checkpoints: dict[str, str] = {}
-    """Checkpoints that no node loads, because one node cannot use them: names and reasons."""
-    past_restarts: list[PastRestart] = []
-    """The last restarts, for status."""
+    node_failures: dict[str, list[float]] = {}  # ages of the losses of each node, by node id
+    barred: dict[str, float] = {}  # ages of the exclusions of nodes that were present, by node id
+    incidents: int = 0  # number of incidents opened so far
+    bad_version: VersionPair | None = None  # it and later ones hold numerical anomalies
+    skip_to: int = -1  # batches up to this step are skipped in repeated steps; -1: none is skipped
+    hung_nodes: list[str] = []  # of the last hang in communication, if no step was completed since
+    longest_start_s: float = 0.0  # longest time of a generation up to its first step; 0: not known
+    bad_checkpoints: dict[str, str] = {}  # not loaded, because one node cannot use them: reasons
+    past_restarts: list[PastRestart] = []  # the last restarts, for status
     gone: list[DepartedNode] = []
 
 
@@ -222,32 +166,22 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restore_reason: str
     store_host: str
     store_port: int
-    groups: list[list[str]] = []
-    """Node ids, each list in the order of its protection group."""
+    groups: list[list[str]] = []  # node ids, each list in the order of its protection group
     parity: int = 0
-    skip_batches: int = 0
-    """Number of batches that each rank skips after the restored version."""
-    restore_world_size: int = 0
-    """Number of ranks that took the restored version."""
+    skip_batches: int = 0  # number of batches that each rank skips after the restored version
+    restore_world_size: int = 0  # number of ranks that took the restored version
     sources: list[RestoreSource] = []
-    smp_ports: dict[str, int] = {}
-    """Port on which each present node's SMP listens for other SMPs."""
+    smp_ports: dict[str, int] = {}  # port on which each present node's SMP listens for other SMPs
     history: FailureHistory = FailureHistory()
     decided_by: list[VoterSet] = []
     """Voter sets whose majorities this generation needs: those of the last generation, and of each
     later one that may have been chosen."""
-    committed: VersionPair | None = None
-    """Newest version known to be committed."""
-    ancestry: list[VersionPair] = []
-    """Versions of earlier generations from which this one descends: the last step of each."""
-    voter_revision: int = 0
-    """Voter revision: counts changes of the spares while this generation ran."""
-    life: str = ""
-    """Equal in all generations of a run; different if the run is started again."""
-    witness: int = 0
-    """Life of the outside witness, if it votes in addition to the nodes; 0: no witness votes."""
-    paths: NetworkPlan | None = None
-    """How the paths between the nodes are used, with `--network-plan on`."""
+    committed: VersionPair | None = None  # newest version known to be committed
+    ancestry: list[VersionPair] = []  # last step of each earlier generation that it descends from
+    voter_revision: int = 0  # counts changes of the spares while this generation ran
+    life: str = ""  # equal in all generations of a run; different if the run is started again
+    witness: int = 0  # life of the outside witness, if it votes too; 0: none votes
+    paths: NetworkPlan | None = None  # use of the paths, with `--network-plan on`
 
     @property
     def configuration_id(self) -> ConfigurationId:

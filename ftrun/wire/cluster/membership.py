@@ -21,12 +21,9 @@ class Join(Message, frozen=True, tag="Join"):
     """Newcomer -> any reachable agent: request to join, or to learn the leader."""
 
     card: NodeCard
-    nnodes: str
-    """`MIN:MAX+SPARES`; must be equal on all nodes."""
-    knows: int = -1
-    """Newest generation in the newcomer's state."""
-    number: int = 0
-    """Returned in the reply."""
+    nnodes: str  # `MIN:MAX+SPARES`; must be equal on all nodes
+    knows: int = -1  # newest generation in the newcomer's state
+    number: int = 0  # returned in the reply
 
 
 class JoinPending(Message, frozen=True, tag="JoinPending"):
@@ -37,25 +34,19 @@ class JoinPending(Message, frozen=True, tag="JoinPending"):
 
 
 class LeaderInfo(Message, frozen=True, tag="LeaderInfo"):
-    """Any agent -> newcomer: contact this leader.
-
-    Also leader -> the current host of the endpoint.
-    """
+    """Any agent -> newcomer, or leader -> host of the endpoint: contact this leader."""
 
     card: NodeCard
     generation: int
-    is_settled: bool = True
-    """Its generation is chosen; otherwise it proposes one."""
+    is_settled: bool = True  # its generation is chosen; otherwise it proposes one
 
 
 class JoinAccepted(Message, frozen=True, tag="JoinAccepted"):
     """Leader -> newcomer: accepted; the node takes part from the next generation on."""
 
     plan: GenerationPlan
-    number: int = 0
-    """Of the `Join` that this answers."""
-    leader: NodeCard | None = None
-    """The leader, if it drains and therefore has no vote; None: the plan names it."""
+    number: int = 0  # of the `Join` that this answers
+    leader: NodeCard | None = None  # if it drains, and thus has no vote; None: the plan names it
 
 
 class JoinRejected(Message, frozen=True, tag="JoinRejected"):
@@ -73,8 +64,7 @@ class Prepare(Message, frozen=True, tag="Prepare"):
     generation: int
     card: NodeCard
     reason: str
-    knows: ConfigurationId
-    """Newest configuration id that is chosen in the proposer's state."""
+    knows: ConfigurationId  # newest configuration id that is chosen in the proposer's state
 
 
 class Promise(Message, frozen=True, tag="Promise"):
@@ -82,32 +72,23 @@ class Promise(Message, frozen=True, tag="Promise"):
 
     generation: int
     card: NodeCard
-    effective: GenerationPlan | None
-    """Newest chosen generation in the voter's state, if it is newer than `knows`."""
-    accepted: GenerationPlan | None
-    """Newer generation that the voter or its predecessor has accepted; not known to be chosen."""
-    knows: int
-    """Newest generation that the voter or its predecessors have accepted; -1: none, or its memory
-    was lost."""
-    committed: VersionPair | None
-    """Newest committed version in the voter's state."""
+    effective: GenerationPlan | None  # newest chosen in the voter's state, if newer than `knows`
+    accepted: GenerationPlan | None  # newer, accepted by it or its predecessor; may not be chosen
+    knows: int  # newest that it or its predecessors accepted; -1: none, or memory was lost
+    committed: VersionPair | None  # newest committed version in the voter's state
     holdings: Inventory
     store_port: int
     smp_port: int
-    fitness: NodeFitness | None = None
-    """Result of its newest check; None: it makes no checks."""
-    life: str = ""
-    """The run of the generation in `knows`; see `GenerationPlan.life`."""
+    fitness: NodeFitness | None = None  # result of its newest check; None: it makes no checks
+    life: str = ""  # the run of the generation in `knows`; see `GenerationPlan.life`
 
 
 class PrepareRejected(Message, frozen=True, tag="PrepareRejected"):
     """Voter -> proposer: no promise."""
 
     generation: int
-    promised: int
-    """Highest generation number that the voter has promised to any proposer."""
-    leader: NodeCard | None
-    """The leader from which the voter receives heartbeats, if there is one."""
+    promised: int  # highest generation number that the voter has promised to any proposer
+    leader: NodeCard | None  # the leader from which the voter receives heartbeats, if there is one
     leader_generation: int = -1
 
 
@@ -118,23 +99,15 @@ class Accept(Message, frozen=True, tag="Accept"):
 
 
 class Accepted(Message, frozen=True, tag="Accepted"):
-    """Voter -> proposer: the plan is persisted, and later versions are void.
-
-    The SMP has been informed of the plan.
-    """
+    """Voter -> proposer: the plan is stored, the SMP has it, and later versions are void."""
 
     generation: int
-    restored: VersionPair | None
-    """Version that this node starts from. It differs from the plan's only after a checkpoint
-    load."""
+    restored: VersionPair | None  # differs from the plan's only after a checkpoint load
     problem: str = ""
     voter_revision: int = 0
-    checkpoint: str = ""
-    """Name of the loaded checkpoint; empty: none was loaded."""
-    rejected: dict[str, str] = {}
-    """Checkpoints that this node cannot use: names and reasons."""
-    code: int = int(ExitCode.STATE_LOST)
-    """Exit code of the run, if the problem ends it."""
+    checkpoint: str = ""  # name of the loaded checkpoint; empty: none was loaded
+    rejected: dict[str, str] = {}  # checkpoints that this node cannot use: names and reasons
+    code: int = int(ExitCode.STATE_LOST)  # exit code of the run, if the problem ends it
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,27 +119,18 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     age_s: float
     phase: str = ""
-    loss: float | None = None
-    """As reported by the script."""
-    loss_step: int = 0
-    """The step of the loss, from 1."""
-    bad_step: int = 0
-    """First step after which a parameter was not finite; 0: none."""
-    p50_s: float = 0.0
-    """Median duration of its steps; 0: it has completed none."""
+    loss: float | None = None  # as reported by the script
+    loss_step: int = 0  # the step of the loss, from 1
+    bad_step: int = 0  # first step after which a parameter was not finite; 0: none
+    p50_s: float = 0.0  # median duration of its steps; 0: it has completed none
     p99_s: float = 0.0
 
 
 class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Phases of the restart that began this generation.
+    """Phases of the last restart, known once every local rank has completed a step."""
 
-    Known once every local rank has completed a step.
-    """
-
-    stepped_age_s: float
-    """Seconds since the last local rank completed its first step."""
-    total_s: float
-    """From the stop of the ranks to that step."""
+    stepped_age_s: float  # seconds since the last local rank completed its first step
+    total_s: float  # from the stop of the ranks to that step
     restore_s: float
     first_step_s: float
 
@@ -174,106 +138,67 @@ class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """Member -> leader: state of this node. Sent periodically, and at once after a change."""
 
-    generation: int
-    """Generation whose ranks run here; -1: none."""
-    number: int = 0
-    """Counted by each agent. A heartbeat with a lower number than the last one is late."""
-    received: int = 0
-    """Number of the last heartbeat received from this leader."""
-    promised: int = -1
-    """Highest generation number that this agent has promised to any proposer."""
-    state: str = "idle"
-    """`idle`, `running`, `held` (suspended) or `ended`."""
+    generation: int  # generation whose ranks run here; -1: none
+    number: int = 0  # counted by each agent. A lower number than that of the last one is late
+    received: int = 0  # number of the last heartbeat received from this leader
+    promised: int = -1  # highest generation number that this agent has promised to any proposer
+    state: str = "idle"  # `idle`, `running`, `held` (suspended) or `ended`
     step: int = 0
     steps_here: int = 0
     attached: bool = False
     exits: tuple[WorkerExit, ...] = ()
     ready: VersionPair | None = None
     abandoned_step: int = -1
-    sealed: tuple[int, int] | None = None
-    """Smallest and largest step of the local ranks' newest seals in this generation."""
-    committed: VersionPair | None = None
-    """Newest version that is committed on the local ranks' command page."""
+    sealed: tuple[int, int] | None = None  # lowest and highest newest seal, this generation
+    committed: VersionPair | None = None  # newest on the local ranks' command page
     at_boundary: bool = False
     requested_every: int = 0
-    stops: int = 0
-    """Number of signals on this node that asked for the end of the run."""
+    stops: int = 0  # number of signals on this node that asked for the end of the run
     stop_signal: int = 0
-    leaves: bool = False
-    """Only this node was asked to end, as far as is known here: one SIGTERM."""
-    smp_port: int = 0
-    """Port of this node's SMP; it changes when the SMP is restarted."""
-    survives: int = 0
-    """Number of nodes of this node's group that may be lost without loss of `ready`."""
-    problem: str = ""
-    """Why this generation cannot continue here, such as a failed fetch."""
-    problem_is_link: bool = False
-    """The problem is that connections to other nodes were lost."""
-    unreachable: tuple[str, ...] = ()
-    """Nodes that this node's SMP cannot reach now."""
+    leaves: bool = False  # only this node was asked to end, as far as is known here: one SIGTERM
+    smp_port: int = 0  # port of this node's SMP; it changes when the SMP is restarted
+    survives: int = 0  # nodes of its group that may be lost without loss of `ready`
+    problem: str = ""  # why this generation cannot continue here, such as a failed fetch
+    problem_is_link: bool = False  # the problem is that connections to other nodes were lost
+    unreachable: tuple[str, ...] = ()  # nodes that this node's SMP cannot reach now
     unprotected: str = ""
     ranks: tuple[RankReport, ...] = ()
-    p99_s: float = 0.0
-    """99th percentile of step durations of this node's slowest rank; 0: not known yet."""
-    views: tuple[RankView, ...] = ()
-    """Observations of the local ranks, while one of them makes no progress for too long."""
-    troubles: tuple[str, ...] = ()
-    """Recent error counts of this node's network cards and GPUs."""
-    fault: str = ""
-    """A hardware fault of this node's GPUs, until its agent ends; empty: none."""
-    differs: str = ""
-    """Replicas of this generation have diverged; description in words."""
-    differing_ranks: tuple[int, ...] = ()
-    """Ranks whose replicas differ from the majority's."""
-    sample: NodeSample | None = None
-    """Newest sample. By its number the leader knows whether it is new."""
-    received_s: float = 0.0
-    """When the heartbeat `received` was received, on this node's monotonic clock."""
-    sent_s: float = 0.0
-    """When this heartbeat was sent, on the same clock."""
-    fitness: NodeFitness | None = None
-    """Result of this node's newest check; None: it makes no checks."""
-    repeat_warning: str = ""
-    """Steps that the local ranks repeated after a restart differ; description in words."""
+    p99_s: float = 0.0  # of step durations of this node's slowest rank; 0: not known yet
+    views: tuple[RankView, ...] = ()  # of the local ranks, while one makes no progress for too long
+    troubles: tuple[str, ...] = ()  # recent error counts of this node's network cards and GPUs
+    fault: str = ""  # a hardware fault of this node's GPUs, until its agent ends; empty: none
+    differs: str = ""  # replicas of this generation have diverged; description in words
+    differing_ranks: tuple[int, ...] = ()  # ranks whose replicas differ from the majority's
+    sample: NodeSample | None = None  # newest; its number shows the leader whether it is new
+    received_s: float = 0.0  # when the heartbeat `received` arrived, on this node's monotonic clock
+    sent_s: float = 0.0  # when this heartbeat was sent, on the same clock
+    fitness: NodeFitness | None = None  # of its newest check; None: it makes no checks
+    repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     """Leader -> all nodes: state of the run, and orders for this generation."""
 
-    generation: int
-    """Newest chosen generation."""
-    voter_revision: int = 0
-    """Newest chosen voter revision of that generation."""
-    number: int = 0
-    """Counted by each leader. A heartbeat with a lower number than the last one is late."""
-    is_suspended: bool = False
-    """The leader's lease has expired, so that it may have been replaced. Ranks are suspended."""
+    generation: int  # newest chosen generation
+    voter_revision: int = 0  # newest chosen voter revision of that generation
+    number: int = 0  # counted by each leader. A lower number than that of the last one is late
+    is_suspended: bool = False  # the leader's lease has expired; ranks are suspended
     committed: VersionPair | None = None
     abandoned_step: int = -1
-    take_from: int = -1
-    """No snapshot is taken before this step."""
+    take_from: int = -1  # no snapshot is taken before this step
     every: int = 0
     every_from_step: int = 0
     stop_after_step: int = -1
     signal: int = 0
     signal_count: int = 0
-    checkpoint: VersionPair | None = None
-    """Every node writes its part of this version to disk."""
-    moved: dict[str, int] = {}
-    """New ports of SMPs that no longer listen on the port in the plan, by node id."""
-    examine: bool = False
-    """Ranks have failed, perhaps because of other ranks. Every node reports the last collectives of
-    its ranks."""
-    killed: bool = False
-    """All ranks of this generation must be killed."""
-    checks: dict[str, int] = {}
-    """Nodes outside the generation that must check themselves, by node id: number of the check to
-    reach."""
-    leave: tuple[str, ...] = ()
-    """Draining nodes that may leave, because the run no longer needs anything on them."""
-    incidents: int = 0
-    """Number of incidents opened so far; the next leader continues this count."""
+    checkpoint: VersionPair | None = None  # every node writes its part of this version to disk
+    moved: dict[str, int] = {}  # new ports of SMPs that do not listen on the plan's, by node id
+    examine: bool = False  # ranks failed: every node reports its ranks' last collectives
+    killed: bool = False  # all ranks of this generation must be killed
+    checks: dict[str, int] = {}  # nodes outside the generation: number of the check to reach
+    leave: tuple[str, ...] = ()  # draining nodes that may leave: nothing on them is needed any more
+    incidents: int = 0  # number of incidents opened so far; the next leader continues this count
     ended: bool = False
     exit_code: int = 0
     reason: str = ""
@@ -282,16 +207,6 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
 
 
 MembershipMessage = (
-    Accept
-    | Accepted
-    | Heartbeat
-    | Join
-    | JoinAccepted
-    | JoinPending
-    | JoinRejected
-    | LeaderHeartbeat
-    | LeaderInfo
-    | Prepare
-    | PrepareRejected
-    | Promise
-)
+    Accept | Accepted | Heartbeat | Join | JoinAccepted | JoinPending | JoinRejected
+    | LeaderHeartbeat | LeaderInfo | Prepare | PrepareRejected | Promise
+)  # fmt: skip

@@ -41,8 +41,7 @@ class ProbeLinkResult(Message, frozen=True, tag="ProbeLinkResult"):
 
     number: int
     receiver: str
-    rtt_s: float = 0.0
-    """Shortest of several round trips."""
+    rtt_s: float = 0.0  # shortest of several round trips
     to_bytes_per_s: float = 0.0
     from_bytes_per_s: float = 0.0
     problem: str = ""
@@ -51,19 +50,14 @@ class ProbeLinkResult(Message, frozen=True, tag="ProbeLinkResult"):
 class ProbePathRequest(Message, frozen=True, tag="ProbePathRequest"):
     """Leader -> member: measure the path to that node over one rail. Reply: ProbePathResult."""
 
-    survey: int
-    """Number of the survey that requests it."""
+    survey: int  # number of the survey that requests it
     destination: str
-    rail: str
-    """Name of the rail in this run."""
-    name: str
-    """Name of the member's interface on that rail."""
-    from_host: str
-    """Address of the member on that rail."""
+    rail: str  # name of the rail in this run
+    name: str  # name of the member's interface on that rail
+    from_host: str  # address of the member on that rail
     host: str
     port: int
-    is_short: bool = False
-    """Measure only reachability and round trip."""
+    is_short: bool = False  # measure only reachability and round trip
 
 
 class ProbePathResult(Message, frozen=True, tag="ProbePathResult"):
@@ -71,37 +65,24 @@ class ProbePathResult(Message, frozen=True, tag="ProbePathResult"):
 
     survey: int
     found: PathMeasurement
-    is_untried: bool = False
-    """The fault is local to this node, see `problem`. The result says nothing about the path."""
+    is_untried: bool = False  # a fault of this node, see `problem`; it says nothing about the path
 
 
 class RailUnresponsive(Message, frozen=True, tag="RailUnresponsive"):
-    """Member -> leader: nothing arrives from this node over this rail.
-
-    Repeated while this holds.
-    """
+    """Member -> leader, repeated: nothing arrives from this node over this rail."""
 
     source: str
-    rail: str
-    """Name of the rail in this run."""
+    rail: str  # name of the rail in this run
     unresponsive_s: float
 
 
 PathReport = ProbeLinkResult | ProbePathResult | RailUnresponsive
 
 AnyClusterMessage = (
-    MembershipMessage
-    | JournalLines
-    | ClusterStatusRequest
-    | ClusterStatusReply
-    | ForwardFault
-    | ForwardFaultReply
-    | ProbeLinkRequest
-    | ProbeLinkResult
-    | ProbePathRequest
-    | ProbePathResult
+    MembershipMessage | JournalLines | ClusterStatusRequest | ClusterStatusReply | ForwardFault
+    | ForwardFaultReply | ProbeLinkRequest | ProbeLinkResult | ProbePathRequest | ProbePathResult
     | RailUnresponsive
-)
+)  # fmt: skip
 
 
 class ClusterEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

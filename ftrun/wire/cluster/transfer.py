@@ -42,21 +42,16 @@ class RoundMessage(Transfer, frozen=True):
 
 
 class RoundSealed(RoundMessage, frozen=True, tag="RoundSealed"):
-    """The sender's ranks have sealed the version.
+    """The sender's ranks have sealed the version."""
 
-    Args:
-        plan_id: id of the plan that fits the sender's layouts; 0: none, its manifest follows.
-        replicas: as returned by `replica_digests`.
-        part: generation in which this group protected the version, if the sender still stores its
-            complete part of that protection; -1: it does not.
-        shares: identifies what its ranks may share; 0: nothing. All nodes of the group begin to
-            share at the commit of a version of which all state the same.
-    """
-
-    plan_id: int
-    replicas: list[list[tuple[int, int]]]
+    plan_id: int  # id of the plan that fits the sender's layouts; 0: none, its manifest follows
+    replicas: list[list[tuple[int, int]]]  # as returned by `replica_digests`
     part: int = -1
+    """Generation in which this group protected the version, if the sender still stores its complete
+    part of that protection; -1: it does not."""
     shares: int = 0
+    """Identifies what its ranks may share; 0: nothing. All nodes of the group begin to share at the
+    commit of a version of which all state the same."""
 
 
 class ManifestData(RoundMessage, frozen=True, tag="ManifestData"):
@@ -169,34 +164,16 @@ class FetchMissing(Transfer, frozen=True, tag="FetchMissing"):
 
 
 AnyTransfer = (
-    LinkHello
-    | RoundSealed
-    | ManifestData
-    | RoundOpened
-    | MirrorData
-    | BlockData
-    | RoundStored
-    | RoundFailed
-    | FetchPeers
-    | GetMirror
-    | GetShardHeader
-    | GetPieces
-    | GetBlock
-    | RebuildBlock
-    | FetchData
-    | FetchMissing
-)
+    LinkHello | RoundSealed | ManifestData | RoundOpened | MirrorData | BlockData | RoundStored
+    | RoundFailed | FetchPeers | GetMirror | GetShardHeader | GetPieces | GetBlock | RebuildBlock
+    | FetchData | FetchMissing
+)  # fmt: skip
 
 
 class TransferEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message, and the raw bytes that follow it.
-
-    Args:
-        raw_bytes: length of the bytes behind the message.
-        raw_digest: their xxh3 digest; None if a fragment's header contains it.
-    """
+    """A message, and the raw bytes that follow it."""
 
     generation: int
     body: AnyTransfer
-    raw_bytes: int = 0
-    raw_digest: int | None = None
+    raw_bytes: int = 0  # length of the bytes behind the message
+    raw_digest: int | None = None  # their xxh3 digest; None if a fragment's header contains it

@@ -6,25 +6,12 @@ Runs in:  stub (writes), reserve and agent (read). Standard library only.
 INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
 
-AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
-"""Monotonic time at which the previous agent ended; 0: this is the first agent."""
-
-STUB_SOCKET = "FTRUN_STUB_SOCKET"
-"""Descriptor of the socket on which the stub receives what it must retain."""
-
-RETAINED_FDS = "FTRUN_RETAINED_FDS"
-"""Descriptors that the last agent passed to the stub, comma-separated; the first contains its
-state."""
-
-RESERVE_SOCKET = "FTRUN_RESERVE_SOCKET"
-"""Descriptor on which a reserve receives orders; only in an agent that must leave a reserve."""
-
-STUCK_PIDS = "FTRUN_STUCK_PIDS"
-"""Pids of earlier ranks that have not ended after SIGKILL, comma-separated."""
-
-MAX_FDS = 253
-"""Descriptors in one message: the kernel's SCM_MAX_FD."""
-
+AGENT_LOST_S = "FTRUN_AGENT_LOST_S"  # monotonic time of the last agent's end; 0: there was none
+STUB_SOCKET = "FTRUN_STUB_SOCKET"  # socket on which the stub receives what it must retain
+RETAINED_FDS = "FTRUN_RETAINED_FDS"  # of the last agent's memory, with commas; its state is first
+RESERVE_SOCKET = "FTRUN_RESERVE_SOCKET"  # orders to a reserve, in an agent that must leave one
+STUCK_PIDS = "FTRUN_STUCK_PIDS"  # earlier ranks that have not ended after SIGKILL, with commas
+MAX_FDS = 253  # descriptors in one message: the kernel's SCM_MAX_FD
 MAX_ORDER_BYTES = 1 << 16
 
 

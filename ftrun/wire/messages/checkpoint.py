@@ -9,124 +9,82 @@ from typing import Literal
 import msgspec
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
-from ftrun.wire.messages.message import Message
+from ftrun.wire.messages.message import Message, VersionMessage
 
-INDEX_NAME = "index.json"
-"""The file that makes a folder a checkpoint."""
+INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
-    """Agent -> SMP: write the newest committed version to this directory.
+    """Agent -> SMP: write a version. Reply, when durable: CheckpointWritten or CheckpointFailed."""
 
-    Reply, when it is durable: CheckpointWritten, or CheckpointFailed.
-
-    Args:
-        directory: absolute; with several nodes a shared one.
-        keep: number of checkpoints to retain, including the newest.
-        version: generation and step of the version to write. Required if ranks are on several
-            nodes: each node gets a request for the same version, in any order, and possibly more
-            than once.
-        token: with a version: equal on all nodes that write it together, and different in another
-            life of the run or another generation. Parts with different tokens are never merged.
-        keep_s: checkpoints older than this are removed too, but never the newest. 0: no age limit.
-        bytes_per_s: limit of this node's write rate; 0: no limit.
-        live_capture_timeout_s: without a version: if the capture of a snapshot begins within this
-            time, that snapshot is written during its capture (live capture), instead of the newest
-            committed version. 0: no live capture.
-    """
-
-    directory: str
-    keep: int
+    directory: str  # absolute; with several nodes a shared one
+    keep: int  # number of checkpoints to retain, including the newest
     version: tuple[int, int] | None = None
+    """Generation and step of the version to write. Required if ranks are on several nodes: each
+    node gets a request for the same version, in any order, and possibly more than once."""
     token: str = ""
-    keep_s: float = 0.0
-    bytes_per_s: float = 0.0
+    """With a version: equal on all nodes that write it together, and different in another life of
+    the run or another generation. Parts with different tokens are never merged."""
+    keep_s: float = 0.0  # older checkpoints are removed too, but never the newest. 0: no limit
+    bytes_per_s: float = 0.0  # limit of this node's write rate; 0: no limit
     life: str = ""
     live_capture_timeout_s: float = 0.0
+    """Without a version: if the capture of a snapshot begins within this time, that snapshot is
+    written during its capture (live capture), instead of the newest committed version. 0: no live
+    capture."""
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
     """Agent -> SMP: the run ends; write the current checkpoint without a rate limit. No reply."""
 
 
-class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
-    """SMP -> agent: the checkpoint is durable, or this node's part of it is.
+class CheckpointWritten(VersionMessage, frozen=True, tag="CheckpointWritten"):
+    """SMP -> agent: the checkpoint is durable, or this node's part of it is."""
 
-    Args:
-        path: of the complete checkpoint; empty if other parts are missing.
-        total_bytes: size of the checkpoint, or of the part; 0 if all of it existed already.
-        is_part: other parts are missing; the node that writes the last part completes the
-            checkpoint.
-        missing_ranks: ranks in the missing parts.
-        note: what is unusual about this, for the journal; empty: nothing.
-        ahead_s: seconds between the first byte written and the last byte captured; 0 if writing
-            started after the capture.
-    """
-
-    generation: int
-    step: int
-    path: str
-    total_bytes: int
+    path: str  # of the complete checkpoint; empty if other parts are missing
+    total_bytes: int  # size of the checkpoint, or of the part; 0 if all of it existed already
     seconds: float
-    is_part: bool = False
-    missing_ranks: list[int] = []
-    note: str = ""
-    ahead_s: float = 0.0
+    is_part: bool = False  # other parts are missing; the node with the last part completes it
+    missing_ranks: list[int] = []  # ranks in the missing parts
+    note: str = ""  # what is unusual about this, for the journal; empty: nothing
+    ahead_s: float = 0.0  # from the first byte written to the last captured; 0: written after it
 
 
 class CheckpointFailed(Message, frozen=True, tag="CheckpointFailed"):
-    """SMP -> agent: nothing is written.
-
-    Not `Refused`, because other replies may arrive before it.
-    """
+    """SMP -> agent: nothing is written. Not `Refused`: other replies may arrive before it."""
 
     reason: str
 
 
 class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
-    """Agent -> SMP: the run is over; record this next to its checkpoints. Reply: Done.
-
-    Only the SMP that owns the directory writes the record.
-    """
+    """Agent -> SMP: record the run's end if you own the directory. Reply: Done."""
 
     exit_code: int
     reason: str
-    command: str
-    """Digest of the script and its arguments."""
+    command: str  # digest of the script and its arguments
 
 
 class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
-    """Agent -> SMP: fill the arenas from a checkpoint. Reply: CheckpointLoaded or Refused.
+    """Agent -> SMP: fill the arenas from a checkpoint. Reply: CheckpointLoaded or Refused."""
 
-    Args:
-        directory: absolute.
-        world_size: of this run. If the checkpoint has another world size, all its ranks are loaded,
-            as arenas of the previous world. OpenShards and the SMPs of other nodes read from them.
-        local_ranks: ranks of this node, whose arenas are filled.
-        only: name of the only acceptable checkpoint (the end of `CheckpointLoaded.path`); empty:
-            the newest usable one.
-        life: accept only checkpoints that this life of the run has written; empty: any.
-        ranks: of each node that loads together with this one; all nodes get the same list. If
-            several nodes need a shard, one node reads it, and the others fetch it from that node
-            after the generation has begun. With another world size each node loads a share
-            (`ftrun.snapshot.load_shares.ranks_at`). Empty: this node alone.
-        node: index of this node in `ranks`.
-        excluded: checkpoints that no node of this run may load: names and reasons.
-        claim: claim of the directory, to be made first; on the node of rank 0.
-    """
-
-    directory: str
+    directory: str  # absolute
     world_size: int
-    local_ranks: list[int]
-    only: str = ""
-    life: str = ""
+    """Of this run. If the checkpoint has another world size, all its ranks are loaded, as arenas of
+    the previous world. OpenShards and the SMPs of other nodes read from them."""
+    local_ranks: list[int]  # ranks of this node, whose arenas are filled
+    only: str = ""  # the one acceptable name (end of `CheckpointLoaded.path`); empty: the newest
+    life: str = ""  # accept only checkpoints that this life of the run has written; empty: any
     ranks: list[list[int]] = []
-    node: int = 0
-    excluded: dict[str, str] = {}
-    claim: CheckpointClaim | None = None
+    """Of each node that loads together with this one; all nodes get the same list. If several nodes
+    need a shard, one node reads it, and the others fetch it from that node after the generation has
+    begun. With another world size each node loads a share (`ftrun.snapshot.load_shares.ranks_at`).
+    Empty: this node alone."""
+    node: int = 0  # index of this node in `ranks`
+    excluded: dict[str, str] = {}  # checkpoints that no node may load: names and reasons
+    claim: CheckpointClaim | None = None  # of the directory, to be made first; on rank 0's node
 
 
-class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
+class CheckpointLoaded(VersionMessage, frozen=True, tag="CheckpointLoaded"):
     """SMP -> agent: the arenas now contain this version. Each was sent before as an ArenaGranted.
 
     Its generation is -1: older than every snapshot that this run will take. An empty `path` (step
@@ -137,26 +95,18 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     are, and RestoreReady or RestoreFailed reports the result.
     """
 
-    generation: int
-    step: int
     path: str
     rejected: dict[str, str] = {}
     world_size: int = 0
     is_share: bool = False
     problem: str = ""
-    is_taken: bool = False
-    """The problem is that another live run owns the directory."""
+    is_taken: bool = False  # the problem is that another live run owns the directory
 
 
 CheckpointMessage = (
-    CheckpointFailed
-    | CheckpointLoaded
-    | CheckpointWritten
-    | EndCheckpoints
-    | ExpediteCheckpoint
-    | LoadCheckpoint
-    | WriteCheckpoint
-)
+    CheckpointFailed | CheckpointLoaded | CheckpointWritten | EndCheckpoints | ExpediteCheckpoint
+    | LoadCheckpoint | WriteCheckpoint
+)  # fmt: skip
 
 Format = Literal["safetensors", "dcp", "state_dict"]
 FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
@@ -192,8 +142,7 @@ class ExportJob(msgspec.Struct, frozen=True):
     source: CheckpointLocation
     format: Format
     out: str
-    dtype: str = ""
-    """Name in safetensors; empty: unchanged."""
+    dtype: str = ""  # name in safetensors; empty: unchanged
     only: tuple[str, ...] = ()
     file_bytes: int = 5_000_000_000
     num_writers: int = 1
@@ -209,15 +158,11 @@ class ExportReport(msgspec.Struct, frozen=True):
     out: str
     files: tuple[str, ...] = ()
     num_tensors: int = 0
-    num_bytes: int = 0
-    """Total size of all files."""
+    num_bytes: int = 0  # total size of all files
     seconds: float = 0.0
-    left_out: tuple[str, ...] = ()
-    """Content of the checkpoint that the format cannot represent, each item in words."""
-    notes: tuple[str, ...] = ()
-    """Further notes for the operator."""
-    problem: str = ""
-    """Why nothing was written, in words."""
+    left_out: tuple[str, ...] = ()  # content that the format cannot represent, each item in words
+    notes: tuple[str, ...] = ()  # further notes for the operator
+    problem: str = ""  # why nothing was written, in words
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
@@ -230,12 +175,9 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     generation: int = -1
     step: int = -1
     world_size: int = 0
-    num_bytes: int = 0
-    """Total size of its files."""
-    written_s: float = 0.0
-    """Wall time; 0: not known."""
-    problems: tuple[str, ...] = ()
-    """Reasons why it cannot be used, in words; empty: no problem was found."""
+    num_bytes: int = 0  # total size of its files
+    written_s: float = 0.0  # wall time; 0: not known
+    problems: tuple[str, ...] = ()  # why it cannot be used, in words; empty: no problem was found
 
 
 class CatalogReport(msgspec.Struct, frozen=True):
@@ -243,17 +185,13 @@ class CatalogReport(msgspec.Struct, frozen=True):
 
     directory: str
     checkpoints: list[CheckpointInfo]
-    unfinished: int = 0
-    """Number of folders with an incomplete checkpoint; a later checkpoint removes them."""
+    unfinished: int = 0  # folders with an incomplete checkpoint; a later one removes them
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
-    found: CheckpointLocation | None = None
-    """The single checkpoint that was requested."""
-    owner: CheckpointOwner | None = None
-    """Owner record of the run that writes there, or wrote there last; set for the action `try`."""
-    problem: str = ""
-    """Why nothing could be done, in words."""
+    found: CheckpointLocation | None = None  # the single checkpoint that was requested
+    owner: CheckpointOwner | None = None  # of the last run that wrote there; for the action `try`
+    problem: str = ""  # why nothing could be done, in words
 
 
 class ConvertReport(msgspec.Struct, frozen=True):
@@ -266,12 +204,9 @@ class ConvertReport(msgspec.Struct, frozen=True):
     mesh_after: str = ""
     world_size: int = 0
     num_tensors: int = 0
-    num_bytes: int = 0
-    """Total size of its files."""
-    is_linked: bool = False
-    """The layout is the same, so that nothing was converted."""
+    num_bytes: int = 0  # total size of its files
+    is_linked: bool = False  # the layout is the same, so that nothing was converted
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    problem: str = ""
-    """Why there is no result, in words."""
+    problem: str = ""  # why there is no result, in words
     exit_code: int = 0

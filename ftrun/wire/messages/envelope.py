@@ -55,18 +55,9 @@ class StopRequest(Message, frozen=True, tag="StopRequest"):
 
 
 AnyMessage = (
-    Hello
-    | Done
-    | Refused
-    | StatusRequest
-    | StatusReply
-    | StopRequest
-    | InjectFault
-    | FaultAccepted
-    | CheckpointMessage
-    | SmpMessage
-    | WorkerMessage
-)
+    Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | InjectFault | FaultAccepted
+    | CheckpointMessage | SmpMessage | WorkerMessage
+)  # fmt: skip
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +68,4 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
     body: AnyMessage
     num_fds: int = 0
-    question: int = 0
-    """Number of the question on this connection, in a question and in its reply; 0: neither of
-    them."""
+    question: int = 0  # number of a question, also in its reply; 0: neither of them

@@ -6,28 +6,17 @@ from ftrun.wire.messages.message import Message
 
 
 class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One fault to inject: kind, target and time.
-
-    Args:
-        kind: a name in the catalogue, see fault_catalog.py.
-        rank: target rank; -1 if the target is a node.
-        node: name of the node, or its position in the run; empty: the only node, or the rank's.
-        at_step: inject at the end of this step of the run, counted from 1; 0: now.
-        for_s: duration; 0: the default of the kind.
-        amount: its meaning depends on the kind.
-        again: inject also in the rank's next processes, each time that step is reached.
-        cancels: id of an order to cancel; `kind` is then empty.
-    """
+    """One fault to inject: kind, target and time."""
 
     id: str
-    kind: str
-    rank: int = -1
-    node: str = ""
-    at_step: int = 0
-    for_s: float = 0.0
-    amount: float = 0.0
-    again: bool = False
-    cancels: str = ""
+    kind: str  # a name in the catalogue, see fault_catalog.py
+    rank: int = -1  # target rank; -1 if the target is a node
+    node: str = ""  # its name, or position in the run; empty: the only node, or the rank's
+    at_step: int = 0  # inject at the end of this step of the run, counted from 1; 0: now
+    for_s: float = 0.0  # duration; 0: the default of the kind
+    amount: float = 0.0  # its meaning depends on the kind
+    again: bool = False  # inject also in the rank's next processes, each time that step is reached
+    cancels: str = ""  # id of an order to cancel; `kind` is then empty
 
     @property
     def fires_again(self) -> bool:

@@ -4,35 +4,26 @@ import msgspec
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.cluster.generation import Rail
-from ftrun.wire.messages.message import Message
+from ftrun.wire.messages.message import Message, VersionMessage
 
 
 class NodeAddress(msgspec.Struct, frozen=True):
-    """A node of a group: its identity, the address of its SMP, and the ranks that it runs.
-
-    A port of 0 means that the node is unreachable.
-    """
+    """A node of a group with its SMP; a port of 0: it is unreachable."""
 
     node_id: str
     incarnation: int
     host: str
     smp_port: int
     ranks: list[int]
-    rails: list[Rail] = []
-    """Rails over which the node is reachable, the best first; empty: only `host` is known."""
+    rails: list[Rail] = []  # over which it is reachable, the best first; empty: `host` only
 
 
 class PreviousGroup(msgspec.Struct, frozen=True):
-    """The group that protects a version to be fetched, with its nodes in their order at that time.
+    """The group that protects a version to be fetched, with its nodes in their order then."""
 
-    Args:
-        nodes: with the ranks that each held then, and the current address of its SMP.
-        generation: in which the version was protected, see `ProtectionPart.protected_in`.
-    """
-
-    nodes: list[NodeAddress]
+    nodes: list[NodeAddress]  # with the ranks that each held then, and its SMP's current address
     parity: int
-    generation: int
+    generation: int  # in which the version was protected, see `ProtectionPart.protected_in`
 
 
 class ShardOffer(msgspec.Struct, frozen=True):
@@ -53,28 +44,20 @@ class GroupMember(msgspec.Struct, frozen=True):
 
 
 class ProtectionPart(msgspec.Struct, frozen=True):
-    """This node's part in the protection of one version by one group.
-
-    Args:
-        protected_in: generation in which the group has protected it. Together with the version and
-            the members it identifies the protection: parts with equal identity belong together.
-        members: the group in order; the position in it is the position in each stripe.
-        mirrors: nodes whose small state is stored here. A node without any mirror cannot be
-            rebuilt.
-        is_complete: all mirrors and parity that belong here are stored.
-        is_committed: the version was committed with this protection.
-    """
+    """This node's part in the protection of one version by one group."""
 
     generation: int
     step: int
     world_size: int
     protected_in: int
-    members: list[GroupMember]
+    """Generation in which the group has protected it. Together with the version and the members it
+    identifies the protection: parts with equal identity belong together."""
+    members: list[GroupMember]  # in the group's order; the position in it is that in each stripe
     parity: int
     node_id: str
-    mirrors: list[str]
-    is_complete: bool
-    is_committed: bool
+    mirrors: list[str]  # nodes whose small state is here; without any, a node cannot be rebuilt
+    is_complete: bool  # all mirrors and parity that belong here are stored
+    is_committed: bool  # the version was committed with this protection
 
 
 class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
@@ -85,9 +68,7 @@ class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
     """
 
     host: str
-    others: list[str] = []
-    """Further addresses of this node. The SMP listens on the same port of each address where it
-    can."""
+    others: list[str] = []  # further own addresses; listens on the same port of each where it can
 
 
 class ListeningForPeers(Message, frozen=True, tag="ListeningForPeers"):
@@ -101,52 +82,40 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
 
     A repeated message for the same generation means that the page or the addresses of the group
     have changed, because an SMP was restarted. Transfers between the SMPs then restart.
-
-    Args:
-        group: protection group of this node in its fixed order, this node included. Empty: the SMP
-            decides alone, which is permitted only if all ranks of the world are local.
-        node_id: of this node.
-        parity: m, the number of nodes of the group that may be lost; below the number of nodes.
-        small_state_bytes: unique state of a rank up to this size is mirrored, not coded.
-        restored: generation and step of the version that all ranks start from. If the generation is
-            running: the newest committed version.
-        restored_world_size: number of ranks that took it; 0: as many as start now. A version of
-            another world size is read from where it is stored, and not protected again.
-            `restore_from` then names all groups that held it.
-        protected_in: generation whose protection the restore relies on. It is retained until the
-            version is committed again. -1: the newest committed one.
-        restore_from: sources of that version for local ranks that have no slot of it.
-        read_from: sources from which workers read other ranks' shards of it, if the world size is
-            the same. Nodes of this generation are included, with the ranks that they run.
-        timeout_s: time that an SMP may accept no data, or pause inside a frame, before its peers
-            drop the link.
-        pace_bytes_s: limit of this node's send rate to protect a version, in bytes per second to
-            all peers together; 0: no limit.
-        own: address of a node without a group. A node that runs no ranks now sends their state to
-            the nodes that run them. A node that runs all ranks fetches it.
-        claim: claim of the checkpoint directory, on the node of rank 0; None elsewhere, or without
-            a directory.
     """
 
     generation: int
     world_size: int
     local_ranks: list[int]
     group: list[NodeAddress] = []
-    node_id: str = ""
-    parity: int = 0
-    small_state_bytes: int = 1 << 20
+    """Protection group of this node in its fixed order, this node included. Empty: the SMP decides
+    alone, which is permitted only if all ranks of the world are local."""
+    node_id: str = ""  # of this node
+    parity: int = 0  # m, how many nodes of the group may be lost; below the number of nodes
+    small_state_bytes: int = 1 << 20  # a rank's unique state up to this size is mirrored, not coded
     restored: tuple[int, int] | None = None
+    """Generation and step of the version that all ranks start from. If the generation is running:
+    the newest committed version."""
     protected_in: int = -1
-    restore_from: list[PreviousGroup] = []
+    """Generation whose protection the restore relies on. It is retained until the version is
+    committed again. -1: the newest committed one."""
+    restore_from: list[PreviousGroup] = []  # of that version, for local ranks without a slot of it
     read_from: list[PreviousGroup] = []
+    """Sources from which workers read other ranks' shards of it, if the world size is the same.
+    Nodes of this generation are included, with the ranks that they run."""
     restored_world_size: int = 0
-    timeout_s: float = 10.0
-    pace_bytes_s: float = 0.0
+    """Number of ranks that took it; 0: as many as start now. A version of another world size is
+    read from where it is stored, and not protected again. `restore_from` then names all groups that
+    held it."""
+    timeout_s: float = 10.0  # an SMP that accepts no data or pauses in a frame longer is dropped
+    pace_bytes_s: float = 0.0  # limit of protection traffic to all peers together; 0: no limit
     own: NodeAddress | None = None
-    claim: CheckpointClaim | None = None
+    """Address of a node without a group. A node that runs no ranks now sends their state to the
+    nodes that run them. A node that runs all ranks fetches it."""
+    claim: CheckpointClaim | None = None  # of the checkpoint directory, on the node of rank 0
 
 
-class VersionReady(Message, frozen=True, tag="VersionReady"):
+class VersionReady(VersionMessage, frozen=True, tag="VersionReady"):
     """SMP -> agent, unsolicited: this node has completed its work for this version.
 
     All local ranks have sealed it (or hold it, if it is the restored version), and the group
@@ -154,48 +123,32 @@ class VersionReady(Message, frozen=True, tag="VersionReady"):
     be lost: m, or 0 if it cannot be protected, for the reason `reason`.
     """
 
-    generation: int
-    step: int
     survives: int
     reason: str = ""
 
 
-class CommitVersion(Message, frozen=True, tag="CommitVersion"):
+class CommitVersion(VersionMessage, frozen=True, tag="CommitVersion"):
     """Agent -> SMP: all nodes have sent VersionReady. No reply, but VersionCommitted follows."""
 
-    generation: int
-    step: int
 
-
-class AbandonVersion(Message, frozen=True, tag="AbandonVersion"):
+class AbandonVersion(VersionMessage, frozen=True, tag="AbandonVersion"):
     """Both ways: uncommitted versions of this generation up to this step are never committed.
 
     SMP -> agent, unsolicited: a local rank has no seal of this step and never will. Agent -> SMP,
     no reply: the same holds for a rank elsewhere. It must not overtake a CommitVersion.
     """
 
-    generation: int
-    step: int
 
-
-class RestoreReady(Message, frozen=True, tag="RestoreReady"):
+class RestoreReady(VersionMessage, frozen=True, tag="RestoreReady"):
     """SMP -> agent, unsolicited: all local ranks have the restored version in an arena."""
-
-    generation: int
-    step: int
 
 
 class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
-    """SMP -> agent, unsolicited: the version cannot be fetched; `reason` names what is missing.
+    """SMP -> agent, unsolicited: the version cannot be fetched; `reason` names what is missing."""
 
-    Args:
-        generation: the one that was begun, not the version's.
-        is_link: connections to nodes of the plan were lost; the same fetch may succeed later.
-    """
-
-    generation: int
+    generation: int  # the one that was begun, not the version's
     reason: str
-    is_link: bool = False
+    is_link: bool = False  # connections to nodes of the plan were lost; a later fetch may succeed
 
 
 class ParityRegionCreated(Message, frozen=True, tag="ParityRegionCreated"):
@@ -215,19 +168,12 @@ class ParityRegionFreed(Message, frozen=True, tag="ParityRegionFreed"):
 
 
 class SmpNotice(Message, frozen=True, tag="SmpNotice"):
-    """SMP -> agent, unsolicited: an entry for the journal that requires no action.
+    """SMP -> agent, unsolicited: an entry for the journal that requires no action."""
 
-    Args:
-        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected",
-            "memory" or "restore".
-        nodes: nodes that the notice concerns.
-        ranks: ranks that the notice concerns, if known.
-    """
-
-    kind: str
+    kind: str  # a key of `ftrun.records.snapshots.OF_NOTICE`
     reason: str
-    nodes: list[str] = []
-    ranks: list[int] = []
+    nodes: list[str] = []  # nodes that the notice concerns
+    ranks: list[int] = []  # ranks that the notice concerns, if known
 
 
 class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
@@ -239,9 +185,7 @@ class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
 class InventoryRequest(Message, frozen=True, tag="InventoryRequest"):
     """Agent -> SMP: report what can be restored. Reply: Inventory."""
 
-    freeze_versions: bool = False
-    """A generation is planned from the reply. Freeze all stored versions until a generation
-    begins."""
+    freeze_versions: bool = False  # until a generation begins, which is planned from the reply
 
 
 class Inventory(Message, frozen=True, tag="Inventory"):
@@ -255,14 +199,8 @@ class Inventory(Message, frozen=True, tag="Inventory"):
     excluded: list[str] = []
 
 
-class VoidAfter(Message, frozen=True, tag="VoidAfter"):
-    """Agent -> SMP: void all versions later than this one, permanently. Reply: Done.
-
-    (-1, -1) voids everything. Mirrors and parity of later versions are voided too.
-    """
-
-    generation: int
-    step: int
+class VoidAfter(VersionMessage, frozen=True, tag="VoidAfter"):
+    """Agent -> SMP: void later versions and their parity for good; (-1, -1): all. Reply: Done."""
 
 
 class HandOverMemory(Message, frozen=True, tag="HandOverMemory"):
@@ -299,11 +237,8 @@ class PersistRunState(Message, frozen=True, tag="PersistRunState"):
     run_state: bytes
 
 
-class VersionCommitted(Message, frozen=True, tag="VersionCommitted"):
+class VersionCommitted(VersionMessage, frozen=True, tag="VersionCommitted"):
     """SMP -> agent, unsolicited: this version is committed, and visible on the command page."""
-
-    generation: int
-    step: int
 
 
 class Shutdown(Message, frozen=True, tag="Shutdown"):
@@ -311,25 +246,8 @@ class Shutdown(Message, frozen=True, tag="Shutdown"):
 
 
 SmpMessage = (
-    AbandonVersion
-    | AdoptMemory
-    | BeginGeneration
-    | CommitVersion
-    | HandOverMemory
-    | Inventory
-    | InventoryRequest
-    | ListenForPeers
-    | ListeningForPeers
-    | MemoryHandedOver
-    | ParityRegionCreated
-    | PeersUnreachable
-    | PersistRunState
-    | RestoreFailed
-    | RestoreReady
-    | Shutdown
-    | SmpNotice
-    | ParityRegionFreed
-    | VersionCommitted
-    | VersionReady
-    | VoidAfter
-)
+    AbandonVersion | AdoptMemory | BeginGeneration | CommitVersion | HandOverMemory | Inventory
+    | InventoryRequest | ListenForPeers | ListeningForPeers | MemoryHandedOver | ParityRegionCreated
+    | PeersUnreachable | PersistRunState | RestoreFailed | RestoreReady | Shutdown | SmpNotice
+    | ParityRegionFreed | VersionCommitted | VersionReady | VoidAfter
+)  # fmt: skip

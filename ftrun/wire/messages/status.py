@@ -14,11 +14,8 @@ from ftrun.errors import ProtocolError
 from ftrun.monitor.repeat_check import Repeat
 from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
-STALE_S = 2.0
-"""If the status of a node is at least this old, the summary names its age."""
-
-CLOSED = "closed"
-"""State of an incident that is over; an open incident has the lifecycle state of the run."""
+STALE_S = 2.0  # if the status of a node is at least this old, the summary names its age
+CLOSED = "closed"  # state of an incident that is over; an open one has that of the run
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -26,16 +23,12 @@ class RankStatus(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int = 0
-    state: str = ""
-    """`starting`, `running`, `stopped`, `finished` or `ended`."""
+    state: str = ""  # `starting`, `running`, `stopped`, `finished` or `ended`
     step: int | None = None
-    heartbeat_age_s: float | None = None
-    """Seconds since its last step."""
+    heartbeat_age_s: float | None = None  # seconds since its last step
     phase: str = ""
-    loss: float | None = None
-    """As reported by the script."""
-    start: str | None = None
-    """`warm` or `fresh`; known on the node of the rank only."""
+    loss: float | None = None  # as reported by the script
+    start: str | None = None  # `warm` or `fresh`; known on the node of the rank only
     step_p50_s: float | None = None
     step_p99_s: float | None = None
     lateness_s: float | None = None
@@ -48,13 +41,10 @@ class RestartStatus(msgspec.Struct, frozen=True):
     generation: int
     cause: str = ""
     age_s: float = 0.0
-    restored: str | None = None
-    """The version that was restored; None: the ranks began at the script's beginning."""
-    phases_s: dict[str, float] | None = None
-    """Phases on this node."""
+    restored: str | None = None  # version; None: the ranks began at the script's beginning
+    phases_s: dict[str, float] | None = None  # phases on this node
     repeated: Repeat | None = None
-    downtime_s: float | None = None
-    """From the fault to the next step of every rank."""
+    downtime_s: float | None = None  # from the fault to the next step of every rank
 
 
 class RestartBudgetStatus(msgspec.Struct, frozen=True):
@@ -62,8 +52,7 @@ class RestartBudgetStatus(msgspec.Struct, frozen=True):
 
     used: int
     limit: int
-    window_s: float | None = None
-    """None: the limit applies to the whole run."""
+    window_s: float | None = None  # None: the limit applies to the whole run
 
 
 class IncidentStatus(msgspec.Struct, frozen=True):
@@ -71,8 +60,7 @@ class IncidentStatus(msgspec.Struct, frozen=True):
 
     number: int
     state: str = CLOSED
-    age_s: float = 0.0
-    """Seconds since it began, or since it was closed."""
+    age_s: float = 0.0  # seconds since it began, or since it was closed
     text: str = ""
     verdict_kind: str | None = None
     confidence: str | None = None
@@ -80,8 +68,7 @@ class IncidentStatus(msgspec.Struct, frozen=True):
     victims: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
-    generations: tuple[int, ...] = ()
-    """Generations that were started because of it."""
+    generations: tuple[int, ...] = ()  # generations that were started because of it
     detected_s: float | None = None
     recovered_s: float | None = None
     steps_lost: int | None = None
@@ -96,22 +83,18 @@ class SnapshotStatus(msgspec.Struct, frozen=True):
 
     protected: bool = False
     unprotected_reason: str = ""
-    note: str = ""
-    """Last remark of a rank."""
+    note: str = ""  # last remark of a rank
     step: int | None = None
-    generation: int | None = None
-    """Of the newest committed version; -1: it was loaded from a checkpoint."""
+    generation: int | None = None  # of the newest committed version; -1: from a checkpoint
     age_s: float | None = None
     bytes_per_rank: int = 0
     memory_bytes: int = 0
-    redundancy_bytes: int = 0
-    """Part of `memory_bytes` that holds mirrors and parity of other nodes."""
+    redundancy_bytes: int = 0  # part of `memory_bytes` that holds mirrors and parity of other nodes
     taken: int = 0
     skipped: int = 0
     discarded: int = 0
     blocked_s: float = 0.0
-    every: int = 0
-    """Steps between two snapshots; 0: a new interval is not used yet."""
+    every: int = 0  # steps between two snapshots; 0: a new interval is not used yet
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True):
@@ -120,8 +103,7 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
     directory: str
     step: int | None = None
     age_s: float | None = None
-    last_error: str = ""
-    """Why the checkpoint after it was not written."""
+    last_error: str = ""  # why the checkpoint after it was not written
 
 
 class ProcessIds(msgspec.Struct, frozen=True):
@@ -170,25 +152,18 @@ class NetworkStatus(msgspec.Struct, frozen=True):
     """The paths between the nodes; docs/network.md describes it. Also kept as network.json."""
 
     mode: str = "report"
-    probed_s: float = 0.0
-    """Duration of the survey."""
-    age_s: float | None = None
-    """Seconds since the end of the survey."""
-    coverage: float = 0.0
-    """Share of all paths that was probed."""
-    rails: dict[str, tuple[Rail, ...]] = {}
-    """Rails of each node, by node id."""
-    paths: tuple[PathMeasurement, ...] = ()
-    """The worst first; of a large number only the worst."""
-    num_paths: int = 0
-    """Number of measured paths, including those that are left out."""
+    probed_s: float = 0.0  # duration of the survey
+    age_s: float | None = None  # seconds since the end of the survey
+    coverage: float = 0.0  # share of all paths that was probed
+    rails: dict[str, tuple[Rail, ...]] = {}  # rails of each node, by node id
+    paths: tuple[PathMeasurement, ...] = ()  # the worst first; of a large number only the worst
+    num_paths: int = 0  # number of measured paths, including those that are left out
     findings: tuple[NetworkFindingText, ...] = ()
     plan: NetworkPlanStatus | None = None
     is_applied: bool = False
 
     @property
     def chosen(self) -> NetworkPlanStatus:
-        """The plan; an empty one if there is none."""
         return self.plan or NetworkPlanStatus()
 
 
@@ -196,8 +171,7 @@ class WitnessStatus(msgspec.Struct, frozen=True):
     """Connection of an agent to the witness."""
 
     reachable: bool
-    since_s: float = 0.0
-    """Seconds since it became reachable or unreachable."""
+    since_s: float = 0.0  # seconds since it became reachable or unreachable
     reason: str = ""
     is_voter: bool = False
     promised: int | None = None
@@ -208,20 +182,15 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
     node_id: str
     host: str = ""
-    role: str = "member"
-    """`member`, `spare`, `joining`, `lost` or `left`."""
+    role: str = "member"  # `member`, `spare`, `joining`, `lost` or `left`
     failure_reason: str = ""
-    last_heartbeat_age_s: float = 0.0
-    """Of a lost node that an earlier leader knew: seconds since it was lost."""
-    state: str = "unknown"
-    """`running`, `idle`, `suspended` or `unknown`."""
+    last_heartbeat_age_s: float = 0.0  # of a node lost under an earlier leader: since the loss
+    state: str = "unknown"  # `running`, `idle`, `suspended` or `unknown`
     step: int | None = None
-    ready: tuple[int, int] | None = None
-    """Newest version that is sealed by all its ranks: generation, step."""
+    ready: tuple[int, int] | None = None  # newest version sealed by its ranks: generation, step
     unprotected_reason: str = ""
     domain: str = ""
-    preflight: str = ""
-    """`fit`, or the problem; empty: not checked."""
+    preflight: str = ""  # `fit`, or the problem; empty: not checked
     ranks: tuple[RankStatus, ...] = ()
 
 
@@ -240,8 +209,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     witness: WitnessStatus | None = None
     nodes: tuple[NodeStatus, ...] = ()
     committed_version: tuple[int, int] | None = None
-    tolerated_losses: int | None = None
-    """Number of nodes of each protection group that may be lost."""
+    tolerated_losses: int | None = None  # number of nodes of each protection group that may be lost
     unprotected_reason: str = ""
     groups: tuple[tuple[str, ...], ...] = ()
     parity: int = 0
@@ -264,14 +232,11 @@ class StatusView(msgspec.Struct, frozen=True):
     """The status of a run, as one node answers it."""
 
     run_id: str
-    state: str
-    """`starting`, `running`, `restarting`, `stopping`, `ending`, `paused` or `orphaned`."""
+    state: str  # `starting`, `running`, `restarting`, `stopping`, `ending`, `paused` or `orphaned`
     summary: str
     generation: int | None = None
-    uptime_s: float | None = None
-    """Seconds since this agent started; None: no agent answered."""
-    age_s: float | None = None
-    """Age of this node's part."""
+    uptime_s: float | None = None  # seconds since this agent started; None: no agent answered
+    age_s: float | None = None  # age of this node's part
     script: str = ""
     lifecycle: str | None = None
     restart_budget: RestartBudgetStatus | None = None
@@ -282,14 +247,11 @@ class StatusView(msgspec.Struct, frozen=True):
     snapshots: SnapshotStatus | None = None
     checkpoint: CheckpointStatus | None = None
     processes: ProcessIds | None = None
-    metrics: str | None = None
-    """Address of /metrics."""
+    metrics: str | None = None  # address of /metrics
     journal: str = ""
     cluster: ClusterStatus | None = None
-    authenticated: bool | None = None
-    """In a run over several nodes: the run has a secret."""
-    smp: dict[str, Any] | None = None
-    """Status of the SMP, if no agent answered."""
+    authenticated: bool | None = None  # in a run over several nodes: the run has a secret
+    smp: dict[str, Any] | None = None  # status of the SMP, if no agent answered
 
     @property
     def all_ranks(self) -> tuple[RankStatus, ...]:

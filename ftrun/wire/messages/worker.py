@@ -23,7 +23,6 @@ _READ_LATER = (
 
 
 def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that drivers and libraries read when a process initialises its device."""
     return {
         name: value
         for name, value in variables.items()
@@ -31,30 +30,22 @@ def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-REQUEST_IN_MEMORY = b"LaunchRequest"
-"""Agent -> standby: the first descriptor is a memfd with the launch request."""
+REQUEST_IN_MEMORY = b"LaunchRequest"  # to a standby: the first descriptor is a memfd with it
 
 
 class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
-    """Agent -> standby: initialise the device of a local rank now. Reply: DeviceBound.
-
-    Sent at most once, before the launch request.
-    """
+    """Agent -> standby, once: initialise the device of a local rank now. Reply: DeviceBound."""
 
     local_rank: int
-    variables: dict[str, str]
-    """Those that `read_by_device` selects, of the running rank."""
+    variables: dict[str, str]  # those that `read_by_device` selects, of the running rank
 
 
 class DeviceBound(msgspec.Struct, frozen=True):
     """Standby -> agent: reply to BindDevice."""
 
-    device: str = ""
-    """As torch names it; empty: none was initialised."""
-    free_bytes: int = -1
-    """Memory of the device that is free now; -1: unknown."""
-    problem: str = ""
-    """Why none was initialised, or must not be used. The standby ends."""
+    device: str = ""  # as torch names it; empty: none was initialised
+    free_bytes: int = -1  # memory of the device that is free now; -1: unknown
+    problem: str = ""  # Why none was initialised, or must not be used. The standby ends
 
 
 class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,25 +58,19 @@ class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: Generation
     rank: Rank
     world_size: int
-    agent_pid: int
-    """The worker ends when this process ends."""
+    agent_pid: int  # the worker ends when this process ends
     smp_socket: str
     restore: Version | None = None
-    restore_world_size: int = 0
-    """World size of the version to restore; 0: equal to `world_size`."""
-    skip_batches: int = 0
-    """Number of batches to skip after the restored version."""
+    restore_world_size: int = 0  # world size of the version to restore; 0: equal to `world_size`
+    skip_batches: int = 0  # number of batches to skip after the restored version
     snapshot: SnapshotConfig = SnapshotConfig()
-    start: str = "fresh"
-    """`warm` or `fresh`."""
-    rank_socket: str = ""
-    """Path of the socket on which this rank's flight recorder can be read; empty: none."""
+    start: str = "fresh"  # `warm` or `fresh`
+    rank_socket: str = ""  # socket on which its flight recorder can be read; empty: none
     descriptors: dict[str, int] = {}
     """Descriptors by name: `heartbeat` and `command` (pages), `stack` (file for stacks), `arena`
     (absent until a layout is known), `fault` (page; only in a run with --allow-faults), and for a
     standby `stdout` and `stderr`."""
-    argv: list[str] = []
-    """Only for a standby, as the following fields: the program and its arguments."""
+    argv: list[str] = []  # the program and its arguments; as what follows, only for a standby
     is_module: bool = False
     variables: dict[str, str] = {}
     cwd: str = ""
@@ -105,21 +90,23 @@ def decode_binding(data: bytes) -> BindDevice:
     return msgspec.json.decode(data, type=BindDevice)
 
 
-class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
-    """Worker -> SMP: check that two slots of this size fit. Reply: Done or MemoryRefused.
+class RankVersionMessage(Message, frozen=True):
+    """Base of a rank's messages about one version."""
 
-    Sent at attach with an estimate, and again if the size turns out to be larger.
-    """
+    rank: int
+    generation: int
+    step: int
+
+
+class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
+    """Worker -> SMP, at attach and if it grows: do two slots fit? Reply: Done or MemoryRefused."""
 
     rank: int
     image_bytes: int
 
 
 class MemoryRefused(Message, frozen=True, tag="MemoryRefused"):
-    """SMP -> worker: the memory of this node's ranks does not fit.
-
-    Fields as in `MemoryTooSmall`.
-    """
+    """SMP -> worker: memory of this node's ranks does not fit; fields of `MemoryTooSmall`."""
 
     needed_bytes: int
     available_bytes: int
@@ -150,30 +137,22 @@ class ArenaGranted(Message, frozen=True, tag="ArenaGranted"):
     layout_id: int
 
 
-class ShardSealed(Message, frozen=True, tag="ShardSealed"):
+class ShardSealed(RankVersionMessage, frozen=True, tag="ShardSealed"):
     """Worker -> SMP: this rank's shard of a version is sealed. No reply."""
 
-    rank: int
-    generation: int
-    step: int
     layout_id: int
-    check: ReplicaCheck | None = None
-    """Of the replicas that the rank shares; None: it has stored whole tensors."""
+    check: ReplicaCheck | None = None  # of shared replicas; None: whole tensors are stored
 
 
 class RequestShares(Message, frozen=True, tag="RequestShares"):
     """Worker -> SMP: which ranks share their replicas with this one? Reply: SharesGranted.
 
     Refused if the tensors that were compared had another key, or not all members are on this node.
-
-    Args:
-        key: of this rank's tensors, see `key_of` in snapshot/replica_shares.py.
-        members: of the restored shard, which continue to share; empty: those of the decision.
     """
 
     rank: int
-    key: int
-    members: list[int] = []
+    key: int  # of this rank's tensors, see `key_of` in snapshot/replica_shares.py
+    members: list[int] = []  # that continue to share a restored shard; empty: as decided
 
 
 class SharesGranted(Message, frozen=True, tag="SharesGranted"):
@@ -182,7 +161,7 @@ class SharesGranted(Message, frozen=True, tag="SharesGranted"):
     members: list[int]
 
 
-class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
+class WithdrawShard(RankVersionMessage, frozen=True, tag="WithdrawShard"):
     """Worker -> SMP: withdraw this rank's seal of a version, because the slot will be overwritten.
 
     Without this message, a rank that discards a version which the others have sealed would stop all
@@ -190,73 +169,40 @@ class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
     Reply: Done if the version will never be committed. Refused if it is committed, or about to be.
     """
 
-    rank: int
-    generation: int
-    step: int
+
+class ShardSkipped(RankVersionMessage, frozen=True, tag="ShardSkipped"):
+    """Worker -> SMP: no snapshot of this due step here, but perhaps elsewhere. No reply."""
 
 
-class ShardSkipped(Message, frozen=True, tag="ShardSkipped"):
-    """Worker -> SMP: a snapshot of this step was due, and this rank has taken none. No reply.
-
-    A rank that saw the last commit a moment earlier may have taken it, and waits for the others.
-    """
-
-    rank: int
-    generation: int
-    step: int
+class AwaitRestored(RankVersionMessage, frozen=True, tag="AwaitRestored"):
+    """Worker -> SMP: this version from other nodes. Reply on arrival: ArenaGranted or Refused."""
 
 
-class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
-    """Worker -> SMP: provide the arena with this version, which other nodes are still sending.
+class OpenShards(RankVersionMessage, frozen=True, tag="OpenShards"):
+    """Worker -> SMP: open the local shards of another world size. Reply: ShardsOpened, Refused."""
 
-    Reply, after its arrival: ArenaGranted with the descriptor; Refused if it cannot arrive.
-    """
-
-    rank: int
-    generation: int
-    step: int
-
-
-class OpenShards(Message, frozen=True, tag="OpenShards"):
-    """Worker -> SMP: open all local shards of a version of another world size.
-
-    Reply: ShardsOpened with a read-only descriptor for each rank, or Refused.
-    """
-
-    rank: int
-    generation: int
-    step: int
     world_size: int
 
 
 class ShardsOpened(Message, frozen=True, tag="ShardsOpened"):
-    """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
-
-    `ranks` are those of the previous world that are stored here, in the order of the descriptors.
-    """
+    """SMP -> worker, with a read-only memfd for each of these ranks of the previous world."""
 
     ranks: list[int]
 
 
-class FetchShardHeaders(Message, frozen=True, tag="FetchShardHeaders"):
-    """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
+class FetchShardHeaders(RankVersionMessage, frozen=True, tag="FetchShardHeaders"):
+    """Worker -> SMP: headers from other nodes. Reply: ShardHeadersFetched or Refused."""
 
-    Reply: ShardHeadersFetched with a memfd per header (see snapshot/shard_header.py), or Refused.
-    """
-
-    rank: int
-    generation: int
-    step: int
     ranks: list[int]
 
 
 class ShardHeadersFetched(Message, frozen=True, tag="ShardHeadersFetched"):
-    """SMP -> worker, with one memfd per entry."""
+    """SMP -> worker, with one memfd per entry, see snapshot/shard_header.py."""
 
     ranks: list[int]
 
 
-class FetchPieces(Message, frozen=True, tag="FetchPieces"):
+class FetchPieces(RankVersionMessage, frozen=True, tag="FetchPieces"):
     """Worker -> SMP: fetch pieces of such shards, after their headers; at most 64 MiB in total.
 
     Reply: PiecesFetched with a memfd that contains them in order, or Refused. The worker verifies
@@ -264,9 +210,6 @@ class FetchPieces(Message, frozen=True, tag="FetchPieces"):
     pieces).
     """
 
-    rank: int
-    generation: int
-    step: int
     wanted: list[tuple[int, int, int]]
 
 
@@ -277,20 +220,7 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
 
 
 WorkerMessage = (
-    ArenaGranted
-    | AwaitRestored
-    | FetchPieces
-    | FetchShardHeaders
-    | MemoryRefused
-    | OpenShards
-    | PiecesFetched
-    | RequestArena
-    | RequestShares
-    | ReserveMemory
-    | ShardHeadersFetched
-    | ShardSealed
-    | ShardSkipped
-    | ShardsOpened
-    | SharesGranted
-    | WithdrawShard
-)
+    ArenaGranted | AwaitRestored | FetchPieces | FetchShardHeaders | MemoryRefused | OpenShards
+    | PiecesFetched | RequestArena | RequestShares | ReserveMemory | ShardHeadersFetched
+    | ShardSealed | ShardSkipped | ShardsOpened | SharesGranted | WithdrawShard
+)  # fmt: skip

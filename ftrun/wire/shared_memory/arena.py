@@ -37,10 +37,7 @@ _MAGIC = 0x4E524154_46303031
 _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
-_ALLOCATED_BYTES = 1 << 24
-"""Bytes per allocation call. A smaller value reports more exactly how much of an arena is
-missing."""
-
+_ALLOCATED_BYTES = 1 << 24  # for each call; less: a more exact report of what is missing
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -119,13 +116,8 @@ def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = 
                 allocated(at + num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         header = _ARENA_HEADER.pack(
-            _MAGIC,
-            PAGE_BYTES,
-            shape.rank,
-            shape.world_size,
-            shape.image_bytes,
-            shape.num_pieces,
-            shape.layout_id,
+            *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
+            *(shape.image_bytes, shape.num_pieces, shape.layout_id),
         )
         os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
     except BaseException:
@@ -157,10 +149,7 @@ def read_slot_headers(fd: int) -> list[SlotHeader]:
 
 
 def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
-    """Mark sealed slots as void if `chosen` selects their version; return how many.
-
-    Only for arenas whose worker is dead.
-    """
+    """Void sealed slots of chosen versions, after the worker's death; return how many."""
     shape = read_shape(fd)
     voided = 0
     for slot, header in enumerate(read_slot_headers(fd)):
@@ -205,7 +194,6 @@ class Arena:
         self.memory[at : at + len(data)] = data
 
     def begin_copy(self, slot: int, header: SlotHeader) -> None:
-        """Mark a slot as being overwritten, and clear its digest table."""
         self.write_header(slot, header)  # Rule 1: COPYING, before any byte changes
         at = self._slot_offset(slot) + PAGE_BYTES
         num_bytes = 8 * self.shape.num_pieces
@@ -269,14 +257,8 @@ def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
 
 def _pack_slot(header: SlotHeader) -> bytes:
     data = _SLOT_HEADER.pack(
-        _MAGIC,
-        header.state,
-        header.generation,
-        header.step,
-        header.image_bytes,
-        header.table_digest,
-        header.sealed_ns,
-        0,
+        *(_MAGIC, header.state, header.generation, header.step),
+        *(header.image_bytes, header.table_digest, header.sealed_ns, 0),
     )
     return data + _CHECK.pack(xxhash.xxh3_64_intdigest(data))
 

@@ -31,8 +31,6 @@ _TIMES_AT = 64  # in words: counts of step times by bucket, then their sum
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
 _CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
 _CALLS_EVERY = (1, 8, 64, 512)
-_NAME_AT, _NAME_BYTES = 2048, 64
-_NOTE_AT, _NOTE_BYTES = 2176, 1024
 _BACKENDS_AT, _BACKENDS_BYTES = 3200, 896
 _GROUPS_AT, _GROUPS_BYTES = 4096, 4096
 MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
@@ -40,14 +38,9 @@ MAX_BACKENDS_BYTES = _BACKENDS_BYTES - 2
 NEVER_STEP = (1 << 63) - 1
 _NO_CAPTURE = 1
 
-MAX_SAMPLES = 32
-"""Maximum number of parameters of which a boundary record has a digest."""
-
-NUM_RECORDS = 256
-"""Boundary records on a page; a newer record replaces the oldest."""
-
+MAX_SAMPLES = 32  # maximum number of parameters of which a boundary record has a digest
+NUM_RECORDS = 256  # boundary records on a page; a newer record replaces the oldest
 MAX_SAMPLE_NAME_BYTES = 120
-_SAMPLES_AT, _SAMPLES_BYTES = 8192, 4096
 _RECORDS_AT = 12288
 _RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
 """Check, whether there is a loss, digests that are set, 0, step, bits of the loss, digests."""
@@ -121,8 +114,41 @@ class CommandField(IntEnum):
     REPLICA_SHARES = 13  # number of the decision to share replicas; 0: none yet; -1: whole copies
 
 
+_NONE_YET = (
+    CommandField.COMMITTED_GENERATION, CommandField.COMMITTED_STEP, CommandField.COMMITTED_IN,
+    CommandField.RETAINED_GENERATION, CommandField.RETAINED_STEP, CommandField.ABANDONED_STEP,
+    CommandField.PROTECTING_STEP, CommandField.TAKE_FROM,
+)  # fmt: skip
+"""Fields that are -1 on a new command page."""
+
+
+class _Text:
+    """A text of a page: a u16 length in bytes, then UTF-8. A longer text is cut."""
+
+    def __init__(self, at: int, size: int) -> None:
+        self._at = at
+        self._size = size
+
+    def __get__(self, page: "SharedPage", _owner: object) -> str:
+        (length,) = struct.unpack_from("<H", page._map, self._at)
+        at = self._at + 2
+        return page._map[at : at + min(length, self._size - 2)].decode("utf-8", "replace")
+
+    def __set__(self, page: "SharedPage", text: str) -> None:
+        raw = text.encode()[: self._size - 2]
+        page._map[self._at + 2 : self._at + 2 + len(raw)] = raw
+        struct.pack_into("<H", page._map, self._at, len(raw))
+
+
 class SharedPage:
     """One page of shared memory, accessed by field."""
+
+    phase = _Text(2048, 64)
+    note = _Text(2176, 1024)  # reason why no snapshots are taken, or another note for the operator
+    backends = _Text(_BACKENDS_AT, _BACKENDS_BYTES)
+    """Backends of this rank's groups, encoded by `ftrun.monitor.page_values`, as are `groups`."""
+    groups = _Text(_GROUPS_AT, _GROUPS_BYTES)  # process groups of this rank
+    _names = _Text(8192, 4096)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
@@ -161,10 +187,7 @@ class SharedPage:
                 self._words[at] >>= 1
 
     def note_calls(self, step: int, calls: int) -> None:
-        """Record the number of collectives called up to this step.
-
-        Multiples of 8, 64 and 512 steps have entries of their own, which are retained longer.
-        """
+        """Record the calls up to a step; multiples of 8, 64 and 512 steps have own entries."""
         for position, every in enumerate(_CALLS_EVERY):
             if step % every:
                 break
@@ -185,26 +208,7 @@ class SharedPage:
 
     @property
     def step_times(self) -> list[int]:
-        """Counts of step times by bucket, see `ftrun.monitor.page_values`."""
         return self._words[_TIMES_AT:_NUM_TIMES_AT].tolist()
-
-    @property
-    def groups(self) -> str:
-        """Process groups of this rank, encoded by `ftrun.monitor.page_values`."""
-        return self._text(_GROUPS_AT, _GROUPS_BYTES)
-
-    @groups.setter
-    def groups(self, text: str) -> None:
-        self._set_text(_GROUPS_AT, _GROUPS_BYTES, text)
-
-    @property
-    def backends(self) -> str:
-        """Backends of this rank's groups, encoded by `ftrun.monitor.page_values`."""
-        return self._text(_BACKENDS_AT, _BACKENDS_BYTES)
-
-    @backends.setter
-    def backends(self, text: str) -> None:
-        self._set_text(_BACKENDS_AT, _BACKENDS_BYTES, text)
 
     @property
     def may_capture(self) -> bool:
@@ -217,20 +221,15 @@ class SharedPage:
     @property
     def samples(self) -> tuple[str, ...]:
         """Names of the parameters of which boundary records have digests."""
-        text = self._text(_SAMPLES_AT, _SAMPLES_BYTES)
-        return tuple(text.split("\n")) if text else ()
+        return tuple(self._names.split("\n")) if self._names else ()
 
     @samples.setter
     def samples(self, names: Sequence[str]) -> None:
-        """Set at most `MAX_SAMPLES` names, and remove all records.
-
-        Only the end of a long name is kept.
-        """
-        self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES] = bytes(
-            NUM_RECORDS * _RECORD_BYTES
-        )
+        """At most `MAX_SAMPLES`; removes all records. Only the end of a long name is kept."""
+        num_bytes = NUM_RECORDS * _RECORD_BYTES
+        self._map[_RECORDS_AT : _RECORDS_AT + num_bytes] = bytes(num_bytes)
         ends = (name.encode()[-MAX_SAMPLE_NAME_BYTES:].decode(errors="ignore") for name in names)
-        self._set_text(_SAMPLES_AT, _SAMPLES_BYTES, "\n".join(ends))
+        self._names = "\n".join(ends)
 
     def write_record(self, step: int, loss: int | None, has_digest: int, digests: bytes) -> None:
         """Store the record of a boundary; a second call for the same step replaces it.
@@ -257,33 +256,6 @@ class SharedPage:
                 found[step] = BoundaryRecord(loss if known else None, has_digest, digests)
         return found
 
-    @property
-    def phase(self) -> str:
-        return self._text(_NAME_AT, _NAME_BYTES)
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        self._set_text(_NAME_AT, _NAME_BYTES, name)
-
-    @property
-    def note(self) -> str:
-        """Reason why no snapshots are taken, or another note for the operator."""
-        return self._text(_NOTE_AT, _NOTE_BYTES)
-
-    @note.setter
-    def note(self, text: str) -> None:
-        self._set_text(_NOTE_AT, _NOTE_BYTES, text)
-
-    def _text(self, at: int, size: int) -> str:
-        (length,) = struct.unpack_from("<H", self._map, at)
-        raw = self._map[at + 2 : at + 2 + min(length, size - 2)]
-        return raw.decode("utf-8", "replace")
-
-    def _set_text(self, at: int, size: int, text: str) -> None:
-        raw = text.encode()[: size - 2]
-        self._map[at + 2 : at + 2 + len(raw)] = raw
-        struct.pack_into("<H", self._map, at, len(raw))
-
 
 def create_page(name: str) -> int:
     fd = os.memfd_create(f"ftrun-{name}", os.MFD_CLOEXEC)
@@ -294,15 +266,9 @@ def create_page(name: str) -> int:
 def create_command_page() -> int:
     fd = create_page("commands")
     page = SharedPage(fd)
-    page.set(CommandField.COMMITTED_GENERATION, -1)
-    page.set(CommandField.COMMITTED_STEP, -1)
-    page.set(CommandField.RETAINED_GENERATION, -1)
-    page.set(CommandField.RETAINED_STEP, -1)
+    for one in _NONE_YET:
+        page.set(one, -1)
     page.set(CommandField.STOP_AFTER_STEP, NEVER_STEP)
-    page.set(CommandField.ABANDONED_STEP, -1)
-    page.set(CommandField.COMMITTED_IN, -1)
-    page.set(CommandField.PROTECTING_STEP, -1)
-    page.set(CommandField.TAKE_FROM, -1)
     return fd
 
 
@@ -321,7 +287,6 @@ def leave_calls(fd: int, trace: bytes) -> None:
 
 
 def left_calls(fd: int) -> bytes:
-    """Returns empty bytes if the rank left none."""
     try:
         return os.pread(fd, MAX_CALLS_BYTES, CALLS_AT)
     except OSError:

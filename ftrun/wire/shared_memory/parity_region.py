@@ -54,29 +54,20 @@ class ParityRegionState(IntEnum):
 
 
 class ParityRecord(msgspec.Struct, frozen=True):
-    """Content of a parity region, and everything needed to serve from it.
-
-    Args:
-        protected_in: generation in which the group protects this version.
-        position: position in the group of the node that owns this region.
-        coded_bytes: of each node, by position.
-        own: the node's own plan, to find its blocks in the slots of its ranks.
-        holders: sets of nodes, by position, that hold the same sections.
-        mirrors: positions whose small state is stored here, with the buffer size of each in bytes.
-    """
+    """Content of a parity region, and everything needed to serve from it."""
 
     generation: int
     step: int
     world_size: int
-    protected_in: int
+    protected_in: int  # generation in which the group protects this version
     members: list[GroupMember]
     parity: int
-    position: int
+    position: int  # position in the group of the node that owns this region
     block_bytes: int
-    coded_bytes: list[int]
-    own: NodeRedundancy
-    holders: list[list[int]]
-    mirrors: list[tuple[int, int]]
+    coded_bytes: list[int]  # of each node, by position
+    own: NodeRedundancy  # the node's own plan, to find its blocks in the slots of its ranks
+    holders: list[list[int]]  # sets of nodes, by position, that hold the same sections
+    mirrors: list[tuple[int, int]]  # positions of mirrors here, with buffer sizes in bytes
     num_rows: int
 
     @property
@@ -108,10 +99,7 @@ def parity_region_bytes(record: ParityRecord) -> int:
 
 
 def create_parity_region(total_bytes: int) -> int:
-    """Return a descriptor of an empty parity region, with its memory allocated and touched.
-
-    Raises OSError (ENOSPC, ENOMEM); nothing stays allocated.
-    """
+    """Return a memfd, allocated and touched. After an OSError nothing stays allocated."""
     fd = os.memfd_create("ftrun-parity", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, total_bytes)
@@ -139,8 +127,7 @@ class ParityRegion:
         self._memory = memoryview(self._map)
         self.state = ParityRegionState.EMPTY
         self.record: ParityRecord | None = None
-        self.is_damaged = False
-        """A requested block did not match its digest."""
+        self.is_damaged = False  # a requested block did not match its digest
         self._areas: _Areas | None = None
         self._raw = b""
         self._read()

@@ -27,9 +27,7 @@ from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.transport.tcp import check_not_itself, dial, how_lost, tune
 
-NEXT_S = 0.15
-"""Seconds after which the next address is dialled in parallel to the previous one."""
-
+NEXT_S = 0.15  # seconds after which the next address is dialled in parallel to the previous one
 _IP_BIND_ADDRESS_NO_PORT = 24
 
 T = TypeVar("T")
@@ -37,17 +35,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """One address of a process.
-
-    Args:
-        source: address of this node to dial from; empty: the kernel chooses.
-        is_sure: a refusal there comes from the peer's own machine.
-    """
+    """One address of a process."""
 
     host: str
     port: int
-    source: str = ""
-    is_sure: bool = False
+    source: str = ""  # address of this node to dial from; empty: the kernel chooses
+    is_sure: bool = False  # a refusal there comes from the peer's own machine
+
+    def __str__(self) -> str:
+        return f"{self.host} port {self.port}"
 
 
 Greet = Callable[[socket.socket, PeerAddress], T]
@@ -76,14 +72,10 @@ def source_to(host: str, own: Sequence[Rail]) -> str:
 def reach(
     addresses: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
 ) -> tuple[T, PeerAddress]:
-    """Dial all addresses, the best first, until one gives a result.
+    """Dial all addresses, the best first, until one gives a result. `greet` has its own deadline.
 
-    `greet` has a deadline of its own.
-
-    Raises:
-        PeerLost: no address has answered. `how` is "refused" only if that is sure, or if all
-            have refused.
-        PeerError: the process that has answered is not the intended one.
+    Raises PeerLost if no address has answered; `how` is "refused" only if that is sure, or if all
+    have refused. Raises PeerError if the process that has answered is not the intended one.
     """
     if len(addresses) == 1:
         sock = dial(addresses[0].host, addresses[0].port, deadline_s)
@@ -116,10 +108,7 @@ class _Race:
         self._poll = select.poll()
 
     def connected(self) -> tuple[socket.socket, PeerAddress] | None:
-        """Return the next connection, blocking; None if there will be no more.
-
-        Raises as `failed`.
-        """
+        """Wait for the next connection; None if there will be no more. Raises as `failed`."""
         while True:
             now_s = clock.now_s()
             while self._left and (now_s >= self._begin_s or not self._pending):
@@ -133,21 +122,15 @@ class _Race:
                     return found
 
     def failed(self, target: PeerAddress, error: PeerError) -> None:
-        """Record a failure.
-
-        Raises PeerLost for a sure refusal, which proves that the peer has ended.
-        """
+        """Record it; raises PeerLost for a sure refusal, which proves that the peer has ended."""
         self._failed[target] = error
         if target.is_sure and isinstance(error, PeerLost) and error.how == "refused":
             raise error
 
     def reason(self) -> PeerError:
-        for _, target in self._pending.values():
-            self._failed[target] = PeerLost(peer=_name(target), how="silent")
-        for target in self._left:
-            self._failed[target] = PeerLost(peer=_name(target), how="silent")
-        errors = [self._failed[target] for target in self._order]
-        return min(errors, key=_sort_key)
+        for target in (*(one for _, one in self._pending.values()), *self._left):
+            self._failed[target] = PeerLost(peer=str(target), how="silent")
+        return min((self._failed[target] for target in self._order), key=_sort_key)
 
     def close(self) -> None:
         for sock, _ in self._pending.values():
@@ -180,7 +163,9 @@ class _Race:
         sock, target = self._pending.pop(fd)
         self._poll.unregister(fd)
         try:
-            _check_connected(sock)
+            if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(number, "not connected")  # noqa: TRY301 - as a failed connect()
+            check_not_itself(sock)
         except OSError as error:
             sock.close()
             self._fail(target, error)
@@ -189,7 +174,7 @@ class _Race:
         return sock, target
 
     def _fail(self, target: PeerAddress, error: OSError) -> None:
-        lost = PeerLost(peer=_name(target), how=how_lost(error))
+        lost = PeerLost(peer=str(target), how=how_lost(error))
         lost.__cause__ = error
         self.failed(target, lost)
 
@@ -200,12 +185,6 @@ def _greet(greet: Greet[T], sock: socket.socket, target: PeerAddress) -> T:
     except BaseException:
         sock.close()
         raise
-
-
-def _check_connected(sock: socket.socket) -> None:
-    if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(number, "not connected")
-    check_not_itself(sock)
 
 
 def _leave_from(sock: socket.socket, source: str) -> None:
@@ -221,7 +200,3 @@ def _sort_key(error: PeerError) -> int:
     if isinstance(error, HandshakeRefused):
         return 1
     return 2 if isinstance(error, PeerLost) and error.how == "refused" else 0
-
-
-def _name(target: PeerAddress) -> str:
-    return f"{target.host} port {target.port}"

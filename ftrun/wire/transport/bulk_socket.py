@@ -71,7 +71,6 @@ class BulkSocket:
 
     @property
     def unresponsive_s(self) -> float:
-        """Seconds since the peer's kernel last acknowledged anything."""
         return unresponsive_s(self._sock)
 
     def fileno(self) -> int:
@@ -125,9 +124,7 @@ class BulkSocket:
         return envelope
 
     def receive_raw(self, envelope: TransferEnvelope, into: Sequence[memoryview] | None) -> bool:
-        """Read the raw bytes behind a message into buffers of exactly their size.
-
-        None discards them.
+        """Read the raw bytes behind a message into buffers of this total size; None discards them.
 
         Returns whether the bytes are in the buffers and match the message's digest, if it has one.
         """

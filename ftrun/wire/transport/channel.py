@@ -21,6 +21,7 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import AnyMessage, Envelope, Hello
+from ftrun.wire.run_environment import short_socket_path as short_socket_path
 from ftrun.wire.transport.framing import FrameReader, encode
 
 _MAX_FDS = 253  # the kernel's SCM_MAX_FD
@@ -62,9 +63,7 @@ class Channel:
     @property
     def peer_pid(self) -> int:
         """Pid of the process that listens, or that connected to this one."""
-        size = struct.calcsize("3i")
-        found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return int(struct.unpack("3i", found)[0])
+        return credentials(self._sock)[0]
 
     def send(
         self,
@@ -76,9 +75,8 @@ class Channel:
     ) -> None:
         """Send one message. The receiver gets duplicates of the descriptors.
 
-        The caller closes its own.
-
-        `question` is the number of the question that this answers. Raises PeerLost or PeerTimeout.
+        The caller closes its own. `question` is the number of the question that this answers.
+        Raises PeerLost or PeerTimeout.
         """
         envelope = Envelope(
             self.run_id, self.generation, self.incarnation, body, len(fds), question
@@ -130,10 +128,7 @@ class Channel:
     def ask(
         self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0
     ) -> ReceivedMessage:
-        """Send a question and wait for its reply; other messages before it stay for `receive`.
-
-        Raises PeerLost, PeerTimeout, ProtocolError.
-        """
+        """Send a question, and wait for its reply; earlier messages stay for `receive`."""
         number = self.send_request(body, fds=fds, deadline_s=deadline_s)
         unsolicited: list[ReceivedMessage] = []
         give_up_s = clock.now_s() + deadline_s
@@ -205,11 +200,10 @@ def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: flo
     try:
         with short_socket_path(path) as short:
             sock.connect(short)
-    except TimeoutError as error:
-        sock.close()
-        raise PeerTimeout(peer=peer, waited_s=deadline_s) from error
     except OSError as error:
         sock.close()
+        if isinstance(error, TimeoutError):
+            raise PeerTimeout(peer=peer, waited_s=deadline_s) from error
         raise PeerLost(peer=peer) from error
     channel = Channel(sock, run_id=run_id, peer=peer)
     channel.send(hello, deadline_s=deadline_s)
@@ -239,34 +233,17 @@ def listen(path: Path) -> socket.socket:
 def accept(server: socket.socket, *, run_id: str) -> Channel | None:
     """Accept the next connection; None if the process at the other end has another user."""
     sock, _ = server.accept()
-    if peer_uid(sock) != os.getuid():
+    if credentials(sock)[1] != os.getuid():
         sock.close()
         return None
     return Channel(sock, run_id=run_id, peer="a client")
 
 
-def peer_uid(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    return int(uid)
-
-
-class short_socket_path:  # noqa: N801 - a context manager used like a function
-    """A path of under 108 bytes for a socket in a folder with a path of any length.
-
-    The path is valid in this process inside the `with` block.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """Pid and user of the peer, as the kernel reports them."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", found)
+    return int(pid), int(uid)
 
 
 def _close_all(fds: tuple[int, ...]) -> None:

@@ -10,6 +10,9 @@ Survives: hosts that connect and prove nothing. For longer than `CROWDED_S` they
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from ftrun.wire.transport.handshake import HANDSHAKE_S
 
@@ -42,28 +45,20 @@ class Doors:
                 return None
             self._inside[address] += 1
         if 2 * count < self._slots:
-            return Door(self, address, hello_s=HANDSHAKE_S, handshake_s=HANDSHAKE_S)
-        return Door(self, address, hello_s=HELLO_S, handshake_s=CROWDED_S)
+            return Door(HANDSHAKE_S, HANDSHAKE_S, partial(self._leave, address))
+        return Door(HELLO_S, CROWDED_S, partial(self._leave, address))
 
-    def leave(self, address: str) -> None:
+    def _leave(self, address: str) -> None:
         with self._lock:
             self._inside[address] -= 1
             if not self._inside[address]:
                 del self._inside[address]
 
 
+@dataclass(frozen=True, slots=True)
 class Door:
-    """One taken slot.
+    """One taken slot. `hello_s` limits the first message, and the first after the handshake."""
 
-    `hello_s` limits the first message, and the first message after the handshake; `handshake_s` the
-    whole handshake.
-    """
-
-    def __init__(self, doors: Doors, address: str, *, hello_s: float, handshake_s: float) -> None:
-        self.hello_s = hello_s
-        self.handshake_s = handshake_s
-        self._doors = doors
-        self._address = address
-
-    def leave(self) -> None:
-        self._doors.leave(self._address)
+    hello_s: float
+    handshake_s: float
+    leave: Callable[[], None]

@@ -29,9 +29,7 @@ import msgspec
 from ftrun.errors import ProtocolError
 from ftrun.wire.messages.envelope import Envelope
 
-MAX_FRAME_BYTES = 16 << 20
-"""Between nodes, after the handshake. The plan of 1,200 nodes with 8 rails has 1 MiB."""
-
+MAX_FRAME_BYTES = 16 << 20  # between nodes; the plan of 1,200 nodes with 8 rails has 1 MiB
 MAX_LOCAL_FRAME_BYTES = 64 << 20
 """Between the processes of a node, which have the same user. The addresses of a run's SMPs exceed
 1 MiB from 600 nodes with 8 rails on.
@@ -82,10 +80,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Envelope]:
-        """Return the messages that `data` completes.
-
-        Raises ProtocolError if a length is over the limit, or bytes are not a message.
-        """
+        """Return the messages that `data` completes; raises ProtocolError."""
         self._buffer += data
         found: list[Envelope] = []
         while len(self._buffer) >= _LENGTH.size:

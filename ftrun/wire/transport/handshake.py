@@ -28,7 +28,8 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
@@ -38,7 +39,7 @@ import msgspec
 
 import ftrun
 from ftrun import clock
-from ftrun.errors import HandshakeRefused, PeerLost, PeerTimeout, ProtocolError
+from ftrun.errors import HandshakeRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import PROTOCOL_VERSION
 from ftrun.wire.transport.framing import decode_body
 from ftrun.wire.transport.secret import Secret
@@ -84,10 +85,7 @@ def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
             f"both nodes are named {own.node_id}. Use a different --node-id on each node, and "
             "do not start two nodes on one machine without it"
         )
-    for what, here, there in (
-        ("ftrun", own.ftrun, peer.ftrun),
-        ("torch", own.torch, peer.torch),
-    ):
+    for what, here, there in (("ftrun", own.ftrun, peer.ftrun), ("torch", own.torch, peer.torch)):
         if here != there:
             return (
                 f"node {peer.node_id} has {what} {there or 'of an unknown version'}, and node "
@@ -102,9 +100,7 @@ MAX_BYTES = 4096
 MAX_REASON_CHARACTERS = 500
 NONCE_BYTES = 32
 
-Admit = Callable[[PeerIdentity], str]
-"""Returns why an authenticated peer is rejected here, in words for its user; "" if it is
-admitted."""
+Admit = Callable[[PeerIdentity], str]  # why an authenticated peer is rejected, in words; or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +204,8 @@ class _Talk:
     def send(self, kind: _Kind, body: bytes) -> bytes:
         frame = _FRAME.pack(kind, len(body)) + body
         self._received.update(frame)
-        try:
-            self._wait_at_most()
+        with self._within_deadline():
             self._sock.sendall(frame)
-        except TimeoutError as error:
-            raise PeerTimeout(peer=self.peer, waited_s=self._deadline_s) from error
-        except OSError as error:
-            raise PeerLost(peer=self.peer, how=how_lost(error)) from error
         return body
 
     def receive(self, wanted: _Kind) -> bytes:
@@ -229,17 +220,11 @@ class _Talk:
         return body
 
     def refuse(self, reason: str, *, reported: str) -> HandshakeRefused:
-        """Send the reason `reported` to the other side if possible.
-
-        Return the error with `reason` for this one.
-        """
+        """Send `reported` to the other side if possible; return the error with `reason`."""
         body = reported[:MAX_REASON_CHARACTERS].encode()
-        try:
-            self._wait_at_most()
+        with suppress(PeerError), self._within_deadline():
             self._sock.sendall(_FRAME.pack(_Kind.REFUSED, len(body)) + body)
             self._sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
         return HandshakeRefused(peer=self.peer, reason=reason, is_ours=True)
 
     def extend(self, deadline_s: float) -> None:
@@ -258,23 +243,26 @@ class _Talk:
         self._left_bytes -= num_bytes
         found = b""
         while len(found) < num_bytes:
-            try:
-                self._wait_at_most()
+            with self._within_deadline():
                 more = self._sock.recv(num_bytes - len(found))
-            except TimeoutError as error:
-                raise PeerTimeout(peer=self.peer, waited_s=self._deadline_s) from error
-            except OSError as error:
-                raise PeerLost(peer=self.peer, how=how_lost(error)) from error
             if not more:
                 raise PeerLost(peer=self.peer, how="closed")
             found += more
         return found
 
-    def _wait_at_most(self) -> None:
+    @contextmanager
+    def _within_deadline(self) -> Iterator[None]:
+        """Limits the calls of the socket; raises PeerTimeout or PeerLost."""
         left_s = self._give_up_s - clock.now_s()
         if left_s <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left_s)
+            raise PeerTimeout(peer=self.peer, waited_s=self._deadline_s)
+        try:
+            self._sock.settimeout(left_s)
+            yield
+        except TimeoutError as error:
+            raise PeerTimeout(peer=self.peer, waited_s=self._deadline_s) from error
+        except OSError as error:
+            raise PeerLost(peer=self.peer, how=how_lost(error)) from error
 
 
 class _Proof:

@@ -29,8 +29,7 @@ from ftrun.wire.transport.tcp import how_lost
 
 MAX_QUEUED_BYTES = 8 << 20
 _RECEIVE_BYTES = 1 << 16
-_RECEIVES_AT_ONCE = 64
-"""Limit per call, so that a peer that sends much does not delay the others."""
+_RECEIVES_AT_ONCE = 64  # limit per call, so that a peer that sends much does not delay the others
 
 
 class AnyEnvelope(Protocol):
@@ -52,25 +51,15 @@ E = TypeVar("E", bound=AnyEnvelope)
 class PeerConnection(Generic[E]):
     """Sealed messages over one connected socket, which it owns.
 
-    Each direction keeps order or fails.
-
-    If more than `max_queued_bytes` wait for the peer, it counts as lost. `envelope` is the struct
-    of the frames, such as `ClusterEnvelope`.
+    Each direction keeps order or fails. If more than `MAX_QUEUED_BYTES` wait for the peer, it
+    counts as lost. `envelope` is the struct of the frames, such as `ClusterEnvelope`.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        session: AuthSession,
-        envelope: type[E],
-        *,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, session: AuthSession, envelope: type[E]) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._wrap = cast("Callable[[str, int, int, Any], msgspec.Struct]", envelope)
         self._decoder = msgspec.msgpack.Decoder(envelope)
-        self._max_queued_bytes = max_queued_bytes
         self._out = bytearray()
         self._in = bytearray()
         self._sent = 0
@@ -78,8 +67,7 @@ class PeerConnection(Generic[E]):
         self._broken: PeerError | None = None
         self.session = session
         self.generation = 0
-        self.is_corrupted = False
-        """Flip a bit of the next frame that is sent: `ftrun inject-fault bitflip-wire`."""
+        self.is_corrupted = False  # flip a bit of the next frame: `ftrun inject-fault bitflip-wire`
 
     @property
     def peer(self) -> PeerIdentity:
@@ -115,7 +103,7 @@ class PeerConnection(Generic[E]):
             self.is_corrupted = False
             self._out[-1] ^= 1
         self.flush()
-        if len(self._out) > self._max_queued_bytes:
+        if len(self._out) > MAX_QUEUED_BYTES:
             raise self._break(PeerLost(peer=str(self.peer), how="silent"))
 
     def flush(self) -> None:

@@ -1,11 +1,9 @@
 """The secret with which the processes of one run authenticate each other.
 
-Runs in:  cli (creates or finds the file), agent, SMP (read it).
-Takes in: a file that only its owner can read. Never an argument, never a variable's value.
-Gives:    a `Secret`: 32 bytes that no message, log or exception can show.
-
-If nodes share a folder, such as the home folder of a Slurm cluster, they agree on a secret through
-it. The first node creates the file atomically, and all others read it.
+It comes from a file that only its owner can read, never from an argument or a variable's value. No
+message, log or exception can show the 32 bytes of a `Secret`. If nodes share a folder, such as the
+home folder of a Slurm cluster, they agree on a secret through it. The first node creates the file
+atomically, and all others read it.
 """
 
 import contextlib
@@ -25,9 +23,7 @@ from ftrun.errors import UsageError
 SECRET_BYTES = 32
 MIN_TEXT_CHARACTERS = 32
 MAX_FILE_BYTES = 4096
-HOW_TO_MAKE = "(umask 077 && head -c 32 /dev/urandom > FILE)"
-"""Command line that creates a secret file; the same file must be on every node."""
-
+HOW_TO_MAKE = "(umask 077 && head -c 32 /dev/urandom > FILE)"  # one file for all nodes
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _GOOD_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -67,15 +63,8 @@ class Secret:
         raise TypeError("a secret cannot be serialized")
 
 
-def make_secret() -> Secret:
-    return Secret(os.urandom(SECRET_BYTES))
-
-
 def load_secret(path: Path) -> Secret:
-    """Read a secret: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
-
-    Raises UsageError if the file is missing, other users can read it, or its content is too short.
-    """
+    """Read 64 hexadecimal digits, 32 bytes, or a line of 32 characters; raises UsageError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

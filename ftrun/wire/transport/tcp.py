@@ -1,9 +1,5 @@
 """Creates, resolves and tunes TCP sockets between nodes; no protocol.
 
-Runs in:  agent, SMP, cli.
-Takes in: hosts by name or address, ports.
-Gives:    listening and connected sockets; what the kernel reports about a peer, as a `HowLost`.
-
 A process listens at one address only, never at all addresses of a machine. Only hosts on the
 network that the user named can therefore reach a run.
 """
@@ -20,9 +16,7 @@ from typing import Any
 from ftrun import clock
 from ftrun.errors import AddressTaken, HowLost, PeerLost, UsageError
 
-USER_TIMEOUT_S = 3.0
-"""Seconds that sent bytes may stay unacknowledged before the kernel drops a connection."""
-
+USER_TIMEOUT_S = 3.0  # sent bytes that stay unacknowledged longer end a connection
 _BACKLOG = 128
 _SO_MAX_PACING_RATE = 47
 _PACED_UNSENT_BYTES = 1 << 18
@@ -45,14 +39,14 @@ _HOW: dict[int | None, HowLost] = {
 _Info = tuple[int, int, int, str, Any]
 
 
-def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.socket:
+def listen_tcp(host: str, port: int) -> socket.socket:
     """Listen at one address of this node; port 0 takes any free port.
 
     Raises UsageError if the host is no address of this node or means all of them, AddressTaken if
     another process listens there.
     """
     family, kind, number, _, address = _addresses(host, port)[0]
-    if ipaddress.ip_address(_plain(address[0])).is_unspecified and not any_interface:
+    if ipaddress.ip_address(_plain(address[0])).is_unspecified:
         raise UsageError(
             f"{host or 'an empty host'} means every network of this machine. Pass the address "
             "at which other nodes reach it with --bind"
@@ -84,10 +78,7 @@ def dial(
 
     All addresses of the name are tried within `deadline_s`. The resolver has its own deadlines for
     the name look-up. `source` is an interface of this node and its address, over which to connect.
-
-    Raises:
-        PeerLost: `how` says whether the peer refuses, does not answer, is unreachable, or has
-            no address. It is "refused" only if no other address may hide a live peer.
+    Raises PeerLost; `how` is "refused" only if no other address may hide a live peer.
     """
     peer = f"{host} port {port}"
     give_up_s = clock.now_s() + deadline_s
@@ -197,10 +188,7 @@ def how_lost(error: OSError) -> HowLost:
 
 
 def interface_for(host: str, port: int) -> str:
-    """Address of this node from which a host is reached; nothing is sent.
-
-    Raises PeerLost if the host has no address, or there is no route to any.
-    """
+    """Own address from which a host is reached; nothing is sent. PeerLost if there is no route."""
     peer = f"{host} port {port}"
     try:
         found = _addresses(host, port)

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from made_settings import make_secret
 
 from ftrun.agent.cluster import rail_heartbeat as rail_pulse
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
 from ftrun.membership.events import MessageReceived
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, Rail
 from ftrun.wire.cluster.messages import RailUnresponsive
-from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp
 
 WAIT_S = 600.0

@@ -9,15 +9,14 @@ import pytest
 from ftrun.cli.run import take_folder
 from ftrun.cli.runs import choose
 from ftrun.errors import FtrunError, UsageError
-from ftrun.ids import RunId
 
 
 @pytest.fixture(autouse=True)
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two nodes of one run, and a run on one node."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    names = [("big", "a"), ("big", "b"), ("small", None)]
-    locks = [take_folder(RunId(run), script="t.py", node_id=node)[1] for run, node in names]
+    names = ("big@a", "big@b", "small")
+    locks = [take_folder(name, script="t.py")[1] for name in names]
     yield
     for lock_fd in locks:
         os.close(lock_fd)
@@ -43,7 +42,7 @@ def test_the_only_node_here_answers_to_its_run_id(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "other"))
     (tmp_path / "other").mkdir()
-    _, lock_fd = take_folder(RunId("big"), script="t.py", node_id="a")
+    _, lock_fd = take_folder("big@a", script="t.py")
     assert choose("big", command="status").name == "big@a"
     assert choose(None, command="status").name == "big@a"
     os.close(lock_fd)

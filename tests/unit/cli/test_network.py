@@ -21,7 +21,6 @@ from ftrun.cli.app import app
 from ftrun.cli.run import take_folder
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, FtrunError, PeerError, UsageError
-from ftrun.ids import RunId
 from ftrun.journal import NETWORK_NAME
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.tools.network_view import text as words
@@ -56,7 +55,7 @@ def keep(document: Any, *, run_id: str = "big-1", node: str = "node0") -> Path:
 @contextmanager
 def alive(document: dict[str, Any], *, run_id: str = "big-1") -> Iterator[None]:
     """A run whose agent answers with that status document."""
-    folder, lock_fd = take_folder(RunId(run_id), script="train.py", node_id=None)
+    folder, lock_fd = take_folder(run_id, script="train.py")
     server = listen(folder.agent_socket)
 
     def answer() -> None:

@@ -16,7 +16,6 @@ from ftrun.cli.run import build_spec, take_folder
 from ftrun.config.cluster import EtcdTls, NodesSpec
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FtrunError, UsageError
-from ftrun.ids import RunId
 from ftrun.wire.run_environment import run_folder
 
 SLURM = {
@@ -348,13 +347,13 @@ def test_a_name_of_its_own_makes_a_run_folder_of_its_own(place: Path) -> None:
 
 
 def test_two_nodes_of_a_run_on_one_machine_have_two_folders() -> None:
-    held = [take_folder(RunId("r"), script="/t.py", node_id=name) for name in ("a", "b")]
+    held = [take_folder(name, script="/t.py") for name in ("r@a", "r@b")]
     folders = [folder for folder, _ in held]
     assert [folder.name for folder in folders] == ["r@a", "r@b"]
     assert [folder.run_id for folder in folders] == ["r", "r"]
-    assert run_folder(RunId("r"), "a") == folders[0]
+    assert run_folder("r@a") == folders[0]
     with pytest.raises(UsageError) as caught:
-        take_folder(RunId("r"), script="/t.py", node_id="a")
+        take_folder("r@a", script="/t.py")
     assert "run r@a is alive" in str(caught.value)
     for _, lock_fd in held:
         os.close(lock_fd)

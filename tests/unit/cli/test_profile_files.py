@@ -19,8 +19,7 @@ from ftrun.cli.launch.profiles import (
     variable_name,
 )
 from ftrun.config.checks import description_of
-from ftrun.config.profile import Profile
-from ftrun.config.renamed_keys import RENAMED_KEYS
+from ftrun.config.profile import RENAMED_KEYS, Profile
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 

@@ -30,7 +30,6 @@ from ftrun.cli.runs import sweep
 from ftrun.config.profile import Profile
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FtrunError, RunIdTaken, UsageError
-from ftrun.ids import RunId
 from ftrun.wire.run_environment import RunFolder, run_folder
 from ftrun.wire.transport.channel import listen
 
@@ -163,20 +162,20 @@ def test_unknown_signal_is_named() -> None:
 
 @pytest.fixture
 def taken(place: Path) -> Iterator[RunFolder]:
-    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    folder, lock_fd = take_folder("mine", script="/a.py")
     yield folder
     os.close(lock_fd)
 
 
 def test_live_run_id_is_refused_with_its_pid(taken: RunFolder) -> None:
     with pytest.raises(RunIdTaken) as caught:
-        take_folder(RunId("mine"), script="/a.py")
+        take_folder("mine", script="/a.py")
     assert f"pid {os.getpid()}" in str(caught.value)
 
 
 def test_a_look_at_the_lock_is_no_run(place: Path) -> None:
     """`sweep` of another start opens it for a moment, and then removes the folder."""
-    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    folder, lock_fd = take_folder("mine", script="/a.py")
     os.ftruncate(lock_fd, 0)  # like the lock of a run that is being started
 
     def let_go() -> None:
@@ -186,36 +185,36 @@ def test_a_look_at_the_lock_is_no_run(place: Path) -> None:
 
     with ThreadPoolExecutor() as pool:
         pool.submit(let_go)
-        _, mine_fd = take_folder(RunId("mine"), script="/a.py")
+        _, mine_fd = take_folder("mine", script="/a.py")
     assert folder.lock.exists()
     os.close(mine_fd)
 
 
 def test_folder_of_a_dead_run_is_taken_over() -> None:
-    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    folder, lock_fd = take_folder("mine", script="/a.py")
     folder.spec.write_text('{"script": "/a.py"}')
     os.close(lock_fd)
-    folder, lock_fd = take_folder(RunId("mine"), script="/b.py")
+    folder, lock_fd = take_folder("mine", script="/b.py")
     os.close(lock_fd)
     assert folder.path.stat().st_mode & 0o777 == 0o700
 
 
 def test_orphan_is_adopted_by_its_own_script_only() -> None:
-    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    folder, lock_fd = take_folder("mine", script="/a.py")
     folder.spec.write_text('{"script": "/a.py"}')
     os.close(lock_fd)
     with listen(folder.smp_socket):
         with pytest.raises(RunIdTaken) as caught:
-            take_folder(RunId("mine"), script="/b.py")
+            take_folder("mine", script="/b.py")
         assert "/a.py" in str(caught.value)
-        _, lock_fd = take_folder(RunId("mine"), script="/a.py")
+        _, lock_fd = take_folder("mine", script="/a.py")
         os.close(lock_fd)
         assert folder.smp_socket.exists()
 
 
 def test_stop_removes_the_folder_of_a_run_of_which_nothing_is_left(taken: RunFolder) -> None:
     """Its processes were killed; some of them may have been dying at the last sweep."""
-    gone = run_folder(RunId("gone"))
+    gone = run_folder("gone")
     gone.path.mkdir(mode=0o700)
     gone.lock.touch()
     with pytest.raises(FtrunError, match="no run gone is alive"):
@@ -225,9 +224,9 @@ def test_stop_removes_the_folder_of_a_run_of_which_nothing_is_left(taken: RunFol
 
 
 def test_sweep_removes_what_no_node_holds(taken: RunFolder) -> None:
-    dead, lock_fd = take_folder(RunId("dead"), script="/a.py")
+    dead, lock_fd = take_folder("dead", script="/a.py")
     os.close(lock_fd)
-    unlocked = run_folder(RunId("unlocked"))
+    unlocked = run_folder("unlocked")
     unlocked.path.mkdir()
     sweep()
     assert taken.path.exists()
