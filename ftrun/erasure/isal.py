@@ -78,8 +78,6 @@ class IsalCodec:
 
     def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
         used = sources_of(self, have, want)
-        if not want:
-            return
         with PinnedBuffers([have[i] for i in used], [*want.values()]) as blocks:
             tables = self._rebuilding(tuple(used), tuple(want))
             self._multiply(blocks.num_bytes, tables, blocks.sources, blocks.targets)
