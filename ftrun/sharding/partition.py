@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftrun.sharding.rules import DimensionSplit, FlatBuffer, FusedPart, Mesh, UnevenPolicy
-from ftrun.snapshot.boxes import Box, Shape, overlap, strides_of, whole
+from ftrun.snapshot.boxes import Box, Shape, item_at, overlap, strides_of, whole
 
 
 class SplitImpossible(ValueError):
@@ -183,7 +183,7 @@ def patches_of(tensor: str, view: StoredView, *, copy: int = 0) -> tuple[StoredR
     """The regions of an entry that stores exactly this view."""
     strides = strides_of(view.shape)
     return tuple(
-        StoredRegion(tensor, block.box, _item(block.at, strides), strides, copy)
+        StoredRegion(tensor, block.box, item_at(block.at, strides), strides, copy)
         for block in view.blocks
     )
 
@@ -224,7 +224,7 @@ def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[
             if common is not None:
                 moved = zip(block.box.offsets, common.offsets, block.at, strict=True)
                 offsets = tuple(offset + at - begin for offset, at, begin in moved)
-                first = _item(common.offsets, strides) + shift
+                first = item_at(common.offsets, strides) + shift
                 found.append(StoredRegion(name, Box(offsets, common.shape), first, strides))
     return found
 
@@ -251,7 +251,3 @@ def boxes_of_run(shape: Shape, start: int, end: int) -> list[Box]:
 def _in_row(index: int, shape: Shape, low: int, high: int) -> list[Box]:
     inner = boxes_of_run(shape[1:], low, high)
     return [Box((index, *box.offsets), (1, *box.shape)) for box in inner]
-
-
-def _item(at: Shape, strides: Shape) -> int:
-    return sum(index * step for index, step in zip(at, strides, strict=True))

@@ -145,12 +145,7 @@ def key_of(entries: Sequence[LayoutEntry]) -> int:
 
 def whole_key(entries: Sequence[LayoutEntry]) -> int:
     """`key_of` the whole tensors, from the entries of a shard with shares."""
-    return key_of(
-        [
-            one if one.part is None else replace(one, shape=one.part.shape, part=None)
-            for one in entries
-        ]
-    )
+    return key_of([replace(one, shape=one.whole_shape, part=None) for one in entries])
 
 
 class ShareAgreement:

@@ -106,7 +106,7 @@ def test_a_part_is_cut_into_runs_that_are_short_enough(
     case: tuple[tuple[int, ...], Box], most_items: int
 ) -> None:
     shape, part = case
-    cut = cut_to(shape, part, most_items)
+    cut = cut_to(part, strides_of(shape), most_items)
     assert sum(box.num_items for box in cut) == part.num_items
     assert set().union(*map(items, cut)) == items(part)
     assert all(span_of(box.shape, strides_of(shape)) <= most_items for box in cut)
