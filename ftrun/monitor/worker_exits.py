@@ -47,13 +47,8 @@ def explain(facts: ExitFacts) -> WorkerExit:
     rank, status = facts.rank, facts.status
     subject = f"rank {rank} (pid {facts.pid})"
     if facts.corrupt:
-        return WorkerExit(
-            rank,
-            ExitKind.CORRUPT_SNAPSHOT,
-            status,
-            f"{subject}: {facts.corrupt}",
-            fingerprint="corrupt",
-        )
+        text = f"{subject}: {facts.corrupt}"
+        return WorkerExit(rank, ExitKind.CORRUPT_SNAPSHOT, status, text, fingerprint="corrupt")
     if facts.stopped_s is not None:
         text = f"{subject} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s, and ftrun killed it"
         return WorkerExit(rank, ExitKind.STOPPED, status, text, fingerprint="stopped")
