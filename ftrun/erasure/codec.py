@@ -142,7 +142,7 @@ def self_test(codec: Codec) -> int:
         for count, position in enumerate(reversed(range(codec.k))):
             codec.update(position, data[position], j, found, first=count == 0)
         _compare(codec, f"parity block {j}, made block by block,", found, right)
-    stripe = [*data, *parity]
+    stripe: list[bytes | bytearray] = [*data, *parity]
     num_sets = 0
     for survivors in survivor_sets(codec.k, codec.m):
         lost = {i: _dirty() for i in range(codec.k + codec.m) if i not in survivors}
