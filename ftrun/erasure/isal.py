@@ -100,7 +100,6 @@ class IsalCodec:
         return tables
 
     def _rows_from(self, used: tuple[int, ...], wanted: tuple[int, ...]) -> list[bytes]:
-        """Factors that compute each of the wanted blocks from the used ones."""
         square = b"".join(self._rows[i] for i in used)
         inverse = ctypes.create_string_buffer(len(square))
         # gf_invert_matrix() overwrites its input, so the input is a copy.

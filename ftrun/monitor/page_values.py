@@ -32,7 +32,6 @@ def bucket_of(duration_ns: int) -> int:
 
 
 def upper_edge_s(bucket: int) -> float:
-    """Upper bound of the durations in this bucket."""
     exponent, quarter = divmod(bucket, 4)
     return float(1 << (exponent + _FIRST_EXPONENT)) * (1 + (quarter + 1) / 4) / 1e6
 

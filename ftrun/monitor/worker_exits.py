@@ -94,7 +94,6 @@ def _signalled(facts: ExitFacts, subject: str) -> WorkerExit:
 
 
 def node_lost(rank: int, node_id: str, reason: str) -> WorkerExit:
-    """The end of a rank whose node is lost."""
     kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
     text, mark = f"node {node_id} is lost: {reason}", f"node {node_id}"
     return WorkerExit(Rank(rank), kind, code, text, fingerprint=mark)

@@ -161,7 +161,6 @@ def _cut(view: StoredView, dim: int, held: StoredRuns) -> StoredView:
 
 
 def _within(block: PartBlock, dim: int, run: IndexRun) -> PartBlock | None:
-    """The part of a block within a run of a dimension, at its stored offset."""
     low = max(block.at[dim], run.start)
     high = min(block.at[dim] + block.box.shape[dim], run.start + run.size)
     if low >= high:

@@ -58,7 +58,6 @@ class WorldResize:
 
     @property
     def previous_rank(self) -> int:
-        """The old rank whose state this rank takes over."""
         return self.rank % self.previous_size
 
     @property

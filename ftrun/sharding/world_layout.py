@@ -108,7 +108,6 @@ class WorldLayout:
         return self.names[rank].own(name, of=None if owner is None else owner.parameter)
 
     def has_module(self, rank: int, path: str) -> bool:
-        """Whether a module is on a rank, by the placement of its tensors."""
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
     def index(self, entry: Callable[[int, str], LayoutEntry]) -> RegionIndex:
@@ -259,7 +258,6 @@ def stored_entries(
 
 
 def _owners(parts: Mapping[str, bytes]) -> dict[str, str]:
-    """The parameter of each tensor of optimizer state, by the tensor's name."""
     found: dict[str, str] = {}
     for saved in plain.decode(parts["optimizer_state"]).values():
         for parameter, values in saved["state"].items():

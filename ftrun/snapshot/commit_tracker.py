@@ -116,6 +116,5 @@ class CommitTracker:
 def newest_common(
     held: Mapping[Rank, Collection[Version]], ranks: Iterable[Rank]
 ) -> Version | None:
-    """The newest version that each of these ranks holds."""
     sets = [set(held.get(rank, ())) for rank in ranks]
     return max(set.intersection(*sets), default=None) if sets else None

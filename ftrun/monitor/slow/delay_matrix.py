@@ -39,7 +39,6 @@ class LinkSample:
 
     @classmethod
     def together(cls, samples: Sequence["LinkSample"]) -> "LinkSample":
-        """Combine several connections to one address, or several addresses of one node."""
         sent = sum(one.bytes for one in samples)
         weights = [one.bytes / sent if sent else 1 / len(samples) for one in samples]
         return cls(
