@@ -55,11 +55,7 @@ def default_parity(num_nodes: int) -> int:
 
 
 def make_groups(
-    nodes: Sequence[str],
-    *,
-    data: int | None,
-    parity: int,
-    domains: Mapping[str, str] | None = None,
+    nodes: Sequence[str], *, data: int | None, parity: int, domains: Mapping[str, str] | None = None
 ) -> list[ProtectionGroup]:
     """Divides all nodes into new groups.
 

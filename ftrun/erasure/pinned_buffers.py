@@ -63,11 +63,7 @@ class PinnedBuffers:
     __slots__ = ("_held", "_may_be_shorter", "num_bytes", "source_bytes", "sources", "targets")
 
     def __init__(
-        self,
-        sources: Sequence[Buffer],
-        targets: Sequence[Buffer],
-        *,
-        may_be_shorter: bool = False,
+        self, sources: Sequence[Buffer], targets: Sequence[Buffer], *, may_be_shorter: bool = False
     ) -> None:
         """Pins and checks the blocks; if a check fails, nothing stays pinned."""
         self._held: list[_PyBuffer] = []

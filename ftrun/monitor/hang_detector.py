@@ -89,10 +89,7 @@ def is_late(view: RankView, limit_s: float) -> bool:
 
 
 def _not_entered(
-    culprits: Sequence[RankView],
-    waits: WaitGraph,
-    node_of: Mapping[int, str],
-    settings: HangConfig,
+    culprits: Sequence[RankView], waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
 ) -> Verdict:
     ranks = tuple(view.rank for view in culprits)
     victims = tuple(sorted(waits.waiting - set(ranks)))

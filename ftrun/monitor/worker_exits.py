@@ -186,9 +186,7 @@ def is_link_failure(end: WorkerExit) -> bool:
 
 
 def hidden_cause(
-    ended: Sequence[WorkerExit],
-    views: Mapping[int, RankView],
-    node_of: Mapping[int, str],
+    ended: Sequence[WorkerExit], views: Mapping[int, RankView], node_of: Mapping[int, str]
 ) -> tuple[WorkerExit, Verdict | None] | None:
     """The failure behind a number of broken connections, if there is one.
 

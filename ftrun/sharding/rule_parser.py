@@ -301,11 +301,7 @@ class _Reader:
     # --- values ------------------------------------------------------------------------------
 
     def _optional(
-        self,
-        parts: dict[str, yaml.Node],
-        key: str,
-        read: Callable[[yaml.Node], _T],
-        otherwise: _T,
+        self, parts: dict[str, yaml.Node], key: str, read: Callable[[yaml.Node], _T], otherwise: _T
     ) -> _T:
         return read(parts[key]) if key in parts else otherwise
 

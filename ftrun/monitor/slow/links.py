@@ -18,13 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.slow.delay_matrix import (
-    MAX_SAMPLES,
-    DelayMatrix,
-    NodeTraffic,
-    Pair,
-    PairDelay,
-)
+from ftrun.monitor.slow.delay_matrix import MAX_SAMPLES, DelayMatrix, NodeTraffic, Pair, PairDelay
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SUSPECT = 2.5

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
-from ftrun.erasure.groups import (
-    ProtectionGroup,
-    default_parity,
-    make_groups,
-    next_groups,
-)
+from ftrun.erasure.groups import ProtectionGroup, default_parity, make_groups, next_groups
 from ftrun.errors import InternalError
 
 counts = st.integers(1, 200)

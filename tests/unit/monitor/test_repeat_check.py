@@ -71,11 +71,7 @@ class Node:
         self.put(records, rank=rank)
 
     def put(
-        self,
-        records: dict[int, BoundaryRecord],
-        *,
-        rank: int = 0,
-        names: tuple[str, ...] = NAMES,
+        self, records: dict[int, BoundaryRecord], *, rank: int = 0, names: tuple[str, ...] = NAMES
     ) -> None:
         assert self.check.current is not None
         self.check.current.ranks[rank].add(names, records)

@@ -59,8 +59,7 @@ def test_a_device_that_has_not_completed_what_others_have_is_stuck() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "host"),
-    [("broadcast", {}), ("all_reduce", {"still_s": 0.0, "unmoved_s": 1.0})],
+    ("op", "host"), [("broadcast", {}), ("all_reduce", {"still_s": 0.0, "unmoved_s": 1.0})]
 )
 def test_a_long_kernel_or_a_host_that_moves_gets_time(op: str, host: dict[str, object]) -> None:
     views = views_of(group(7), group(7), group(5, op=op), group(7))

@@ -128,8 +128,7 @@ def lazy(shape: tuple[int, ...], part: TensorPart | None = None, dtype: str = "F
 
 
 @pytest.mark.parametrize(
-    "other",
-    [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), TensorPart((6,), (0,)))],
+    "other", [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), TensorPart((6,), (0,)))]
 )
 def test_ranks_that_hold_parts_of_different_tensors_are_named(other: LayoutEntry) -> None:
     index = SourceIndex(headers_of([lazy((4,))], [lazy((4,))], [other]), prefer=Rank(0))

@@ -156,10 +156,7 @@ def fragmented(draw: st.DrawFn, name: str) -> Made:
         count, index = mesh.size_of("tp"), where["tp"]
         sizes = [weight * unit for weight in weights]
         return fused(
-            whole,
-            dim,
-            sizes,
-            lambda part: split(part, dim, count, index, unit=unit, uneven=uneven),
+            whole, dim, sizes, lambda part: split(part, dim, count, index, unit=unit, uneven=uneven)
         )
 
     return Made(name, {name: whole}, rule, cut)

@@ -76,12 +76,7 @@ def test_a_victim_in_one_group_is_no_culprit_in_the_next() -> None:
 
 def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
     before = everyone(1, 0.0, 0.0, 0.0, 0.0)
-    inner = {
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-        2: [("t1", 1, 4.0)],
-        3: [("t1", 1, 4.0)],
-    }
+    inner = {0: [("t0", 1, 1.0)], 1: [("t0", 1, 1.0)], 2: [("t1", 1, 4.0)], 3: [("t1", 1, 4.0)]}
     after = everyone(2, 2.0, 2.0, 5.0, 5.0)
     found = meetings(joined(before, inner, after), nodes=("a", "a", "b", "b"))
     last = found[-1]
@@ -92,12 +87,7 @@ def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
 
 
 def test_a_slow_collective_makes_no_rank_late() -> None:
-    before = {
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-        2: [("t1", 1, 1.0)],
-        3: [("t1", 1, 1.0)],
-    }
+    before = {0: [("t0", 1, 1.0)], 1: [("t0", 1, 1.0)], 2: [("t1", 1, 1.0)], 3: [("t1", 1, 1.0)]}
     # t1 took three seconds, so both of its ranks continue 3 s later.
     after = everyone(2, 1.5, 1.5, 4.5, 4.5)
     found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), before, after))
@@ -116,12 +106,7 @@ def test_a_node_that_continues_during_a_collective_shows_that_it_overlaps() -> N
 
 
 def test_a_collective_that_ends_later_is_no_excuse() -> None:
-    inner = {
-        2: [("t1", 1, 1.0)],
-        3: [("t1", 1, 9.0)],
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-    }
+    inner = {2: [("t1", 1, 1.0)], 3: [("t1", 1, 9.0)], 0: [("t0", 1, 1.0)], 1: [("t0", 1, 1.0)]}
     after = everyone(2, 2.0, 2.0, 4.0, 2.0)  # 2 does not wait for t1
     found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), inner, after))
     whole = next(one for one in found if one.group == "all" and one.seq == 2)
