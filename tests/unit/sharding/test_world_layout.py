@@ -23,6 +23,7 @@ from tests.unit.sharding.worlds import (
     MadeShards,
     array,
     arrays_of,
+    assert_same,
     entry_named,
     filled,
     meshes,
@@ -32,13 +33,6 @@ from tests.unit.sharding.worlds import (
     rules_of,
     stored_of,
 )
-
-
-def assert_same(found: list[dict[str, Array]], expected: list[dict[str, Array]]) -> None:
-    assert [set(held) for held in found] == [set(held) for held in expected]
-    for here, there in zip(found, expected, strict=True):
-        for name, held in there.items():
-            assert np.array_equal(here[name], held), name
 
 
 @settings(deadline=None, max_examples=150)

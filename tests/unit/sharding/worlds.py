@@ -238,6 +238,13 @@ def arrays_of(model: Sequence[Made], mesh: Mesh) -> list[dict[str, Array]]:
     return found
 
 
+def assert_same(found: list[dict[str, Array]], expected: list[dict[str, Array]]) -> None:
+    assert [set(held) for held in found] == [set(held) for held in expected]
+    for here, there in zip(found, expected, strict=True):
+        for name, held in there.items():
+            assert np.array_equal(here[name], held), name
+
+
 def stored_of(arrays: Sequence[Mapping[str, Array]]) -> list[list[StoredEntry]]:
     return [[StoredEntry(n, "I64", array.shape) for n, array in held.items()] for held in arrays]
 
