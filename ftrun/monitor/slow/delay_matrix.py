@@ -78,7 +78,6 @@ class PairDelay:
     busy_share: float
     """Share of the time with data in flight; above 1 with several connections."""
     retransmits: int
-    stalled_s: float
     past_s_per_mb: float | None = None
     """Value in the first samples; None if `s_per_mb` is None."""
     past_rtt_s: float | None = None
@@ -156,7 +155,6 @@ def _cell(pair: Pair, kept: _Kept) -> PairDelay:
         rtt_s=median(sample.rtt_s for sample in samples),
         busy_share=all_of_it.busy_s / max(1e-9, sum(span_s for span_s, _ in kept.observations)),
         retransmits=all_of_it.retransmits,
-        stalled_s=samples[-1].stalled_s,
         past_s_per_mb=median(kept.first_s_per_mb) if was_bulk else None,
         past_rtt_s=median(kept.first_rtt_s) if is_learnt else None,
     )

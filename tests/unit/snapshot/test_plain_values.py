@@ -33,7 +33,7 @@ trees = st.recursive(
         | st.sets(scalars)
         | st.frozensets(scalars)
     ),
-    max_leaves=15,
+    max_leaves=10,
 )
 
 
