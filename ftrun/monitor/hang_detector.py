@@ -24,7 +24,7 @@ from ftrun.monitor.verdicts import (
     ranks_text,
     short,
 )
-from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
+from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatch, waits_of
 
 _MANY = 3
 """Maximum number of culprits that are described individually."""
@@ -54,8 +54,8 @@ def find_hang(
     if not late:
         return None
     waits = waits_of(views)
-    if different := mismatches(views):
-        return _skipped(different[0], waits, node_of)
+    if different := mismatch(views):
+        return _skipped(different, waits, node_of)
     if waits.edges or waits.stuck_devices:
         ends = waits.ends()
         if ends & waits.unknown:
@@ -77,8 +77,8 @@ def find_hang(
 
 def find_skipped(views: Mapping[int, RankView], node_of: Mapping[int, str]) -> Verdict | None:
     """Find ranks that call different collectives under one number, including ended ranks."""
-    different = mismatches(views)
-    return _skipped(different[0], waits_of(views), node_of) if different else None
+    different = mismatch(views)
+    return _skipped(different, waits_of(views), node_of) if different else None
 
 
 def is_late(view: RankView, limit_s: float) -> bool:

@@ -233,7 +233,8 @@ def members_of(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[in
     return {rank for rank, view in views.items() if _in_group(view, group.name) is not None}
 
 
-def mismatches(views: Mapping[int, RankView]) -> list[CollectiveMismatch]:
+def mismatch(views: Mapping[int, RankView]) -> CollectiveMismatch | None:
+    """The first one of the first group, by name."""
     groups: dict[str, ProcessGroupView] = {}
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, view in views.items():
@@ -241,11 +242,10 @@ def mismatches(views: Mapping[int, RankView]) -> list[CollectiveMismatch]:
             groups.setdefault(group.name, group)
             for call in group.calls:
                 calls.setdefault((group.name, call.seq), {})[rank] = call
-    found: dict[str, CollectiveMismatch] = {}
     for (name, seq), by_rank in sorted(calls.items()):
-        if name not in found and len({_signature(call) for call in by_rank.values()}) > 1:
-            found[name] = CollectiveMismatch(groups[name], seq, by_rank)
-    return list(found.values())
+        if len({_signature(call) for call in by_rank.values()}) > 1:
+            return CollectiveMismatch(groups[name], seq, by_rank)
+    return None
 
 
 def _unanswered_peers(

@@ -187,18 +187,13 @@ def patches_of(tensor: str, view: StoredView, *, copy: int = 0) -> tuple[StoredR
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRange:
-    """A coordinate's range of a flat buffer: number of items with padding, and its regions."""
-
-    num_items: int
-    patches: tuple[StoredRegion, ...]
-
-
 def flat_part(
     members: Sequence[tuple[str, StoredView]], flat: FlatBuffer, *, count: int, index: int
-) -> FlatRange:
-    """One coordinate's range of a flat buffer that stores views one after the other."""
+) -> tuple[int, tuple[StoredRegion, ...]]:
+    """One coordinate's range of a flat buffer that stores views one after the other.
+
+    Returns its number of items with padding, and its regions.
+    """
     used = sum(math.prod(view.shape) for _, view in members)
     num_items = round_up(used, max(1, flat.pad_to) * count) // count
     start, end = index * num_items, (index + 1) * num_items
@@ -210,7 +205,7 @@ def flat_part(
         if low < high:
             patches += _run_patches(name, view, range(low, high), at - start)
         at += size
-    return FlatRange(num_items, tuple(patches))
+    return num_items, tuple(patches)
 
 
 def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[StoredRegion]:

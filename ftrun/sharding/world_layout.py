@@ -432,8 +432,9 @@ class _Placer:
             for name, shape in flat.tensors
         ]
         count = self._rules.mesh.size_of(flat.axis)
-        part = flat_part(members, flat, count=count, index=self._where[flat.axis])
-        return self._entry((part.num_items,), part.patches)
+        index = self._where[flat.axis]
+        num_items, patches = flat_part(members, flat, count=count, index=index)
+        return self._entry((num_items,), patches)
 
     def _cuts_of(self, name: str, flat: FlatBuffer) -> tuple[DimensionSplit, ...]:
         """The splits of a tensor in a flat buffer along axes other than the buffer's."""

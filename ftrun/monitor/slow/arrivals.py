@@ -219,12 +219,8 @@ def against_the_others(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def _median_without(ordered: Sequence[float], place: int) -> float:
-    count = len(ordered) - 1
-
-    def at(index: int) -> float:
-        return ordered[index if index < place else index + 1]
-
-    return (at((count - 1) // 2) + at(count // 2)) / 2
+    low, high = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
 
 
 def _forget(kept: dict[Key, Any]) -> None:
