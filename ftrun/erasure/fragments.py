@@ -53,7 +53,6 @@ class FragmentHeader:
     """The header of a fragment.
 
     Attributes:
-        of: the stripe that it belongs to.
         generation: generation that made the fragment; later than the version's if a restored
             version was protected again.
         index: its place in the stripe: 0 to k-1 data, k to k+m-1 parity.

@@ -22,7 +22,6 @@ class StripeFacts:
     """Facts about a stripe that are known before any of its fragments arrives.
 
     Attributes:
-        of: the stripe.
         nodes: name of the node at each place, k data and then m parity.
         generation: generation that must have made the fragments.
         empty: places whose node has no block in this stripe; they count as zeros.

@@ -74,7 +74,6 @@ def encode(
     """The bytes of a tree of plain values.
 
     Args:
-        root: path of the tree.
         refer: returns a reference for a value that is not plain.
         skip: values to leave out; None: nothing.
         is_exact: refuse values that would come back as another type.

@@ -93,8 +93,6 @@ class ArrivalTracker:
         """Add the collectives that a rank has entered. Repeated entries do no harm.
 
         Args:
-            rank: that entered them.
-            node: of the rank.
             entered: its newest entries (group, number, time), in any order, with times on the
                 leader's clock.
             groups: ranks of each group. Collectives of a group that is missing here are not judged,
@@ -175,8 +173,6 @@ class ArrivalTracker:
         """Last collective that this rank may have waited for; None: not known.
 
         Args:
-            rank: that made the entry.
-            whole: the collective that it has entered.
             common: the last collective of the same group that all ranks have waited for.
             of_node: only collectives with ranks of other nodes count.
 
