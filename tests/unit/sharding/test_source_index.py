@@ -84,7 +84,7 @@ def read(tensor: WholeTensor, held: list[np.ndarray], wanted: Box) -> np.ndarray
     return gathered(copies, wanted.num_items, 8, raw).view(np.int64).reshape(wanted.shape)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(worlds(), st.data())
 def test_any_box_is_put_together_from_any_cut(
     world: tuple[tuple[int, ...], list[Box]], data: st.DataObject

@@ -35,7 +35,7 @@ from tests.unit.sharding.worlds import (
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(models(), meshes)
 def test_what_ranks_store_is_what_numpy_cuts(model: list[Made], mesh: Mesh) -> None:
     arrays = arrays_of(model, mesh)
@@ -45,7 +45,7 @@ def test_what_ranks_store_is_what_numpy_cuts(model: list[Made], mesh: Mesh) -> N
     assert_same(made, arrays)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(models(), meshes, meshes)
 def test_to_another_world_and_back_is_what_it_was(
     model: list[Made], before: Mesh, after: Mesh
