@@ -79,6 +79,8 @@ class GroupConfig(msgspec.Struct, frozen=True):
 
     name: str = ""
     desc: str = ""
+    ranks: str = "[]"
+    """As text: `[0, 1]`."""
 
 
 class Trace(msgspec.Struct, frozen=True):
