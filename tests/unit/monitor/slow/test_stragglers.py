@@ -251,13 +251,13 @@ def test_all_slow_alike_is_not_named() -> None:
 def test_if_all_ranks_become_uneven_hardly_any_is_named() -> None:
     """Sequences of all lengths after a calm start: noise, and more noise than in the past."""
     named = 0
-    for seed in range(30):
+    for seed in range(20):
         world = SlowWorld(2, [Compute(0.05), Meet(everyone(2))] * 2, seed, noise=0.02)
         detector = StragglerDetector()
         watched(world, 80, detector)
         world.noise = 0.6
         named += bool(watched(world, 100, detector))
-    assert named <= 3  # 7 before the judged windows also included the noise
+    assert named <= 2  # 7 of 30 before the judged windows also included the noise
 
 
 def test_one_that_saves_now_and_then_is_not_named() -> None:
