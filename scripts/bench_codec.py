@@ -28,6 +28,7 @@ import bench_common as bench
 
 from ftrun.erasure.codec import Codec, choose_codec
 from ftrun.erasure.fragments import (
+    BlockDigest,
     Fragment,
     FragmentHeader,
     StripeId,
@@ -36,7 +37,7 @@ from ftrun.erasure.fragments import (
     run_digest,
 )
 from ftrun.erasure.pinned_buffers import PinnedBuffers
-from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
+from ftrun.erasure.rebuild import StripeFacts, StripeWork
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Generation, RunId, version
 
@@ -45,7 +46,7 @@ OF = StripeId(run_digest(RunId("bench")), version(0, 1), 0, 0)
 MEASURE = "memcpy"
 
 Way = Callable[[], None]
-Job = tuple[StripeFacts, list[Fragment]]
+Job = tuple[StripeFacts, list[Fragment], dict[int, BlockDigest]]
 
 
 def main() -> int:
@@ -209,9 +210,12 @@ class StripeBench:
             self._codec.rebuild({i: one for i, one in have.items() if i not in want}, want)
 
     def _checked_rebuild(self) -> None:
-        for (facts, fragments), copy in zip(self._jobs, self._copy, strict=True):
-            want = {place: copy[place] for place in self._lost}
-            rebuild_stripe(self._codec, facts, fragments, want)
+        for (facts, fragments, known), copy in zip(self._jobs, self._copy, strict=True):
+            work = StripeWork(self._codec, facts, {place: copy[place] for place in self._lost})
+            if not any(map(work.take, fragments)):
+                raise work.refusal()
+            if any(block_digest(copy[place]) != digest for place, digest in known.items()):
+                raise BenchError("a rebuilt block has another digest")
 
     def _pyeclib_encode(self) -> None:
         for segment in self._segments:
@@ -231,7 +235,8 @@ class StripeBench:
             if i not in self._lost
         ]
         known = {i: digests[i] for i in self._lost}
-        return StripeFacts(OF, tuple(f"n{i}" for i in digests), known=known), fragments
+        facts = StripeFacts(OF, tuple(f"n{i}" for i in digests), Generation(0))
+        return facts, fragments, known
 
 
 def _memory(num_bytes: int) -> memoryview:

@@ -17,7 +17,7 @@ Rule 4: a codec is tested once, before the first snapshot is protected. A wrongl
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from math import comb
 from typing import Protocol
 
@@ -133,13 +133,24 @@ def self_test(codec: Codec) -> int:
     """
     data = [_noise(i) for i in range(codec.k)]
     parity = _parity_by_hand(data, codec.m)
-    _check_encode(codec, data, parity)
-    _check_update(codec, data, parity)
-    count = 0
+    made = [_dirty() for _ in parity]
+    codec.encode(data, made)
+    for j, found in enumerate(made):
+        _compare(codec, f"parity block {j}", found, parity[j])
+    for j, right in enumerate(parity):
+        found = _dirty()
+        for count, position in enumerate(reversed(range(codec.k))):
+            codec.update(position, data[position], j, found, first=count == 0)
+        _compare(codec, f"parity block {j}, made block by block,", found, right)
+    stripe: list[bytes | bytearray] = [*data, *parity]
+    num_sets = 0
     for survivors in survivor_sets(codec.k, codec.m):
-        _check_rebuild(codec, [*data, *parity], survivors)
-        count += 1
-    return count
+        lost = {i: _dirty() for i in range(codec.k + codec.m) if i not in survivors}
+        codec.rebuild({i: stripe[i] for i in survivors}, lost)
+        for i, found in lost.items():
+            _compare(codec, f"block {i}, rebuilt from blocks {list(survivors)},", found, stripe[i])
+        num_sets += 1
+    return num_sets
 
 
 def survivor_sets(k: int, m: int) -> Iterator[tuple[int, ...]]:
@@ -166,29 +177,7 @@ def _nth_set(rank: int, n: int, k: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _check_encode(codec: Codec, data: list[bytes], expected: list[bytes]) -> None:
-    made = [_dirty() for _ in range(codec.m)]
-    codec.encode(data, made)
-    for j, (found, right) in enumerate(zip(made, expected, strict=True)):
-        _compare(codec, f"parity block {j}", found, right)
-
-
-def _check_update(codec: Codec, data: list[bytes], expected: list[bytes]) -> None:
-    for j, right in enumerate(expected):
-        found = _dirty()
-        for count, position in enumerate(reversed(range(codec.k))):
-            codec.update(position, data[position], j, found, first=count == 0)
-        _compare(codec, f"parity block {j}, made block by block,", found, right)
-
-
-def _check_rebuild(codec: Codec, stripe: list[bytes], survivors: tuple[int, ...]) -> None:
-    lost = {i: _dirty() for i in range(codec.k + codec.m) if i not in survivors}
-    codec.rebuild({i: stripe[i] for i in survivors}, lost)
-    for i, found in lost.items():
-        _compare(codec, f"block {i}, rebuilt from blocks {list(survivors)},", found, stripe[i])
-
-
-def _compare(codec: Codec, what: str, found: bytearray, right: bytes) -> None:
+def _compare(codec: Codec, what: str, found: bytearray, right: bytes | bytearray) -> None:
     if found != right:
         raise InternalError(
             f"{what} is wrong with {codec.name} for {codec.k} data and {codec.m} parity blocks. "
@@ -210,29 +199,15 @@ def _dirty() -> bytearray:
 # --- the same without a library -----------------------------------------------------------------
 
 
-def _parity_by_hand(data: Sequence[bytes], m: int) -> list[bytes]:
-    """Parity by the definition in codec.py, bit by bit."""
+def _parity_by_hand(data: Sequence[bytes], m: int) -> list[bytearray]:
+    """Parity by the definition in the module's docstring, bit by bit."""
     k = len(data)
-    return [
-        _sum([_scaled(_inverse((k + j) ^ i), block) for i, block in enumerate(data)])
-        for j in range(m)
-    ]
-
-
-def _sum(blocks: Sequence[bytes]) -> bytes:
-    total = bytearray(_BLOCK_BYTES)
-    for block in blocks:
+    parity = [bytearray(_BLOCK_BYTES) for _ in range(m)]
+    for j, (i, block) in product(range(m), enumerate(data)):
+        factor = next(one for one in range(1, 256) if _times((k + j) ^ i, one) == 1)
         for at, value in enumerate(block):
-            total[at] ^= value
-    return bytes(total)
-
-
-def _scaled(factor: int, block: bytes) -> bytes:
-    return block.translate(bytes(_times(factor, value) for value in range(256)))
-
-
-def _inverse(value: int) -> int:
-    return next(other for other in range(1, 256) if _times(value, other) == 1)
+            parity[j][at] ^= _times(factor, value)
+    return parity
 
 
 def _times(one: int, other: int) -> int:

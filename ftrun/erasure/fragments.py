@@ -8,7 +8,6 @@ Rule 1: only fragments that have passed `check` are decoded: run, version, group
         length, digest of the header, digest of the bytes.
 Rule 2: a fragment counts for the place that its sender has in the stripe, and its header must
         agree. No node can fill the place of another.
-Rule 3: two fragments for one place are never both used. If they differ, neither is used.
 """
 
 import struct
@@ -54,7 +53,6 @@ class FragmentHeader:
     """The header of a fragment.
 
     Attributes:
-        of: the stripe that it belongs to.
         generation: generation that made the fragment; later than the version's if a restored
             version was protected again.
         index: its place in the stripe: 0 to k-1 data, k to k+m-1 parity.
@@ -117,9 +115,8 @@ def unpack(raw: Buffer, *, what: str = "a fragment") -> FragmentHeader:
             what=what, reason=f"a header of {len(view)} bytes, not {HEADER_BYTES}"
         )
     fields = view[: _FIELDS.size]
-    magic, run, made_in, generation, step, group, stripe, index, num_bytes, digest = _FIELDS.unpack(
-        fields
-    )
+    magic, *numbers = _FIELDS.unpack(fields)
+    run, made_in, generation, step, group, stripe, index, num_bytes, digest = numbers
     if magic != _MAGIC:
         reason = "its header is all zeros" if not any(view) else "its header is not of this format"
         raise FragmentRefused(what=what, reason=reason)
@@ -129,35 +126,27 @@ def unpack(raw: Buffer, *, what: str = "a fragment") -> FragmentHeader:
     return FragmentHeader(of, Generation(made_in), index, BlockDigest(num_bytes, digest))
 
 
-def check(
-    fragment: Fragment,
-    of: StripeId,
-    *,
-    generation: Generation | None = None,
-    known: BlockDigest | None = None,
-) -> FragmentHeader:
+def check(fragment: Fragment, of: StripeId, *, generation: Generation) -> FragmentHeader:
     """Returns the header of a fragment; raises FragmentRefused if a check has failed.
 
-    Args:
-        generation: generation that must have made it; None: any.
+    `generation` must have made it.
     """
     what = fragment.name(of)
     header = unpack(fragment.header, what=what)
     reason = _place_difference(header, fragment.index, of, generation)
     # Hashing the bytes costs the most, so it comes last.
-    reason = reason or _bytes_difference(header.block, fragment.payload, known)
-    if reason:
+    if reason := reason or _bytes_difference(header.block, fragment.payload):
         raise FragmentRefused(what=what, reason=reason)
     return header
 
 
 def _place_difference(
-    header: FragmentHeader, index: int, of: StripeId, generation: Generation | None
+    header: FragmentHeader, index: int, of: StripeId, generation: Generation
 ) -> str:
     mine = header.of
     if mine.run != of.run:
         return "it is of another run"
-    if generation is not None and header.generation != generation:
+    if header.generation != generation:
         return f"it was made in generation {header.generation}, not {generation}"
     if mine.version != of.version:
         return f"it is of {mine.version}"
@@ -168,49 +157,9 @@ def _place_difference(
     return "" if header.index == index else f"it is of place {header.index}"
 
 
-def _bytes_difference(block: BlockDigest, payload: Buffer, known: BlockDigest | None) -> str:
+def _bytes_difference(block: BlockDigest, payload: Buffer) -> str:
     num_bytes = memoryview(payload).nbytes
     if num_bytes != block.num_bytes or not 0 < num_bytes <= MAX_BLOCK_BYTES:
         return f"it has {num_bytes} bytes, and its header says {block.num_bytes}"
-    if xxhash.xxh3_64_intdigest(payload) != block.digest:
-        return "the digest of its bytes does not match"
-    return "" if known in (None, block) else "its bytes are not those that were protected"
-
-
-class FragmentSet:
-    """Checked fragments by stripe and place; not thread-safe."""
-
-    def __init__(self) -> None:
-        self._stripes: dict[StripeId, dict[int, tuple[BlockDigest, Fragment | None]]] = {}
-
-    def add(
-        self,
-        fragment: Fragment,
-        of: StripeId,
-        *,
-        generation: Generation | None = None,
-        known: BlockDigest | None = None,
-    ) -> None:
-        """Checks a fragment and stores it; arguments as for `check`.
-
-        Raises FragmentRefused if a check has failed, or the place is taken. If the stored fragment
-        of the place differs, it is removed too, and the place stays empty.
-        """
-        header = check(fragment, of, generation=generation, known=known)
-        places = self._stripes.setdefault(of, {})
-        if fragment.index not in places:
-            places[fragment.index] = (header.block, fragment)
-            return
-        first, kept = places[fragment.index]
-        if kept is not None and first == header.block:
-            raise FragmentRefused(what=fragment.name(of), reason="the same one was received before")
-        places[fragment.index] = (first, None)
-        reason = "two different ones were received for one place; neither is used"
-        raise FragmentRefused(what=fragment.name(of), reason=reason)
-
-    def of(self, stripe: StripeId) -> dict[int, Fragment]:
-        places = self._stripes.get(stripe, {})
-        return {index: kept for index, (_, kept) in places.items() if kept is not None}
-
-    def forget(self, stripe: StripeId) -> None:
-        self._stripes.pop(stripe, None)
+    is_right = xxhash.xxh3_64_intdigest(payload) == block.digest
+    return "" if is_right else "the digest of its bytes does not match"

@@ -15,7 +15,6 @@ Rule 2: the nodes of a fault domain are spread over the groups as evenly as poss
 Rule 3: a node that stays keeps its group and its position, so protected state stays readable.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,32 +49,13 @@ class ProtectionGroup:
         words = [str(self.parity), *self.nodes]
         return xxhash.xxh3_64_intdigest("".join(f"{len(word)}:{word}" for word in words).encode())
 
-    def note(self, domains: Mapping[str, str]) -> str:
-        """The loss that this group does not survive, in words; empty if it survives as intended."""
-        if not self.is_protected:
-            return (
-                f"{_named(self.nodes)}: no protection by parity, because {len(self.nodes)} "
-                f"node(s) cannot hold data and {self.parity} parity blocks"
-            )
-        (domain, count), *_ = Counter(domains.get(one, one) for one in self.nodes).most_common(1)
-        if count <= self.parity:
-            return ""
-        return (
-            f"{_named(self.nodes)}: the loss of {domain} takes {count} of {len(self.nodes)} nodes, "
-            f"and only {self.parity} may be lost"
-        )
-
 
 def default_parity(num_nodes: int) -> int:
     return 1 if num_nodes < TWO_PARITY_FROM else 2
 
 
 def make_groups(
-    nodes: Sequence[str],
-    *,
-    data: int | None,
-    parity: int,
-    domains: Mapping[str, str] | None = None,
+    nodes: Sequence[str], *, data: int | None, parity: int, domains: Mapping[str, str] | None = None
 ) -> list[ProtectionGroup]:
     """Divides all nodes into new groups.
 
@@ -86,7 +66,7 @@ def make_groups(
         domains: fault domain by node; a node without an entry is a domain of its own.
     """
     if len(set(nodes)) != len(nodes):
-        raise InternalError(f"a node is named twice among {_named(nodes)}")
+        raise InternalError(f"a node is named twice among {', '.join(nodes)}")
     if not (0 <= parity <= MAX_PARITY and (data is None or 1 <= data <= MAX_DATA)):
         raise InternalError(
             f"{data} data and {parity} parity blocks; limits: 1 to {MAX_DATA}, 0 to {MAX_PARITY}"
@@ -94,26 +74,16 @@ def make_groups(
     if not nodes:
         return []
     count = _num_groups(len(nodes), data, parity)
-    ordered = _by_domain(nodes, domains or {})
+    members: dict[str, list[str]] = {}
+    for node in nodes:
+        members.setdefault((domains or {}).get(node, node), []).append(node)
+    ordered = [node for domain in members.values() for node in domain]
     places = {node: position for position, node in enumerate(nodes)}
     # Round robin: the nodes of a domain follow each other, so two groups differ by at most one of
     # its nodes.
     return [
         ProtectionGroup(tuple(sorted(ordered[first::count], key=places.__getitem__)), parity)
         for first in range(count)
-    ]
-
-
-def replace_in_groups(
-    previous: Sequence[ProtectionGroup], replaced: Mapping[str, str]
-) -> list[ProtectionGroup]:
-    before = [node for group in previous for node in group.nodes]
-    after = [replaced.get(node, node) for node in before]
-    if replaced.keys() - {*before} or len({*after}) != len(after):
-        raise InternalError(f"{dict(replaced)} does not replace nodes of {_named(before)}")
-    return [
-        replace(group, nodes=tuple(replaced.get(node, node) for node in group.nodes))
-        for group in previous
     ]
 
 
@@ -139,12 +109,11 @@ def next_groups(
     after = {mine.get(node, node) for node in of_previous}
     is_kept = len(after) == len(of_previous) and all(group.parity == parity for group in previous)
     if previous and is_kept and after == {*nodes}:
-        return replace_in_groups(previous, mine)
+        return [
+            replace(group, nodes=tuple(mine.get(node, node) for node in group.nodes))
+            for group in previous
+        ]
     return make_groups(nodes, data=data, parity=parity, domains=domains)
-
-
-def notes(groups: Sequence[ProtectionGroup], domains: Mapping[str, str] | None = None) -> list[str]:
-    return [note for group in groups if (note := group.note(domains or {}))]
 
 
 def _num_groups(num_nodes: int, data: int | None, parity: int) -> int:
@@ -152,15 +121,3 @@ def _num_groups(num_nodes: int, data: int | None, parity: int) -> int:
     # A code has at most MAX_DATA data blocks, and the largest group is rounded up.
     wanted = min(wanted, MAX_DATA + parity)
     return max(1, min(-(-num_nodes // wanted), num_nodes // (parity + 1)))
-
-
-def _by_domain(nodes: Sequence[str], domains: Mapping[str, str]) -> list[str]:
-    """All nodes, domain after domain; domains are in order of their first node."""
-    members: dict[str, list[str]] = {}
-    for node in nodes:
-        members.setdefault(domains.get(node, node), []).append(node)
-    return [node for domain in members.values() for node in domain]
-
-
-def _named(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes)

@@ -78,8 +78,6 @@ class IsalCodec:
 
     def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
         used = sources_of(self, have, want)
-        if not want:
-            return
         with PinnedBuffers([have[i] for i in used], [*want.values()]) as blocks:
             tables = self._rebuilding(tuple(used), tuple(want))
             self._multiply(blocks.num_bytes, tables, blocks.sources, blocks.targets)
@@ -102,7 +100,6 @@ class IsalCodec:
         return tables
 
     def _rows_from(self, used: tuple[int, ...], wanted: tuple[int, ...]) -> list[bytes]:
-        """Factors that compute each of the wanted blocks from the used ones."""
         square = b"".join(self._rows[i] for i in used)
         inverse = ctypes.create_string_buffer(len(square))
         # gf_invert_matrix() overwrites its input, so the input is a copy.

@@ -13,7 +13,6 @@ Rule 3: while pinned, a mapping cannot be closed and a bytearray cannot be resiz
 
 import ctypes
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ftrun.errors import InternalError
@@ -64,11 +63,7 @@ class PinnedBuffers:
     __slots__ = ("_held", "_may_be_shorter", "num_bytes", "source_bytes", "sources", "targets")
 
     def __init__(
-        self,
-        sources: Sequence[Buffer],
-        targets: Sequence[Buffer],
-        *,
-        may_be_shorter: bool = False,
+        self, sources: Sequence[Buffer], targets: Sequence[Buffer], *, may_be_shorter: bool = False
     ) -> None:
         """Pins and checks the blocks; if a check fails, nothing stays pinned."""
         self._held: list[_PyBuffer] = []
@@ -76,10 +71,9 @@ class PinnedBuffers:
         try:
             reads = [self._pin(f"source {i}", one, _SIMPLE) for i, one in enumerate(sources)]
             writes = [self._pin(f"target {i}", one, _WRITABLE) for i, one in enumerate(targets)]
-            self._check_lengths(reads, writes)
-            _check_overlaps(reads, writes)
+            self._check(reads, writes)
         except InternalError:
-            self.release()
+            self.__exit__()
             raise
         self.sources = [address for address, _ in reads]
         self.source_bytes = [length for _, length in reads]
@@ -89,15 +83,7 @@ class PinnedBuffers:
     def __enter__(self) -> "PinnedBuffers":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._held:
             _release_buffer(self._held.pop())
 
@@ -112,7 +98,7 @@ class PinnedBuffers:
         self._held.append(view)
         return view.buf or 0, view.len
 
-    def _check_lengths(self, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> None:
+    def _check(self, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> None:
         if not writes:
             raise InternalError("there is no block to write to")
         whole = writes[0][1]
@@ -124,10 +110,7 @@ class PinnedBuffers:
         for i, (_, length) in enumerate(reads):
             if length > whole or (length < whole and not self._may_be_shorter):
                 raise InternalError(f"source {i} has {length} bytes and the targets have {whole}")
-
-
-def _check_overlaps(reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> None:
-    for i, (start, length) in enumerate(writes):
-        others = [*reads, *writes[i + 1 :]]
-        if any(at < start + length and start < at + size for at, size in others):
-            raise InternalError(f"target {i} overlaps another block of the same stripe")
+        for i, (start, _) in enumerate(writes):
+            others = [*reads, *writes[i + 1 :]]
+            if any(at < start + whole and start < at + size for at, size in others):
+                raise InternalError(f"target {i} overlaps another block of the same stripe")

@@ -56,8 +56,6 @@ class PyeclibCodec:
 
     def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
         used = sources_of(self, have, want)
-        if not want:
-            return
         with PinnedBuffers([have[i] for i in used], [*want.values()]) as blocks:
             headers = self._headers_of(blocks.num_bytes)
             fragments = [headers[i] + _bytes(have[i]) for i in used]

@@ -68,5 +68,4 @@ def recovery_report(device: str, action: int) -> DeviceReport:
 
 
 def is_hardware_text(text: str) -> bool:
-    """Whether this text of an exception reports a hardware fault."""
     return any(words.lower() in text.lower() for words in _DRIVER_TEXTS)

@@ -1,7 +1,6 @@
 """Reads the flight recorder of torch in one rank: completed, entered, and open collectives.
 
-Source:   torch's FlightRecorder, versions 2.8 to 2.15. If a time was not observed, a JSON dump has
-          0 and a pickle has None. Counts of `pg_status` are text in JSON.
+Source:   torch's FlightRecorder, versions 2.8 to 2.15. Counts of `pg_status` are text in JSON.
 
 Rule 1: a collective is over if its state is `completed`, or if it is `retired`. The head of a group
         is the oldest collective that is not over. ProcessGroupNCCL sets the state before it retires
@@ -44,17 +43,11 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     """The call has ended on this rank, or has timed out."""
     is_p2p: bool = False
     input_sizes: list[list[int]] = []
-    output_sizes: list[list[int]] = []
     state: str = "scheduled"
     """`scheduled`, `started` (only with start events) or `completed`."""
     pg_id: int | None = None
     p2p_seq_id: int = 0
     op_id: int = 0
-    time_discovered_started_ns: int | None = None
-    time_discovered_completed_ns: int | None = None
-    duration_ms: float | None = None
-    """None: the call is not over, or its start was not recorded."""
-    timeout_ms: int = 0
 
     @property
     def group(self) -> str:
@@ -73,21 +66,11 @@ class RecordedCollective(msgspec.Struct, frozen=True):
         """Whether the call has ended on this rank; `has_states` of its `RecorderSource`."""
         return self.state == "completed" or (self.retired and not has_states)
 
-    @property
-    def started_ns(self) -> int | None:
-        """Time at which the watchdog found it running on the device, on the wall clock."""
-        return self.time_discovered_started_ns or None
-
-    @property
-    def completed_ns(self) -> int | None:
-        return self.time_discovered_completed_ns or None
-
 
 class GroupStatus(msgspec.Struct, frozen=True):
     """Newest collective of a group in each state, up to 100 ms ago; -1: none yet."""
 
     last_enqueued_collective: int = -1
-    last_started_collective: int = -1
     last_completed_collective: int = -1
 
 
@@ -103,7 +86,6 @@ class GroupConfig(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, frozen=True):
     """One dump of one recorder."""
 
-    version: str = ""
     entries: tuple[RecordedCollective, ...] = ()
     pg_config: dict[str, GroupConfig] = {}
     pg_status: dict[int, GroupStatus] = {}
@@ -156,7 +138,10 @@ class RecordedGroups:
 def recorded_groups(trace: Trace, source: RecorderSource, *, now_ns: float) -> RecordedGroups:
     """Return the groups of a trace; `now_ns` is the wall clock."""
     ranks = decode_groups(source.groups)
-    newest = _numbers_on_page(ranks, source.backends) if source.is_on_device else {}
+    newest: dict[str, int] = {}
+    if source.is_on_device:
+        numbers = zip(ranks, source.backends.ids, strict=False)
+        newest = {name: number for name, number in numbers if number is not None}
     # Numbers grow, so an unknown number below those on the page is of a destroyed group.
     first_unknown = max(newest.values(), default=-1) + 1
     for entry in trace.entries:
@@ -185,11 +170,6 @@ def recorded_groups(trace: Trace, source: RecorderSource, *, now_ns: float) -> R
         for name in dict.fromkeys((*by_name, *statuses))
     )
     return RecordedGroups(tuple(one for one in views if one is not None), is_complete)
-
-
-def _numbers_on_page(ranks: Iterable[str], backends: Backends) -> dict[str, int]:
-    pairs = zip(ranks, backends.ids, strict=False)
-    return {name: number for name, number in pairs if number is not None}
 
 
 def _view(

@@ -24,7 +24,7 @@ from ftrun.monitor.verdicts import (
     ranks_text,
     short,
 )
-from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
+from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatch, waits_of
 
 _MANY = 3
 """Maximum number of culprits that are described individually."""
@@ -54,8 +54,8 @@ def find_hang(
     if not late:
         return None
     waits = waits_of(views)
-    if different := mismatches(views):
-        return _skipped(different[0], waits, node_of)
+    if different := mismatch(views):
+        return _skipped(different, waits, node_of)
     if waits.edges or waits.stuck_devices:
         ends = waits.ends()
         if ends & waits.unknown:
@@ -77,8 +77,8 @@ def find_hang(
 
 def find_skipped(views: Mapping[int, RankView], node_of: Mapping[int, str]) -> Verdict | None:
     """Find ranks that call different collectives under one number, including ended ranks."""
-    different = mismatches(views)
-    return _skipped(different[0], waits_of(views), node_of) if different else None
+    different = mismatch(views)
+    return _skipped(different, waits_of(views), node_of) if different else None
 
 
 def is_late(view: RankView, limit_s: float) -> bool:
@@ -89,10 +89,7 @@ def is_late(view: RankView, limit_s: float) -> bool:
 
 
 def _not_entered(
-    culprits: Sequence[RankView],
-    waits: WaitGraph,
-    node_of: Mapping[int, str],
-    settings: HangConfig,
+    culprits: Sequence[RankView], waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
 ) -> Verdict:
     ranks = tuple(view.rank for view in culprits)
     victims = tuple(sorted(waits.waiting - set(ranks)))
@@ -103,7 +100,11 @@ def _not_entered(
     evidence, counter_evidence = _of_waiting(waits, ranks), list[str]()
     for view in culprits[:_MANY]:
         evidence += _of_device(view.rank, waits) + _of_state(view, settings)
-        counter_evidence += _counter_evidence(view) + _device_counter_evidence(view.rank, waits)
+        counter_evidence += _counter_evidence(view)
+        if view.rank in waits.stuck_devices - waits.proven:
+            counter_evidence.append(
+                f"the device of rank {view.rank} may run a long kernel before that collective"
+            )
     return Verdict(
         kind=kind,
         culprits=ranks,
@@ -180,11 +181,7 @@ def _sentence(
     first = culprits[0]
     if len(culprits) > 1:
         subject = ranks_text(view.rank for view in culprits)
-        does = {
-            VerdictKind.INPUT_BOUND: "wait for their data",
-            VerdictKind.FROZEN: "are frozen",
-            VerdictKind.DEVICE_STUCK: "have devices that are stuck",
-        }.get(kind, _do_together(culprits))
+        does = _DO_TOGETHER.get(kind) or _do_together(culprits)
     else:
         subject = rank_on_node(first.rank, node_of)
         does = _does(first, kind)
@@ -193,7 +190,22 @@ def _sentence(
     if not others:
         return f"{subject} {does}; no other rank waits"
     verb = "waits" if len(others) == 1 else "wait"
-    return f"{subject} {does}, and {ranks_text(others)} {verb}{_in_what(waits, ranks)}"
+    groups = _waiting_groups(waits, ranks)
+    what = f"in {_call_of(groups[0][1])}" if groups else "for it"
+    return f"{subject} {does}, and {ranks_text(others)} {verb} {what}"
+
+
+_DO_TOGETHER = {
+    VerdictKind.INPUT_BOUND: "wait for their data",
+    VerdictKind.FROZEN: "are frozen",
+    VerdictKind.DEVICE_STUCK: "have devices that are stuck",
+}
+_DOES = {
+    VerdictKind.DEVICE_STUCK: "has a device that is stuck",
+    VerdictKind.GIL_STUCK: "holds the GIL and makes no progress",
+    VerdictKind.BUSY_LOOP: "is in a busy loop",
+    VerdictKind.INPUT_BOUND: "waits for its data",
+}
 
 
 def _do_together(views: Sequence[RankView]) -> str:
@@ -208,30 +220,13 @@ def _does(view: RankView, kind: VerdictKind) -> str:
     at = f" at {short(view.place)}" if view.place else ""
     if view.is_finished:
         return "has finished"
-    match kind:
-        case VerdictKind.FROZEN if view.process == "D":
-            where = f" ({view.blocked_in})" if view.blocked_in else ""
-            return f"hangs in the kernel{where}{at}"
-        case VerdictKind.FROZEN:
-            return "is stopped (SIGSTOP)"
-        case VerdictKind.DEVICE_STUCK:
-            return f"has a device that is stuck{at}"
-        case VerdictKind.GIL_STUCK:
-            return f"holds the GIL and makes no progress{at}"
-        case VerdictKind.BUSY_LOOP:
-            return f"is in a busy loop{at}"
-        case VerdictKind.INPUT_BOUND:
-            return f"waits for its data{at}"
-        case _ if view.cpu >= COMPUTES:
-            return f"is still computing{at}"
-        case _:
-            return f"has stopped making progress{at}"
-
-
-def _in_what(waits: WaitGraph, culprits: Collection[int]) -> str:
-    for _, group in _waiting_groups(waits, culprits):
-        return f" in {_call_of(group)}"
-    return " for it"
+    if kind is VerdictKind.FROZEN and view.process != "D":
+        return "is stopped (SIGSTOP)"
+    if kind is VerdictKind.FROZEN:
+        where = f" ({view.blocked_in})" if view.blocked_in else ""
+        return f"hangs in the kernel{where}{at}"
+    usual = "is still computing" if view.cpu >= COMPUTES else "has stopped making progress"
+    return f"{_DOES.get(kind, usual)}{at}"
 
 
 def _waiting_groups(
@@ -276,12 +271,6 @@ def _of_device(rank: int, waits: WaitGraph) -> list[str]:
     does = "completed" if behind.completed_by else "started"
     verb = "has" if len(others) == 1 else "have"
     return [f"{ranks_text(others)} {verb} {does} {call}, and rank {rank} has only called it"]
-
-
-def _device_counter_evidence(rank: int, waits: WaitGraph) -> list[str]:
-    if rank not in waits.stuck_devices or rank in waits.proven:
-        return []
-    return [f"the device of rank {rank} may run a long kernel before that collective"]
 
 
 def _of_state(view: RankView, settings: HangConfig) -> list[str]:
@@ -339,9 +328,10 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     entered = members - unread
     left = sorted(entered - set(ranks))
     have = "has" if len(ranks) == 1 else "have"
+    call = _call_of(group)
     evidence = [
         f"{'' if unread else 'all '}{len(entered)} ranks of {_group_name(group)} have entered "
-        f"{_call_of(group)}",
+        f"{call}",
         f"{ranks_text(ranks)} {have} not left it for {group.waits_s:.1f} s",
     ]
     if left:
@@ -351,14 +341,13 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     nodes = nodes_of(sorted(members), node_of)
     where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
     text = (
-        f"all ranks have entered {_call_of(group)} and {ranks_text(ranks)} cannot leave it: a "
+        f"all ranks have entered {call} and {ranks_text(ranks)} cannot leave it: a "
         f"connection {where} carries no data"
     )
-    unknown = (
-        f"whether {ranks_text(unread)} entered {_call_of(group)} is not known" if unread else ""
-    )
+    unknown = ""
     if unread:
-        text = f"{ranks_text(ranks)} cannot leave {_call_of(group)}, and {unknown}"
+        unknown = f"whether {ranks_text(unread)} entered {call} is not known"
+        text = f"{ranks_text(ranks)} cannot leave {call}, and {unknown}"
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
         culprits=(),
@@ -400,9 +389,7 @@ def _skipped(
     if not is_clear:  # a rank that has skipped a call is ahead in its steps
         ahead = max(waits.views[rank].step for rank in different.calls)
         in_front = [rank for rank in different.calls if waits.views[rank].step == ahead]
-        is_clear = len(in_front) * 2 <= len(different.calls) and len(in_front) < len(
-            different.calls
-        )
+        is_clear = len(in_front) * 2 <= len(different.calls)
         fewest = in_front if is_clear else sorted(different.calls)
     ranks = tuple(fewest)
     evidence = [f"{ranks_text(side)}: {what}" for what, side in sides.items()]
@@ -438,11 +425,7 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
     are_counts = any(view.groups and not view.is_recorder_complete for view in views)
     are_still = all(view.still_s >= settings.no_activity_s for view in views) and not are_counts
     unknown = "only the counts of their recorders are known, which may be of messages"
-    evidence = [
-        f"rank {rank} waits in {_call_of(waits.views[rank].waiting[0])} for "
-        f"{ranks_text(waits.edges[rank])}"
-        for rank in ranks[: 2 * _MANY]
-    ]
+    calls = {rank: _call_of(waits.views[rank].waiting[0]) for rank in ranks[: 2 * _MANY]}
     return Verdict(
         kind=VerdictKind.DEADLOCK,
         culprits=ranks,
@@ -450,7 +433,10 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
         victims=tuple(sorted(waits.waiting - set(ranks))),
         text=f"{ranks_text(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
-        evidence=tuple(evidence),
+        evidence=tuple(
+            f"rank {rank} waits in {call} for {ranks_text(waits.edges[rank])}"
+            for rank, call in calls.items()
+        ),
         counter_evidence=(unknown,) if are_counts else (),
         confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
         act_immediately=are_still,

@@ -9,7 +9,7 @@ Rule 1: A value that is not finite spreads with the next all-reduce. The rank th
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -44,21 +44,17 @@ class NumericsDetector:
     """State of one generation; the losses of the previous one are retained."""
 
     def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=KEPT)
+        self.begin()
+
+    def begin(self) -> None:
         self.bad_since = 0
         """First step after which a value was not finite; 0: none was."""
         self._seen_s: float | None = None
         self._bad_loss: dict[int, int] = {}
         """Step at which each rank first reported a bad loss."""
-        self._losses: deque[float] = deque(maxlen=KEPT)
         self._last_step = -1
         self._high: deque[float] = deque(maxlen=4)
-        self._is_spike_reported = False
-
-    def begin(self) -> None:
-        self._last_step = -1
-        self._high.clear()
-        self.bad_since, self._seen_s = 0, None
-        self._bad_loss.clear()
         self._is_spike_reported = False
 
     def poll(
@@ -131,8 +127,7 @@ class NumericsDetector:
     def _is_high(self, loss: float) -> bool:
         if len(self._losses) < ENOUGH:
             return False
-        middle = median(self._losses)
-        spread = median(abs(one - middle) for one in self._losses)
+        middle, spread = _middle_and_spread(self._losses)
         is_far = loss - middle > _SPREADS * spread
         return is_far and loss > middle + (_AT_LEAST - 1) * abs(middle)
 
@@ -140,6 +135,11 @@ class NumericsDetector:
 def finite(value: float | None) -> float | None:
     """The number, or None if it is not finite, because JSON cannot represent it."""
     return None if _is_bad(value) else value
+
+
+def _middle_and_spread(losses: Collection[float]) -> tuple[float, float]:
+    middle = median(losses)
+    return middle, median(abs(one - middle) for one in losses)
 
 
 def _is_bad(loss: float | None) -> bool:
@@ -212,7 +212,6 @@ class LossContinuity:
         before = [one for _, one in self._found if math.isfinite(one)]
         if len(before) < _ENOUGH_LOSSES:
             return "not reported"
-        middle = median(before)
-        spread = median(abs(one - middle) for one in before)
+        middle, spread = _middle_and_spread(before)
         limit = max(_JUMP_SPREADS * spread, _JUMP_SLACK * abs(middle))
         return "continuous" if abs(loss - middle) <= limit else "jumped"

@@ -32,7 +32,6 @@ def bucket_of(duration_ns: int) -> int:
 
 
 def upper_edge_s(bucket: int) -> float:
-    """Upper bound of the durations in this bucket."""
     exponent, quarter = divmod(bucket, 4)
     return float(1 << (exponent + _FIRST_EXPONENT)) * (1 + (quarter + 1) / 4) / 1e6
 
@@ -120,13 +119,17 @@ def decode_backends(text: str) -> Backends:
 def encode_ranks(ranks: Iterable[int]) -> str:
     """`0-7`, `0-6:2`, `0,3`: ranges of equal distance."""
     parts: list[str] = []
-    run: list[int] = []
-    for rank in sorted(ranks):
-        if len(run) >= 2 and rank - run[-1] != run[1] - run[0]:
-            run = _close(run, parts)
-        run.append(rank)
-    while run:
-        run = _close(run, parts)
+    left = sorted(ranks)
+    while left:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        count = 1
+        while count < len(left) and left[count] - left[count - 1] == step:
+            count += 1
+        if count == 1 or (count == 2 and step > 1):
+            parts.append(str(left.pop(0)))
+            continue
+        parts.append(f"{left[0]}-{left[count - 1]}" + (f":{step}" if step > 1 else ""))
+        del left[:count]
     return ",".join(parts)
 
 
@@ -138,18 +141,6 @@ def decode_ranks(text: str) -> tuple[int, ...]:
         first, dash, last = span.partition("-")
         found += range(int(first), int(last if dash else first) + 1, int(step or 1))
     return tuple(found)
-
-
-def _close(run: list[int], parts: list[str]) -> list[int]:
-    if len(run) == 1:
-        parts.append(str(run[0]))
-        return []
-    step = run[1] - run[0]
-    if len(run) == 2 and step > 1:
-        parts.append(str(run[0]))
-        return run[1:]
-    parts.append(f"{run[0]}-{run[-1]}" + (f":{step}" if step > 1 else ""))
-    return []
 
 
 def _plain(name: str) -> str:

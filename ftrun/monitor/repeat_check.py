@@ -90,6 +90,11 @@ class Execution:
     def first_step(self) -> int:
         return self.restored.step + 1 if self.restored is not None else 1
 
+    @property
+    def start(self) -> tuple[object, ...]:
+        """Executions with equal starts should be equal."""
+        return self.world_size, self.restored, self.skipped
+
     def last_step(self) -> int:
         return max((one.last_step for one in self.ranks.values()), default=0)
 
@@ -148,12 +153,8 @@ class RepeatCheck:
         restored = execution.restored
         if restored is not None:
             # A version of an unknown generation (-1) may be newer than any of them.
-            cuts = [
-                one
-                for one in self._diverged
-                if one <= restored.generation or restored.generation < 0
-            ]
-            oldest = max(cuts, default=-1)
+            newest = restored.generation
+            oldest = max((g for g in self._diverged if g <= newest or newest < 0), default=-1)
             self._earlier = [one for one in self._earlier if one.generation >= oldest]
         self.current = execution
 
@@ -206,7 +207,7 @@ class RepeatCheck:
         The reference is the execution that took the restored version, or else the newest execution
         without skipped batches.
         """
-        same = [run for run in self._earlier if _is_same_start(run, now)]
+        same = [run for run in self._earlier if run.start == now.start]
         if now.skipped:
             return same
         others = [
@@ -236,14 +237,6 @@ class RepeatCheck:
             batches = "batch was" if left_out == 1 else "batches were"
             return _not_compared(f"{left_out:,} {batches} left out")
         return _not_compared("no step was repeated")
-
-
-def _is_same_start(run: Execution, now: Execution) -> bool:
-    return (run.world_size, run.restored, run.skipped) == (
-        now.world_size,
-        now.restored,
-        now.skipped,
-    )
 
 
 def _repeated(now: Execution, runs: Sequence[Execution]) -> int:

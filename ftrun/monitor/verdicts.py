@@ -100,25 +100,23 @@ _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/")
 """Path parts of libraries that compute for the user; a busy loop has no such frame."""
 
 _COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll")
-_SAVING = (
-    "/torch/serialization.py", "/torch/distributed/checkpoint/", "/safetensors/",
-    "/ftrun/worker/capture/capture.py",
-)  # fmt: skip
-_COMPILING = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
-_OUTSIDE = (
-    "/subprocess.py", "/socket.py", "/ssl.py", "/http/client.py", "/urllib3/", "/requests/",
-    "/multiprocessing/", "/selectors.py", "/asyncio/", "/boto", "/fsspec/", "/concurrent/futures/",
-    "/queue.py", "-packages/ray/", "-packages/grpc/", "-packages/filelock/",
-    "-packages/nvidia/dali/",
-)  # fmt: skip
-_DEBUGGING = ("/pdb.py", "/bdb.py", "/debugpy/", "/IPython/")
+_ACTIVITIES = {
+    "debugger": ("/pdb.py", "/bdb.py", "/debugpy/", "/IPython/"),
+    "checkpoint": ("/torch/serialization.py", "/torch/distributed/checkpoint/", "/safetensors/",
+                   "/ftrun/worker/capture/capture.py"),
+    "compile": ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/"),
+    "data": ("/torch/utils/data/", "/ftrun/worker/state/data_position.py", "/torchdata/",
+             "/datasets/"),
+    "outside": (
+        "/subprocess.py", "/socket.py", "/ssl.py", "/http/client.py", "/urllib3/", "/requests/",
+        "/multiprocessing/", "/selectors.py", "/asyncio/", "/boto", "/fsspec/",
+        "/concurrent/futures/", "/queue.py", "-packages/ray/", "-packages/grpc/",
+        "-packages/filelock/", "-packages/nvidia/dali/",
+    ),
+}  # fmt: skip
+"""By path parts of a frame; the first one that fits counts."""
+
 _HELD_UP = (*_COMMUNICATION, "/torch/autograd/", "/torch/cuda/streams.py", " in synchronize")
-_LOADING = (
-    "/torch/utils/data/",
-    "/ftrun/worker/state/data_position.py",
-    "/torchdata/",
-    "/datasets/",
-)
 
 
 class CollectiveCall(msgspec.Struct, frozen=True):
@@ -250,16 +248,9 @@ class RankView(msgspec.Struct, frozen=True):
         if self.has_reported:
             return self.phase
         for frame in self.stack:
-            if is_in(frame, _DEBUGGING):
-                return "debugger"
-            if is_in(frame, _SAVING):
-                return "checkpoint"
-            if is_in(frame, _COMPILING):
-                return "compile"
-            if is_in(frame, _LOADING):
-                return "data"
-            if is_in(frame, _OUTSIDE):
-                return "outside"
+            for activity, parts in _ACTIVITIES.items():
+                if is_in(frame, parts):
+                    return activity
         if self.waiting or any(is_in(frame, _COMMUNICATION) for frame in self.stack):
             return "collective"
         return "train"

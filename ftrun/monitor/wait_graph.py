@@ -185,17 +185,24 @@ def waits_of(views: Mapping[int, RankView]) -> WaitGraph:
 
 def _awaited(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[int]:
     """Members that have not entered the collective, or are in an older one: rules 3 and 4."""
-    return {
-        one
-        for one in (members_of(group, views) if group.waits_seq else ())
-        if _is_absent(one, group, views) or _is_in_older(one, group, views)
-    }
+    members = members_of(group, views) if group.waits_seq else ()
+    return {one for one in members if _is_awaited(views.get(one), group)}
+
+
+def _is_awaited(view: RankView | None, group: ProcessGroupView) -> bool:
+    if view is None:
+        return True
+    own = _in_group(view, group.name)
+    if own is None:
+        return view.is_recorder_complete
+    return own.entered < group.waits_seq or 0 < own.waits_seq < group.waits_seq
 
 
 def _note_behind(graph: WaitGraph, rank: int, group: ProcessGroupView) -> None:
+    members = members_of(group, graph.views) if group.waits_seq else ()
     completed_by = {
         one
-        for one in (members_of(group, graph.views) if group.waits_seq else ())
+        for one in members
         if one in graph.views
         and (own := _in_group(graph.views[one], group.name)) is not None
         and own.completed >= group.waits_seq
@@ -226,7 +233,8 @@ def members_of(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[in
     return {rank for rank, view in views.items() if _in_group(view, group.name) is not None}
 
 
-def mismatches(views: Mapping[int, RankView]) -> list[CollectiveMismatch]:
+def mismatch(views: Mapping[int, RankView]) -> CollectiveMismatch | None:
+    """The first one of the first group, by name."""
     groups: dict[str, ProcessGroupView] = {}
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, view in views.items():
@@ -234,24 +242,10 @@ def mismatches(views: Mapping[int, RankView]) -> list[CollectiveMismatch]:
             groups.setdefault(group.name, group)
             for call in group.calls:
                 calls.setdefault((group.name, call.seq), {})[rank] = call
-    found: dict[str, CollectiveMismatch] = {}
     for (name, seq), by_rank in sorted(calls.items()):
-        if name not in found and len({_signature(call) for call in by_rank.values()}) > 1:
-            found[name] = CollectiveMismatch(groups[name], seq, by_rank)
-    return list(found.values())
-
-
-def _is_absent(rank: int, group: ProcessGroupView, views: Mapping[int, RankView]) -> bool:
-    view = views.get(rank)
-    if view is None:
-        return True
-    own = _in_group(view, group.name)
-    return view.is_recorder_complete if own is None else own.entered < group.waits_seq
-
-
-def _is_in_older(rank: int, group: ProcessGroupView, views: Mapping[int, RankView]) -> bool:
-    own = _in_group(views[rank], group.name) if rank in views else None
-    return own is not None and 0 < own.waits_seq < group.waits_seq
+        if len({_signature(call) for call in by_rank.values()}) > 1:
+            return CollectiveMismatch(groups[name], seq, by_rank)
+    return None
 
 
 def _unanswered_peers(

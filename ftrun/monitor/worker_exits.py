@@ -47,13 +47,8 @@ def explain(facts: ExitFacts) -> WorkerExit:
     rank, status = facts.rank, facts.status
     subject = f"rank {rank} (pid {facts.pid})"
     if facts.corrupt:
-        return WorkerExit(
-            rank,
-            ExitKind.CORRUPT_SNAPSHOT,
-            status,
-            f"{subject}: {facts.corrupt}",
-            fingerprint="corrupt",
-        )
+        text = f"{subject}: {facts.corrupt}"
+        return WorkerExit(rank, ExitKind.CORRUPT_SNAPSHOT, status, text, fingerprint="corrupt")
     if facts.stopped_s is not None:
         text = f"{subject} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s, and ftrun killed it"
         return WorkerExit(rank, ExitKind.STOPPED, status, text, fingerprint="stopped")
@@ -99,7 +94,6 @@ def _signalled(facts: ExitFacts, subject: str) -> WorkerExit:
 
 
 def node_lost(rank: int, node_id: str, reason: str) -> WorkerExit:
-    """The end of a rank whose node is lost."""
     kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
     text, mark = f"node {node_id} is lost: {reason}", f"node {node_id}"
     return WorkerExit(Rank(rank), kind, code, text, fingerprint=mark)
@@ -192,9 +186,7 @@ def is_link_failure(end: WorkerExit) -> bool:
 
 
 def hidden_cause(
-    ended: Sequence[WorkerExit],
-    views: Mapping[int, RankView],
-    node_of: Mapping[int, str],
+    ended: Sequence[WorkerExit], views: Mapping[int, RankView], node_of: Mapping[int, str]
 ) -> tuple[WorkerExit, Verdict | None] | None:
     """The failure behind a number of broken connections, if there is one.
 

@@ -39,7 +39,6 @@ def merged(saved: Iterable[tuple[Mapping[str, Any], Collection[str]]]) -> Plain:
 
 
 def modules_with(names: Iterable[str]) -> set[str]:
-    """The paths of all modules that contain tensors of these names."""
     found: set[str] = set()
     for name in names:
         path = name.rpartition(".")[0]
@@ -109,7 +108,6 @@ class ModuleValues:
         ]
 
     def of(self, rank: int, stages: Sequence[int]) -> dict[str, bytes]:
-        """The parts of a new rank, from those of these old ranks."""
         return {
             name: plain.encode(make(rank, stages))
             for name, make in self._makers.items()
@@ -146,12 +144,10 @@ class ModuleValues:
         }
 
     def _with_names(self, rank: int, values: Plain) -> Plain:
-        """The values of a new rank's tensors, by its own names."""
         names, own = self._target.entries[rank], self._target.names[rank].own
         return {own(name): value for name, value in values.items() if name in names}
 
     def _with_paths(self, rank: int, values: Plain) -> Plain:
-        """The values of a new rank's modules, by its own paths."""
         here = {}
         for path, value in values.items():
             with suppress(SplitImpossible):  # a layer without tensors need not be counted by rules

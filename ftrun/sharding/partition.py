@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftrun.sharding.rules import DimensionSplit, FlatBuffer, FusedPart, Mesh, UnevenPolicy
-from ftrun.snapshot.boxes import Box, Shape, overlap, strides_of, whole
+from ftrun.snapshot.boxes import Box, Shape, item_at, overlap, strides_of, whole
 
 
 class SplitImpossible(ValueError):
@@ -161,7 +161,6 @@ def _cut(view: StoredView, dim: int, held: StoredRuns) -> StoredView:
 
 
 def _within(block: PartBlock, dim: int, run: IndexRun) -> PartBlock | None:
-    """The part of a block within a run of a dimension, at its stored offset."""
     low = max(block.at[dim], run.start)
     high = min(block.at[dim] + block.box.shape[dim], run.start + run.size)
     if low >= high:
@@ -183,23 +182,18 @@ def patches_of(tensor: str, view: StoredView, *, copy: int = 0) -> tuple[StoredR
     """The regions of an entry that stores exactly this view."""
     strides = strides_of(view.shape)
     return tuple(
-        StoredRegion(tensor, block.box, _item(block.at, strides), strides, copy)
+        StoredRegion(tensor, block.box, item_at(block.at, strides), strides, copy)
         for block in view.blocks
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRange:
-    """A coordinate's range of a flat buffer: number of items with padding, and its regions."""
-
-    num_items: int
-    patches: tuple[StoredRegion, ...]
-
-
 def flat_part(
     members: Sequence[tuple[str, StoredView]], flat: FlatBuffer, *, count: int, index: int
-) -> FlatRange:
-    """One coordinate's range of a flat buffer that stores views one after the other."""
+) -> tuple[int, tuple[StoredRegion, ...]]:
+    """One coordinate's range of a flat buffer that stores views one after the other.
+
+    Returns its number of items with padding, and its regions.
+    """
     used = sum(math.prod(view.shape) for _, view in members)
     num_items = round_up(used, max(1, flat.pad_to) * count) // count
     start, end = index * num_items, (index + 1) * num_items
@@ -211,7 +205,7 @@ def flat_part(
         if low < high:
             patches += _run_patches(name, view, range(low, high), at - start)
         at += size
-    return FlatRange(num_items, tuple(patches))
+    return num_items, tuple(patches)
 
 
 def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[StoredRegion]:
@@ -224,7 +218,7 @@ def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[
             if common is not None:
                 moved = zip(block.box.offsets, common.offsets, block.at, strict=True)
                 offsets = tuple(offset + at - begin for offset, at, begin in moved)
-                first = _item(common.offsets, strides) + shift
+                first = item_at(common.offsets, strides) + shift
                 found.append(StoredRegion(name, Box(offsets, common.shape), first, strides))
     return found
 
@@ -251,7 +245,3 @@ def boxes_of_run(shape: Shape, start: int, end: int) -> list[Box]:
 def _in_row(index: int, shape: Shape, low: int, high: int) -> list[Box]:
     inner = boxes_of_run(shape[1:], low, high)
     return [Box((index, *box.offsets), (1, *box.shape)) for box in inner]
-
-
-def _item(at: Shape, strides: Shape) -> int:
-    return sum(index * step for index, step in zip(at, strides, strict=True))

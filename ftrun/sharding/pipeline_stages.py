@@ -51,8 +51,7 @@ class FixedStageNames:
 
     def whole(self, name: str) -> str:
         """As `StageNames.whole`; raises SplitImpossible if the name is of another turn."""
-        found = self.placement.pattern.match(name)
-        assert found is not None, name
+        found = self.placement.pattern.numbers(name)
         if found[TURN] != self._turn:
             raise SplitImpossible(
                 f"its turn is {found[TURN]}, and that of {self._where} is {self._turn} by "
@@ -61,8 +60,7 @@ class FixedStageNames:
         return self.placement.pattern.with_numbers(name, {**found, TURN: 0})
 
     def own(self, name: str) -> str:
-        found = self.placement.pattern.match(name)
-        assert found is not None, name
+        found = self.placement.pattern.numbers(name)
         return self.placement.pattern.with_numbers(name, {**found, TURN: self._turn})
 
 
@@ -80,14 +78,18 @@ class StageNames:
 
         Raises SplitImpossible if the layer is not at this coordinate.
         """
-        numbers = self._numbers(name)
+        numbers = self.placement.pattern.numbers(name)
         turn, number = numbers.get(TURN, 0), numbers[self.placement.word]
         if turn >= len(self._turns):
             raise SplitImpossible(f"its turn {turn} is not below turns: {len(self._turns)}")
         here = self._in_turn(turn)
         if self.placement.is_anew:
             if number >= len(here):
-                raise SplitImpossible(self._too_many(turn, number, len(here)))
+                there = f"numbers 0 to {len(here) - 1}" if here else "none"
+                where = f"turn {turn} of {self._where}" if self._says_turn else self._where
+                raise SplitImpossible(
+                    f"its number is {number}, and {where} has {there} by {self.placement}"
+                )
             number = here[number]
         elif number not in here:
             raise SplitImpossible(f"number {number} is not in turn {turn} of {self._where}")
@@ -95,12 +97,12 @@ class StageNames:
 
     def own(self, name: str) -> str:
         """The inverse of `whole`, for a tensor of this coordinate."""
-        number = self._numbers(name)[self.placement.word]
+        number = self.placement.pattern.numbers(name)[self.placement.word]
         turns = range(len(self._turns))
         turn = next(turn for turn in turns if number in self._in_turn(turn))
-        return self._with(
-            name, turn, self._in_turn(turn).index(number) if self.placement.is_anew else number
-        )
+        if self.placement.is_anew:
+            number = self._in_turn(turn).index(number)
+        return self._with(name, turn, number)
 
     def _in_turn(self, turn: int) -> Sequence[int]:
         """The numbers in a turn, or in all turns if names do not contain the turn."""
@@ -108,18 +110,8 @@ class StageNames:
             return self._turns[turn]
         return [number for run in self._turns for number in run]
 
-    def _numbers(self, name: str) -> dict[str, int]:
-        found = self.placement.pattern.match(name)
-        assert found is not None, name
-        return found
-
     def _with(self, name: str, turn: int, number: int) -> str:
         return self.placement.pattern.with_numbers(name, {TURN: turn, self.placement.word: number})
-
-    def _too_many(self, turn: int, number: int, count: int) -> str:
-        there = f"numbers 0 to {count - 1}" if count else "none"
-        where = f"turn {turn} of {self._where}" if self._says_turn else self._where
-        return f"its number is {number}, and {where} has {there} by {self.placement}"
 
 
 class RankNames:

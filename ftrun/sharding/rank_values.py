@@ -58,7 +58,6 @@ class WorldResize:
 
     @property
     def previous_rank(self) -> int:
-        """The old rank whose state this rank takes over."""
         return self.rank % self.previous_size
 
     @property
@@ -166,11 +165,10 @@ class DataShares:
         return generators(self._all("generators"), self._resize)
 
     def loaders(self) -> Plain:
+        loaders, rank = self._loaders.items(), self._resize.previous_rank
         if self._resize.size == self._resize.previous_size:
-            return {
-                name: states[self._resize.previous_rank] for name, states in self._loaders.items()
-            }
-        return {name: loader(states, self._resize) for name, states in self._loaders.items()}
+            return {name: states[rank] for name, states in loaders}
+        return {name: loader(states, self._resize) for name, states in loaders}
 
     def notes(self) -> list[str]:
         if self._resize.size == self._resize.previous_size:
@@ -207,20 +205,15 @@ def groups_renamed(
 
 def states_renamed(states: Plain, rename: RenameParameter) -> Plain:
     """Renames state of optimizers; a key that is not a string belongs to the whole optimizer."""
-    return {
-        name: {
-            "state": dict(
-                _state_renamed(key, values, rename) for key, values in optimizer["state"].items()
-            )
-        }
-        for name, optimizer in states.items()
-    }
-
-
-def _state_renamed(key: object, values: Any, rename: RenameParameter) -> tuple[object, Any]:
-    if not isinstance(key, str):
-        return key, _renamed(values, rename)
-    return rename(key), _renamed(values, partial(rename, of=key))
+    found: Plain = {}
+    for name, optimizer in states.items():
+        state = found.setdefault(name, {"state": {}})["state"]
+        for key, values in optimizer["state"].items():
+            if isinstance(key, str):
+                state[rename(key)] = _renamed(values, partial(rename, of=key))
+            else:
+                state[key] = _renamed(values, rename)
+    return found
 
 
 def modules_renamed(modules: Plain, rename: RenameParameter) -> Plain:
@@ -315,9 +308,8 @@ class RankValues:
         """An old rank, and then the old ranks that differ from it by their stage only."""
         mesh, where = self._source, self._source.coordinates(old)
         same = where.keys() - {placement.axis for placement in self._placements}
-        beside = [
-            r for r in range(mesh.size) if all(mesh.coordinates(r)[a] == where[a] for a in same)
-        ]
+        at = map(mesh.coordinates, range(mesh.size))
+        beside = [r for r, there in enumerate(at) if all(there[a] == where[a] for a in same)]
         return list(dict.fromkeys([old, *beside]))
 
     def _of_modules(self, saved: Sequence[Plain], stages: Sequence[int], rank: int) -> Plain:

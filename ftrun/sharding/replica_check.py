@@ -20,7 +20,7 @@ from ftrun.ids import Rank
 from ftrun.sharding.partition import StoredRegion
 from ftrun.sharding.source_index import ByteRange, Chunk, Holder, WholeTensor
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
-from ftrun.snapshot.boxes import Box, overlap
+from ftrun.snapshot.boxes import Box, item_at, overlap
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.snapshot.plain_values import join
 from ftrun.snapshot.shard_header import ShardHeader
@@ -225,4 +225,4 @@ def _item_runs(patch: StoredRegion) -> Iterator[tuple[int, int]]:
     *outer, count = patch.box.shape
     *steps, _ = patch.strides
     for at in product(*map(range, outer)):
-        yield patch.first + sum(i * step for i, step in zip(at, steps, strict=True)), count
+        yield patch.first + item_at(at, tuple(steps)), count

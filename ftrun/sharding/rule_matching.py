@@ -5,7 +5,7 @@ shared as the parameter is. A single number, such as the step, is equal on all r
 parameter. A rule that names the state itself takes precedence.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,23 +77,28 @@ def match(
     found: dict[str, MatchedRule] = {}
     twice: list[str] = []
     for name, _ in listed:
-        matching = [one for one in rules.rules if one.pattern.match(name) is not None]
-        placements = [one for one in rules.placements if one.pattern.match(name) is not None]
-        twice += [_matched_twice(name, some) for some in (matching, placements) if len(some) > 1]
+        matching, placements = rules.rules_of(name), rules.placements_of(name)
+        twice += [
+            f"{name} is matched by {' and by '.join(map(str, some))}"
+            for some in (matching, placements)
+            if len(some) > 1
+        ]
         if matching or placements:
-            placement = placements[0] if placements else None
-            numbers = placement.pattern.match(name) if placement is not None else None
             rule = matching[0] if matching else REPLICATED
-            found[name] = MatchedRule(rule, placement, tuple((numbers or {}).items()))
+            found[name] = _placed(rule, placements[0], name) if placements else MatchedRule(rule)
     unmatched = []
     for name, owner in listed:
         if name in found:
             continue
         inherited = _inherited(found, owner)
-        if inherited is None:
-            unmatched.append(_no_rule(name, owner))
-        else:
+        if inherited is not None:
             found[name] = inherited
+        elif owner is not None and owner.how is None:
+            unmatched.append(
+                f"{name} matches no rule, and does not have the shape of {owner.parameter}"
+            )
+        else:
+            unmatched.append(f"{name} matches no rule")
     if twice or unmatched:
         raise RulesMismatch(source=rules.source, problems=[*twice, *unmatched])
     return found
@@ -101,15 +106,16 @@ def match(
 
 def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
     """Whether a name is placed at these coordinates; True if not exactly one placement matches."""
-    placements = [
-        placement for placement in rules.placements if placement.pattern.match(name) is not None
-    ]
+    placements = rules.placements_of(name)
     if len(placements) != 1:
         return True
-    (placement,) = placements
-    numbers = placement.pattern.match(name) or {}
-    found = MatchedRule(REPLICATED, placement, tuple(numbers.items()))
-    return where[placement.axis] in found.placements(rules.mesh.size_of(placement.axis))
+    axis = placements[0].axis
+    found = _placed(REPLICATED, placements[0], name)
+    return where[axis] in found.placements(rules.mesh.size_of(axis))
+
+
+def _placed(rule: ShardingRule, placement: StagePlacement, name: str) -> MatchedRule:
+    return MatchedRule(rule, placement, tuple(placement.pattern.numbers(name).items()))
 
 
 def _inherited(found: dict[str, MatchedRule], owner: OwningParameter | None) -> MatchedRule | None:
@@ -119,13 +125,3 @@ def _inherited(found: dict[str, MatchedRule], owner: OwningParameter | None) -> 
     if owner.how is StateOwnership.LIKE or parents.rule.kind is SharingKind.OWN:
         return parents
     return MatchedRule(REPLICATED, parents.placement, parents.numbers)
-
-
-def _matched_twice(name: str, some: Sequence[object]) -> str:
-    return f"{name} is matched by {' and by '.join(map(str, some))}"
-
-
-def _no_rule(name: str, owner: OwningParameter | None) -> str:
-    if owner is not None and owner.how is None:
-        return f"{name} matches no rule, and does not have the shape of {owner.parameter}"
-    return f"{name} matches no rule"

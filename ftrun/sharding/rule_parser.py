@@ -35,7 +35,13 @@ _FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
 _DEALT_KEYS = ("sizes", "numbered", "empty")
 _PLACEMENT_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
+_RULE_KEYS: dict[SharingKind, tuple[tuple[str, ...], list[str]]] = {
+    SharingKind.AVERAGE: (("name", "axis"), ["name", "axis"]),
+    SharingKind.FLAT: (("name", "axis", "pad_to", "tensors"), ["name", "axis", "tensors"]),
+}
+"""Possible and needed keys of a rule; other kinds have cuts."""
 _UNEVEN = {one.value: one for one in UnevenPolicy}
+_NUMBERED = {"through": False, "anew": True}
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 """Decimal integers only, because YAML's octal and sexagesimal numbers are never intended here."""
 _SHORT = 40
@@ -108,16 +114,8 @@ class _Reader:
     def _rules(self, kind: SharingKind, node: yaml.Node) -> list[ShardingRule]:
         if kind in (SharingKind.REPLICATE, SharingKind.OWN):
             return [self._rule(kind, one) for one in self._plain_names(node)]
-        keys = {
-            SharingKind.AVERAGE: ("axis",),
-            SharingKind.FLAT: ("axis", "pad_to", "tensors"),
-        }.get(kind, ("cuts", *_CUT_KEYS))
-        needed = {SharingKind.AVERAGE: ["axis"], SharingKind.FLAT: ["axis", "tensors"]}.get(
-            kind, []
-        )
-        parts = self._mapping(
-            node, f"a rule under {kind.value}", ("name", *keys), ["name", *needed]
-        )
+        keys, needed = _RULE_KEYS.get(kind, (("name", "cuts", *_CUT_KEYS), ["name"]))
+        parts = self._mapping(node, f"a rule under {kind.value}", keys, needed)
         names = self._one_or_more(parts["name"])
         if kind is SharingKind.AVERAGE:
             axis = self._axis(parts["axis"])
@@ -168,7 +166,7 @@ class _Reader:
             self._optional(parts, "of", self._positive, 0),
             self._optional(parts, "sizes", self._integers, None),
             self._optional(parts, "turns", self._positive, 1),
-            self._optional(parts, "numbered", self._numbered, False),
+            self._optional(parts, "numbered", lambda one: self._word(one, _NUMBERED), False),
             empty or (),
         )
         return [self._placement(name, placement) for name in self._one_or_more(parts["name"])]
@@ -178,13 +176,6 @@ class _Reader:
         if placement.at is None and len([word for word in pattern.words if word != TURN]) != 1:
             self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
         return replace(placement, pattern=pattern, line=name.start_mark.line + 1)
-
-    def _numbered(self, node: yaml.Node) -> bool:
-        words = {"through": False, "anew": True}
-        name = self._text(node)
-        if name not in words:
-            self._wrong(node, " or ".join(words))
-        return words[name]
 
     # --- cuts --------------------------------------------------------------------------------
 
@@ -213,32 +204,29 @@ class _Reader:
         if "pad_to" in parts and "sizes" in parts:
             self._wrong(parts["pad_to"], "either sizes or pad_to")
         size = self._optional(parts, "size", self._positive, None)
-        common = self._part(parts, 1)
-        if "parts" not in parts:
-            fused: tuple[FusedPart, ...] = (common,)
-        else:
+        common = self._part(parts, 1, FusedPart())
+        fused: list[FusedPart] = []
+        if "parts" in parts:
             items = self._items(parts["parts"], "a list of parts")
-            fused = tuple(self._fused(one, common) for one in items)
+            fused = [self._fused(one, common) for one in items]
         return DimensionSplit(
             axis=self._axis(parts["axis"]),
             dim=self._integer(parts["dim"], least=None),
-            parts=fused or (common,),
+            parts=tuple(fused) or (common,),
             size=size,
             pad_to=self._optional(parts, "pad_to", self._positive, 0),
-            uneven=self._optional(parts, "uneven", self._uneven, UnevenPolicy.BALANCED),
+            uneven=self._optional(
+                parts, "uneven", lambda one: self._word(one, _UNEVEN), UnevenPolicy.BALANCED
+            ),
         )
 
     def _fused(self, node: yaml.Node, common: FusedPart) -> FusedPart:
         if isinstance(node, yaml.MappingNode):
             parts = self._mapping(node, "a part", _PART_KEYS, ["weight"])
             return self._part(parts, self._positive(parts["weight"]), common)
-        weight = self._positive(node)
-        return FusedPart(weight, common.unit, common.sizes, common.is_shared)
+        return replace(common, weight=self._positive(node))
 
-    def _part(
-        self, parts: dict[str, yaml.Node], weight: int, common: FusedPart | None = None
-    ) -> FusedPart:
-        common = common or FusedPart()
+    def _part(self, parts: dict[str, yaml.Node], weight: int, common: FusedPart) -> FusedPart:
         return FusedPart(
             weight,
             self._optional(parts, "unit", self._positive, common.unit),
@@ -313,11 +301,7 @@ class _Reader:
     # --- values ------------------------------------------------------------------------------
 
     def _optional(
-        self,
-        parts: dict[str, yaml.Node],
-        key: str,
-        read: Callable[[yaml.Node], _T],
-        otherwise: _T,
+        self, parts: dict[str, yaml.Node], key: str, read: Callable[[yaml.Node], _T], otherwise: _T
     ) -> _T:
         return read(parts[key]) if key in parts else otherwise
 
@@ -365,11 +349,11 @@ class _Reader:
             return words[node.value]
         return self._integer(node, least=None)
 
-    def _uneven(self, node: yaml.Node) -> UnevenPolicy:
+    def _word(self, node: yaml.Node, words: Mapping[str, _T]) -> _T:
         name = self._text(node)
-        if name not in _UNEVEN:
-            self._wrong(node, " or ".join(_UNEVEN))
-        return _UNEVEN[name]
+        if name not in words:
+            self._wrong(node, " or ".join(words))
+        return words[name]
 
 
 def _shown(node: yaml.Node) -> str:

@@ -127,6 +127,12 @@ class NamePattern:
             return None
         return {word: int(number) for word, number in found.groupdict().items()}
 
+    def numbers(self, name: str) -> dict[str, int]:
+        """As `match`, of a name that matches."""
+        found = self.match(name)
+        assert found is not None, name
+        return found
+
     def with_numbers(self, name: str, numbers: Mapping[str, int]) -> str:
         """A matching name, with these numbers in place of its own."""
         found = self._regex.fullmatch(name)
@@ -299,6 +305,12 @@ class ShardingRules:
 
     def on(self, mesh: Mesh) -> "ShardingRules":
         return replace(self, mesh=mesh)
+
+    def rules_of(self, name: str) -> list[ShardingRule]:
+        return [one for one in self.rules if one.pattern.match(name) is not None]
+
+    def placements_of(self, name: str) -> list[StagePlacement]:
+        return [one for one in self.placements if one.pattern.match(name) is not None]
 
     @property
     def layout(self) -> tuple[object, ...]:

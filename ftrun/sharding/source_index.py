@@ -33,7 +33,9 @@ from ftrun.sharding.partition import StoredRegion
 from ftrun.snapshot.boxes import (
     Box,
     Shape,
+    cut_to,
     first_hole,
+    item_at,
     overlap,
     span_of,
     strides_of,
@@ -155,23 +157,16 @@ class BoxCopy:
     def cut_to(self, most_bytes: int) -> "list[BoxCopy]":
         """Cuts this copy, in order, into copies of runs of at most `most_bytes`, or one item."""
         most_items = most_bytes // ITEM_BYTES[self.dtype]
-        if self.span <= max(1, most_items):
-            return [self]
-        # Such a dimension exists, because a single item has a span of one.
-        dim = next(at for at, size in enumerate(self.shape) if size > 1)
-        rows = max(1, most_items // self.strides[dim])
-        found: list[BoxCopy] = []
-        for at in range(0, self.shape[dim], rows):
-            shape = list(self.shape)
-            shape[dim] = min(rows, self.shape[dim] - at)
-            part = replace(
+        parts = cut_to(whole(self.shape), self.strides, most_items)
+        return [
+            replace(
                 self,
-                first=self.first + at * self.strides[dim],
-                to_first=self.to_first + at * self.to_strides[dim],
-                shape=tuple(shape),
+                first=self.first + item_at(part.offsets, self.strides),
+                to_first=self.to_first + item_at(part.offsets, self.to_strides),
+                shape=part.shape,
             )
-            found += part.cut_to(most_bytes)
-        return found
+            for part in parts
+        ]
 
 
 class RegionMissing(ValueError):
@@ -203,8 +198,7 @@ def copies_into(wanted: StoredRegion, chunks: Iterable[Chunk]) -> list[BoxCopy]:
 
 def _distance(outer: Box, inner: Box, strides: Shape) -> int:
     """Items from the first one of a box to the first one of a box in it."""
-    steps = zip(inner.offsets, outer.offsets, strides, strict=True)
-    return sum((at - begin) * stride for at, begin, stride in steps)
+    return item_at(inner.offsets, strides) - item_at(outer.offsets, strides)
 
 
 def gathered(

@@ -108,7 +108,6 @@ class WorldLayout:
         return self.names[rank].own(name, of=None if owner is None else owner.parameter)
 
     def has_module(self, rank: int, path: str) -> bool:
-        """Whether a module is on a rank, by the placement of its tensors."""
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
     def index(self, entry: Callable[[int, str], LayoutEntry]) -> RegionIndex:
@@ -148,9 +147,10 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
     wholes: dict[str, GlobalTensor] = {}
     for name in names:
         held = {rank: stored[name] for rank, stored in enumerate(by_rank) if name in stored}
-        found = notes.note(name, lambda n=name, h=held: _whole(rules, sharing[n], n, h, owner[n]))  # type: ignore[misc]
-        if found is not None:
-            wholes[name] = found
+        try:
+            wholes[name] = _whole(rules, sharing[name], name, held, owner[name])
+        except SplitImpossible as error:
+            notes.add(f"{name}: {error}")
     notes.check()
     world = _laid_out(rules, wholes, sharing, rank_names, copies=True, counterpart=None)
     for rank, (stored, placed) in enumerate(zip(by_rank, world.entries, strict=True)):
@@ -197,13 +197,6 @@ class _Problems:
     def add(self, problem: str) -> None:
         if problem not in self._found:  # many ranks have the same one
             self._found.append(problem)
-
-    def note(self, name: str, make: Callable[[], "GlobalTensor"]) -> "GlobalTensor | None":
-        try:
-            return make()
-        except SplitImpossible as error:
-            self.add(f"{name}: {error}")
-            return None
 
     def names(self) -> Sequence[RankNames]:
         try:
@@ -265,7 +258,6 @@ def stored_entries(
 
 
 def _owners(parts: Mapping[str, bytes]) -> dict[str, str]:
-    """The parameter of each tensor of optimizer state, by the tensor's name."""
     found: dict[str, str] = {}
     for saved in plain.decode(parts["optimizer_state"]).values():
         for parameter, values in saved["state"].items():
@@ -423,16 +415,15 @@ class _Placer:
         return tuple(at for axis, at in self._where.items() if axis in axes)
 
     def placed(self, *, copies: bool, previous_rank: int) -> PlacedEntry:
-        name, shape = self._whole.name, self._whole.shape
-        if self._rule.flat is not None:
-            return self._row(self._rule.flat)
-        if self._rule.kind is SharingKind.OWN:
+        name, rule, copy = self._whole.name, self._rule, 0
+        if rule.flat is not None:
+            return self._row(rule.flat)
+        if rule.kind is SharingKind.OWN:
             view = self._view(self._whole.own_shapes[previous_rank], ())
             return self._entry(view.shape, patches_of(f"{name}@{previous_rank}", view))
-        copy = (
-            self._where[self._rule.axis] if copies and self._rule.kind is SharingKind.AVERAGE else 0
-        )
-        view = self._view(shape, self._rule.cuts)
+        if copies and rule.kind is SharingKind.AVERAGE:
+            copy = self._where[rule.axis]
+        view = self._view(self._whole.shape, rule.cuts)
         return self._entry(view.shape, patches_of(name, view, copy=copy))
 
     def _row(self, flat: FlatBuffer) -> PlacedEntry:
@@ -441,12 +432,13 @@ class _Placer:
             for name, shape in flat.tensors
         ]
         count = self._rules.mesh.size_of(flat.axis)
-        part = flat_part(members, flat, count=count, index=self._where[flat.axis])
-        return self._entry((part.num_items,), part.patches)
+        index = self._where[flat.axis]
+        num_items, patches = flat_part(members, flat, count=count, index=index)
+        return self._entry((num_items,), patches)
 
     def _cuts_of(self, name: str, flat: FlatBuffer) -> tuple[DimensionSplit, ...]:
         """The splits of a tensor in a flat buffer along axes other than the buffer's."""
-        rules = [rule for rule in self._rules.rules if rule.pattern.match(name) is not None]
+        rules = self._rules.rules_of(name)
         if len(rules) > 1:
             raise SplitImpossible(f"{name} in it is matched by {rules[0]} and by {rules[1]}")
         return tuple(cut for rule in rules for cut in rule.cuts if cut.axis != flat.axis)

@@ -99,18 +99,21 @@ def strides_of(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
+def item_at(offsets: Shape, strides: Shape) -> int:
+    return sum(index * step for index, step in zip(offsets, strides, strict=True))
+
+
 def span_of(shape: Shape, strides: Shape) -> int:
     """Items from the first to the last one of a block that is not empty."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return 1 + item_at(tuple(size - 1 for size in shape), strides)
 
 
-def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
-    """Cuts a part of a chunk, in order, into boxes whose spans have at most `most_items` items.
+def cut_to(part: Box, strides: Shape, most_items: int) -> list[Box]:
+    """Cuts a box, in order, into boxes whose spans have at most `most_items` items, or one item.
 
-    `part` is in the chunk's own offsets and not empty.
+    The box is not empty; `strides` are those of the memory that holds it.
     """
-    strides = strides_of(chunk)
-    if span_of(part.shape, strides) <= most_items:
+    if span_of(part.shape, strides) <= max(1, most_items):
         return [part]
     # Such a dimension exists, because the span of a single item has one item.
     dim = next(at for at, size in enumerate(part.shape) if size > 1)
@@ -120,7 +123,7 @@ def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
         offsets, shape = list(part.offsets), list(part.shape)
         offsets[dim] += at
         shape[dim] = min(rows, part.shape[dim] - at)
-        found += cut_to(chunk, Box(tuple(offsets), tuple(shape)), most_items)
+        found += cut_to(Box(tuple(offsets), tuple(shape)), strides, most_items)
     return found
 
 

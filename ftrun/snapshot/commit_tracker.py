@@ -26,7 +26,7 @@ class CommitTracker:
         self.generation = Generation(-1)
         self.committed: Version | None = None
         self._pending: dict[Rank, Version | None] = dict.fromkeys(ranks)
-        self._world_size = world_size
+        self.world_size = world_size
         self._decides_alone = True
 
     @property
@@ -34,12 +34,8 @@ class CommitTracker:
         return tuple(self._pending)
 
     @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
     def sees_all(self) -> bool:
-        return len(self._pending) == self._world_size > 0
+        return len(self._pending) == self.world_size > 0
 
     @property
     def complete(self) -> Version | None:
@@ -71,7 +67,7 @@ class CommitTracker:
         self.generation = generation
         self._decides_alone = decides_alone
         self._pending = dict.fromkeys(ranks)
-        self._world_size = world_size
+        self.world_size = world_size
         self.committed = newest_common(held, self._pending) if self._may_commit else None
         for rank in self._pending:
             newest = max(held.get(rank, ()), default=None)
@@ -120,6 +116,5 @@ class CommitTracker:
 def newest_common(
     held: Mapping[Rank, Collection[Version]], ranks: Iterable[Rank]
 ) -> Version | None:
-    """The newest version that each of these ranks holds."""
     sets = [set(held.get(rank, ())) for rank in ranks]
     return max(set.intersection(*sets), default=None) if sets else None

@@ -130,9 +130,11 @@ class Layout:
     @cached_property
     def header(self) -> bytes:
         """The safetensors header after its length, padded so that the data start aligned."""
-        ours = {"ftrun.when": self._when}
+        ours = {"ftrun.when": "".join(entry.when.value[0] for entry in self.entries)}
         if self.knows_parts:
-            ours["ftrun.parts"] = self._parts
+            # About ten bytes for each part, one for each other entry, none after the last part.
+            texts = ("" if entry.part is None else str(entry.part) for entry in self.entries)
+            ours["ftrun.parts"] = ";".join(texts).rstrip(";")
         if self.piece_bytes != PIECE_BYTES:
             ours["ftrun.piece_bytes"] = str(self.piece_bytes)
         described: dict[str, object] = {"__metadata__": {**self.metadata, **ours}}
@@ -170,22 +172,15 @@ class Layout:
         return tuple(found)
 
     def pieces_of(self, entry: LayoutEntry) -> range:
-        first = bisect_right(self._starts, entry.offset) - 1
-        return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
+        return self.pieces_between(entry.offset, entry.offset + entry.num_bytes)
+
+    def pieces_between(self, start: int, end: int) -> range:
+        # An empty piece has the offset of the next piece, and the search finds the next one.
+        return range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, end))
 
     @cached_property
     def _starts(self) -> list[int]:
         return [piece.offset for piece in self.pieces]
-
-    @property
-    def _when(self) -> str:
-        return "".join(entry.when.value[0] for entry in self.entries)
-
-    @property
-    def _parts(self) -> str:
-        # About ten bytes for each part, one for each other entry, and none after the last part.
-        texts = ("" if entry.part is None else str(entry.part) for entry in self.entries)
-        return ";".join(texts).rstrip(";")
 
 
 def cut(offset: int, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:

@@ -58,6 +58,10 @@ class RankManifest(msgspec.Struct, frozen=True, array_like=True):
     def digest_of(self, index: int) -> int:
         return int.from_bytes(self.digests[8 * index : 8 * index + 8], "little")
 
+    def content(self) -> dict[int, int]:
+        """Digest of each section, by its key."""
+        return {section.key: self.digest_of(at) for at, section in enumerate(self.sections)}
+
 
 class NodeManifest(msgspec.Struct, frozen=True, array_like=True):
     """All shards of one node, by rank."""
@@ -83,11 +87,15 @@ def sections_of(layout: Layout) -> list[SectionPlace]:
         entry = large.get(pieces[at].offset) if pieces[at].num_bytes else None
         if entry is not None:
             count = -(-entry.num_bytes // layout.piece_bytes)
-            found.append(_of_entry(entry, at, count))
+            is_lazy = entry.when is CopyTiming.LAZY and entry.name != PLAIN_NAME
+            section = Section(_key([entry]), at, count, entry.num_bytes, is_lazy)
+            found.append(SectionPlace(section, entry.offset))
         else:
             count = 1
             packed, next_small = _packed(small, next_small, pieces[at])
-            found.append(_of_pack(packed, at, pieces[at]))
+            is_lazy = bool(packed) and all(one.when is CopyTiming.LAZY for one in packed)
+            section = Section(_key(packed), at, 1, pieces[at].num_bytes, is_lazy)
+            found.append(SectionPlace(section, pieces[at].offset))
         at += count
     return found
 
@@ -101,17 +109,6 @@ def content_digests(places: Sequence[SectionPlace], table: memoryview) -> bytes:
     )  # fmt: skip
 
 
-def _of_entry(entry: LayoutEntry, first: int, count: int) -> SectionPlace:
-    section = Section(
-        key=_key([entry]),
-        first=first,
-        count=count,
-        num_bytes=entry.num_bytes,
-        may_repeat=entry.when is CopyTiming.LAZY and entry.name != PLAIN_NAME,
-    )
-    return SectionPlace(section, entry.offset)
-
-
 def _packed(small: Sequence[LayoutEntry], at: int, piece: Piece) -> tuple[list[LayoutEntry], int]:
     """The small entries in a piece, and the index of the next small entry."""
     found = []
@@ -120,11 +117,6 @@ def _packed(small: Sequence[LayoutEntry], at: int, piece: Piece) -> tuple[list[L
         found.append(small[at])
         at += 1
     return found, at
-
-
-def _of_pack(packed: Sequence[LayoutEntry], first: int, piece: Piece) -> SectionPlace:
-    is_lazy = bool(packed) and all(entry.when is CopyTiming.LAZY for entry in packed)
-    return SectionPlace(Section(_key(packed), first, 1, piece.num_bytes, is_lazy), piece.offset)
 
 
 def _key(entries: Sequence[LayoutEntry]) -> int:

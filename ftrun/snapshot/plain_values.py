@@ -74,7 +74,6 @@ def encode(
     """The bytes of a tree of plain values.
 
     Args:
-        root: path of the tree.
         refer: returns a reference for a value that is not plain.
         skip: values to leave out; None: nothing.
         is_exact: refuse values that would come back as another type.
@@ -131,7 +130,8 @@ class _Packer:
         if kind in _SELF_TYPES:
             return value
         if kind is int:
-            return _pack_int(value)  # type: ignore[arg-type]
+            in_range = _INT_MIN <= value <= _INT_MAX  # type: ignore[operator]
+            return value if in_range else ["i", str(value)]
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return self._pack_sequence(value, path)
         if isinstance(value, Mapping):
@@ -210,9 +210,8 @@ def _mapping_name(value: Mapping[Any, object]) -> str | None:
     if isinstance(value, defaultdict) and kind is defaultdict:
         name = f"defaultdict {getattr(value.default_factory, '__name__', None)}"
         made = _MAPPINGS.get(name)
-        return (
-            name if made is not None and made().default_factory is value.default_factory else None
-        )
+        if made is not None and made().default_factory is value.default_factory:
+            return name
     return None
 
 
@@ -231,10 +230,6 @@ def _is_numpy_scalar(value: object) -> bool:
     # __array_finalize__.
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     return kind in tuple(_NUMPY_KINDS) and not hasattr(value, "__array_finalize__")
-
-
-def _pack_int(value: int) -> object:
-    return value if _INT_MIN <= value <= _INT_MAX else ["i", str(value)]
 
 
 def _unpack(value: Any, deref: Deref | None) -> Any:
@@ -300,8 +295,5 @@ def join(path: str, key: object) -> str:
 
 def _kind_name(value: object) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else (f"{kind.__module__}.{kind.__qualname__}")
-    )
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ftrun.snapshot.manifest import NodeManifest, RankManifest
+from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import (
     Groups,
     RedundancyPlan,
@@ -94,12 +94,11 @@ class GroupPlan:
 
 
 def _shape(manifest: NodeManifest) -> tuple[object, ...]:
-    return tuple(_rank_shape(rank) for rank in manifest.ranks)
-
-
-def _rank_shape(rank: RankManifest) -> tuple[object, ...]:
     # The header names every entry, so its digest covers the sections too.
-    return rank.rank, rank.world_size, rank.image_bytes, rank.num_pieces, rank.header_digest
+    return tuple(
+        (one.rank, one.world_size, one.image_bytes, one.num_pieces, one.header_digest)
+        for one in manifest.ranks
+    )
 
 
 class NodeReplicas:
@@ -118,9 +117,18 @@ class NodeReplicas:
     def poll(self, manifest: NodeManifest) -> set[int]:
         """Ranks whose content differs from the majority; all holders if there is no majority."""
         shape = tuple((one.rank, one.header_digest) for one in manifest.ranks)
-        content = _content(manifest)
+        content: dict[int, dict[int, int]] = defaultdict(dict)
+        for one in manifest.ranks:
+            for index, section in enumerate(one.sections):
+                if section.may_repeat:
+                    content[section.key][one.rank] = one.digest_of(index)
         if shape != self._shape:
-            self._shape, self._holders = shape, _equal(content)
+            self._shape = shape
+            self._holders = {
+                key: frozenset(digests)
+                for key, digests in content.items()
+                if len(digests) > 1 and len(set(digests.values())) == 1
+            }
             return set()
         found: set[int] = set()
         for key, holders in list(self._holders.items()):
@@ -129,20 +137,3 @@ class NodeReplicas:
                 found |= minority(digests)
                 del self._holders[key]
         return found
-
-
-def _content(manifest: NodeManifest) -> dict[int, dict[int, int]]:
-    found: dict[int, dict[int, int]] = defaultdict(dict)
-    for one in manifest.ranks:
-        for index, section in enumerate(one.sections):
-            if section.may_repeat:
-                found[section.key][one.rank] = one.digest_of(index)
-    return found
-
-
-def _equal(content: dict[int, dict[int, int]]) -> dict[int, frozenset[int]]:
-    return {
-        key: frozenset(digests)
-        for key, digests in content.items()
-        if len(digests) > 1 and len(set(digests.values())) == 1
-    }

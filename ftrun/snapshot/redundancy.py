@@ -19,7 +19,7 @@ Source: natural replicas that need no parity are from ARC; see docs/papers.md.
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +29,8 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.layout import Piece
-from ftrun.snapshot.manifest import NodeManifest, RankManifest
+from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
+from ftrun.snapshot.replica_shares import minority
 
 MAX_BLOCK_BYTES = 1 << 20
 _MIN_BLOCK_BYTES = 1 << 12
@@ -142,19 +143,14 @@ def replica_digests(
     groups: Groups, position: int, manifests: NodeManifest
 ) -> list[list[tuple[int, int]]]:
     """A node's (rank, digest) of its replicas in a later version, for each replica set."""
-    by_rank = {rank.rank: rank for rank in manifests.ranks}
-    content = {
-        rank: {section.key: at for at, section in enumerate(manifest.sections)}
-        for rank, manifest in by_rank.items()
-    }
+    content = {rank.rank: rank.content() for rank in manifests.ranks}
     found = []
     for group in groups:
         reported = []
         for holder, rank in group.holders:
             if holder == position:
-                at = content[rank]
-                digests = by_rank[rank].digests
-                joined = b"".join(digests[8 * at[key] : 8 * at[key] + 8] for key in group.keys)
+                digests = (content[rank][key] for key in group.keys)
+                joined = b"".join(digest.to_bytes(8, "little") for digest in digests)
                 reported.append((rank, xxhash.xxh3_64_intdigest(joined)))
         found.append(reported)
     return found
@@ -165,24 +161,15 @@ def differing(
 ) -> set[tuple[int, int]]:
     """(position, rank) of replicas that differ from the majority; all if there is no majority."""
     found: set[tuple[int, int]] = set()
-    for at, group in enumerate(groups):
-        digests = [
-            ((position, r), digest)
-            for position, node in enumerate(reported)
-            for r, digest in node[at]
-        ]
-        count = Counter(digest for _, digest in digests)
-        right, times = count.most_common(1)[0]
-        has_most = 2 * times > len(digests)
-        if len(count) > 1 or len(digests) != len(group.holders):
-            found |= {holder for holder, digest in digests if digest != right or not has_most}
+    for at in range(len(groups)):
+        nodes = enumerate(reported)
+        found |= minority({(place, r): digest for place, node in nodes for r, digest in node[at]})
     return found
 
 
 def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:
-    """Replicated sections of a plan that are not equal in this version."""
-    content: dict[tuple[int, int], dict[int, int]] = {
-        (position, rank.rank): {s.key: rank.digest_of(at) for at, s in enumerate(rank.sections)}
+    content = {
+        (position, rank.rank): rank.content()
         for position, node in enumerate(manifests)
         for rank in node.ranks
     }
@@ -217,42 +204,38 @@ def _node_plan(
     mirrored_bytes = coded_bytes = 0
     for manifest, homes in ranks:
         own = [section for section in manifest.sections if section.key not in homes]
-        fixed = sum(section.num_bytes for section in own if not section.may_repeat)
-        is_all_small = sum(section.num_bytes for section in own) <= small_state_bytes
-        mirrored = [
-            section
-            for section in own
-            if is_all_small or (fixed <= small_state_bytes and not section.may_repeat)
-        ]
+        fixed = [section for section in own if not section.may_repeat]
+        mirrored: list[Section] = []
+        if _num_bytes(own) <= small_state_bytes:
+            mirrored = own
+        elif _num_bytes(fixed) <= small_state_bytes:
+            mirrored = fixed
         kept = {section.key for section in mirrored}
         coded = [section for section in own if section.key not in kept]
-        mirrored_bytes += sum(section.num_bytes for section in mirrored)
-        coded_bytes += sum(section.num_bytes for section in coded)
-        replicated: dict[int, list[PieceRun]] = defaultdict(list)
+        mirrored_bytes += _num_bytes(mirrored)
+        coded_bytes += _num_bytes(coded)
+        replicated: dict[int, list[Section]] = defaultdict(list)
         for section in manifest.sections:
             if section.key in homes:
-                replicated[homes[section.key]].append(PieceRun(section.first, section.count))
-        plans.append(
-            RankRedundancy(
-                rank=manifest.rank,
-                mirrored=_joined([PieceRun(s.first, s.count) for s in mirrored]),
-                coded=_joined([PieceRun(s.first, s.count) for s in coded]),
-                replicated=[
-                    ReplicatedPieces(at, _joined(runs)) for at, runs in sorted(replicated.items())
-                ],
-            )
-        )
+                replicated[homes[section.key]].append(section)
+        pieces = [ReplicatedPieces(at, _runs(some)) for at, some in sorted(replicated.items())]
+        plans.append(RankRedundancy(manifest.rank, _runs(mirrored), _runs(coded), pieces))
     return NodeRedundancy(plans, mirrored_bytes, coded_bytes)
 
 
-def _joined(runs: Sequence[PieceRun]) -> list[PieceRun]:
+def _runs(sections: Iterable[Section]) -> list[PieceRun]:
+    """The pieces of sections in order; neighbours form one run."""
     found: list[PieceRun] = []
-    for run in runs:
-        if found and found[-1].first + found[-1].count == run.first:
-            found[-1] = PieceRun(found[-1].first, found[-1].count + run.count)
+    for one in sections:
+        if found and found[-1].first + found[-1].count == one.first:
+            found[-1] = PieceRun(found[-1].first, found[-1].count + one.count)
         else:
-            found.append(run)
+            found.append(PieceRun(one.first, one.count))
     return found
+
+
+def _num_bytes(sections: Iterable[Section]) -> int:
+    return sum(section.num_bytes for section in sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +292,9 @@ class StripeSpace:
         for stretch, at, size in self._parts(block):
             begin = stretch.offset + at - stretch.start
             pieces = self._pieces[stretch.rank]
-            index = self._piece_at(stretch, begin)
-            while index < stretch.first + stretch.count and pieces[index].offset < begin + size:
+            first, end = stretch.first, stretch.first + stretch.count
+            index = bisect_right(pieces, begin, first + 1, end, key=lambda one: one.offset) - 1
+            while index < end and pieces[index].offset < begin + size:
                 found.append((stretch.rank, index))
                 index += 1
         return found
@@ -354,14 +338,3 @@ class StripeSpace:
                 yield stretch, at, size
                 at += size
             index += 1
-
-    def _piece_at(self, stretch: _Stretch, offset: int) -> int:
-        pieces = self._pieces[stretch.rank]
-        low, high = stretch.first, stretch.first + stretch.count
-        while high - low > 1:
-            middle = (low + high) // 2
-            if pieces[middle].offset <= offset:
-                low = middle
-            else:
-                high = middle
-        return low

@@ -56,7 +56,6 @@ def members_of(metadata: Mapping[str, str]) -> Group:
 
 
 def written(members: Group) -> dict[str, str]:
-    """The metadata of a shard with shares; see `members_of`."""
     return {MEMBERS: ",".join(map(str, members))} if members else {}
 
 
@@ -72,7 +71,6 @@ class Rows:
     count: int
 
     def of(self, entry: LayoutEntry) -> LayoutEntry:
-        """These rows of a whole entry, as an entry."""
         shape, offsets = list(entry.shape), [0] * len(entry.shape)
         shape[self.dim], offsets[self.dim] = self.count, self.first
         part = TensorPart(entry.shape, tuple(offsets))
@@ -145,12 +143,7 @@ def key_of(entries: Sequence[LayoutEntry]) -> int:
 
 def whole_key(entries: Sequence[LayoutEntry]) -> int:
     """`key_of` the whole tensors, from the entries of a shard with shares."""
-    return key_of(
-        [
-            one if one.part is None else replace(one, shape=one.part.shape, part=None)
-            for one in entries
-        ]
-    )
+    return key_of([replace(one, shape=one.whole_shape, part=None) for one in entries])
 
 
 class ShareAgreement:
@@ -269,5 +262,4 @@ def minority(digests: Mapping[_T, int]) -> set[_T]:
 
 
 def are_local(members: Collection[Rank], ranks: Collection[Rank]) -> bool:
-    """Whether all of several members are among these ranks."""
     return len(members) > 1 and set(members) <= set(ranks)

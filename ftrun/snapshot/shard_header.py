@@ -8,7 +8,6 @@ it is packed, in little endian:
 """
 
 import struct
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,7 +33,7 @@ class ShardHeader:
         """Indices of the pieces that hold any of these bytes."""
         if num_bytes <= 0:
             return range(0)
-        return range(self._piece_at(offset), self._piece_at(offset + num_bytes - 1) + 1)
+        return self.layout.pieces_between(offset, offset + num_bytes)
 
     def bytes_of(self, pieces: range) -> tuple[int, int]:
         found = self.layout.pieces
@@ -53,14 +52,6 @@ class ShardHeader:
             return (0, 0, ())
         offset, num_bytes = self.bytes_of(pieces)
         return (entry.offset - offset, num_bytes, tuple(self.digests[index] for index in pieces))
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        # An empty piece has the offset of the next piece, and the search finds the next one.
-        return [piece.offset for piece in self.layout.pieces]
-
-    def _piece_at(self, offset: int) -> int:
-        return bisect_right(self._offsets, offset) - 1
 
 
 _HEAD = struct.Struct("<QQQQQ")

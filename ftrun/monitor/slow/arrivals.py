@@ -20,7 +20,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 Key = tuple[str, int]
@@ -66,11 +65,6 @@ class _Whole:
     released_s: float
 
 
-class _Excuse(Enum):
-    ANY = "whatever it waited for"
-    OTHER_NODES = "what it waited for with ranks of other nodes"
-
-
 class ArrivalTracker:
     """Collectives of one generation, as they become complete."""
 
@@ -99,8 +93,6 @@ class ArrivalTracker:
         """Add the collectives that a rank has entered. Repeated entries do no harm.
 
         Args:
-            rank: that entered them.
-            node: of the rank.
             entered: its newest entries (group, number, time), in any order, with times on the
                 leader's clock.
             groups: ranks of each group. Collectives of a group that is missing here are not judged,
@@ -156,15 +148,15 @@ class ArrivalTracker:
         common = max(earlier, key=lambda one: one.released_s, default=None)
         before.append(whole)
         try:
-            late_s = self._late_s(whole, common, _Excuse.ANY)
-            node_late_s = self._late_s(whole, common, _Excuse.OTHER_NODES)
+            late_s = self._late_s(whole, common, of_node=False)
+            node_late_s = self._late_s(whole, common, of_node=True)
         except LookupError:
             return None
         return JoinedCollective(group, seq, whole.released_s, late_s, node_late_s)
 
-    def _late_s(self, whole: _Whole, common: _Whole | None, excuse: "_Excuse") -> dict[int, float]:
+    def _late_s(self, whole: _Whole, common: _Whole | None, *, of_node: bool) -> dict[int, float]:
         """Raises: LookupError: a collective in which a rank may have waited is unknown."""
-        waited = {rank: self._waited(rank, whole, common, excuse) for rank in whole.times}
+        waited = {rank: self._waited(rank, whole, common, of_node=of_node) for rank in whole.times}
         let_go = {one.key: one for one in waited.values() if one is not None}
         if let_go and None in waited.values():
             raise LookupError(whole.key)
@@ -176,15 +168,13 @@ class ArrivalTracker:
         return against_the_others(own_s)
 
     def _waited(
-        self, rank: int, whole: _Whole, common: _Whole | None, excuse: "_Excuse"
+        self, rank: int, whole: _Whole, common: _Whole | None, *, of_node: bool
     ) -> _Whole | None:
         """Last collective that this rank may have waited for; None: not known.
 
         Args:
-            rank: that made the entry.
-            whole: the collective that it has entered.
             common: the last collective of the same group that all ranks have waited for.
-            excuse: which collectives count.
+            of_node: only collectives with ranks of other nodes count.
 
         Raises:
             LookupError: the rank has entered a collective that is not known completely.
@@ -200,7 +190,7 @@ class ArrivalTracker:
             done = self._done.get(key)
             if done is None:
                 unknown_s = before_s
-            elif excuse is _Excuse.ANY or not self._is_of_one_node(done):
+            elif not of_node or len({self._nodes[one] for one in done.times}) > 1:
                 is_later = found is None or done.released_s > found.released_s
                 found = done if done.released_s <= at_s and is_later else found
         if unknown_s > (NEVER if found is None else found.times[rank]):
@@ -215,26 +205,18 @@ class ArrivalTracker:
             found += [after_s for after_s, _ in entries[place : place + 1]]
         return min((one for one in found if one >= done.released_s), default=done.released_s)
 
-    def _is_of_one_node(self, done: _Whole) -> bool:
-        return len({self._nodes[rank] for rank in done.times}) == 1
-
 
 def against_the_others(values: Mapping[int, float]) -> dict[int, float]:
     ordered = sorted(values.values())
-    found = {}
-    for rank, value in values.items():
-        place = bisect_left(ordered, value)
-        found[rank] = value - _median_without(ordered, place)
-    return found
+    return {
+        rank: value - _median_without(ordered, bisect_left(ordered, value))
+        for rank, value in values.items()
+    }
 
 
 def _median_without(ordered: Sequence[float], place: int) -> float:
-    count = len(ordered) - 1
-
-    def at(index: int) -> float:
-        return ordered[index if index < place else index + 1]
-
-    return (at((count - 1) // 2) + at(count // 2)) / 2
+    low, high = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
 
 
 def _forget(kept: dict[Key, Any]) -> None:

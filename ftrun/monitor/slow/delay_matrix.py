@@ -39,7 +39,6 @@ class LinkSample:
 
     @classmethod
     def together(cls, samples: Sequence["LinkSample"]) -> "LinkSample":
-        """Combine several connections to one address, or several addresses of one node."""
         sent = sum(one.bytes for one in samples)
         weights = [one.bytes / sent if sent else 1 / len(samples) for one in samples]
         return cls(
@@ -79,7 +78,6 @@ class PairDelay:
     busy_share: float
     """Share of the time with data in flight; above 1 with several connections."""
     retransmits: int
-    stalled_s: float
     past_s_per_mb: float | None = None
     """Value in the first samples; None if `s_per_mb` is None."""
     past_rtt_s: float | None = None
@@ -157,7 +155,6 @@ def _cell(pair: Pair, kept: _Kept) -> PairDelay:
         rtt_s=median(sample.rtt_s for sample in samples),
         busy_share=all_of_it.busy_s / max(1e-9, sum(span_s for span_s, _ in kept.observations)),
         retransmits=all_of_it.retransmits,
-        stalled_s=samples[-1].stalled_s,
         past_s_per_mb=median(kept.first_s_per_mb) if was_bulk else None,
         past_rtt_s=median(kept.first_rtt_s) if is_learnt else None,
     )

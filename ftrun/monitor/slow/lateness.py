@@ -138,9 +138,8 @@ class LatenessSeries:
         is_long = self.may_stand and len(self.values_s) == STANDING
         if is_long and _count(self.values_s, limit_s / 2) >= STANDING - 1:
             by_chance_s = max(noise_s, _deviation(self.values_s))
-            return (
-                Confidence.POSSIBLE if median(self.values_s) > max(limit_s, by_chance_s) else None
-            )
+            if median(self.values_s) > max(limit_s, by_chance_s):
+                return Confidence.POSSIBLE
         return None
 
     def _is_late_still(self, step_s: float, floor_s: float) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.slow.delay_matrix import DelayMatrix, NodeTraffic, Pair, PairDelay
+from ftrun.monitor.slow.delay_matrix import MAX_SAMPLES, DelayMatrix, NodeTraffic, Pair, PairDelay
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SUSPECT = 2.5
@@ -37,7 +37,6 @@ RATE_FLOOR_S_PER_MB = 1e-5
 COST_SHARE = 0.05
 SUSTAINED = 2
 """Minimum number among the last `MAX_SAMPLES` samples."""
-MAX_SAMPLES = 3
 COVER = 0.8
 """Share of a row's or column's cells that must be hot."""
 GOOD_SAMPLES = 16
@@ -114,7 +113,9 @@ class SlowLinkDetector:
             pair: one for pair, one in self._probes.items() if now_s - one.at_s <= PROBE_LASTS_S
         }
         hot = self._hot()
-        found = self._judge(hot)
+        found = self._report(hot) if hot else None
+        if not hot and self._all_slow >= SUSTAINED:
+            found = self._report_all()
         if self._is_recovering(found, hot):
             return self._verdict
         before, self._found = self._found, found
@@ -194,16 +195,6 @@ class SlowLinkDetector:
         is_other = found is not None and found.fingerprint != self._named
         return is_other and bool(hot) and set(hot) <= self._named_cells
 
-    def _judge(self, hot: Mapping[Pair, PairDelay]) -> Verdict | None:
-        if hot:
-            return self._report(hot)
-        return self._report_all() if self._all_slow >= SUSTAINED else None
-
-    def _informative(self) -> set[Pair]:
-        cells = self._cells.items()
-        busy = {pair for pair, cell in cells if cell.busy_share >= COST_SHARE}
-        return {pair for pair in busy if max(self._ratios[pair]) < COLD}
-
     def _sustained(self, pair: Pair, factor: float) -> bool:
         return sum(one >= factor for one in self._ratios[pair]) >= SUSTAINED
 
@@ -228,7 +219,12 @@ class SlowLinkDetector:
     # --- reporting ----------------------------------------------------------------------------
 
     def _report(self, hot: Mapping[Pair, PairDelay]) -> Verdict:
-        where, nodes = place_of(set(hot), self._informative() | set(hot))
+        cold = {
+            pair
+            for pair, cell in self._cells.items()
+            if cell.busy_share >= COST_SHARE and max(self._ratios[pair]) < COLD
+        }
+        where, nodes = place_of(set(hot), cold | set(hot))
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
         found = [self._agrees(pair) for pair in hot]
         confidence = Confidence.CERTAIN if True in found else Confidence.LIKELY
@@ -316,11 +312,7 @@ def _low(figures: Sequence[float]) -> float:
 
 
 def _against_past(cell: PairDelay) -> float:
-    if cell.past_rtt_s is None:
-        return 1.0
-    if cell.s_per_mb is not None and cell.past_s_per_mb is not None:
-        return cell.s_per_mb / max(RATE_FLOOR_S_PER_MB, cell.past_s_per_mb)
-    return cell.rtt_s / max(RTT_FLOOR_S, cell.past_rtt_s)
+    return times_slower(cell, ())
 
 
 def _place(verdict: Verdict | None) -> str:

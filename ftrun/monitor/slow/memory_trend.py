@@ -6,6 +6,7 @@ A training grows in its first steps and then stays constant. Only growth over a 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 from ftrun.monitor.slow.samples import NodeSample
@@ -37,10 +38,7 @@ class _Track:
         middle = self.points[len(self.points) // 2]
         if last - first < LEAST_BYTES or not first < middle[1] < last:
             return 0.0
-        steps = [
-            (b[1] - a[1]) / (b[0] - a[0])
-            for a, b in zip(self.points, list(self.points)[1:], strict=False)
-        ]
+        steps = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self.points)]
         # The median, because one large allocation is not a trend.
         return min((last - first) / (end_s - started_s), max(0.0, median(steps)))
 

@@ -15,7 +15,7 @@ Source: the clock filter of NTP (RFC 5905, section 10): of the last exchanges, t
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -137,13 +137,12 @@ class ClockOffset:
 
     def _best(self, now_s: float) -> _Exchange | None:
         """The exchange with the smallest error now; errors grow with age, as clocks drift."""
-        best: _Exchange | None = None
-        best_error_s = 0.0
-        for one in self._known:
-            error_s = one.error_s + DRIFT * max(0.0, now_s - one.at_s)
-            if best is None or error_s < best_error_s:
-                best, best_error_s = one, error_s
-        return _Exchange(best.offset_s, best_error_s, best.at_s) if best is not None else None
+
+        def error_s(one: _Exchange) -> float:
+            return one.error_s + DRIFT * max(0.0, now_s - one.at_s)
+
+        best = min(self._known, key=error_s, default=None)
+        return None if best is None else replace(best, error_s=error_s(best))
 
 
 def _agree(one: _Exchange, other: _Exchange) -> bool:

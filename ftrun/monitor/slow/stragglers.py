@@ -21,7 +21,7 @@ Rule 5: Windows next to a slow link are not judged. After the link has recovered
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -39,6 +39,13 @@ SHORTEST_WINDOW_S = 0.2
 """The kernel refills a CPU quota every 0.1 s. Shorter windows would show or miss it at random."""
 MAX_SAMPLES = 6
 """Number of samples over which the step time is computed."""
+
+
+ALONE = "alone"
+ADDED = "added"
+"""Sum of all waits of a step, which also adds up all clock errors."""
+OF_NODE = "of node"
+"""Includes waits that its own node caused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +71,13 @@ class _Record:
     node: str = ""
     clock_error_s: float = 0.0
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    alone: LatenessSeries = field(default_factory=LatenessSeries)
-    added: LatenessSeries = field(default_factory=lambda: LatenessSeries(may_stand=False))
-    """Sum of all waits of a step, which also adds up all clock errors."""
-    of_node: LatenessSeries = field(default_factory=LatenessSeries)
-    """Includes waits that its own node caused."""
+    series: dict[str, LatenessSeries] = field(
+        default_factory=lambda: {
+            ALONE: LatenessSeries(),
+            ADDED: LatenessSeries(may_stand=False),
+            OF_NODE: LatenessSeries(),
+        }
+    )
 
 
 @dataclass
@@ -76,9 +85,8 @@ class _Part:
     """Lateness values of `STEPS_OF_PART` steps."""
 
     started_s: float
-    alone_s: dict[int, float] = field(default_factory=dict)
-    added_s: dict[int, float] = field(default_factory=dict)
-    of_node_s: dict[int, float] = field(default_factory=dict)
+    late_s: dict[str, dict[int, float]]
+    """By kind of lateness and rank."""
 
 
 class StragglerDetector:
@@ -129,7 +137,7 @@ class StragglerDetector:
         return self._verdict(may_name=not is_link_slow)
 
     def lateness(self) -> dict[int, Lateness]:
-        known = ((rank, one.alone) for rank, one in sorted(self._ranks.items()))
+        known = ((rank, one.series[ALONE]) for rank, one in sorted(self._ranks.items()))
         return {rank: series.lateness() for rank, series in known if series.is_known}
 
     # --- measuring ----------------------------------------------------------------------------
@@ -152,38 +160,38 @@ class StragglerDetector:
         self._waiting.append(meeting)
 
     def _part(self) -> _Part:
-        part = _Part(self._waiting[0].released_s)
-        part.alone_s = _widest(self._waiting, lambda meeting: meeting.late_s)
-        part.of_node_s = _widest(self._waiting, lambda meeting: meeting.node_late_s)
+        added_s: dict[int, float] = {}
         for meeting in self._waiting:
             if not self._arrivals.overlaps(meeting.group):
                 for rank, late_s in meeting.late_s.items():
-                    part.added_s[rank] = part.added_s.get(rank, 0.0) + late_s / STEPS_OF_PART
-        return part
+                    added_s[rank] = added_s.get(rank, 0.0) + late_s / STEPS_OF_PART
+        alone_s = _widest(meeting.late_s for meeting in self._waiting)
+        of_node_s = _widest(meeting.node_late_s for meeting in self._waiting)
+        found = {ALONE: alone_s, ADDED: added_s, OF_NODE: of_node_s}
+        return _Part(self._waiting[0].released_s, found)
 
     def _close_window(self) -> None:
         parts, self._parts = self._parts, []
         for rank, record in self._ranks.items():
-            seen = [part for part in parts if rank in part.alone_s]
+            seen = [part.late_s for part in parts if rank in part.late_s[ALONE]]
             if seen:
-                record.alone.add(fmean(part.alone_s[rank] for part in seen))
-                record.of_node.add(fmean(part.of_node_s[rank] for part in seen))
-                record.added.add(fmean(part.added_s.get(rank, 0.0) for part in seen))
+                for how, series in record.series.items():
+                    series.add(fmean(late_s[how].get(rank, 0.0) for late_s in seen))
 
     # --- judging ------------------------------------------------------------------------------
 
     def _verdict(self, *, may_name: bool) -> Verdict | None:
-        alone = self._judge(lambda record: record.alone, may_name=may_name)
-        added = self._judge(lambda record: record.added, may_name=may_name)
+        alone = self._judge(ALONE, may_name=may_name)
+        added = self._judge(ADDED, may_name=may_name)
         added = {rank: confidence for rank, confidence in added.items() if self._is_outlier(rank)}
-        of_node = self._judge(lambda record: record.of_node, may_name=may_name)
+        of_node = self._judge(OF_NODE, may_name=may_name)
         if self._has_caught_up:  # Rule 4
             self._has_caught_up = False
             for series in self._all_series():
                 series.restart()
             return None
         together = self._whole_nodes(of_node, set(alone) | set(added))
-        for found, how in ((alone, "alone"), (added, "added"), (together, "of_node")):
+        for found, how in ((alone, ALONE), (added, ADDED), (together, OF_NODE)):
             # If all ranks are late, there is no rank to compare them with.
             if found and len(found) < len(self._ranks):
                 return self._report(found, how)
@@ -191,16 +199,14 @@ class StragglerDetector:
 
     def _all_series(self) -> Iterator[LatenessSeries]:
         for record in self._ranks.values():
-            yield from (record.alone, record.added, record.of_node)
+            yield from record.series.values()
 
-    def _judge(
-        self, series_of: Callable[[_Record], LatenessSeries], *, may_name: bool
-    ) -> dict[int, Confidence]:
-        noises_s = [series_of(one).noise_s for one in self._ranks.values()]
+    def _judge(self, how: str, *, may_name: bool) -> dict[int, Confidence]:
+        noises_s = [one.series[how].noise_s for one in self._ranks.values()]
         usual_s = median(noises_s) if noises_s else 0.0
         found = {}
         for rank, record in sorted(self._ranks.items()):
-            series = series_of(record)
+            series = record.series[how]
             before = series.named
             confidence = series.judge(self.step_s, self._floor_s(rank), usual_s, may_name=may_name)
             if confidence is not None:
@@ -213,12 +219,9 @@ class StragglerDetector:
 
         If all ranks do the same work, each waits for each by chance, and the sum is never zero.
         """
-        mine_s = self._ranks[rank].added.lateness().now_s
-        others_s = [
-            one.added.lateness().now_s
-            for at, one in self._ranks.items()
-            if at != rank and one.added.is_known
-        ]
+        all_added = {at: one.series[ADDED] for at, one in self._ranks.items()}
+        mine_s = all_added.pop(rank).lateness().now_s
+        others_s = [one.lateness().now_s for one in all_added.values() if one.is_known]
         limit_s = max(SHARE_OF_STEP * self.step_s, self._floor_s(rank))
         return not others_s or mine_s - median(others_s) > limit_s / 2
 
@@ -239,15 +242,15 @@ class StragglerDetector:
 
     def _report(self, found: Mapping[int, Confidence], how: str) -> Verdict:
         culprits = tuple(found)
-        late = {rank: self._series(rank, how).lateness() for rank in culprits}
+        late = {rank: self._ranks[rank].series[how].lateness() for rank in culprits}
         nodes = self._nodes_of(culprits)
         subject = ranks_text(culprits)
         where = f" (all of node {' and of node '.join(nodes)})" if nodes else ""
         is_or_are, pronoun = ("is", "it") if len(culprits) == 1 else ("are", "them")
         worst_s = max(one.now_s for one in late.values())
-        is_clear = Confidence.LIKELY in found.values() and how != "added"
+        is_clear = Confidence.LIKELY in found.values() and how != ADDED
         doubt = "many small waits are added up; if ranks compute during them, the sum is too high"
-        if how != "added":
+        if how != ADDED:
             doubt = "late since the first steps: the work may be uneven by design"
         return Verdict(
             kind=VerdictKind.SLOW_COMPUTATION,
@@ -264,10 +267,6 @@ class StragglerDetector:
             fingerprint=f"slow computation {','.join(map(str, culprits))}",
         )
 
-    def _series(self, rank: int, how: str) -> LatenessSeries:
-        record = self._ranks[rank]
-        return {"alone": record.alone, "added": record.added, "of_node": record.of_node}[how]
-
     def _nodes_of(self, culprits: tuple[int, ...]) -> tuple[str, ...]:
         nodes = tuple(dict.fromkeys(self._ranks[rank].node for rank in culprits))
         theirs = {rank for rank, one in self._ranks.items() if one.node in nodes}
@@ -281,12 +280,10 @@ class StragglerDetector:
         )
 
 
-def _widest(
-    meetings: Sequence[JoinedCollective], late_of: Callable[[JoinedCollective], Mapping[int, float]]
-) -> dict[int, float]:
+def _widest(meetings: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """The lateness of each rank in the collective with the largest spread."""
     found: dict[int, tuple[float, float]] = {}
-    for meeting in meetings:
-        late_s = late_of(meeting)
+    for late_s in meetings:
         spread_s = max(late_s.values()) - min(late_s.values())
         for rank, value_s in late_s.items():
             if rank not in found or spread_s > found[rank][0]:

@@ -187,7 +187,7 @@ class WholeTensorReader:
         if 0 in tensor.shape:
             return
         most_items = self._part_bytes // ITEM_BYTES[tensor.dtype]
-        for box in cut_to(tensor.shape, whole(tensor.shape), most_items):
+        for box in cut_to(whole(tensor.shape), strides_of(tensor.shape), most_items):
             yield self._gathered(tensor, box)
 
     def everything(self, tensor: WholeTensor) -> bytearray:

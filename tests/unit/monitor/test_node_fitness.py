@@ -54,30 +54,12 @@ def test_good_figures_pass() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            {"memory_bytes_per_s": 4.9e8},
-            "memory is copied at 490 MB/s (minimum 1.0 GB/s)",
-        ),
-        (
-            {"loopback_bytes_per_s": 5e6},
-            "the loopback carries 5.0 MB/s (minimum 20 MB/s)",
-        ),
-        (
-            {"link_bytes_per_s": 1e5},
-            "the link to node0 carries 0.1 MB/s (minimum 0.5 MB/s)",
-        ),
-        (
-            {"free_memory_bytes": 100_000_000},
-            "100 MB of memory are free (minimum 128 MB)",
-        ),
-        (
-            {"open_files": 64},
-            "64 open files are allowed (ulimit -n; minimum 256)",
-        ),
-        (
-            {"processes": 3},
-            "3 more processes can be started (ulimit -u; minimum 64)",
-        ),
+        ({"memory_bytes_per_s": 4.9e8}, "memory is copied at 490 MB/s (minimum 1.0 GB/s)"),
+        ({"loopback_bytes_per_s": 5e6}, "the loopback carries 5.0 MB/s (minimum 20 MB/s)"),
+        ({"link_bytes_per_s": 1e5}, "the link to node0 carries 0.1 MB/s (minimum 0.5 MB/s)"),
+        ({"free_memory_bytes": 100_000_000}, "100 MB of memory are free (minimum 128 MB)"),
+        ({"open_files": 64}, "64 open files are allowed (ulimit -n; minimum 256)"),
+        ({"processes": 3}, "3 more processes can be started (ulimit -u; minimum 64)"),
         ({"clock": "the monotonic clock goes backwards"}, "the monotonic clock goes backwards"),
         ({"gpu_faults": ("GPU 2 needs a reset",)}, "GPU 2 needs a reset"),
     ],
@@ -93,10 +75,7 @@ def test_what_ranks_cannot_run_with_is_a_failure(changes: dict[str, object], pro
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        (
-            {"free_disk_bytes": 1_000_000},
-            "1.0 MB of disk for the logs are free (minimum 64 MB)",
-        ),
+        ({"free_disk_bytes": 1_000_000}, "1.0 MB of disk for the logs are free (minimum 64 MB)"),
         ({"gpu_remarks": ("GPU 0 is slowed down",)}, "GPU 0 is slowed down"),
         ({"not_done": "the loopback was not measured"}, "the loopback was not measured"),
     ],

@@ -18,6 +18,14 @@ def poll(
     return made.poll(ranks, NODES, now_s=float(step))
 
 
+def found_by(
+    made: NumericsDetector, step: int, losses: list[float | None], bad: dict[int, int]
+) -> Verdict:
+    verdict = poll(made, step, losses, bad)
+    assert verdict is not None
+    return verdict
+
+
 def test_numbers_are_numbers() -> None:
     made = NumericsDetector()
     assert poll(made, 1, [None, None], {}) is None
@@ -30,8 +38,7 @@ def test_only_numbers_are_shown() -> None:
 
 def test_a_node_that_had_it_first_is_named() -> None:
     made = NumericsDetector()
-    found = poll(made, 9, [math.nan, math.nan], {0: 8, 1: 7})
-    assert found is not None
+    found = found_by(made, 9, [math.nan, math.nan], {0: 8, 1: 7})
     assert (found.culprits, found.nodes, found.victims) == ((1,), ("b",), (0,))
     assert found.confidence is Confidence.CERTAIN
     assert found.text == "rank 1 has computed NaN or infinity at step 7"
@@ -43,8 +50,7 @@ def test_a_node_that_had_it_first_is_named() -> None:
 
 
 def test_a_parameter_may_be_bad_before_the_loss_is() -> None:
-    found = poll(NumericsDetector(), 10, [0.5, 0.5], {1: 9})
-    assert found is not None
+    found = found_by(NumericsDetector(), 10, [0.5, 0.5], {1: 9})
     assert found.evidence == ("a parameter of rank 1 is NaN or infinite since step 9",)
 
 
@@ -81,8 +87,7 @@ def test_a_node_that_has_not_reported_yet_is_waited_for_and_no_node_named_where_
 def test_all_had_it_at_once() -> None:
     made = NumericsDetector()
     assert poll(made, 9, [math.nan, math.nan], {}) is None
-    found = poll(made, 10, [math.nan, math.nan], {})
-    assert found is not None
+    found = found_by(made, 10, [math.nan, math.nan], {})
     assert (found.kind, found.culprits, found.victims) == (
         VerdictKind.NUMERICAL_ANOMALY,
         (),
@@ -99,8 +104,7 @@ def test_a_loss_that_jumps_and_stays_there() -> None:
         assert poll(made, step, [2.0 + 0.1 * noise.random()], {}) is None
         assert poll(made, step, [50.0], {}) is None, "a step counts once"
     assert poll(made, 40, [30.0], {}) is None, "one batch may be an outlier"
-    found = poll(made, 41, [40.0], {})
-    assert found is not None
+    found = found_by(made, 41, [40.0], {})
     assert (found.confidence, found.act_immediately) == (Confidence.POSSIBLE, False)
     assert "to 40 by step 41" in found.text
     assert poll(made, 42, [41.0], {}) is None, "reported once"
@@ -115,8 +119,7 @@ def test_a_single_bad_loss_does_not_disturb_the_search_for_jumps(bad: float) -> 
         loss = bad if step == 8 else 2.0 + 0.1 * noise.random()
         assert poll(made, step, [loss, loss], {}) is None
     assert poll(made, 60, [30.0, 30.0], {}) is None
-    found = poll(made, 61, [40.0, 40.0], {})
-    assert found is not None
+    found = found_by(made, 61, [40.0, 40.0], {})
     assert "the last 58 losses before it: 2.0" in found.evidence[0]
 
 

@@ -37,13 +37,17 @@ def views_of(*groups: ProcessGroupView) -> dict[int, RankView]:
     return {rank: view(rank, groups=(one,)) for rank, one in enumerate(groups)}
 
 
+def behind(op: str = "all_reduce", **changes: object) -> dict[int, RankView]:
+    """The device of rank 2 has not completed what the others have."""
+    views = views_of(group(7), group(7), group(5, op=op), group(7))
+    return {**views, 2: view(2, groups=views[2].groups, **changes)}
+
+
 SYNC = ("/v/torch/cuda/__init__.py:5 in synchronize", "/me/t.py:3 in f")
 
 
 def test_a_device_that_has_not_completed_what_others_have_is_stuck() -> None:
-    views = views_of(group(7), group(7), group(5), group(7))
-    spins = {"cpu": 1.0, "still_s": 0.0, "unmoved_s": 6.0, "stack": SYNC}
-    found = judged({**views, 2: view(2, groups=views[2].groups, **spins)})
+    found = judged(behind(cpu=1.0, still_s=0.0, unmoved_s=6.0, stack=SYNC))
     assert (found.kind, found.culprits, found.victims) == (
         VerdictKind.DEVICE_STUCK,
         (2,),
@@ -59,12 +63,10 @@ def test_a_device_that_has_not_completed_what_others_have_is_stuck() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "host"),
-    [("broadcast", {}), ("all_reduce", {"still_s": 0.0, "unmoved_s": 1.0})],
+    ("op", "host"), [("broadcast", {}), ("all_reduce", {"still_s": 0.0, "unmoved_s": 1.0})]
 )
 def test_a_long_kernel_or_a_host_that_moves_gets_time(op: str, host: dict[str, object]) -> None:
-    views = views_of(group(7), group(7), group(5, op=op), group(7))
-    found = judged({**views, 2: view(2, groups=views[2].groups, **host)})
+    found = judged(behind(op, **host))
     assert (found.kind, found.culprits) == (VerdictKind.DEVICE_STUCK, (2,))
     assert not found.act_immediately
     assert ("may run a long kernel" in " ".join(found.counter_evidence)) == (op == "broadcast")
@@ -72,15 +74,12 @@ def test_a_long_kernel_or_a_host_that_moves_gets_time(op: str, host: dict[str, o
 
 def test_a_saving_host_does_not_excuse_its_device() -> None:
     saving = ("/x/site-packages/torch/serialization.py:1 in save", "/me/t.py:3 in f")
-    views = views_of(group(7), group(7), group(5), group(7))
-    found = judged({**views, 2: view(2, groups=views[2].groups, stack=saving)})
+    found = judged(behind(stack=saving))
     assert (found.may_take_long, found.act_immediately) == (False, True)
 
 
 def test_a_stopped_host_comes_before_its_device() -> None:
-    views = views_of(group(7), group(7), group(5), group(7))
-    views[2] = view(2, groups=views[2].groups, process="T")
-    assert judged(views).kind is VerdictKind.FROZEN
+    assert judged(behind(process="T")).kind is VerdictKind.FROZEN
 
 
 def test_all_others_may_be_done() -> None:

@@ -11,7 +11,7 @@ from unit.monitor.test_hang_detector import group, waiting
 
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
-from ftrun.monitor.verdicts import VerdictKind
+from ftrun.monitor.verdicts import RankView, Verdict, VerdictKind
 from ftrun.monitor.worker_exits import (
     ExitFacts,
     exit_text,
@@ -140,10 +140,16 @@ def test_what_may_be_a_consequence(one: WorkerExit, is_so: bool) -> None:
     assert may_be_a_consequence(one) is is_so
 
 
-def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
-    found = hidden_cause([finished(2), broken(1), broken(3)], {}, NODES)
+def cause_of(
+    ended: list[WorkerExit], views: dict[int, RankView], nodes: dict[int, str]
+) -> tuple[WorkerExit, Verdict | None]:
+    found = hidden_cause(ended, views, nodes)
     assert found is not None
-    cause, verdict = found
+    return found
+
+
+def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
+    cause, verdict = cause_of([finished(2), broken(1), broken(3)], {}, NODES)
     assert (cause.rank, cause.kind, cause.code) == (2, ExitKind.LEFT_EARLY, 1)
     assert cause.text == (
         "rank 2 on b exited early (code 0) while ranks 1 and 3 were still in a collective"
@@ -154,17 +160,15 @@ def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
 
 def test_the_traceback_of_a_victim_is_under_its_own_name() -> None:
     victim = replace(broken(1), detail="  File train.py, line 3\nRuntimeError: reset")
-    found = hidden_cause([finished(2), victim], {}, NODES)
-    assert found is not None
-    head, _, trace = found[0].detail.partition("\n")
+    cause, _ = cause_of([finished(2), victim], {}, NODES)
+    head, _, trace = cause.detail.partition("\n")
     assert head == "rank 1 failed because of it:"
     assert trace == victim.detail
 
 
 def test_without_a_place_for_it_the_rank_alone_is_named() -> None:
-    found = hidden_cause([finished(2), broken(1)], {}, {})
-    assert found is not None
-    assert found[0].text.startswith("rank 2 exited early")
+    cause, _ = cause_of([finished(2), broken(1)], {}, {})
+    assert cause.text.startswith("rank 2 exited early")
 
 
 def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:
@@ -173,9 +177,7 @@ def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:
     views[2] = view(2, groups=(group(2, entered=5, waits=True, sizes="[99]"),))
     views[1] = view(1, process="")
     aborted = end(1, ExitKind.SIGNAL, "was killed by SIGABRT", -6)
-    found = hidden_cause([aborted, broken(3)], views, NODES)
-    assert found is not None
-    cause, verdict = found
+    cause, verdict = cause_of([aborted, broken(3)], views, NODES)
     assert (cause.rank, cause.kind) == (2, ExitKind.SKIPPED)
     assert verdict is not None
     assert verdict.kind is VerdictKind.SKIPPED_COLLECTIVE

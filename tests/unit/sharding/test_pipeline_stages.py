@@ -14,7 +14,7 @@ from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.world_layout import StoredEntry, lay_out, read_world
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef
-from tests.unit.sharding.worlds import Array, entry_named, moved, numbers, stored_of
+from tests.unit.sharding.worlds import Array, assert_same, entry_named, moved, numbers, stored_of
 
 Layers = dict[int, Array]
 
@@ -94,13 +94,6 @@ def by_own_names(world: Any, ranks: list[dict[str, Array]]) -> list[dict[str, Ar
         {world.own_name(rank, name): array for name, array in held.items()}
         for rank, held in enumerate(ranks)
     ]
-
-
-def assert_same(found: list[dict[str, Array]], expected: list[dict[str, Array]]) -> None:
-    assert [set(held) for held in found] == [set(held) for held in expected]
-    for here, there in zip(found, expected, strict=True):
-        for name, array in there.items():
-            assert np.array_equal(here[name], array), name
 
 
 # --- plain values ------------------------------------------------------------------------------

@@ -89,8 +89,7 @@ def test_what_is_alike_is_alike_whatever_is_next_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "other"),
-    [("small", array(5)), ("large", LARGE + 1), ("padded", array(1, 3, 9))],
+    ("name", "other"), [("small", array(5)), ("large", LARGE + 1), ("padded", array(1, 3, 9))]
 )
 def test_what_differs_is_named_with_both_ranks(name: str, other: Array) -> None:
     (problem,) = problems({}, {name: other})

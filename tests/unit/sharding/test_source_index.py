@@ -40,6 +40,13 @@ def headers_of(*ranks: list[LayoutEntry]) -> dict[Rank, ShardHeader]:
     return {Rank(at): header_of(*entries) for at, entries in enumerate(ranks)}
 
 
+def tensor_of(*ranks: list[LayoutEntry], prefer: int = 0) -> WholeTensor:
+    """The tensor of the first entry."""
+    found = SourceIndex(headers_of(*ranks), prefer=Rank(prefer)).tensor(ranks[0][0].name)
+    assert found is not None
+    return found
+
+
 def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     """A dimension cut into ranges, empty ones among them."""
     inner = st.lists(st.integers(0, size), max_size=3).map(sorted)
@@ -77,7 +84,7 @@ def read(tensor: WholeTensor, held: list[np.ndarray], wanted: Box) -> np.ndarray
     return gathered(copies, wanted.num_items, 8, raw).view(np.int64).reshape(wanted.shape)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(worlds(), st.data())
 def test_any_box_is_put_together_from_any_cut(
     world: tuple[tuple[int, ...], list[Box]], data: st.DataObject
@@ -128,8 +135,7 @@ def lazy(shape: tuple[int, ...], part: TensorPart | None = None, dtype: str = "F
 
 
 @pytest.mark.parametrize(
-    "other",
-    [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), TensorPart((6,), (0,)))],
+    "other", [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), TensorPart((6,), (0,)))]
 )
 def test_ranks_that_hold_parts_of_different_tensors_are_named(other: LayoutEntry) -> None:
     index = SourceIndex(headers_of([lazy((4,))], [lazy((4,))], [other]), prefer=Rank(0))
@@ -141,8 +147,7 @@ def test_ranks_that_hold_parts_of_different_tensors_are_named(other: LayoutEntry
 def test_what_no_optimizer_owns_is_each_ranks_own_and_may_differ_in_shape() -> None:
     ranks = [[LayoutEntry("mean", "F32", (size,), CopyTiming.BOUNDARY)] for size in (3, 4)]
     for prefer in (0, 1):
-        tensor = SourceIndex(headers_of(*ranks), prefer=Rank(prefer)).tensor("mean")
-        assert tensor is not None
+        tensor = tensor_of(*ranks, prefer=prefer)
         assert not tensor.is_shared
         assert tensor.shape == (3 + prefer,)
         assert [holder.rank for holder in tensor.chunks[0].holders] == [prefer]
@@ -150,15 +155,11 @@ def test_what_no_optimizer_owns_is_each_ranks_own_and_may_differ_in_shape() -> N
 
 def test_a_part_that_is_no_box_counts_for_nothing_and_is_reported() -> None:
     strided = lazy((2,), TensorPart((4,), None))
-    index = SourceIndex(headers_of([strided], [lazy((2,), TensorPart((4,), (2,)))]), prefer=Rank(0))
-    tensor = index.tensor("w")
-    assert tensor is not None
+    tensor = tensor_of([strided], [lazy((2,), TensorPart((4,), (2,)))])
     with pytest.raises(TensorIncomplete) as caught:
         tensor.check_is_whole()
     assert (caught.value.hole, caught.value.unplaced) == ("[0:2]", (0,))
-    also_whole = SourceIndex(headers_of([strided], [lazy((4,))]), prefer=Rank(0)).tensor("w")
-    assert also_whole is not None
-    also_whole.check_is_whole()
+    tensor_of([strided], [lazy((4,))]).check_is_whole()
 
 
 def test_padding_and_plain_values_are_no_tensors_and_unknown_names_are_none() -> None:
@@ -227,8 +228,7 @@ def test_replicas_are_read_from_any_holder_and_own_tensors_from_one() -> None:
     region = StoredRegion("w", Box((1,), (2,)), 0, (1,))
     for when, ranks in ((CopyTiming.LAZY, [1, 0]), (CopyTiming.BOUNDARY, [1])):
         entry = LayoutEntry("w", "F32", (4,), when)
-        tensor = SourceIndex(headers_of([entry], [entry]), prefer=Rank(1)).tensor("w")
-        assert tensor is not None
+        tensor = tensor_of([entry], [entry], prefer=1)
         (copy,) = tensor.copies_into(region)
         assert [holder.rank for holder in copy.holders] == ranks
         at = [copy.bytes_in(holder) for holder in copy.holders]

@@ -23,6 +23,7 @@ from tests.unit.sharding.worlds import (
     MadeShards,
     array,
     arrays_of,
+    assert_same,
     entry_named,
     filled,
     meshes,
@@ -34,14 +35,7 @@ from tests.unit.sharding.worlds import (
 )
 
 
-def assert_same(found: list[dict[str, Array]], expected: list[dict[str, Array]]) -> None:
-    assert [set(held) for held in found] == [set(held) for held in expected]
-    for here, there in zip(found, expected, strict=True):
-        for name, held in there.items():
-            assert np.array_equal(here[name], held), name
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(models(), meshes)
 def test_what_ranks_store_is_what_numpy_cuts(model: list[Made], mesh: Mesh) -> None:
     arrays = arrays_of(model, mesh)
@@ -51,7 +45,7 @@ def test_what_ranks_store_is_what_numpy_cuts(model: list[Made], mesh: Mesh) -> N
     assert_same(made, arrays)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(models(), meshes, meshes)
 def test_to_another_world_and_back_is_what_it_was(
     model: list[Made], before: Mesh, after: Mesh

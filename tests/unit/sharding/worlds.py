@@ -156,10 +156,7 @@ def fragmented(draw: st.DrawFn, name: str) -> Made:
         count, index = mesh.size_of("tp"), where["tp"]
         sizes = [weight * unit for weight in weights]
         return fused(
-            whole,
-            dim,
-            sizes,
-            lambda part: split(part, dim, count, index, unit=unit, uneven=uneven),
+            whole, dim, sizes, lambda part: split(part, dim, count, index, unit=unit, uneven=uneven)
         )
 
     return Made(name, {name: whole}, rule, cut)
@@ -239,6 +236,13 @@ def arrays_of(model: Sequence[Made], mesh: Mesh) -> list[dict[str, Array]]:
         held = {one.name: one.array(rank, mesh) for one in model}
         found.append({name: array for name, array in held.items() if array is not None})
     return found
+
+
+def assert_same(found: list[dict[str, Array]], expected: list[dict[str, Array]]) -> None:
+    assert [set(held) for held in found] == [set(held) for held in expected]
+    for here, there in zip(found, expected, strict=True):
+        for name, held in there.items():
+            assert np.array_equal(here[name], held), name
 
 
 def stored_of(arrays: Sequence[Mapping[str, Array]]) -> list[list[StoredEntry]]:

@@ -46,17 +46,13 @@ def items(box: Box) -> set[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(pairs)
-def test_an_overlap_is_what_is_in_both(pair: tuple[Box, Box]) -> None:
+def test_an_overlap_is_what_is_in_both_and_the_rest_is_all_that_is_left(
+    pair: tuple[Box, Box],
+) -> None:
     one, other = pair
     common = overlap(one, other)
     assert (items(common) if common else set()) == items(one) & items(other)
     assert common is None or not common.is_empty
-
-
-@settings(deadline=None)
-@given(pairs)
-def test_what_is_left_of_a_box_is_all_the_rest_and_nothing_twice(pair: tuple[Box, Box]) -> None:
-    one, other = pair
     left = without(one, other)
     assert sum(box.num_items for box in left) == len(items(one) - items(other))
     assert set().union(*map(items, left)) == items(one) - items(other)
@@ -106,7 +102,7 @@ def test_a_part_is_cut_into_runs_that_are_short_enough(
     case: tuple[tuple[int, ...], Box], most_items: int
 ) -> None:
     shape, part = case
-    cut = cut_to(shape, part, most_items)
+    cut = cut_to(part, strides_of(shape), most_items)
     assert sum(box.num_items for box in cut) == part.num_items
     assert set().union(*map(items, cut)) == items(part)
     assert all(span_of(box.shape, strides_of(shape)) <= most_items for box in cut)

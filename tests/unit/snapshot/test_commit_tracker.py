@@ -1,5 +1,6 @@
 """A commit means that every rank holds exactly that version."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,27 +26,21 @@ def test_the_last_rank_commits() -> None:
     assert found.pending(R0) is None
 
 
-def test_a_seal_that_is_reported_twice_commits_once() -> None:
+@pytest.mark.parametrize(
+    ("seals", "commits"),
+    [
+        ([(R0, 1), (R1, 1), (R1, 1), (R0, 1)], [None, 1, None, None]),  # reported twice
+        ([(R0, 1), (R0, 2), (R1, 1), (R1, 2)], [None, None, None, 2]),  # replaced, as in memory
+        ([(R0, 2), (R0, 1), (R1, 2)], [None, None, 2]),  # an older one comes late
+        ([(Rank(2), 1), (R0, 1), (R1, 1)], [None, None, 1]),  # a rank of another node is dropped
+    ],
+)
+def test_which_seals_commit(seals: list[tuple[Rank, int]], commits: list[int | None]) -> None:
     found = tracker()
-    found.sealed(R0, version(0, 1))
-    found.sealed(R1, version(0, 1))
-    assert found.sealed(R1, version(0, 1)) is None
-    assert found.sealed(R0, version(0, 1)) is None
-
-
-def test_a_newer_seal_of_a_rank_replaces_its_older_one_as_in_memory() -> None:
-    found = tracker()
-    found.sealed(R0, version(0, 1))
-    found.sealed(R0, version(0, 2))
-    assert found.sealed(R1, version(0, 1)) is None
-    assert found.sealed(R1, version(0, 2)) == version(0, 2)
-
-
-def test_an_older_seal_that_comes_late_changes_nothing() -> None:
-    found = tracker()
-    found.sealed(R0, version(0, 2))
-    found.sealed(R0, version(0, 1))
-    assert found.pending(R0) == version(0, 2)
+    made = [found.sealed(rank, version(0, step)) for rank, step in seals]
+    assert made == [None if step is None else version(0, step) for step in commits]
+    assert found.ranks == (R0, R1)
+    assert found.pending(Rank(2)) is None
 
 
 def test_a_seal_of_another_generation_is_dropped() -> None:
@@ -66,13 +61,6 @@ def test_a_withdrawn_seal_counts_no_more() -> None:
     assert found.pending(R1) == version(0, 1)
     assert found.sealed(R0, version(0, 1)) == version(0, 1)
     assert not found.withdraw(R0, version(0, 1))
-
-
-def test_a_rank_of_another_node_is_dropped() -> None:
-    found = tracker()
-    assert found.sealed(Rank(2), version(0, 1)) is None
-    assert found.pending(Rank(2)) is None
-    assert found.ranks == (R0, R1)
 
 
 def test_a_generation_begins_with_the_restore_point_committed() -> None:
@@ -153,10 +141,8 @@ def test_a_fresh_tracker_filled_from_the_slots_agrees_with_the_one_that_received
 
 
 def test_what_is_abandoned_counts_no_more_and_what_is_newer_does() -> None:
-    made = CommitTracker([Rank(0), Rank(1)], 4)
-    made.generation = Generation(0)
-    made.sealed(Rank(0), version(0, 5))
-    made.sealed(Rank(1), version(0, 6))
+    made = tracker()
+    made.sealed(R0, version(0, 5))
+    made.sealed(R1, version(0, 6))
     made.abandon(version(0, 5))
-    assert made.pending(Rank(0)) is None
-    assert made.pending(Rank(1)) == version(0, 6)
+    assert (made.pending(R0), made.pending(R1)) == (None, version(0, 6))

@@ -43,6 +43,7 @@ def test_entries_lie_end_to_end_and_large_ones_are_aligned(
     at = 0
     for entry in layout.entries:
         assert entry.offset == at
+        assert at % ITEM_BYTES[entry.dtype] == 0 or entry.num_bytes == 0
         at += entry.num_bytes
         if not entry.is_small and entry.name != PLAIN_NAME:
             assert entry.offset % ALIGN_BYTES == 0
@@ -51,6 +52,24 @@ def test_entries_lie_end_to_end_and_large_ones_are_aligned(
     assert layout.plain_capacity >= 4 * plain_bytes
     names = {entry.name for entry in given_entries}
     assert names <= {entry.name for entry in layout.entries}
+    check_pieces(layout)
+
+
+def check_pieces(layout: Layout) -> None:
+    """They cover the data without a gap."""
+    at = 0
+    for piece in layout.pieces:
+        assert piece.offset == at
+        at += piece.num_bytes
+    assert at == layout.data_bytes
+    for entry in layout.entries:
+        over = [layout.pieces[index] for index in layout.pieces_of(entry)]
+        end = entry.offset + entry.num_bytes
+        assert over == [
+            one
+            for one in layout.pieces
+            if one.offset < end and one.offset + one.num_bytes > entry.offset
+        ]
 
 
 def test_plain_values_that_grow_by_a_little_need_other_layouts_seldom() -> None:
@@ -68,32 +87,6 @@ def test_large_tensors_leave_more_room_for_plain_values() -> None:
     assert make_layout(weight, plain_bytes=10).plain_capacity == PIECE_BYTES
     assert make_layout([], plain_bytes=10).plain_capacity == PLAIN_BYTES
     assert make_layout(weight, plain_bytes=10, plain_capacity=64).plain_capacity == 64
-
-
-@settings(deadline=None, max_examples=60)
-@given(entries)
-def test_every_item_is_at_a_multiple_of_its_size(given_entries: list[LayoutEntry]) -> None:
-    for entry in make_layout(given_entries, plain_bytes=10).entries:
-        assert entry.offset % ITEM_BYTES[entry.dtype] == 0 or entry.num_bytes == 0
-
-
-@settings(deadline=None, max_examples=60)
-@given(entries)
-def test_pieces_cover_the_data_without_a_gap(given_entries: list[LayoutEntry]) -> None:
-    layout = make_layout(given_entries, plain_bytes=10)
-    at = 0
-    for piece in layout.pieces:
-        assert piece.offset == at
-        at += piece.num_bytes
-    assert at == layout.data_bytes
-    for entry in layout.entries:
-        over = [layout.pieces[index] for index in layout.pieces_of(entry)]
-        end = entry.offset + entry.num_bytes
-        assert over == [
-            one
-            for one in layout.pieces
-            if one.offset < end and one.offset + one.num_bytes > entry.offset
-        ]
 
 
 @settings(deadline=None, max_examples=60)

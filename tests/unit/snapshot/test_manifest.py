@@ -39,10 +39,13 @@ def lazy(name: str, num_items: int, *, dtype: str = "F32") -> LayoutEntry:
 
 @settings(max_examples=200)
 @given(entries())
-def test_sections_are_all_pieces_in_order(given_: list[LayoutEntry]) -> None:
+def test_sections_are_all_pieces_in_order_and_a_large_entry_has_its_own(
+    given_: list[LayoutEntry],
+) -> None:
     layout = layout_of(*given_)
+    places = sections_of(layout)
     at = 0
-    for position in sections_of(layout):
+    for position in places:
         section = position.section
         pieces = layout.pieces[section.first : section.first + section.count]
         assert section.first == at
@@ -50,14 +53,7 @@ def test_sections_are_all_pieces_in_order(given_: list[LayoutEntry]) -> None:
         assert position.offset == pieces[0].offset
         at += section.count
     assert at == len(layout.pieces)
-
-
-@settings(max_examples=200)
-@given(entries())
-def test_a_large_entry_is_a_section_of_its_own(given_: list[LayoutEntry]) -> None:
-    layout = layout_of(*given_)
-    sections = [(position.offset, position.section) for position in sections_of(layout)]
-    found = {offset: section for offset, section in sections if section.num_bytes}
+    found = {one.offset: one.section for one in places if one.section.num_bytes}
     for entry in layout.entries:
         if not entry.is_small:
             assert found[entry.offset].num_bytes == entry.num_bytes

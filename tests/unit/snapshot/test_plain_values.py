@@ -33,7 +33,7 @@ trees = st.recursive(
         | st.sets(scalars)
         | st.frozensets(scalars)
     ),
-    max_leaves=15,
+    max_leaves=10,
 )
 
 
@@ -167,10 +167,11 @@ def test_what_is_skipped_is_not_packed() -> None:
     assert decode(packed) == {"n": {}}
 
 
-def test_tensors_are_left_to_the_caller() -> None:
-    class Tensor:
-        pass
+class Tensor:
+    """Stands for one."""
 
+
+def test_tensors_are_left_to_the_caller() -> None:
     def refer(value: object, path: str) -> TensorRef | None:
         return TensorRef(path) if isinstance(value, Tensor) else None
 
@@ -192,6 +193,7 @@ Pair = namedtuple("Pair", "a b")
         ({"a": Pair(1, 2)}, "a", "Pair"),
         ({"a": np.zeros(2)}, "a", "ndarray"),
         (object(), "the value", "object"),
+        ({"a": {object: 1}}, f"a key {object!r}", "type"),
     ],
 )
 def test_a_value_that_cannot_be_stored_is_named_by_its_path(
@@ -201,12 +203,6 @@ def test_a_value_that_cannot_be_stored_is_named_by_its_path(
         encode(tree, refer=lambda *_: None)
     assert caught.value.key == key
     assert kind in caught.value.kind
-
-
-def test_a_key_that_cannot_be_stored_is_named_too() -> None:
-    with pytest.raises(ValueNotStorable) as caught:
-        encode({"a": {object: 1}})
-    assert "a key" in caught.value.key
 
 
 def test_the_root_precedes_every_path() -> None:
@@ -230,9 +226,6 @@ def test_references_keep_their_stride_and_are_read_without_one() -> None:
 
 
 def test_each_value_of_a_mapping_may_have_a_path_of_its_own() -> None:
-    class Tensor:
-        """Stands for one."""
-
     paths: list[str] = []
 
     def refer(_: object, path: str) -> TensorRef:

@@ -28,6 +28,15 @@ def said(plans: list[GroupPlan], nodes: list[NodeManifest]) -> dict[int, Replica
     return {at: plan.report(one) for at, (plan, one) in enumerate(zip(plans, nodes, strict=True))}
 
 
+def resolved() -> list[GroupPlan]:
+    """A group with a plan."""
+    plans = group()
+    nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
+    for plan in plans:
+        plan.resolve(said(plans, list(nodes.values())), nodes)
+    return plans
+
+
 def test_the_first_version_needs_manifests_and_the_next_does_not() -> None:
     plans = group()
     nodes = [node(rank, 1, 2, rank) for rank in range(3)]
@@ -43,25 +52,21 @@ def test_the_first_version_needs_manifests_and_the_next_does_not() -> None:
     assert len(ids) == 1
     later = said(plans, [node(rank, 7, 8, 70 + rank) for rank in range(3)])
     for plan in plans:
-        resolved = plan.resolve(later, {})
-        assert resolved.plan is plan.plan
-        assert not resolved.needs_manifests
-        assert resolved.plan is not None
-        assert resolved.plan.coded_bytes == [1 << 20] * 3
+        made = plan.resolve(later, {})
+        assert not made.needs_manifests
+        assert made.plan is plan.plan is not None
+        assert made.plan.coded_bytes == [1 << 20] * 3
 
 
 def test_replicas_that_differ_are_encoded_for_good() -> None:
-    plans = group()
-    nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
-    for plan in plans:
-        plan.resolve(said(plans, list(nodes.values())), nodes)
+    plans = resolved()
     drifted = dict(enumerate(node(rank, 3, 4 if rank != 1 else 5, rank) for rank in range(3)))
     reported = said(plans, list(drifted.values()))
     for plan in plans:
         assert plan.resolve(reported, {}).needs_manifests
-    resolved = [plan.resolve(reported, drifted) for plan in plans]
-    assert {one.differ for one in resolved} == {frozenset({(1, 1)})}
-    assert len({one.plan.id for one in resolved if one.plan is not None}) == 1
+    found = [plan.resolve(reported, drifted) for plan in plans]
+    assert {one.differ for one in found} == {frozenset({(1, 1)})}
+    assert len({one.plan.id for one in found if one.plan is not None}) == 1
     # Equal again, but no longer trusted.
     again = dict(enumerate(node(rank, 6, 6, rank, header=8) for rank in range(3)))
     reported = said(plans, list(again.values()))
@@ -72,19 +77,16 @@ def test_replicas_that_differ_are_encoded_for_good() -> None:
 
 
 def test_a_change_of_one_layout_makes_all_send_their_manifests() -> None:
-    plans = group()
-    nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
-    for plan in plans:
-        plan.resolve(said(plans, list(nodes.values())), nodes)
+    plans = resolved()
     changed = [node(0, 1, 2, 0), node(1, 1, 2, 1, header=6), node(2, 1, 2, 2)]
     reported = said(plans, changed)
     assert [plan_id == 0 for plan_id, _ in reported.values()] == [False, True, False]
     for plan in plans:
-        resolved = plan.resolve(reported, dict(enumerate(changed)))
+        made = plan.resolve(reported, dict(enumerate(changed)))
         # A node that had a plan must still send its manifest: the others wait for it.
-        assert resolved.needs_manifests
-        assert resolved.plan is not None
-        assert not resolved.differ
+        assert made.needs_manifests
+        assert made.plan is not None
+        assert not made.differ
 
 
 def node_of_node(content: Mapping[int, Mapping[int, int]], *, header: int = 7) -> NodeManifest:

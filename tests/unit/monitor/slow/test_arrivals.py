@@ -32,6 +32,18 @@ def everyone(seq: int, *times: float) -> Entries:
     return {rank: [("all", seq, at_s)] for rank, at_s in enumerate(times)}
 
 
+def inner(t0: tuple[float, float], t1: tuple[float, float]) -> Entries:
+    """One collective in each of two groups: of ranks 0 and 1, and of ranks 2 and 3."""
+    return {
+        rank: [(group, 1, at_s)]
+        for group, times in (("t0", t0), ("t1", t1))
+        for rank, at_s in zip(GROUPS[group], times, strict=True)
+    }
+
+
+START = everyone(1, 0.0, 0.0, 0.0, 0.0)
+
+
 def joined(*parts: Entries) -> Entries:
     ranks = sorted({rank for part in parts for rank in part})
     return {rank: [one for part in parts for one in part.get(rank, [])] for rank in ranks}
@@ -59,15 +71,8 @@ def test_a_collective_is_given_once_and_when_all_have_been_checked_after_it() ->
 
 
 def test_a_victim_in_one_group_is_no_culprit_in_the_next() -> None:
-    before = everyone(1, 0.0, 0.0, 0.0, 0.0)
-    inner = {
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-        2: [("t1", 1, 1.0)],
-        3: [("t1", 1, 5.0)],  # the culprit: rank 2 waits for it
-    }
-    after = everyone(2, 2.0, 2.0, 6.0, 6.0)
-    found = meetings(joined(before, inner, after))
+    entered = inner((1.0, 1.0), (1.0, 5.0))  # rank 3 is the culprit: rank 2 waits for it
+    found = meetings(joined(START, entered, everyone(2, 2.0, 2.0, 6.0, 6.0)))
     by_key = {(one.group, one.seq): late(one) for one in found}
     assert by_key["t1", 1] == {2: -4.0, 3: 4.0}
     assert by_key["t0", 1] == {0: 0.0, 1: 0.0}
@@ -75,15 +80,8 @@ def test_a_victim_in_one_group_is_no_culprit_in_the_next() -> None:
 
 
 def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
-    before = everyone(1, 0.0, 0.0, 0.0, 0.0)
-    inner = {
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-        2: [("t1", 1, 4.0)],
-        3: [("t1", 1, 4.0)],
-    }
-    after = everyone(2, 2.0, 2.0, 5.0, 5.0)
-    found = meetings(joined(before, inner, after), nodes=("a", "a", "b", "b"))
+    entries = joined(START, inner((1.0, 1.0), (4.0, 4.0)), everyone(2, 2.0, 2.0, 5.0, 5.0))
+    found = meetings(entries, nodes=("a", "a", "b", "b"))
     last = found[-1]
     assert (last.group, last.seq) == ("all", 2)
     assert set(late(last).values()) == {0.0}
@@ -92,15 +90,9 @@ def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
 
 
 def test_a_slow_collective_makes_no_rank_late() -> None:
-    before = {
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-        2: [("t1", 1, 1.0)],
-        3: [("t1", 1, 1.0)],
-    }
     # t1 took three seconds, so both of its ranks continue 3 s later.
     after = everyone(2, 1.5, 1.5, 4.5, 4.5)
-    found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), before, after))
+    found = meetings(joined(START, inner((1.0, 1.0), (1.0, 1.0)), after))
     assert late(found[-1]) == {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
 
 
@@ -116,31 +108,24 @@ def test_a_node_that_continues_during_a_collective_shows_that_it_overlaps() -> N
 
 
 def test_a_collective_that_ends_later_is_no_excuse() -> None:
-    inner = {
-        2: [("t1", 1, 1.0)],
-        3: [("t1", 1, 9.0)],
-        0: [("t0", 1, 1.0)],
-        1: [("t0", 1, 1.0)],
-    }
     after = everyone(2, 2.0, 2.0, 4.0, 2.0)  # 2 does not wait for t1
-    found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), inner, after))
+    found = meetings(joined(START, inner((1.0, 1.0), (1.0, 9.0)), after))
     whole = next(one for one in found if one.group == "all" and one.seq == 2)
     assert whole.late_s[2] > 1.0
 
 
 def test_none_is_judged_after_something_unknown() -> None:
-    first = everyone(1, 0.0, 0.0, 0.0, 0.0)
     second = everyone(2, 2.0, 2.0, 6.0, 6.0)
     third = everyone(3, 7.0, 7.0, 7.0, 8.0)
     for unknown in ("t1", "of an unknown group"):
         # Rank 3 was never seen in it, or the ranks of the group are unknown.
-        entries = joined(first, {2: [(unknown, 1, 1.0)]}, second, third)
+        entries = joined(START, {2: [(unknown, 1, 1.0)]}, second, third)
         assert [one.seq for one in meetings(entries)] == [1, 3]
 
 
 def test_the_first_of_some_ranks_only_is_left_out() -> None:
-    inner = {0: [("t0", 1, 1.0)], 1: [("t0", 1, 1.0)], 2: [("t1", 1, 3.0)], 3: [("t1", 1, 3.5)]}
-    entries = joined(inner, everyone(1, 2.0, 2.0, 2.5, 2.5), everyone(2, 4.0, 4.0, 4.0, 4.0))
+    entered = inner((1.0, 1.0), (3.0, 3.5))
+    entries = joined(entered, everyone(1, 2.0, 2.0, 2.5, 2.5), everyone(2, 4.0, 4.0, 4.0, 4.0))
     assert ("all", 1) not in {(one.group, one.seq) for one in meetings(entries)}
 
 

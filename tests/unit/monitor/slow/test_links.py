@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ftrun.monitor.slow.delay_matrix import DelayMatrix, LinkSample, NodeTraffic, Pair
@@ -64,6 +66,12 @@ class Network:
     def samples(self, count: int) -> list[Verdict | None]:
         return [self.poll() for _ in range(count)]
 
+    def verdict(self, count: int = 8) -> Verdict:
+        """The verdict after this number of samples."""
+        found = self.samples(count)[-1]
+        assert found is not None
+        return found
+
     def _sample(self, pair: Pair) -> LinkSample:
         slow = self.slow.get(pair, 1.0) * self._chance.uniform(0.7, 1.5)
         sent = self.mb / max(1.0, slow / 10)
@@ -74,10 +82,15 @@ class Network:
         )
 
 
-def learnt(nodes: int, *, seed: int = 1, is_ring: bool = False) -> Network:
+@lru_cache(50)
+def _learnt(nodes: int, *, seed: int, is_ring: bool) -> Network:
     network = Network(nodes, seed=seed, is_ring=is_ring)
     assert network.samples(LEARNING) == [None] * LEARNING
     return network
+
+
+def learnt(nodes: int, *, seed: int = 1, is_ring: bool = False) -> Network:
+    return deepcopy(_learnt(nodes, seed=seed, is_ring=is_ring))
 
 
 def row(network: Network, node: str) -> list[Pair]:
@@ -92,12 +105,8 @@ def both(network: Network, node: str) -> list[Pair]:
     return row(network, node) + column(network, node)
 
 
-def one_way(network: Network, node: str) -> list[Pair]:
-    return [next(pair for pair in network.pairs if pair[0] == node)]
-
-
 PLACES: dict[str, tuple[Callable[[Network, str], list[Pair]], str]] = {
-    "cell": (one_way, "the link from node {} to node"),
+    "cell": (lambda network, node: row(network, node)[:1], "the link from node {} to node"),
     "row": (row, "what node {} sends"),
     "column": (column, "what node {} receives"),
     "node": (both, "the link of node {}"),
@@ -125,21 +134,18 @@ def test_the_place_is_reported_by_its_cells(place: str, nodes: int) -> None:
 def test_on_a_ring_a_node_shows_in_the_two_cells_it_has() -> None:
     network = learnt(4, is_ring=True)
     network.slow = dict.fromkeys(both(network, "n2"), 40.0)
-    verdict = network.samples(8)[-1]
-    assert verdict is not None
+    verdict = network.verdict()
     assert verdict.nodes == ("n2",)
 
 
 def test_two_nodes_are_compared_with_their_past() -> None:
     network = learnt(2)
     network.slow = {("n0", "n1"): 30.0}
-    verdict = network.samples(8)[-1]
-    assert verdict is not None
+    verdict = network.verdict()
     assert verdict.nodes == ("n0", "n1")
     assert "from node n0 to node n1" in verdict.text
     network.slow[("n1", "n0")] = 30.0
-    verdict = network.samples(8)[-1]
-    assert verdict is not None
+    verdict = network.verdict()
     assert "between nodes n0 and n1" in verdict.text
 
 
@@ -148,34 +154,23 @@ def test_a_long_path_is_detected_if_little_is_sent() -> None:
     network.mb = 0.01
     network.samples(LEARNING)
     network.far_s = dict.fromkeys(both(network, "n3"), 0.05)
-    verdict = network.samples(8)[-1]
-    assert verdict is not None
+    verdict = network.verdict()
     assert verdict.nodes == ("n3",)
     assert "megabyte" not in verdict.text
     assert "round trip" in verdict.text
 
 
-def test_slow_from_the_beginning_is_seen_among_three() -> None:
-    network = Network(4)
-    network.slow = dict.fromkeys(both(network, "n1"), 40.0)
-    verdict = network.samples(LEARNING + 6)[-1]
-    assert verdict is not None
-    assert verdict.nodes == ("n1",)
-
-
 def test_scattered_cells_are_reported_as_the_network_between_their_nodes() -> None:
     network = learnt(6)
     network.slow = {("n0", "n1"): 40.0, ("n2", "n3"): 40.0, ("n4", "n0"): 40.0}
-    verdict = network.samples(8)[-1]
-    assert verdict is not None
+    verdict = network.verdict()
     assert verdict.nodes == ("n0", "n1", "n2", "n3", "n4")
 
 
 def test_everything_slower_is_the_network() -> None:
     network = learnt(3)
     network.slow = dict.fromkeys(network.pairs, 40.0)
-    verdict = network.samples(9)[-1]
-    assert verdict is not None
+    verdict = network.verdict(9)
     assert verdict.confidence is Confidence.POSSIBLE
     assert verdict.nodes == ("n0", "n1", "n2")
     network.mb = 0.01
@@ -188,8 +183,7 @@ def test_everything_further_away_is_the_network_too() -> None:
     network.mb = 0.01
     network.samples(LEARNING)
     network.far_s = dict.fromkeys(network.pairs, 0.1)
-    verdict = network.samples(9)[-1]
-    assert verdict is not None
+    verdict = network.verdict(9)
     assert "between all nodes" in verdict.text
 
 
@@ -255,8 +249,7 @@ def test_a_suspicion_that_a_probe_confirms_is_certain(found: dict[str, float]) -
     network.links.probed(probe(suspect, network.now_s, **found))
     assert network.samples(2) == [None, None]  # nothing to compare it with
     network.links.probed(probe(other, network.now_s))
-    verdict = network.samples(2)[-1]
-    assert verdict is not None
+    verdict = network.verdict(2)
     assert verdict.confidence is Confidence.CERTAIN
     assert verdict.nodes == ("n1", "n2")
     assert any("a probe" in text for text in verdict.evidence)
@@ -275,8 +268,7 @@ def test_a_probe_may_speak_against_a_verdict() -> None:
     assert network.samples(8)[-1] is not None
     for pair in network.links.suspect_pairs(now_s=network.now_s):
         network.links.probed(probe(pair, network.now_s))
-    verdict = network.samples(2)[-1]
-    assert verdict is not None
+    verdict = network.verdict(2)
     assert verdict.confidence is Confidence.POSSIBLE
     assert verdict.counter_evidence
 
@@ -312,14 +304,14 @@ def test_two_nodes_have_no_other_to_probe() -> None:
 # --- chance -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**9), nodes=st.integers(2, 6), is_ring=st.booleans())
 def test_a_healthy_network_has_no_slow_link(seed: int, nodes: int, is_ring: bool) -> None:
     network = Network(nodes, seed=seed, is_ring=is_ring)
     assert network.samples(60) == [None] * 60
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**9),
     nodes=st.integers(3, 6),
@@ -356,15 +348,15 @@ def test_of_two_readings_the_one_with_fewer_cells_counts() -> None:
     assert place_of(hot | {("b", "a")}, hot | {("b", "a"), ("b", "c")})[1] == ("a",)
 
 
-@pytest.mark.parametrize("nodes", [3, 4])
+@pytest.mark.parametrize(("nodes", "far_s"), [(3, 0.1), (4, 0.1), (4, 0.0)])
 def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_low_confidence(
-    nodes: int,
+    nodes: int, far_s: float
 ) -> None:
     """Of three nodes it affects four of six cells: every peer of the node waits."""
     network = Network(nodes)
     for pair in network.pairs:
         if "n1" in pair:
-            network.far_s[pair], network.slow[pair] = 0.1, 40.0
+            network.far_s[pair], network.slow[pair] = far_s, 40.0
     found = [one for one in network.samples(LEARNING + 10) if one is not None]
     assert found
     assert {one.nodes for one in found} == {("n1",)}
@@ -382,26 +374,16 @@ def test_networks_that_are_built_unevenly_are_left_alone() -> None:
     assert network.samples(40) == [None] * 40
 
 
-@pytest.mark.parametrize("last", range(4))
-def test_the_last_cell_of_a_link_that_gets_well_is_not_named(last: int) -> None:
-    network = learnt(3)
-    cells = both(network, "n1")
-    network.slow = dict.fromkeys(cells, 300.0)
-    assert {one.nodes for one in network.samples(6) if one is not None} == {("n1",)}
-    network.slow = {cells[last]: 300.0}
-    while_it_heals = network.samples(1)
-    network.slow.clear()
-    after = [*while_it_heals, *network.samples(4)]
-    assert {one.nodes for one in after if one is not None} <= {("n1",)}
-    assert after[-1] is None
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     nodes=st.integers(3, 4),
     well_at=st.lists(st.integers(0, GOOD_SAMPLES - MAX_SAMPLES - 2), min_size=6, max_size=6),
     seed=st.integers(0, 99),
 )
+@example(nodes=3, well_at=[1, 0, 0, 0, 0, 0], seed=1)
+@example(nodes=3, well_at=[0, 1, 0, 0, 0, 0], seed=1)
+@example(nodes=3, well_at=[0, 0, 1, 0, 0, 0], seed=1)
+@example(nodes=3, well_at=[0, 0, 0, 1, 0, 0], seed=1)
 def test_a_link_that_gets_well_cell_by_cell_has_one_name(
     nodes: int, well_at: list[int], seed: int
 ) -> None:
@@ -423,6 +405,4 @@ def test_what_stays_slow_of_a_named_place_gets_its_own_name() -> None:
     network.samples(8)
     network.slow = {("n1", "n2"): 300.0}
     assert network.samples(GOOD_SAMPLES)[-1] is not None
-    last = network.samples(MAX_SAMPLES + 2)[-1]
-    assert last is not None
-    assert last.nodes == ("n1", "n2")
+    assert network.verdict(MAX_SAMPLES + 2).nodes == ("n1", "n2")

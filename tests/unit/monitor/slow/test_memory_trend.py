@@ -1,5 +1,7 @@
 """Ranks that grow until memory runs out."""
 
+from collections.abc import Callable
+
 import pytest
 
 from ftrun.monitor.slow.memory_trend import MemoryTrend
@@ -24,17 +26,20 @@ def test_memory_that_runs_out_is_reported_in_time() -> None:
     assert "rank 1 on a grows by 629 MB per minute" in found[0].text
 
 
+GIB, MIB = 1 << 30, 1 << 20
+
+
 @pytest.mark.parametrize(
-    ("rate", "left"), [(0, 1 << 30), (10 << 20, 0), (10 << 20, 1 << 40), (1 << 18, 1 << 30)]
+    ("held", "left"),
+    [
+        (lambda second: GIB, GIB),
+        (lambda second: GIB + second * 10 * MIB, 0),
+        (lambda second: GIB + second * 10 * MIB, 1 << 40),
+        (lambda second: GIB + second * MIB // 4, GIB),
+        (lambda second: GIB if second < 100 else 5 * GIB, GIB),  # one large allocation is no trend
+    ],
 )
-def test_memory_that_suffices(rate: int, left: int) -> None:
+def test_memory_that_suffices(held: Callable[[int], int], left: int) -> None:
     made = MemoryTrend()
     for second in range(0, 200, 5):
-        assert made.poll([("a", sample(second, [(1 << 30) + second * rate], left))]) is None
-
-
-def test_one_large_allocation_is_no_trend() -> None:
-    made = MemoryTrend()
-    for second in range(0, 200, 5):
-        held = (1 << 30) if second < 100 else (5 << 30)
-        assert made.poll([("a", sample(second, [held], 1 << 30))]) is None
+        assert made.poll([("a", sample(second, [held(second)], left))]) is None

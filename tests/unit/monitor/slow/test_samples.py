@@ -61,7 +61,7 @@ def test_the_truth_is_within_the_bound(offset: int, ways: list[tuple[int, int, i
         assert abs(known_s - offset / 1e9) <= error_s + 1e-6
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), drift=st.floats(-5e-5, 5e-5))
 def test_a_drifting_clock_stays_within_the_bound(seed: int, drift: float) -> None:
     chance, clock, at = random.Random(seed), ClockOffset(), 0

@@ -1,5 +1,7 @@
 """Ranks that omit a collective without an error."""
 
+import pytest
+
 from ftrun.monitor.slow.skipped_collectives import KEPT, CollectiveCounts
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
@@ -13,6 +15,14 @@ def counted(
     return made.poll(reported, world_size or len(counts), NODES)
 
 
+def agreed(num_ranks: int, calls: int = 1) -> CollectiveCounts:
+    """All ranks have made this number of calls in each step up to step 24."""
+    made = CollectiveCounts()
+    for step in (8, 16, 24):
+        counted(made, step, [calls * step] * num_ranks)
+    return made
+
+
 def test_equal_counts_report_nothing() -> None:
     made = CollectiveCounts()
     for step in range(1, 3 * KEPT):
@@ -20,9 +30,7 @@ def test_equal_counts_report_nothing() -> None:
 
 
 def test_a_rank_that_leaves_one_out_is_named() -> None:
-    made = CollectiveCounts()
-    for step in (8, 16, 24):
-        counted(made, step, [3 * step] * 4)
+    made = agreed(4, calls=3)
     found = counted(made, 32, [96, 96, 93, 96])
     assert found is not None
     assert (found.kind, found.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, (2,))
@@ -33,22 +41,20 @@ def test_a_rank_that_leaves_one_out_is_named() -> None:
     assert counted(made, 40, [120, 120, 117, 120]) is None, "reported once"
 
 
-def test_of_two_the_one_with_fewer() -> None:
-    made = CollectiveCounts()
-    for step in (8, 16, 24):
-        counted(made, step, [step, step])
-    found = counted(made, 32, [32, 31])
+@pytest.mark.parametrize(
+    ("counts", "culprit", "confidence", "how"),
+    [
+        ([32, 31], 1, Confidence.LIKELY, "rank 1 has called 1 fewer"),
+        ([32, 32, 33], 2, Confidence.CERTAIN, "rank 2 has called 1 more"),
+    ],
+)
+def test_of_two_the_one_with_fewer_and_of_three_the_one_that_differs(
+    counts: list[int], culprit: int, confidence: Confidence, how: str
+) -> None:
+    found = counted(agreed(len(counts)), 32, counts)
     assert found is not None
-    assert (found.culprits, found.confidence) == ((1,), Confidence.LIKELY)
-
-
-def test_one_that_calls_more() -> None:
-    made = CollectiveCounts()
-    for step in (8, 16, 24):
-        counted(made, step, [step] * 3)
-    found = counted(made, 32, [32, 32, 33])
-    assert found is not None
-    assert "rank 2 has called 1 more" in found.evidence[1]
+    assert (found.culprits, found.confidence) == ((culprit,), confidence)
+    assert how in found.evidence[1]
 
 
 def test_stages_of_a_pipeline_call_differently_by_design() -> None:
@@ -58,9 +64,7 @@ def test_stages_of_a_pipeline_call_differently_by_design() -> None:
 
 
 def test_a_rank_that_has_not_reported_yet_is_waited_for() -> None:
-    made = CollectiveCounts()
-    for step in (8, 16, 24):
-        counted(made, step, [step] * 2)
+    made = agreed(2)
     assert made.poll([(0, ((32, 32),))], 2, NODES) is None
     assert made.poll([(1, ((32, 30),))], 2, NODES) is not None
 

@@ -1,6 +1,9 @@
 """The rank that all wait for is named, for all groups; healthy runs name no rank."""
 
 import random
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -63,8 +66,29 @@ def watched(
     return found
 
 
-def ddp_world(ranks: int = 4, *, seed: int = 1, noise: float = 0.02, **other: float) -> SlowWorld:
-    return SlowWorld(ranks, ddp(ranks, step_s=0.4), seed, noise=noise, **other)  # type: ignore[arg-type]
+def ddp_world(ranks: int = 4) -> SlowWorld:
+    return SlowWorld(ranks, ddp(ranks, step_s=0.4), 1, noise=0.02)
+
+
+def tensor_world(data: int, tensor: int) -> SlowWorld:
+    program = tensor_parallel(data, tensor, layers=4, step_s=0.4)
+    return SlowWorld(data * tensor, program, 5, noise=0.03)
+
+
+def warm(world: SlowWorld) -> tuple[SlowWorld, StragglerDetector]:
+    """A world in which all ranks were equally fast so far, and its detector."""
+    detector = StragglerDetector()
+    assert watched(world, WARM_STEPS, detector) == []
+    return world, detector
+
+
+@cache
+def _warm_ddp(ranks: int) -> tuple[SlowWorld, StragglerDetector]:
+    return warm(ddp_world(ranks))
+
+
+def warm_ddp(ranks: int = 4) -> tuple[SlowWorld, StragglerDetector]:
+    return deepcopy(_warm_ddp(ranks))
 
 
 # --- what must be found -----------------------------------------------------------------------
@@ -74,8 +98,7 @@ def ddp_world(ranks: int = 4, *, seed: int = 1, noise: float = 0.02, **other: fl
 @pytest.mark.parametrize("slow", [1.3, 2.0])
 def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> None:
     for culprit in range(ranks):
-        world, detector = ddp_world(ranks, seed=culprit), StragglerDetector()
-        assert watched(world, WARM_STEPS, detector) == []
+        world, detector = warm_ddp(ranks)
         world.slow[culprit] = slow
         found = watched(world, 30, detector)
         assert {verdict.culprits for _, verdict in found} == {(culprit,)}
@@ -92,13 +115,9 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
     ("data", "tensor"), [(2, 2), (2, 4), pytest.param(4, 2, marks=pytest.mark.full)]
 )
 def test_over_two_kinds_of_groups_only_the_culprit_is_named(data: int, tensor: int) -> None:
+    started = warm(tensor_world(data, tensor))
     for culprit in range(data * tensor):
-        program = tensor_parallel(data, tensor, layers=4, step_s=0.4)
-        world, detector = (
-            SlowWorld(data * tensor, program, culprit, noise=0.03),
-            StragglerDetector(),
-        )
-        assert watched(world, WARM_STEPS, detector) == []
+        world, detector = deepcopy(started)
         world.slow[culprit] = 2.0
         found = watched(world, 30, detector)
         assert {verdict.culprits for _, verdict in found} == {(culprit,)}
@@ -107,8 +126,7 @@ def test_over_two_kinds_of_groups_only_the_culprit_is_named(data: int, tensor: i
 
 def test_small_waits_in_each_layer_add_up() -> None:
     program = tensor_parallel(2, 2, layers=24, step_s=1.0)
-    world, detector = SlowWorld(4, program, 3, noise=0.02, spike=0.0, kept=256), StragglerDetector()
-    assert watched(world, WARM_STEPS, detector) == []
+    world, detector = warm(SlowWorld(4, program, 3, noise=0.02, spike=0.0, kept=256))
     world.slow[1] = 1.3  # 11 ms in a layer, a quarter of a second in the step
     found = watched(world, 40, detector)
     assert {verdict.culprits for _, verdict in found} == {(1,)}
@@ -117,37 +135,29 @@ def test_small_waits_in_each_layer_add_up() -> None:
     assert any("added up" in text for text in verdict.counter_evidence)
 
 
-def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
-    world, detector = ddp_world(6), StragglerDetector()
-    assert watched(world, WARM_STEPS, detector) == []
-    world.slow |= {2: 1.6, 3: 1.6}
+@pytest.mark.parametrize(
+    ("start", "slow", "nodes"),
+    [
+        (lambda: warm_ddp(6), {2: 1.6, 3: 1.6}, ("node1",)),
+        (lambda: warm_ddp(6), {0: 1.6, 5: 1.7}, ()),
+        (lambda: warm(tensor_world(2, 2)), {2: 2.0, 3: 2.0}, ("node1",)),
+    ],
+)
+def test_several_slow_ranks_are_named_and_their_node_if_they_are_all_of_it(
+    start: Callable[[], tuple[SlowWorld, StragglerDetector]],
+    slow: dict[int, float],
+    nodes: tuple[str, ...],
+) -> None:
+    world, detector = start()
+    world.slow |= slow
     verdict = watched(world, 30, detector)[-1][1]
-    assert verdict.culprits == (2, 3)
-    assert verdict.nodes == ("node1",)
-    assert "ranks 2 and 3 (all of node node1) are slow" in verdict.text
-
-
-def test_two_slow_ranks_of_two_nodes_are_both_named() -> None:
-    world, detector = ddp_world(6), StragglerDetector()
-    assert watched(world, WARM_STEPS, detector) == []
-    world.slow |= {0: 1.6, 5: 1.7}
-    verdict = watched(world, 30, detector)[-1][1]
-    assert verdict.culprits == (0, 5)
-    assert verdict.nodes == ()
-
-
-def test_tensor_parallel_ranks_of_one_node_may_be_slow_together() -> None:
-    program = tensor_parallel(2, 2, layers=4, step_s=0.4)
-    world, detector = SlowWorld(4, program, 5, noise=0.03), StragglerDetector()
-    assert watched(world, WARM_STEPS, detector) == []
-    world.slow |= {2: 2.0, 3: 2.0}
-    verdict = watched(world, 30, detector)[-1][1]
-    assert verdict.culprits == (2, 3)
-    assert verdict.nodes == ("node1",)
+    assert (verdict.culprits, verdict.nodes) == (tuple(slow), nodes)
+    where = "2 and 3 (all of node node1)" if nodes else "0 and 5"
+    assert f"ranks {where} are slow" in verdict.text
 
 
 def test_a_node_that_was_late_from_the_beginning_is_named_as_possible() -> None:
-    world = ddp_world(4)
+    world = ddp_world()
     world.slow[1] = 2.0
     verdict = watched(world, 60)[-1][1]
     assert verdict.culprits == (1,)
@@ -156,8 +166,7 @@ def test_a_node_that_was_late_from_the_beginning_is_named_as_possible() -> None:
 
 
 def test_it_is_over_when_the_rank_is_as_quick_as_before() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, detector)
+    world, detector = warm_ddp()
     world.slow[2] = 2.0
     assert watched(world, 30, detector)
     world.slow.clear()
@@ -167,7 +176,7 @@ def test_it_is_over_when_the_rank_is_as_quick_as_before() -> None:
 
 def test_a_node_that_was_late_from_the_beginning_and_is_so_no_more_makes_no_other_late() -> None:
     again = 0
-    for seed in range(10):
+    for seed in range(6):
         world = SlowWorld(2, ddp(2, buckets=1, step_s=0.1), seed, noise=0.2, sample_s=1.0)
         world.slow[0] = 2.0
         detector = StragglerDetector()
@@ -177,13 +186,12 @@ def test_a_node_that_was_late_from_the_beginning_and_is_so_no_more_makes_no_othe
         assert watched(world, 140, detector) == [], seed
         world.slow[0] = 2.0
         again += {v.culprits for _, v in watched(world, 60, detector)} == {(0,)}
-    assert again == 10, "it is found again the next time"
+    assert again == 6, "it is found again the next time"
 
 
 def test_lateness_is_given_for_each_rank() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
-    assert detector.lateness() == {}
-    watched(world, WARM_STEPS, detector)
+    assert StragglerDetector().lateness() == {}
+    world, detector = warm_ddp()
     world.slow[2] = 2.0
     watched(world, 30, detector)
     late = detector.lateness()
@@ -193,14 +201,14 @@ def test_lateness_is_given_for_each_rank() -> None:
     assert detector.step_s == pytest.approx(0.8, rel=0.2)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**9), slow=st.sampled_from([1.5, 2.0, 3.0]))
 @example(seed=14054, slow=2.0)
 def test_a_slow_rank_is_named_and_no_other(seed: int, slow: float) -> None:
-    world, detector = any_world(seed, noises=(0.01, 0.05)), StragglerDetector()
+    world = any_world(seed, noises=(0.01, 0.05))
     # With clocks 5 ms wrong, 50 % of a layer of 15 ms (seed 14054) is within the clock error.
     assume(slow > 1.5 or world.clock_error_s < 0.005)
-    assert watched(world, WARM_STEPS, detector) == []
+    world, detector = warm(world)
     culprit = seed % world.ranks
     world.slow[culprit] = slow
     found = watched(world, 45, detector)
@@ -212,31 +220,30 @@ def test_a_slow_rank_is_named_and_no_other(seed: int, slow: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(block, marks=pytest.mark.full) for block in (1, 2, 3, 4))]
+    "block", [0, *(pytest.param(block, marks=pytest.mark.full) for block in range(1, 8))]
 )
 def test_on_healthy_runs_none_is_named(block: int) -> None:
-    for seed in range(block * 12, (block + 1) * 12):
-        found = watched(any_world(seed), 120)
+    for seed in range(block * 8, (block + 1) * 8):
+        found = watched(any_world(seed), 100)
         assert found == [], f"seed {seed}: {found[0][1].text}"
 
 
 def test_uneven_work_by_design_is_no_fault() -> None:
-    world = ddp_world(4)
+    world = ddp_world()
     world.uneven |= {0: 1.15, 3: 1.1}
     assert watched(world, 150) == []
 
 
 def test_a_rank_that_becomes_slow_next_to_uneven_work_is_named() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
+    world = ddp_world()
     world.uneven[0] = 1.15
-    assert watched(world, WARM_STEPS, detector) == []
+    world, detector = warm(world)
     world.slow[1] = 1.6
     assert watched(world, 30, detector)[-1][1].culprits == (1,)
 
 
 def test_all_slow_alike_is_not_named() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, detector)
+    world, detector = warm_ddp()
     world.slow |= dict.fromkeys(range(4), 1.8)
     assert watched(world, 60, detector) == []
 
@@ -244,18 +251,17 @@ def test_all_slow_alike_is_not_named() -> None:
 def test_if_all_ranks_become_uneven_hardly_any_is_named() -> None:
     """Sequences of all lengths after a calm start: noise, and more noise than in the past."""
     named = 0
-    for seed in range(30):
+    for seed in range(20):
         world = SlowWorld(2, [Compute(0.05), Meet(everyone(2))] * 2, seed, noise=0.02)
         detector = StragglerDetector()
         watched(world, 80, detector)
         world.noise = 0.6
         named += bool(watched(world, 100, detector))
-    assert named <= 3  # 7 before the judged windows also included the noise
+    assert named <= 2  # 7 of 30 before the judged windows also included the noise
 
 
 def test_one_that_saves_now_and_then_is_not_named() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, detector)
+    world, detector = warm_ddp()
     for _ in range(10):
         world.slow[0] = 6.0
         assert watched(world, 1, detector) == []
@@ -264,8 +270,7 @@ def test_one_that_saves_now_and_then_is_not_named() -> None:
 
 
 def test_next_to_a_slow_link_no_further_rank_is_named() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, detector)
+    world, detector = warm_ddp()
     world.slow[2] = 2.0
     for samples in world.run(30):
         assert detector.poll(samples, world.groups, is_link_slow=True) is None
@@ -276,8 +281,7 @@ def test_next_to_a_slow_link_no_further_rank_is_named() -> None:
 
 
 def test_what_was_late_next_to_a_slow_link_is_not_named_once_that_is_mended() -> None:
-    world, detector = ddp_world(4), StragglerDetector()
-    watched(world, WARM_STEPS, detector)
+    world, detector = warm_ddp()
     world.slow[2] = 2.0
     for samples in world.run(30):
         assert detector.poll(samples, world.groups, is_link_slow=True) is None
@@ -302,11 +306,8 @@ def test_within_the_error_of_the_clocks_none_is_named() -> None:
 
 
 def test_entries_that_were_overwritten_between_two_looks_do_no_harm() -> None:
-    program = ddp(4, buckets=4, step_s=0.02)
-    world, detector = (
-        SlowWorld(4, program, 6, noise=0.05, sample_s=1.0, kept=64),
-        StragglerDetector(),
-    )
+    world = SlowWorld(4, ddp(4, buckets=4, step_s=0.02), 6, noise=0.05, sample_s=1.0, kept=64)
+    detector = StragglerDetector()
     assert watched(world, 1000, detector) == []
     world.slow[3] = 2.0
     found = watched(world, 600, detector)
@@ -322,8 +323,7 @@ def test_a_look_that_lacks_a_rank_waits_for_it() -> None:
 
 
 def test_a_rank_that_meets_none_blocks_no_other() -> None:
-    world, detector = ddp_world(3), StragglerDetector()
-    assert watched(world, WARM_STEPS, detector) == []
+    world, detector = warm_ddp(3)
     world.slow[1] = 2.0
     found = []
     for samples in world.run(30):
