@@ -208,6 +208,7 @@ class CommandExecutor:
         self._report.send(is_urgent=True)
 
     def _await_device_memory(self) -> float:
+        """Seconds that it took."""
         run = self._run
         run.device_memory.before_start()
         if not run.workers.used_device:

@@ -1,7 +1,7 @@
 """Runs work that takes longer than a message may wait.
 
 Runs in:  the SMP: `submit` and `finish` in the server's thread, the work in one thread per lane.
-Takes in: functions that compute, and return a function that handles the result.
+Takes in: functions that compute, and may return a function that handles the result.
 Gives:    the returned functions, run in the server's thread when the descriptor becomes readable.
 
 A lane runs its jobs in order: "memory-0" and so on allocate arenas, "disk" reads and writes

@@ -193,7 +193,7 @@ class FaultController:
     @property
     def is_eager(self) -> bool:
         """An order waits for its step, so the loop must poll often."""
-        return any(run.action is not None and not run.has_fired for run in self._running)
+        return any(one.action is not None and not one.has_fired for one in self._running)
 
     def poll(self) -> None:
         try:

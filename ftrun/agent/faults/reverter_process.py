@@ -170,6 +170,7 @@ class FaultReverter:
         """Stop, kill or continue a process and all its descendants except reverters.
 
         Several passes stop them first, because a running process may start others during a pass.
+        Before a kill, other reverters undo their faults.
         """
         if number == signal.SIGCONT:
             _signal(number, self._tree)

@@ -469,6 +469,7 @@ def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
 
 
 def blocked_s(pages: Sequence[SharedPage]) -> float:
+    """Of the slowest rank of this generation."""
     return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
 
 

@@ -63,7 +63,7 @@ class DeviceMemory:
     def wait(self, *, since_s: float, standbys_use_it: bool = False) -> float:
         """Wait until the memory is free, at most `limit_s` after `since_s`; return the seconds.
 
-        The driver gets at least `_ANSWER_S`.
+        The driver gets at least `_ANSWER_S`. `standbys_use_it`: bound standbys hold contexts.
         """
         began_s = clock.now_s()
         allowed_bytes = TOLERANCE_BYTES + (STANDBY_BYTES if standbys_use_it else 0)

@@ -305,7 +305,7 @@ def uncorrectable_errors(nvml: Any, device: Any) -> int:
 
 
 def slowdown(nvml: Any, device: Any) -> str:
-    """That heat or a fault throttles the device; NVMLError if unknown to this device."""
+    """Why heat or a fault throttles the device; empty: neither. NVMLError: the device cannot say."""
     try:
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(device)
     except nvml.NVMLError_FunctionNotFound:  # a driver before 535; CUDA 14 has only the new name

@@ -41,7 +41,13 @@ def spy_program() -> str | None:
 
 
 def take_stack(pid: int, *, dumper: int, stack_fd: int) -> RankStack | None:
-    """The stack of a main thread; `dumper`: the signal on which it writes its stacks, or 0."""
+    """The stack of a main thread; None if neither py-spy nor the rank gives it.
+
+    Args:
+        pid: the rank.
+        dumper: the signal on which the rank writes its stacks, or 0.
+        stack_fd: the file to which it writes them.
+    """
     found = _py_spy_stack(pid)
     if found is None and dumper:
         found = _dumped(pid, dumper, stack_fd)

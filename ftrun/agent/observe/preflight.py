@@ -129,7 +129,7 @@ def _own_threads() -> int:
 
 
 def copy_rate(free_bytes: int) -> float:
-    """Bytes per second that one thread copies within memory; 0: too little of it is free."""
+    """Bytes per second that one thread copies; 0: too little memory is free (-1: it is unknown)."""
     size = BLOCK_BYTES
     if 0 <= free_bytes < 8 * size:
         size = free_bytes // 8 // PIECE_BYTES * PIECE_BYTES

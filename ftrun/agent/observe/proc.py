@@ -273,7 +273,7 @@ def cores_used(pid: int, *, within_s: float = 0.25) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Without pages of files, which can be taken back at any time. Cheap: called once a second."""
+    """0 if it has ended. Without pages of files, which can be taken back; called once a second."""
     words = _first_line(f"/proc/{pid}/statm").split()
     pages = int(words[1]) - int(words[2]) if len(words) > 2 else 0
     return max(0, pages) * os.sysconf("SC_PAGE_SIZE")

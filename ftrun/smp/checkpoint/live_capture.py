@@ -128,7 +128,11 @@ class LiveCapture:
             raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
     def has_sealed(self) -> None:
-        """Copy the rest if all ranks have sealed and time is short; raises SlotOverwritten."""
+        """Copy the rest if all ranks have sealed and time is short; raises SlotOverwritten.
+
+        The seals of all ranks commit the version, so from then on its slots may be overwritten
+        after the next commit.
+        """
         if self.are_sealed or not all(one.poll() for one in self.shards):
             return
         self.are_sealed = True

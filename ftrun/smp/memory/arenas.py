@@ -131,6 +131,7 @@ class ArenaStore:
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
         """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
+        # Arenas of another world size do not count: they are read until the first commit.
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
         has = max((shape.total_bytes for shape in shapes), default=0)
         self.promise(rank, max(0, total - has), image_bytes=image_bytes)
@@ -172,7 +173,10 @@ class ArenaStore:
         return SmpArena(fd, read_shape(fd), generation)
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
-        """Own an arena of an earlier SMP; after LayoutUnknown the caller owns the descriptor."""
+        """Own an arena of an earlier SMP, or close the descriptor if that arena is here already.
+
+        After LayoutUnknown the caller owns the descriptor.
+        """
         try:
             shape = read_shape(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

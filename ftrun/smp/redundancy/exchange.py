@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class CodecCache:
-    """A codec for each k and m, for several threads. Lane "protect" tests it before its use."""
+    """A codec for each k and m, for several threads; lane "protect" tests it before other work."""
 
     def __init__(self, jobs: JobLanes) -> None:
         self._jobs = jobs

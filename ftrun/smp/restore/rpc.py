@@ -49,7 +49,7 @@ class ResponseSink(Protocol):
     """The requester. Only `room` may block; all methods are called in the threads of links."""
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        """Destination of an answer, or None. A broken connection calls it for that answer again."""
+        """Destination of an answer, or None; called again if its connection breaks."""
         ...
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
@@ -221,7 +221,7 @@ class WholeResponse:
 
 
 class FetchRpc:
-    """The traffic of one generation. `excluded` reports damaged data, in any link's thread."""
+    """The traffic of one generation; `excluded` runs in the thread of a link or of a fetch."""
 
     def __init__(self, peers: PeerListener, *, excluded: Excluded, runner: Runner) -> None:
         self.runner = runner

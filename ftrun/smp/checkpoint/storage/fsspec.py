@@ -89,7 +89,7 @@ class ObjectWriter:
         self._block = memoryview(bytearray(size))
         self._filled = 0
         self._sending: CallResult[Any] | None = None
-        self._file = calls(opened)
+        self._file = calls(opened)  # in the thread of the calls, as all use of it
 
     def room(self, source: memoryview | None = None) -> memoryview:
         """As `DirectFile.room`; raises CheckpointError if an earlier part could not be sent."""

@@ -280,7 +280,10 @@ class LocalStorage:
 
 @contextlib.contextmanager
 def _locked(directory: Path, how: int, stop: threading.Event) -> Iterator[None]:
-    """Create the directory, and lock it against another run that writes alone."""
+    """Create the directory and lock it.
+
+    LOCK_EX excludes all other runs and nodes; LOCK_SH excludes one that writes alone.
+    """
     if not directory.is_absolute():
         raise CheckpointError(f"the checkpoint directory {directory} is not an absolute path")
     directory.mkdir(parents=True, exist_ok=True)
