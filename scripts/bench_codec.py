@@ -215,7 +215,7 @@ class StripeBench:
             if not any(map(work.take, fragments)):
                 raise work.refusal()
             if any(block_digest(copy[place]) != digest for place, digest in known.items()):
-                raise BenchError("a rebuilt block has another digest")
+                raise bench.BenchError("a rebuilt block has another digest")
 
     def _pyeclib_encode(self) -> None:
         for segment in self._segments:

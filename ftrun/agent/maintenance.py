@@ -146,8 +146,8 @@ class Maintenance:
 
         While ranks run, it is the version that the leader has reported as committed. After the end
         of a generation, or of the last agent, nodes may know different commits: the candidates are
-        what this node holds, at most two, and the newest commit is one of them. On one node the run may end before its first commit is
-        reported.
+        what this node holds, at most two, and the newest commit is one of them. On one node the run
+        may end before its first commit is reported.
         """
         run = self._run
         if run.spec.nodes is not None and run.generations.has_ranks:

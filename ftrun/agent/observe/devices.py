@@ -305,7 +305,7 @@ def uncorrectable_errors(nvml: Any, device: Any) -> int:
 
 
 def slowdown(nvml: Any, device: Any) -> str:
-    """Why heat or a fault throttles the device; empty: neither. NVMLError: the device cannot say."""
+    """How heat or a fault throttles the device; empty: neither. NVMLError: it is unknown."""
     try:
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(device)
     except nvml.NVMLError_FunctionNotFound:  # a driver before 535; CUDA 14 has only the new name

@@ -1,10 +1,10 @@
-"""Dumps of the flight recorders for torch's own analyzer, and the recorders' variables.
+"""Dumps of the flight recorders for torch's own analyzer, their reader, and the variables.
 
 Runs in the thread of the rank observer. `torchfrtrace FOLDER -p rank_` compares the files
 `rank_<R>` in the folder of a generation.
 
-Rule 1: a pickle may name any code. What a rank sends as a pickle is written as it is, and the agent
-        does not read it.
+Rule 1: a pickle may name any code. It is read here only, by an unpickler that refuses every name.
+        What a rank sends as a pickle is written as it is, and the agent does not read it.
 Rule 2: the analyzer fails on a dump without groups (torch's own of gloo), so they are taken from
         the rank's page.
 Rule 3: variables that the user has set stay. TORCH_FR_BUFFER_SIZE overrides
@@ -19,13 +19,16 @@ import pickle  # noqa: TID251 - the format of torch's dumps; see rule 1
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.proc import process_facts
 from ftrun.agent.observe.recorder import RECORDER_S, RecorderReader, may_query_device
+from ftrun.monitor.flight_recorder import Trace, trace_of
 from ftrun.monitor.page_values import decode_groups
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
+MAX_DUMP_BYTES = 64 << 20
 PREFIX = "rank_"
 
 RECORDED_CALLS = 128
@@ -43,6 +46,38 @@ _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 PIPE_STEM = "recorder_"
 _DEVICES = ("dev/nvidia[0-9]*", "dev/kfd")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads plain values only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"the dump names {module}.{name}, which is not plain data")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("the dump refers to an object outside of it")
+
+
+def read_dump(path: Path) -> Trace:
+    """Read a dump.
+
+    Raises:
+        ValueError: it is too large, or no dump of plain values.
+        OSError: it cannot be read.
+    """
+    if path.stat().st_size > MAX_DUMP_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_DUMP_BYTES >> 20} MiB")
+    try:
+        with path.open("rb") as file:
+            found = _PlainUnpickler(file).load()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a torn pickle raises errors of any type
+        raise ValueError(f"{path} is no dump of plain values: {error}") from error
+    trace = trace_of(found)
+    if trace is None:
+        raise ValueError(f"{path} is no dump of a flight recorder")
+    return trace
 
 
 def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader]]) -> int:

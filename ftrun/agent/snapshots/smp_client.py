@@ -294,7 +294,7 @@ class AgentSmpClient:
                 self._ask(body, deadline_s=END_WAIT_S)
 
     def await_restored(self) -> None:
-        """Wait until the restored version is here or has failed; PeerError after CHECKPOINT_WAIT_S."""
+        """Wait until the restored version is here or failed; PeerError after CHECKPOINT_WAIT_S."""
         give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
         while self.channel is not None and not (self.is_restored or self.restore_failed):
             self._take(self.channel.receive(deadline_s=give_up_s - clock.now_s()))

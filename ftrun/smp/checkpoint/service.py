@@ -46,7 +46,7 @@ _BUG = "internal error in ftrun; see the SMP's log"
 
 
 class CheckpointService:
-    """Writes and loads. `loaded` runs before the agent is answered; `is_attended`: it is connected."""
+    """Writes and loads. `loaded` runs before the agent's answer; `is_attended`: it is connected."""
 
     def __init__(
         self,

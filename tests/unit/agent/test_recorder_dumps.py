@@ -1,4 +1,4 @@
-"""Dumps that torch's own analyzer reads, and the variables for torch's recorders."""
+"""Dumps that torch's own analyzer reads, and a reader that runs no code of a dump."""
 
 import importlib.util
 import json
@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from ftrun.agent.observe import recorder_dumps
 from ftrun.agent.observe.recorder_dumps import (
     as_pickle,
     ask_by_pipe,
     has_nccl_devices,
+    read_dump,
     recorder_variables,
 )
-from ftrun.monitor.flight_recorder import trace_of
 
 ENTRY = {
     "record_id": 0, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": 1,
@@ -52,9 +53,10 @@ def test_the_analyzer_of_torch_names_the_rank_that_is_missing(tmp_path: Path) ->
     assert "missing ranks: {1}" in done.stdout + done.stderr
 
 
-def test_a_dump_is_read_back() -> None:
-    trace = trace_of(pickle.loads(as_pickle(dumped(entries=[ENTRY]), "0=0,1 7=1")))
-    assert trace is not None
+def test_a_dump_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0"
+    path.write_bytes(as_pickle(dumped(entries=[ENTRY]), "0=0,1 7=1"))
+    trace = read_dump(path)
     assert [one.profiling_name for one in trace.entries] == ["gloo:all_reduce"]
     assert {name: one.ranks for name, one in trace.pg_config.items()} == {"0": "[0, 1]", "7": "[1]"}
     assert trace.pg_config["0"].desc == "0"
@@ -69,6 +71,40 @@ def test_a_known_group_and_a_pickle_stay_as_they_are() -> None:
     for wrong in (b"[]", b"not json"):
         with pytest.raises(ValueError, match=r"no dump|Expecting value"):
             as_pickle(wrong, "")
+
+
+class _Named:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch harmful",)
+
+
+class _Persistent(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return "outside" if value == "refer" else None
+
+
+@pytest.mark.parametrize(
+    "kind", ["names os.system", "refers", "torn", "no dump", "too large", "calls a number"]
+)
+def test_a_dump_that_is_more_than_plain_values_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rank_0"
+    if kind == "refers":
+        with path.open("wb") as file:
+            _Persistent(file).dump({"entries": "refer"})
+    else:
+        value = {"names os.system": {"entries": _Named()}, "no dump": [1]}.get(kind, {"a": "b" * 9})
+        path.write_bytes(pickle.dumps(value)[: 9 if kind == "torn" else None])
+    if kind == "calls a number":
+        path.write_bytes(b"\x80\x02K\x01)R.")
+    if kind == "too large":
+        monkeypatch.setattr(recorder_dumps, "MAX_DUMP_BYTES", 8)
+    with pytest.raises(ValueError, match="rank_0 is ") as raised:
+        read_dump(path)
+    assert ("posix.system" in str(raised.value)) == (kind == "names os.system")
+    assert not (tmp_path / "harmful").exists()
 
 
 def test_one_byte_into_the_pipe(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ from ftrun.urls import is_url
 Storage = LocalStorage | FsspecStorage
 """The place of all checkpoints of a run. Names are relative to it.
 
-Each method raises OSError (a directory) or CheckpointError (a URL) if the storage fails. `is_local`:
-it has locks, links, an atomic rename and its own times. A file of `stream` is complete and durable
-when the block ends, or discarded. `publish` makes a folder with an index visible. `clean_up` and
-`discard` remove what they can, also after a failure.
+Each method raises OSError (a directory) or CheckpointError (a URL) if the storage fails.
+`is_local`: it has locks, links, an atomic rename and its own times. A file of `stream` is complete
+and durable when the block ends, or discarded. `publish` makes a folder with an index visible.
+`clean_up` and `discard` remove what they can, also after a failure.
 """
 
 FileSink = DirectFile | ObjectWriter
