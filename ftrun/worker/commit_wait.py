@@ -46,8 +46,9 @@ class CommitWait:
     @property
     def is_free(self) -> bool:
         """Whether this rank awaits no commit and may take the next snapshot."""
-        is_over = self.newest_sealed is None or self.is_over(self.newest_sealed)
-        return not self._awaits_recommit and is_over and not self._awaits_others
+        if self._awaits_recommit or self._awaits_others:
+            return False
+        return self.newest_sealed is None or self.is_over(self.newest_sealed)
 
     @property
     def is_under_way(self) -> bool:

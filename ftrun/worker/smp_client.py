@@ -98,7 +98,10 @@ class WorkerSmpClient:
     def request_arena(
         self, *, image_bytes: int, num_pieces: int, layout_id: int, frozen_bytes: int = 0
     ) -> int:
-        """Return the descriptor of a new arena; the caller closes it. Raises MemoryTooSmall."""
+        """Return the descriptor of a new arena; the caller closes it. Raises MemoryTooSmall.
+
+        The deadline allows for a slow node that makes the arenas of all its ranks.
+        """
         context = self._context
         received = self._ask(
             RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id),

@@ -15,11 +15,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import xxhash
-from typer.testing import CliRunner
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId
@@ -34,8 +32,8 @@ from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.checkpoints.catalog import find_damage
-from ftrun.tools.checkpoints.command import app
-from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
+from ftrun.tools.checkpoints.convert import convert as converted
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -159,11 +157,6 @@ def plain_of(folder: Path, rank: int) -> dict[str, Any]:
     length = int.from_bytes(data[at : at + 8], "little")
     parts = plain.decode(data[at + 8 : at + 8 + length])
     return {name: plain.decode(part) for name, part in parts.items()}
-
-
-def converted(words: Sequence[str]) -> ConvertReport:
-    done = CliRunner().invoke(app, ["convert", *words, "--json"], catch_exceptions=False)
-    return msgspec.json.decode(done.stdout, type=ConvertReport)
 
 
 class Converter:
@@ -456,11 +449,11 @@ def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
     World(convert.folder / "old", held)
     text = "mesh: {dp: 1, tp: 2}\nshard:\n  - {name: model.*, axis: tp, dim: 0}\n"
     name = convert.rules("x.yaml", text)
-    words = ["old", "new", "--rules", name, "--mesh", "tp=1", "--workers", "1", "--json"]
+    words = ["old", "new", "--rules", name, "--mesh", "tp=1", "--workers", "1"]
     code = (
         "import pathlib, runpy, sys\n"
-        f"sys.argv = ['ftrun', 'checkpoints', 'convert', *{words!r}]\n"
-        "try:\n    runpy.run_module('ftrun', run_name='__main__')\n"
+        f"sys.argv = ['convert', *{words!r}]\n"
+        "try:\n    runpy.run_module('ftrun.tools.checkpoints.convert', run_name='__main__')\n"
         "except SystemExit:\n    pass\n"
         "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
         "sys.stderr.write(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"

@@ -135,7 +135,7 @@ class SealedSlot:
         return min(found, default=0) / 1e9
 
     def copy_to(self, copy: memoryview) -> None:
-        """Copy the bytes not read yet into `copy`, of a whole image; they may then be overwritten."""
+        """Copy what is not read yet into `copy`, of a whole image; it may then be overwritten."""
         size = self.shape.image_bytes
         self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
         self._fill(copy, 0, 8)

@@ -1,6 +1,6 @@
 """`ftrun checkpoints`: lists, verifies, prunes, exports and converts checkpoints.
 
-A separate process lists, verifies and prunes. Another one exports; only it may load torch.
+Separate processes read and write the files. Only the process of an export may load torch.
 """
 
 import os
@@ -232,34 +232,31 @@ def _one_of(flag: str, given: str, known: Sequence[_Word]) -> _Word:
     raise UsageError(f"{flag} is one of {', '.join(known)}, not {given!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """The options of a conversion."""
-
-    rules: Annotated[Path, option("--rules", "layout rules of SOURCE", "FILE")]
-    to: Annotated[Path | None, option("--to", "layout rules of the new one", "FILE")] = None
-    ranks: Annotated[int | None, option("--ranks", "or: the same with M ranks", "M")] = None
-    mesh: Annotated[str | None, option("--mesh", "or: the same on tp=4,dp=1", "AXES")] = None
-    workers: Annotated[int, option("--workers", "threads (default: up to 4)", "W")] = 0
-    dtype: Annotated[
-        list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
-    ] = None
-
-
 @app.command("convert")
-@with_groups
-def _convert(
+def _convert(  # noqa: PLR0913 - its flags
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="a checkpoint, or a directory: its latest")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="a directory for the new one")],
-    options: ConvertOptions,
+    rules: Annotated[str, option("--rules", "layout rules of SOURCE", "FILE")],
+    to: Annotated[str | None, option("--to", "layout rules of the new one", "FILE")] = None,
+    ranks: Annotated[int | None, option("--ranks", "or: the same with M ranks", "M")] = None,
+    mesh: Annotated[str | None, option("--mesh", "or: the same on tp=4,dp=1", "AXES")] = None,
+    workers: Annotated[int, option("--workers", "threads (default: up to 4)", "W")] = 0,
+    dtype: Annotated[
+        list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a checkpoint with another layout, by layout rules (docs/layouts.md)."""
-    from ftrun.tools.checkpoints.convert import convert  # numpy takes 0.1 s to import
-
-    found = convert(source, out, options)
+    words = [f"--rules={rules}", f"--workers={workers}"]
+    words += [f"--dtype={one}" for one in dtype or []]
+    given = {"to": to, "ranks": ranks, "mesh": mesh}
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    found = report_of(
+        "ftrun.tools.checkpoints.convert", *words, "--", source, out, kind=ConvertReport,
+        failure="the checkpoint was not converted",
+    )  # fmt: skip
     if as_json:
         render.write_json(found)
     elif found.problem:

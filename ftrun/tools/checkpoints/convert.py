@@ -1,15 +1,19 @@
-"""Converts a checkpoint, or the latest one of a directory, to a layout of other rules.
+"""Converts a checkpoint: `python -m ftrun.tools.checkpoints.convert SOURCE OUT ...`.
 
+Runs in:  a process that the cli starts.
+Takes in: a checkpoint, or a directory of them; layout rules; a directory for the new one.
+Gives:    `ConvertReport` as JSON on stdout; a checkpoint for a run of the new layout.
 Survives: a kill at any point: the new checkpoint becomes visible only when it is complete.
 
 If the layout does not change, nothing is converted: the files are linked.
 """
 
+import argparse
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,7 +30,6 @@ from ftrun.smp.checkpoint.index import FORMAT, LATEST_NAME, CheckpointPart, Shar
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
 from ftrun.smp.checkpoint.storage.storage import next_serial, sweep_started
-from ftrun.tools.checkpoints.command import ConvertOptions
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
@@ -34,42 +37,63 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 MAX_WORKERS = 4
 
 
-def convert(source: str, out: str, options: ConvertOptions) -> ConvertReport:
+def main() -> int:
+    sys.stdout.buffer.write(msgspec.json.encode(convert(sys.argv[1:])))
+    return 0
+
+
+def convert(words: Sequence[str]) -> ConvertReport:
+    arguments = _arguments(words)
     started_s = clock.now_s()
     try:
-        found = _convert(source, out, options)
+        found = _convert(arguments)
     except FtrunError as error:
         found = ConvertReport(problem=str(error), exit_code=error.exit_code)
     except OSError as error:
-        problem = f"{error.filename or out}: {error.strerror or error}"
+        problem = f"{error.filename or arguments.out}: {error.strerror or error}"
         found = ConvertReport(problem=problem, exit_code=CheckpointError.exit_code)
     return msgspec.structs.replace(found, seconds=clock.now_s() - started_s)
 
 
-def _convert(given: str, target: str, options: ConvertOptions) -> ConvertReport:
-    rules = _read(options.rules)
-    wanted = target_rules(options, rules)
-    if options.workers < 0:
-        raise UsageError(f"--workers is at least 1, or 0 for the default, not {options.workers}")
-    out = _directory(target, "copy the new checkpoint from a directory to it")
-    folder = _folder_of(_directory(given, "copy the checkpoint into a directory first"))
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ftrun.tools.checkpoints.convert", description="another layout"
+    )
+    parser.add_argument("source")
+    parser.add_argument("out")
+    parser.add_argument("--rules", type=Path, required=True)
+    parser.add_argument("--to", type=Path)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--mesh", default="")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--dtype", action="append", default=[])
+    return parser.parse_args(words)
+
+
+def _convert(arguments: argparse.Namespace) -> ConvertReport:
+    rules = _read(arguments.rules)
+    wanted = target_rules(arguments, rules)
+    if arguments.workers < 0:
+        raise UsageError(f"--workers is at least 1, or 0 for the default, not {arguments.workers}")
+    out = _directory(arguments.out, "copy the new checkpoint from a directory to it")
+    folder = _folder_of(_directory(arguments.source, "copy the checkpoint into a directory first"))
     if out == folder:
         raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
-    workers = options.workers or min(MAX_WORKERS, os.cpu_count() or 1)
+    workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
     with closing(CheckpointReader(folder)) as source:
         stored = stored_entries(source.headers, source.parts, source=rules.source)
         before = read_world(rules, stored)
         after = lay_out(wanted, before)
-        dtypes = new_dtypes(options.dtype or (), before)
+        dtypes = new_dtypes(arguments.dtype, before)
         if rules.layout == wanted.layout and not dtypes:
-            path, num_bytes = publish(source, out, partial(_link_all, source))
+            path, num_bytes = publish(source, out, LinkedFiles(source))
             return _facts(source, path, num_bytes, before, after, is_linked=True)
         if problems := differing(source, before):
             raise RulesMismatch(source=rules.source, problems=problems)
         values = RankValues(source.parts, before, after)
         plain = [values.of(rank) for rank in range(after.mesh.size)]
         job = Conversion(source, before, after, dtypes, plain)
-        path, num_bytes = publish(source, out, WorldWriter(job, workers=workers).write)
+        path, num_bytes = publish(source, out, WorldWriter(job, workers=workers))
         return _facts(source, path, num_bytes, before, after, notes=values.notes())
 
 
@@ -106,24 +130,24 @@ def _read(path: Path) -> ShardingRules:
         raise UsageError(f"{path} is not a text file: {error}") from error
 
 
-def target_rules(options: ConvertOptions, rules: ShardingRules) -> ShardingRules:
-    given = [n for n in ("to", "ranks", "mesh") if getattr(options, n) not in (None, "")]
+def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> ShardingRules:
+    given = [n for n in ("to", "ranks", "mesh") if getattr(arguments, n) not in (None, "")]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} both define the new layout: give one")
-    if options.to is not None:
-        return _read(options.to)
-    if options.mesh:
-        return rules.on(rules.mesh.with_sizes(_sizes(options.mesh, rules)))
-    if options.ranks is not None:
-        mesh = rules.mesh.resized(options.ranks)
+    if arguments.to is not None:
+        return _read(arguments.to)
+    if arguments.mesh:
+        return rules.on(rules.mesh.with_sizes(_sizes(arguments.mesh, rules)))
+    if arguments.ranks is not None:
+        mesh = rules.mesh.resized(arguments.ranks)
         if mesh is None:
             raise UsageError(
-                f"--ranks {options.ranks} does not fit the mesh of {rules.source} "
+                f"--ranks {arguments.ranks} does not fit the mesh of {rules.source} "
                 f"({rules.mesh}): it changes only the single axis of batches. Give the new sizes, "
                 "such as --mesh tp=4,dp=2"
             )
         return rules.on(mesh)
-    if not options.dtype:
+    if not arguments.dtype:
         raise UsageError("give the new layout: --to FILE, --ranks M or --mesh tp=4,dp=1")
     return rules
 
@@ -183,11 +207,17 @@ def _folder_of(path: Path) -> Path:
     raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a latest one")
 
 
-def _link_all(source: CheckpointReader, folder: Path) -> list[ShardFile]:
-    for shard in source.index.shards:
-        for name in shard.names:
-            _link(source.folder / name, folder / name)
-    return source.index.shards
+class LinkedFiles:
+    """Links the files of a checkpoint."""
+
+    def __init__(self, source: CheckpointReader) -> None:
+        self._source = source
+
+    def write(self, folder: Path) -> list[ShardFile]:
+        for shard in self._source.index.shards:
+            for name in shard.names:
+                _link(self._source.folder / name, folder / name)
+        return self._source.index.shards
 
 
 def _link(old: Path, new: Path) -> None:
@@ -200,7 +230,7 @@ def _link(old: Path, new: Path) -> None:
 
 
 def publish(
-    source: CheckpointReader, out: Path, write: Callable[[Path], list[ShardFile]]
+    source: CheckpointReader, out: Path, writer: WorldWriter | LinkedFiles
 ) -> tuple[Path, int]:
     """Returns path and bytes of the new checkpoint, which is durable and the latest one."""
     index = source.index
@@ -213,7 +243,7 @@ def publish(
         sweep_started(storage, found, index.run_id, wanted, name, is_alone=True)
         storage.make(name)
         try:
-            files = write(out / name)
+            files = writer.write(out / name)
             made = msgspec.structs.replace(
                 index,
                 serial=next_serial(found, besides=name),
@@ -230,3 +260,7 @@ def publish(
         storage.sync()
         storage.point_latest(final)
     return out / final, sum(one.num_bytes + 8 * one.num_pieces for one in files)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -126,15 +126,22 @@ def _folder(name: str, out: str | None) -> Path:
     return folder.resolve()
 
 
-def _write(folder: Path, rows: list[FaultResult], **about: object) -> None:
+def _write(folder: Path, rows: list[FaultResult], *, name: str, about: str, took_s: float) -> None:
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
     (folder / JSON_NAME).write_text(text, encoding="utf-8")
     conditions = [
         f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
         f"ftrun {__version__}, Python {platform.python_version()}",
     ]
-    source, made_t_s = str(folder / JSON_NAME), clock.wall_s()
-    page = drill_page(rows, source=source, made_t_s=made_t_s, conditions=conditions, **about)
+    page = drill_page(
+        rows,
+        name=name,
+        about=about,
+        took_s=took_s,
+        conditions=conditions,
+        source=str(folder / JSON_NAME),
+        made_t_s=clock.wall_s(),
+    )
     (folder / PAGE_NAME).write_text(page, encoding="utf-8", errors="replace")
 
 
@@ -244,13 +251,16 @@ def detected(it: "FaultResult | FaultSummary") -> str:
 
 
 def drill_page(
-    rows: Sequence[FaultResult], *, source: str, made_t_s: float, **about: object
+    rows: Sequence[FaultResult],
+    *,
+    name: str,
+    about: str,
+    took_s: float,
+    conditions: Sequence[str],
+    source: str,
+    made_t_s: float,
 ) -> str:
-    """`source` is the JSON file with the same rows.
-
-    `about` is `name` and `about` of the plan, `conditions` of the machine (lines of text), and
-    `took_s` of the whole drill.
-    """
+    """`name` and `about` of the plan; `source` is the JSON file with the same rows."""
     # Imported here, because the template engine takes 0.1 s to import.
     from ftrun.tools.report.render.page import fitted_page
 
@@ -265,7 +275,10 @@ def drill_page(
             "detected": detected,
             "seconds": seconds,
             "yes_or_no": yes_or_no,
-            **about,
+            "name": name,
+            "about": about,
+            "took_s": took_s,
+            "conditions": conditions,
         }
 
     return fitted_page("drill.html", values, source=source, made_t_s=made_t_s)

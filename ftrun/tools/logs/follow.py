@@ -61,9 +61,8 @@ def follow(folder: Path, choice: LogFilter) -> None:
         follower.print_grown()
         if clock.now_s() - listed_s >= LIST_EVERY_S:
             listed_s = clock.now_s()
-            is_over = not is_run_alive(
-                follower.lines
-            )  # before the last listing, so that no file is missed
+            # Before the last listing, so that no file is missed.
+            is_over = not is_run_alive(follower.lines)
             follower.list_files()
             if is_over:
                 follower.finish(follower.readers)

@@ -70,7 +70,7 @@ def life_of(generation: int, records: Sequence[VerifyRecord]) -> Life:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event of a rank in which a result differs; `keys` differ in it, results first."""
+    """The first event of a rank in which a result differs; `keys`: all that differ in it."""
 
     rank: int
     generation: int

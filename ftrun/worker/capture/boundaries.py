@@ -142,6 +142,7 @@ class AccumulationTracker:
         objects: Iterable[object] = (),
         guarded: Callable[[Hook], Hook] = lambda hook: hook,
     ) -> None:
+        # By the attribute: from Python 3.12 on, isinstance does not see a forwarding __getattr__.
         self._reporting: list[Any] = [
             one for one in objects if callable(getattr(one, "is_within_accumulation", None))
         ]

@@ -178,6 +178,7 @@ class Capture:
         self._thread.start(arena.populate)
 
     def finish(self) -> None:
+        """Wait for the copy thread, so that the last snapshot is whole."""
         if os.getpid() == self._pid:
             self._thread.wait()
 

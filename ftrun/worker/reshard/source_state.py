@@ -98,8 +98,9 @@ class SourceState:
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """Parameter groups; with pipeline stages, the groups of all ranks reduced to `present`."""
         first, *others = every = self._different("groups")
-        is_same = all(parameters_of(one) == parameters_of(first) for one in others)
-        if is_same and not self._mesh.has_stages:
+        if not self._mesh.has_stages and all(
+            parameters_of(one) == parameters_of(first) for one in others
+        ):
             return dict(first)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in first}
         for name, groups in first.items():

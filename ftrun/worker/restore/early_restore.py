@@ -334,6 +334,7 @@ def release() -> None:
 
 
 def _needed_bytes(context: WorkerContext) -> int:
+    """Estimated from the shards on this node."""
     wanted = context.restore
     assert wanted is not None
     previous_size = context.restore_world_size

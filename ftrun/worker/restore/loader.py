@@ -134,6 +134,7 @@ class LocalState(LocalShardReader, RankState):
 
 @contextlib.contextmanager
 def reporting_corruption(context: WorkerContext) -> Iterator[None]:
+    """Write a corrupt shard to the heartbeat page, so that the agent rejects the version."""
     try:
         yield
     except SnapshotCorrupt as error:

@@ -233,6 +233,7 @@ def has_rules(layout: ShardingRules) -> bool:
 
 
 def is_layout_of(layout: ShardingRules, saved: Mapping[str, Any] | None) -> bool:
+    """Whether a snapshot was saved with this layout; also if it was saved without any."""
     return saved is None or read_carried(saved).layout == layout.layout
 
 

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.tools.checkpoints.command import ConvertOptions
 from ftrun.tools.checkpoints.convert import convert
 
 RULES = "mesh: {dp: 2}\nreplicate: ['*']\n"
 
 
 def refusal(folder: Path, source: str, out: str) -> tuple[int, str]:
-    rules = folder / "rules.yaml"
-    rules.write_text(RULES)
-    found = convert(source, out, ConvertOptions(rules, ranks=1))
+    (folder / "rules.yaml").write_text(RULES)
+    found = convert([source, out, "--rules", str(folder / "rules.yaml"), "--ranks", "1"])
     return found.exit_code, found.problem
 
 
