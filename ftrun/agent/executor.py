@@ -237,9 +237,9 @@ class CommandExecutor:
         self.signals.catch()  # torch has installed its own handlers
         self.maintenance.generation_started(clock.now_s())
         self.observer.observe(self.workers.handles)
-        if self.control.member.is_suspended:
+        if self.control.member.suspension.is_on:
             self.workers.suspend(True)
-            if not self.control.member.is_suspended:  # the cluster thread has resumed them
+            if not self.control.member.suspension.is_on:  # the cluster thread has resumed them
                 self.workers.suspend(False)
         self.report.send(is_urgent=True)
 

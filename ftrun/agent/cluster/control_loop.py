@@ -29,6 +29,7 @@ from ftrun.recovery.commands import (
     Command,
     Connect,
     Disconnect,
+    NetworkCommand,
     NodeCommand,
     ProbePath,
     QueryWitness,
@@ -42,8 +43,6 @@ from ftrun.urls import is_url
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.finished_run import has_finished, read_owner
-
-NetworkCommand = Connect | Send | Disconnect
 
 
 class ControlLoop:

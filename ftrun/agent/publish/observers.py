@@ -286,9 +286,9 @@ class RunMetrics:
             incidents = control_loop.monitor.incidents
             pages = [slot.page for slot in self._run.workers.slots]
             self._book.turn(
-                incidents.life.state.value,
+                incidents.life.value,
                 is_paused=leader.pause.is_on,
-                has_stepped=_has_stepped(incidents.life.state, incidents.open),
+                has_stepped=_has_stepped(incidents.life, incidents.open),
                 blocked_s=blocked_s(pages),
                 now_s=now_s,
             )

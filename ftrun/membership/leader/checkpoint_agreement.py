@@ -23,10 +23,7 @@ from ftrun.wire.cluster.membership import Accepted
 def disagreement(
     plan: GenerationPlan, answers: Mapping[str, Accepted]
 ) -> EndRun | dict[str, str] | None:
-    """Why the plan cannot be carried out: the end, or checkpoints to reject and their reasons.
-
-    All members have accepted the plan; `answers` is by node id.
-    """
+    """Why an accepted plan cannot be carried out: the end, or checkpoints to reject, and why."""
     accepted = {node.node_id: answers[node.node_id] for node in plan.members}
     problems = {node_id: has.problem for node_id, has in accepted.items() if has.problem}
     starts = {(has.restored, has.checkpoint) for has in accepted.values()}

@@ -83,7 +83,6 @@ def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> LeafSwitches:
     """Reads Slurm's topology.conf.
 
     Args:
-        text: of the file.
         hosts: Slurm's name of each node, by node id.
 
     Raises:

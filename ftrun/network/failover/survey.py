@@ -114,8 +114,6 @@ class ProbeSurvey:
             number: unique among the surveys of this leader.
             rounds: no round contains a node twice.
             rails: the interfaces of all nodes.
-            limit_s: for the whole survey.
-            now_s: the time.
             pause_s: minimum time from the start of one round to the start of the next.
             is_short: probe only whether paths answer, and their round trips.
         """
