@@ -142,6 +142,10 @@ class LeaderDiscovery:
         # A drained node may hold state that the run needs: only the next leader releases it.
         return self.role is MemberRole.SEEKING and bool(here.stops)
 
+    @property
+    def is_over(self) -> bool:
+        return self.role is MemberRole.ENDED
+
     def follows(self, node_id: str) -> bool:
         card = self.leader_card
         return self.role is MemberRole.FOLLOWING and card is not None and card.node_id == node_id

@@ -38,6 +38,8 @@ class ConnectionClosed:
 class ConnectFailed:
     """A dial failed."""
 
+    host: str
+    port: int
     node_id: str
     refused: bool
     """The kernel refused because no process listens, or a firewall refused in its place."""

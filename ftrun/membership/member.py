@@ -105,13 +105,13 @@ class Member:
         return self.discovery.leader_card
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
-        if self.role is MemberRole.ENDED:
+        if self.discovery.is_over:
             return []
         self._now_s = now_s
         found = [*self._mind_the_gap(now_s), *self._handle(event, now_s)]
         done: list[Command] = []
         self._sort(found, done, now_s)
-        if self.role is not MemberRole.ENDED:
+        if not self.discovery.is_over:
             is_lease_expired = self.leader.is_lease_expired if self.leader is not None else None
             waiting = self.discovery.waiting
             held = self.suspension.poll(waiting, is_lease_expired=is_lease_expired, now_s=now_s)

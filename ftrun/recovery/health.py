@@ -172,15 +172,14 @@ class HealthMonitor:
         ranks, places = reported.differing_ranks, plan.node_of
         nodes = tuple(sorted({places[rank] for rank in ranks if rank in places}))
         is_vote = 0 < len(ranks) < plan.world_size / 2
-        subject = f"{ranks_text(ranks)} on {', '.join(nodes)}"
+        subject = f"the replicas on {ranks_text(ranks)} on {', '.join(nodes)} differ"
+        unknown = f"{subject}; which of them is correct is unknown"
         verdict = Verdict(
             kind=VerdictKind.REPLICAS_DIFFER,
             culprits=ranks if is_vote else (),
             victims=() if is_vote else ranks,
             nodes=nodes if is_vote else (),
-            text=f"the replicas on {subject} differ from those of the other ranks"
-            if is_vote
-            else f"the replicas on {subject} differ; which of them is correct is unknown",
+            text=f"{subject} from those of the other ranks" if is_vote else unknown,
             evidence=(reported.differs,),
             counter_evidence=("ranks that train different values by design have the same effect",),
             confidence=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,

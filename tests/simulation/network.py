@@ -148,7 +148,7 @@ class Network:
             return
         agent.dialling.discard((host, port))
         reason = f"{host} is refused" if refused else f"{host} does not answer"
-        agent.happens(ConnectFailed(node_id, refused, reason))
+        agent.happens(ConnectFailed(host, port, node_id, refused, reason))
 
     def _dialled(self, end: End, host: str, port: int) -> None:
         if not end.agent.is_alive:

@@ -188,12 +188,15 @@ class Handshakes:
         except PeerError as error:
             refused = isinstance(error, PeerLost) and error.how == "refused"
             final = isinstance(error, HandshakeRefused)
-            self._take(ConnectFailed(command.node_id, refused, str(error), final))
+            what = (command.host, command.port, command.node_id)
+            self._take(ConnectFailed(*what, refused, str(error), final))
         except Exception:  # noqa: BLE001
             # Rule 2: without a result, the address would never be dialled again.
             _log.exception("a bug in ftrun has ended the dial of node %s", command.node_id)
             reason = "a bug in ftrun; see the agent's log"
-            self._take(ConnectFailed(command.node_id, False, reason, False))
+            self._take(
+                ConnectFailed(command.host, command.port, command.node_id, False, reason, False)
+            )
         else:
             self._take(AuthenticatedConnection(sock, session, call, address))
 

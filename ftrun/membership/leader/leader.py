@@ -109,7 +109,6 @@ class Leader:
 
     @property
     def is_lease_expired(self) -> bool:
-        """Whether the leadership lease has expired: another leader may have been chosen."""
         return self._lease.is_on
 
     @property

@@ -166,7 +166,8 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
             return choice.reason
         was = "was" if choice.wanted == choice.committed else "may have been"
         return f"{choice.wanted} {was} committed and is lost: {choice.reason}"
-    if previous is None or _is_from(choice.version, previous):
+    found = choice.version
+    if previous is None or (found is not None and found.generation == previous.generation):
         return ""
     # No newer commit is known here. A node that ran ranks holds what was committed.
     ran = {node.node_id for node in previous.members}
@@ -177,10 +178,6 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
         return text
     # A node that has left that generation may have kept the version it began with.
     return f"{choice.reason}; {text}, and its steps are lost"
-
-
-def _is_from(found: Version | None, plan: GenerationPlan) -> bool:
-    return found is not None and found.generation == plan.generation
 
 
 def _nothing_clean(bad: Version) -> EndRun:

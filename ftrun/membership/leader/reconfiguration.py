@@ -135,11 +135,9 @@ class VoterReconfiguration:
         asked = electorate(wanted.voters) | {
             identity for voters in wanted.decided_by for identity in voters.identities
         }
-        return [
-            Send(peer.card.node_id, Accept(wanted))
-            for peer in self._peers
-            if peer.linked and peer.card.identity in asked - self._agreed
-        ]
+        left = asked - self._agreed
+        linked = [peer.card for peer in self._peers if peer.linked]
+        return [Send(card.node_id, Accept(wanted)) for card in linked if card.identity in left]
 
     def _witness(self, plan: GenerationPlan, num_nodes: int, now_s: float) -> int:
         """Incarnation of the witness if it votes next to this number of nodes; else 0."""

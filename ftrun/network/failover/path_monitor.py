@@ -115,6 +115,7 @@ class PathMonitor:
         self._me = me
         self._user_env = settings.user_env
         self._mode = settings.profile.network.plan
+        self.is_on = self._mode == "on"
         self._peers = peers
         self._map = PathMap(settings)
         self._previous: NetworkPlan | None = None
@@ -141,10 +142,6 @@ class PathMonitor:
         self.has_failed, self._urgent_reason, self.requested = True, "", ""
         text = f"no network plan, by a bug in ftrun: {type(error).__name__}: {error}"
         self._notes.append(JournalEntry(NetworkPlanDisabled(text), announce=True))
-
-    @property
-    def is_on(self) -> bool:
-        return self._mode == "on"
 
     def _is_off(self, cards: Sequence[NodeCard]) -> bool:
         return self._mode == "off" or len(cards) < 2 or not all(c.rails for c in cards)
@@ -189,7 +186,9 @@ class PathMonitor:
     def _keep(self, made: NetworkPlan) -> None:
         before, self.plan = self.plan, made
         if before is None or choices_of(before) != choices_of(made):
-            self._notes.append(_note_of(made, is_on=self.is_on))
+            text = " ".join(made.words) or f"rails {', '.join(made.rails)}"
+            note = NetworkPlanRecord(text, self.is_on, tuple(made.order), tuple(made.rails))
+            self._notes.append(JournalEntry(note))
 
     @_guarded()
     def begin(self) -> None:
@@ -244,7 +243,8 @@ class PathMonitor:
             or self._begin_slow(plan, slow, now_s)
             or (self._begin_new(now_s) if self._known else self._begin_first(now_s))
             or self._begin_dead(now_s)
-            or self._begin_repaired(now_s)
+            # Nodes that answer again: no plan can use them without a rate.
+            or self._probe_in_background(self._map.drain_recovered(), now_s)
         )
         return [*self._survey.poll(now_s=now_s)] if self._survey is not None else []
 
@@ -287,7 +287,7 @@ class PathMonitor:
     def _begin_new(self, now_s: float) -> ProbeSurvey | None:
         new = self._new()
         self._known.update(self._map.cards[one].identity for one in new)
-        return self._probe_in_background(new, now_s) if new else None
+        return self._probe_in_background(new, now_s)
 
     def _begin_dead(self, now_s: float) -> ProbeSurvey | None:
         """Probes dead interfaces from time to time; the next generation may use them again."""
@@ -299,11 +299,6 @@ class PathMonitor:
         self._dead_s, self._dead_pause_s = now_s, min(2 * self._dead_pause_s, DEAD_LONGEST_S)
         limits = {"limit_s": BACKGROUND_LIMIT_S, "pause_s": BACKGROUND_PAUSE_S}
         return self._new_survey(rounds, now_s, is_short=True, **limits)
-
-    def _begin_repaired(self, now_s: float) -> ProbeSurvey | None:
-        """Measures nodes that answer again: no plan can use them without a rate."""
-        nodes = self._map.drain_recovered()
-        return self._probe_in_background(nodes, now_s) if nodes else None
 
     def _begin_slow(
         self, plan: GenerationPlan, slow: SlowSuspicions, now_s: float
@@ -342,7 +337,9 @@ class PathMonitor:
 
     def _probe_in_background(
         self, some: Sequence[str], now_s: float, *, pause_s: float = BACKGROUND_PAUSE_S
-    ) -> ProbeSurvey:
+    ) -> ProbeSurvey | None:
+        if not some:
+            return None
         matched = self._map.matched
         most = most_rounds(2 * len(some), len(matched), BACKGROUND_MAX_ROUNDS)
         rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most).rounds
@@ -421,8 +418,3 @@ class PathMonitor:
             plan=plan_status(self.plan) if self.plan is not None else None,
             is_applied=plan is not None and plan.paths is not None,
         )
-
-
-def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:
-    text = " ".join(plan.words) or f"rails {', '.join(plan.rails)}"
-    return JournalEntry(NetworkPlanRecord(text, is_on, tuple(plan.order), tuple(plan.rails)))

@@ -219,11 +219,10 @@ class ProbeSurvey:
         return [path for path in failed if self._is_worth_it(path)]
 
     def _is_worth_it(self, path: NetworkPath) -> bool:
-        if {path.source, path.destination} & (self._gone | self._unresponsive):
+        ends = (path.source, path.destination)
+        if not (self._gone | self._unresponsive).isdisjoint(ends):
             return False
-        return not any(
-            self._is_given_up((node, path.rail)) for node in (path.source, path.destination)
-        )
+        return not any(self._is_given_up((node, path.rail)) for node in ends)
 
     def _is_given_up(self, end: End) -> bool:
         failed = self._failed.get(end, set())

@@ -294,7 +294,7 @@ class Agents:
         if node_id == me or pair in self.cuts or (other is not None and other.is_frozen):
             return
         if other is None or command.port != other.card.port or pair in self.resets:
-            failed = ConnectFailed(command.node_id, True, "refused")
+            failed = ConnectFailed(command.host, command.port, command.node_id, True, "refused")
             self._queue.append((me, failed))
             return
         self.links.add(pair)

@@ -194,14 +194,14 @@ def test_a_node_that_waits_for_too_few_gives_up_in_the_end() -> None:
 
 def test_a_node_that_does_not_belong_to_the_run_ends_at_once() -> None:
     made = Agents("b", SETTINGS)
-    failed = ConnectFailed("", False, "another secret", final=True)
+    failed = ConnectFailed("a.local", 29400, "", False, "another secret", final=True)
     made.happens("b", failed)
     assert made["b"].reported(EndRun) == [EndRun(ExitCode.USAGE, "another secret")]
 
 
 def test_once_in_the_run_a_dial_that_is_no_use_ends_nothing() -> None:
     made = started()
-    made.happens("b", ConnectFailed("", False, "another secret", final=True))
+    made.happens("b", ConnectFailed("x.local", 29400, "", False, "another secret", final=True))
     assert made["b"].reported(EndRun) == []
 
 
@@ -440,8 +440,8 @@ def test_a_leader_at_whose_place_another_agent_answers_is_lost() -> None:
 
 def test_a_dial_that_fails_with_a_connection_reports_nothing() -> None:
     made = started()
-    assert made.answers("c", ConnectFailed("a", True, "refused")) == []
-    assert made.answers("c", ConnectFailed("b", True, "refused")) == []
+    assert made.answers("c", ConnectFailed("a.local", 29400, "a", True, "refused")) == []
+    assert made.answers("c", ConnectFailed("b.local", 29400, "b", True, "refused")) == []
     assert made.role("c") is MemberRole.FOLLOWING
 
 

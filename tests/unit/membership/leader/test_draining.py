@@ -554,7 +554,7 @@ def test_a_node_that_has_lost_its_leader_leaves_by_the_next_leader_s_order() -> 
     hold(made, 4, "abc")
     made["b"].is_frozen = True
     made.kill("a")
-    made.happens("d", ConnectFailed("a", True, "refused"))
+    made.happens("d", ConnectFailed("a.local", 29400, "a", True, "refused"))
     assert made.role("d") is MemberRole.SEEKING
     made.here_is("d", Heartbeat(generation=-1, leaves=True))
     assert ends(made, "d") == []
