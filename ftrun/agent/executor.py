@@ -201,9 +201,9 @@ class CommandExecutor:
         run.signals.catch()  # torch has installed its own handlers
         run.maintenance.generation_started(clock.now_s())
         run.rank_observer.observe(run.workers.handles)
-        if run.control_loop.member.is_suspended:
+        if run.control_loop.member.suspension.is_on:
             run.workers.suspend(True)
-            if not run.control_loop.member.is_suspended:  # the cluster thread has resumed them
+            if not run.control_loop.member.suspension.is_on:  # the cluster thread has resumed them
                 run.workers.suspend(False)
         self._report.send(is_urgent=True)
 

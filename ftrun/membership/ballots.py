@@ -79,8 +79,6 @@ def carries(
     those whose accepted plan is known are at least half.
 
     Args:
-        voters: all of them.
-        agreed: voters that have agreed.
         dead: incarnations that have ended, and what they had accepted is known.
         gone: incarnations that have ended, and what they had accepted is not known.
     """
@@ -119,10 +117,7 @@ class VoterState:
         return True
 
     def adopt_voters(self, plan: GenerationPlan, leader: Identity) -> bool:
-        """Returns whether this voter revision may be accepted from the leader of its generation.
-
-        If so, it is the accepted plan.
-        """
+        """Accepts this voter revision of the leader of its generation; returns whether it may."""
         accepted = self.accepted
         if accepted is not None and accepted.configuration_id >= plan.configuration_id:
             return accepted == plan
@@ -239,19 +234,11 @@ class Ballot:
         return base if is_void and has_base else newest
 
     def decided_by(self) -> list[VoterSet]:
-        """The voter sets whose majorities are needed.
-
-        The voters of the first generation are the nodes that have promised.
-        """
+        """The voter sets whose majorities are needed; for a first generation all that promised."""
         first = {(-1, 0): electorate(has.card for has in self.promises.values())}
         needs = [*(self.needs or first).items(), *self.concurrent]
-        return sorted(
-            (
-                VoterSet(generation, sorted(identity), voter_revision)
-                for (generation, voter_revision), identity in needs
-            ),
-            key=lambda voters: (voters.configuration_id, voters.identities),
-        )
+        found = [VoterSet(at[0], sorted(identities), at[1]) for at, identities in needs]
+        return sorted(found, key=lambda voters: (voters.configuration_id, voters.identities))
 
     def shortage(self) -> str:
         if self.needs_witness and not self.witness:

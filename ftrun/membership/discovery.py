@@ -62,11 +62,8 @@ class LeaderSuccession:
 
     def next(self, plan: GenerationPlan | None) -> NodeCard | None:
         order = plan.voters if plan is not None else []
-        left = (card for card in order if card.node_id not in self.lost)
-        card = next(left, None)
-        if card is not None and card.node_id == self._me.node_id:
-            return self._me
-        return card
+        card = next((card for card in order if card.node_id not in self.lost), None)
+        return self._me if card is not None and card.node_id == self._me.node_id else card
 
     def known_nodes(self, plan: GenerationPlan | None) -> list[NodeCard]:
         """The agents to ask for the leader: the last known leader, then the succession."""
@@ -87,10 +84,6 @@ class MemberRole(Enum):
     ENDED = "ended"
 
 
-BecomeLeader = Callable[[float], list[Command]]
-"""Proposes this agent as leader; the argument is the time."""
-
-
 class LeaderDiscovery:
     """The leader of one agent, or its search for one."""
 
@@ -100,7 +93,7 @@ class LeaderDiscovery:
         settings: MembershipSettings,
         follower: Voter,
         links: Mapping[str, int],
-        become_leader: BecomeLeader,
+        become_leader: Callable[[float], list[Command]],
         *,
         witness: WitnessView,
         now_s: float,
@@ -213,10 +206,6 @@ class LeaderDiscovery:
         return [note, *self.give_up(now_s=now_s, refused=refused)]
 
     def give_up(self, *, now_s: float, refused: bool = False) -> list[Command]:
-        """Turns to the next agent in the succession.
-
-        The expected leader does not answer, or is dead.
-        """
         self.succession.lose(self.leader_card, refused=refused)
         self._since_s = now_s
         card = self.succession.next(self._follower.newest_plan)
@@ -281,7 +270,6 @@ class LeaderDiscovery:
     # --- time ---------------------------------------------------------------------------------
 
     def was_paused(self, gap_s: float) -> None:
-        """Shifts the deadlines by a pause of this process."""
         self._since_s += gap_s
         if self.gatherer is not None:
             self.gatherer.was_paused(gap_s)

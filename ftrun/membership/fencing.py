@@ -13,6 +13,8 @@ Rule 4: the lease of the ranks ends before other ranks can replace them, even if
         of the pause, and no successor starts within 2 s.
 """
 
+import math
+
 from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.voter import Voter
 from ftrun.recovery.commands import Command, ResumeRanks, SuspendRanks
@@ -37,10 +39,7 @@ class SelfFencing:
         self.question = 0
 
     def paused_s(self, *, now_s: float) -> float:
-        """Seconds for which this process was paused; 0 below two heartbeat periods.
-
-        Must be called for each event.
-        """
+        """Seconds for which this process was paused, or 0. Must be called for each event."""
         gap_s = now_s - self._last_s
         self._last_s = now_s
         if gap_s < 2 * self._settings.times.heartbeat_interval_s:
@@ -89,26 +88,19 @@ class RankSuspension:
         """Suspends or resumes the ranks of this node, and renews their lease.
 
         Args:
-            waiting: the reasons to wait of an agent that follows.
             is_lease_expired: whether this agent's own lease has expired; None if it does not lead.
-            now_s: the time.
         """
         found = self._poll(waiting, is_lease_expired, now_s)
-        self.lease_s = self._lease_s(waiting, is_lease_expired, now_s)
+        until_s = waiting.received_s + self._settings.times.self_fencing_timeout_s
+        self.lease_s = self._lease_s(until_s if is_lease_expired is None else math.inf, now_s)
         return found
 
-    def _lease_s(
-        self, waiting: SelfFencing, is_lease_expired: bool | None, now_s: float
-    ) -> float | None:
-        follower, limit_s = self._follower, self._settings.times.self_fencing_timeout_s
-        if follower.is_in_ballot or self.is_on:
+    def _lease_s(self, until_s: float, now_s: float) -> float | None:
+        if self._follower.is_in_ballot or self.is_on:
             return 0.0
-        if follower.plan is None or follower.plan.is_alone:
+        if self._follower.plan is None or self._follower.plan.is_alone:
             return None
-        until_s = now_s + limit_s / 2
-        return (
-            until_s if is_lease_expired is not None else min(until_s, waiting.received_s + limit_s)
-        )
+        return min(until_s, now_s + self._settings.times.self_fencing_timeout_s / 2)
 
     def _poll(
         self, waiting: SelfFencing, is_lease_expired: bool | None, now_s: float

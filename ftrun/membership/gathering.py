@@ -44,13 +44,8 @@ class InitialQuorum:
         self.cards[card.node_id] = card
         if body.knows >= 0:
             self._knowing.add(card.node_id)
-        cluster_size = self._settings.cluster_size
-        return [
-            Send(
-                sender,
-                JoinPending(sorted(self.cards), cluster_size.max_nodes + cluster_size.spares),
-            )
-        ]
+        size = self._settings.cluster_size
+        return [Send(sender, JoinPending(sorted(self.cards), size.max_nodes + size.spares))]
 
     def gone(self, node_id: str) -> None:
         self.cards.pop(node_id, None)
@@ -71,13 +66,11 @@ class InitialQuorum:
             return False
         if not self.remembered <= self.cards.keys():
             return False
-        cluster_size, here = self._settings.cluster_size, len(self.cards)
-        if here >= cluster_size.max_nodes + cluster_size.spares:
+        size, here = self._settings.cluster_size, len(self.cards)
+        if here >= size.max_nodes + size.spares:
             return True
-        return (
-            here >= cluster_size.min_nodes
-            and now_s - self._last_came_s >= self._settings.times.last_call_timeout_s
-        )
+        waited_s = now_s - self._last_came_s
+        return here >= size.min_nodes and waited_s >= self._settings.times.last_call_timeout_s
 
     def missing(self) -> str:
         names, cluster_size = sorted(self.cards), self._settings.cluster_size
@@ -110,10 +103,7 @@ class JoinTimeout:
         self._report_due_s = now_s + REPORT_EVERY_S
 
     def wait(self, waited_s: float, reach: str, *, gathers: bool, now_s: float) -> list[Command]:
-        """Reports what is waited for, or ends the run after `join_timeout_s`.
-
-        `gathers`: this agent is the endpoint that the other nodes join.
-        """
+        """Reports what is waited for, or ends the run; `gathers`: others join this agent."""
         if waited_s >= self._settings.times.join_timeout_s:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
             reason = self._no_node_joins if gathers else self._not_admitted
@@ -121,9 +111,8 @@ class JoinTimeout:
         if now_s < self._report_due_s or waited_s < REPORT_EVERY_S:
             return []
         self._report_due_s = now_s + REPORT_EVERY_S
-        return [
-            JournalEntry(WaitingForNodes(f"waiting for {waited_s:.0f} s: {reach}"), announce=True)
-        ]
+        text = f"waiting for {waited_s:.0f} s: {reach}"
+        return [JournalEntry(WaitingForNodes(text), announce=True)]
 
     def _no_node_joins(self, waited_s: float, reach: str) -> str:
         port = next((port for _, port in self._settings.endpoints), 0)

@@ -86,7 +86,7 @@ class Member:
         self._leader_numbers = count(1)
         self._now_s = now_s
         self._heartbeat_due_s = self._dial_due_s = now_s
-        self._discovery = LeaderDiscovery(
+        self.discovery = LeaderDiscovery(
             me,
             settings,
             self.follower,
@@ -98,30 +98,22 @@ class Member:
 
     @property
     def role(self) -> MemberRole:
-        return self._discovery.role
-
-    @property
-    def is_suspended(self) -> bool:
-        return self.suspension.is_on
+        return self.discovery.role
 
     @property
     def leader_card(self) -> NodeCard | None:
-        return self._discovery.leader_card
-
-    @property
-    def reach(self) -> str:
-        return self._discovery.reach
+        return self.discovery.leader_card
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
-        if self._discovery.is_over:
+        if self.discovery.is_over:
             return []
         self._now_s = now_s
         found = [*self._mind_the_gap(now_s), *self._handle(event, now_s)]
         done: list[Command] = []
         self._sort(found, done, now_s)
-        if not self._discovery.is_over:
+        if not self.discovery.is_over:
             is_lease_expired = self.leader.is_lease_expired if self.leader is not None else None
-            waiting = self._discovery.waiting
+            waiting = self.discovery.waiting
             held = self.suspension.poll(waiting, is_lease_expired=is_lease_expired, now_s=now_s)
             self._sort(held, done, now_s)
         return done
@@ -138,7 +130,7 @@ class Member:
                 if isinstance(command, Send) and command.node_id not in self._links:
                     continue
                 if isinstance(command, EndRun):
-                    self._discovery.role = MemberRole.ENDED
+                    self.discovery.role = MemberRole.ENDED
                 elif isinstance(command, Quiesce | KillWorkers | StartRanks):
                     self.suspension.is_on = False
                 done.append(command)
@@ -178,17 +170,17 @@ class Member:
         if self._follows(node_id):
             if self.leader_card is not None and self.leader_card.incarnation != event.incarnation:
                 reason = f"the agent of {node_id} was restarted"
-                return self._discovery.seek(reason, now_s=now_s)
+                return self.discovery.seek(reason, now_s=now_s)
             return [Send(node_id, self._heartbeat()), *self._join_if_new(node_id)]
         seeks = self.role in (MemberRole.JOINING, MemberRole.SEEKING)
-        return [Send(node_id, self._discovery.join())] if seeks else []
+        return [Send(node_id, self.discovery.join())] if seeks else []
 
     def _closed(self, node_id: str, now_s: float) -> list[Command]:
         self._links.pop(node_id, None)
         if self.leader is not None:
             return self.leader.closed(node_id, now_s=now_s)
-        if self._discovery.gatherer is not None:
-            self._discovery.gatherer.gone(node_id)
+        if self.discovery.gatherer is not None:
+            self.discovery.gatherer.gone(node_id)
         if self._follows(node_id) and self.leader_card is not None:
             return [Connect(self.leader_card.host, self.leader_card.port, node_id)]
         return []
@@ -196,7 +188,7 @@ class Member:
     def _dial_failed(self, event: ConnectFailed, now_s: float) -> list[Command]:
         if event.node_id in self._links:
             return []
-        self._discovery.answer = event.reason
+        self.discovery.answer = event.reason
         if event.final and self.role is MemberRole.JOINING:
             return [EndRun(ExitCode.USAGE, event.reason)]
         if self.leader is not None:
@@ -206,9 +198,9 @@ class Member:
             return []
         if self.role is MemberRole.FOLLOWING:
             reason = f"{event.node_id} refuses the connection"
-            return self._discovery.seek(reason, now_s=now_s, refused=True)
+            return self.discovery.seek(reason, now_s=now_s, refused=True)
         if self.role is MemberRole.SEEKING or self.follower.newest_plan is not None:
-            return self._discovery.give_up(now_s=now_s, refused=True)
+            return self.discovery.give_up(now_s=now_s, refused=True)
         return []
 
     # --- messages -----------------------------------------------------------------------------
@@ -224,7 +216,7 @@ class Member:
             case messages.LeaderInfo():
                 return self._leader_reported(sender, body, now_s)
             case messages.JoinPending():
-                return self._discovery.gathers(body, now_s=now_s)
+                return self.discovery.gathers(body, now_s=now_s)
             case messages.JoinAccepted():
                 return self._taken_in(sender, body, now_s)
             case messages.JoinRejected():
@@ -293,7 +285,7 @@ class Member:
 
     def _announced(self, sender: str, body: messages.Accept, now_s: float) -> list[Command]:
         if self._follows(sender):
-            self._discovery.waiting.received_s = now_s
+            self.discovery.waiting.received_s = now_s
             if body.plan.voter_revision:
                 return self.follower.adopt_voters(sender, body.plan, (sender, self._links[sender]))
         proposer = self.follower.vote.proposer
@@ -306,11 +298,11 @@ class Member:
             return []
         if body.ended and self.leader is not None:
             return []  # it ends after all other nodes have acknowledged the end
-        self._discovery.waiting.received_s = now_s
-        self._discovery.waiting.leader_suspends = body.is_suspended
+        self.discovery.waiting.received_s = now_s
+        self.discovery.waiting.leader_suspends = body.is_suspended
         found: list[Command] = []
         if not self.follower.knows_of(body):
-            found.append(Send(sender, self._discovery.join()))
+            found.append(Send(sender, self.discovery.join()))
         orders = self.follower.apply_heartbeat(sender, body, now_s=now_s)
         if self.follower.is_ended:
             # The leader waits for this acknowledgement before it ends itself.
@@ -320,8 +312,8 @@ class Member:
     def _asked_to_join(self, sender: str, body: messages.Join, now_s: float) -> list[Command]:
         if reason := self._settings.cluster_size.refusal(body.nnodes):
             return [Send(sender, messages.JoinRejected(reason))]
-        if self._discovery.gatherer is not None:
-            return self._discovery.gatherer.join(sender, body, now_s=now_s)
+        if self.discovery.gatherer is not None:
+            return self.discovery.gatherer.join(sender, body, now_s=now_s)
         leader = self.leader
         if leader is not None:
             if not leader.shutdown.must_be_notified(sender):
@@ -341,7 +333,7 @@ class Member:
     ) -> list[Command]:
         if body.card.node_id == self.me.node_id or self._follows(body.card.node_id):
             # A leader sends this to a node that it does not know.
-            return [Send(sender, self._discovery.join())] if self._follows(sender) else []
+            return [Send(sender, self.discovery.join())] if self._follows(sender) else []
         receives, known = self._has_leader(now_s), self.follower.generation
         if self.leader is not None and body.is_settled and body.generation >= known + receives:
             return self._step_down(body.card, now_s)
@@ -352,9 +344,9 @@ class Member:
             return self.leader.meet(body.card, now_s=now_s, knows=body.generation)
         if self.role is MemberRole.FOLLOWING and not body.is_settled:
             return [self._leader_info(sender, now_s)]
-        if body.card.node_id in self._discovery.succession.refused and not body.is_settled:
+        if body.card.node_id in self.discovery.succession.refused and not body.is_settled:
             return []
-        return self._discovery.go_to(body.card, now_s=now_s)
+        return self.discovery.go_to(body.card, now_s=now_s)
 
     def _taken_in(self, sender: str, body: messages.JoinAccepted, now_s: float) -> list[Command]:
         plan = body.plan
@@ -364,33 +356,33 @@ class Member:
         if card is None or plan.leader != sender or card.incarnation != self._links.get(sender):
             return []
         if not self._follows(sender):
-            if self._discovery.is_bound_beyond(plan.generation, now_s=now_s):
+            if self.discovery.is_bound_beyond(plan.generation, now_s=now_s):
                 return []
             self._follow(card, now_s)
-        self._discovery.waiting.received_s = now_s
-        self._discovery.waiting.answered(body.number)
+        self.discovery.waiting.received_s = now_s
+        self.discovery.waiting.answered(body.number)
         return self.follower.take_current(plan)
 
     # --- following and leading ----------------------------------------------------------------
 
     def _follow(self, card: NodeCard, now_s: float) -> None:
         self.leader = None
-        self._discovery.follow(card, now_s=now_s)
+        self.discovery.follow(card, now_s=now_s)
 
     def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
         self.leader = None
         note = JournalEntry(SteppedDown(f"node {card.node_id} leads"))
-        return [note, *self._discovery.go_to(card, now_s=now_s)]
+        return [note, *self.discovery.go_to(card, now_s=now_s)]
 
     def _become_leader(self, now_s: float) -> list[Command]:
         plan = self.follower.newest_plan
         cards = plan.voters if plan is not None else []
-        lost = self._discovery.succession.lost
+        lost = self.discovery.succession.lost
         reason = "the leader is lost" if lost else "the agent was restarted"
         return self._leader_from(cards, now_s, reason=reason)
 
     def _leader_from(self, cards: list[NodeCard], now_s: float, *, reason: str) -> list[Command]:
-        follower, succession = self.follower, self._discovery.succession
+        follower, succession = self.follower, self.discovery.succession
         leader = Leader(
             self.me,
             self._settings,
@@ -401,40 +393,41 @@ class Member:
             witness=self.witness,
         )
         self.leader, self._dial_due_s = leader, now_s  # the endpoint may begin another run
-        leader.known.numbers, leader.known.has_met = self._leader_numbers, self._discovery.has_met
-        self._discovery.hand_over(leader.monitor.incidents, now_s=now_s)
+        leader.known.numbers, leader.known.has_met = self._leader_numbers, self.discovery.has_met
+        self.discovery.hand_over(leader.monitor.incidents, now_s=now_s)
         lost = set(succession.lost)
         leader.known.begin(cards, self._links, lost, succession.refused, now_s=now_s)
-        self._discovery.leader(now_s=now_s)
-        return leader.succeed(lost, reason, follower.plan_since_s(now_s=now_s), now_s=now_s)
+        self.discovery.leader(now_s=now_s)
+        known_s = now_s if follower.plan_since_s is None else follower.plan_since_s
+        return leader.succeed(lost, reason, known_s, now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> list[Command]:
         found: list[Command] = []
-        gatherer = self._discovery.gatherer
+        gatherer = self.discovery.gatherer
         if gatherer is not None and gatherer.is_complete(now_s=now_s):
             cards = list(gatherer.cards.values())
             found += self._leader_from(cards, now_s, reason="the run begins")
-        found += (self.leader or self._discovery).tick(now_s=now_s)
+        found += (self.leader or self.discovery).tick(now_s=now_s)
         if now_s >= self._dial_due_s:
             self._dial_due_s = now_s + self._settings.redial_s
             found += self._dial_again()
         if now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + self._settings.times.heartbeat_interval_s
             found += self._send(now_s)
-            found += (self.leader or self._discovery).ask_witness(now_s=now_s)
+            found += (self.leader or self.discovery).ask_witness(now_s=now_s)
         return found
 
     def _witness_answered(self, event: WitnessAnswered, now_s: float) -> list[Command]:
         if event.is_final:
             return [EndRun(ExitCode.USAGE, event.reason)]
         found = self.witness.answered(event, now_s=now_s)
-        return found + (self.leader or self._discovery).witness_answered(event, now_s=now_s)
+        return found + (self.leader or self.discovery).witness_answered(event, now_s=now_s)
 
     def _dial_again(self) -> list[Command]:
         if self.leader is None:
-            return self._discovery.dial_again()
+            return self.discovery.dial_again()
         is_joining = self.witness.leader
         if is_joining is not None and is_joining.node_id not in self._links:
             return [Connect(is_joining.host, is_joining.port, is_joining.node_id)]
@@ -450,7 +443,7 @@ class Member:
         heartbeat = self._here = event.heartbeat
         if not event.is_urgent:
             return []
-        if self._discovery.may_end(heartbeat):
+        if self.discovery.may_end(heartbeat):
             is_new = self.follower.newest_plan is None
             reason = "before the run had started" if is_new else "while no generation was running"
             return [EndRun(128 + (heartbeat.stop_signal or 15), f"stopped {reason}")]
@@ -459,30 +452,30 @@ class Member:
         return self._send(now_s)
 
     def _mind_the_gap(self, now_s: float) -> list[Command]:
-        gap_s = self._discovery.waiting.paused_s(now_s=now_s)
+        gap_s = self.discovery.waiting.paused_s(now_s=now_s)
         if not gap_s:
             return []
-        self._discovery.was_paused(gap_s)
+        self.discovery.was_paused(gap_s)
         if self.leader is not None:
             self.leader.was_paused(now_s=now_s)
             return []
         card = self.leader_card
         if self.role is not MemberRole.FOLLOWING or card is None or not self.follower.is_member:
             return []
-        return [Send(card.node_id, self._discovery.join(self._discovery.waiting.ask()))]
+        return [Send(card.node_id, self.discovery.join(self.discovery.waiting.ask()))]
 
     # --- state and messages -------------------------------------------------------------------
 
     def _follows(self, node_id: str) -> bool:
         if self.leader is not None:
             return node_id == self.me.node_id
-        return self._discovery.follows(node_id)
+        return self.discovery.follows(node_id)
 
     def _has_leader(self, now_s: float) -> bool:
         if self.leader is not None:
             is_sure = self.leader.is_settled and not self.leader.is_lease_expired
             return is_sure or self.leader.shutdown.ends_the_run
-        return self._discovery.has_leader(now_s=now_s)
+        return self.discovery.has_leader(now_s=now_s)
 
     def _leader_info(self, node_id: str, now_s: float) -> Send:
         assert self.leader_card is not None
@@ -492,8 +485,8 @@ class Member:
     def _join_if_new(self, node_id: str) -> list[Command]:
         plan = self.follower.plan
         is_known = plan is not None and plan.card(self.me.node_id) == self.me
-        question = self._discovery.waiting.question
-        return [Send(node_id, self._discovery.join(question))] if question or not is_known else []
+        question = self.discovery.waiting.question
+        return [Send(node_id, self.discovery.join(question))] if question or not is_known else []
 
     def _heartbeat(self) -> Heartbeat:
         self._heartbeat_number += 1

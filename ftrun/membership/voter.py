@@ -14,6 +14,7 @@ Rule 4: plans that this agent accepted are kept apart from plans that it was onl
         acceptance proves what its predecessors knew.
 """
 
+from dataclasses import asdict
 from typing import assert_never
 
 import msgspec
@@ -84,7 +85,7 @@ class Voter:
         self.is_ended = False
         self.received, self.received_s = 0, 0.0
         """Number of the newest heartbeat of the current leader, and when it arrived."""
-        self._plan_s: float | None = None
+        self.plan_since_s: float | None = None
         """When heartbeats first confirmed the newest plan; None: an earlier agent knew it."""
         self._dated: GenerationPlan | None = None
         self._checked: NodeFitness | None = None
@@ -147,9 +148,6 @@ class Voter:
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
         return max(plans, key=lambda plan: plan.configuration_id, default=None)
 
-    def plan_since_s(self, *, now_s: float) -> float:
-        return now_s if self._plan_s is None else self._plan_s
-
     def start_following(self) -> None:
         self.received, self.received_s = 0, 0.0
 
@@ -172,7 +170,6 @@ class Voter:
                 assert_never(event)
 
     def heartbeat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
-        """The executor's heartbeat with the fields of this agent's membership."""
         return msgspec.structs.replace(
             here,
             received_s=self.received_s,
@@ -188,10 +185,7 @@ class Voter:
     def prepare(
         self, sender: str, body: Prepare, leader: NodeCard | None, *, has_leader: bool
     ) -> list[Command]:
-        """Promises the ballot, or rejects it with a reason.
-
-        If `has_leader`, this agent receives from `leader`, which is not the proposer.
-        """
+        """Promises the ballot, or rejects it if this agent receives from another `leader`."""
         proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
         if has_leader or not may:
@@ -252,53 +246,35 @@ class Voter:
 
     def _accepted(self, sender: str) -> list[Command]:
         assert self._adopted is not None
-        event = self._adopted
-        answer = Accepted(
-            event.generation,
-            event.restored,
-            event.problem,
-            checkpoint=event.checkpoint,
-            rejected=event.rejected,
-            code=event.code,
-        )
-        return [Send(sender, answer)]
+        return [Send(sender, Accepted(**asdict(self._adopted)))]
 
     # --- a voter revision -------------------------------------------------------------------
 
     def adopt_voters(self, sender: str, plan: GenerationPlan, leader: Identity) -> list[Command]:
-        if (
-            self.plan is None
-            or not plan.is_of(self.plan)
-            or plan.configuration_id <= self.configuration_id
-        ):
+        is_ours = self.plan is not None and plan.is_of(self.plan)
+        if not is_ours or plan.configuration_id <= self.configuration_id:
             return []
         if not self.vote.adopt_voters(plan, leader):
             return []
         if self._joined == plan.configuration_id:
-            return [
-                Send(sender, Accepted(plan.generation, None, voter_revision=plan.voter_revision))
-            ]
+            return [_voters_accepted(sender, plan)]
         return [PersistPlan(plan, is_chosen=False)]
 
     def plan_persisted(self, event: PlanPersisted) -> list[Command]:
         """Accepts a persisted voter revision, which the next agent of this node will read."""
         accepted = self.vote.accepted
-        if (
-            accepted is None
-            or accepted.configuration_id != event.configuration_id
-            or not accepted.voter_revision
-        ):
+        if accepted is None or accepted.configuration_id != event.configuration_id:
+            return []
+        if not accepted.voter_revision:
             return []
         self._joined = accepted.configuration_id
-        answer = Accepted(accepted.generation, None, voter_revision=accepted.voter_revision)
-        return [Send(accepted.leader, answer)]
+        return [_voters_accepted(accepted.leader, accepted)]
 
     def knows_of(self, body: LeaderHeartbeat) -> bool:
         """Whether the plan that this heartbeat reports as chosen is chosen or accepted here."""
         accepted, reported = self.vote.accepted, (body.generation, body.voter_revision)
-        return reported <= self.configuration_id or (
-            accepted is not None and accepted.configuration_id == reported
-        )
+        is_accepted = accepted is not None and accepted.configuration_id == reported
+        return is_accepted or reported <= self.configuration_id
 
     # --- a generation -----------------------------------------------------------------------
 
@@ -309,7 +285,7 @@ class Voter:
             return []  # it is late or a duplicate
         self.received, self.received_s = body.number, now_s
         if self.newest_plan is not self._dated:
-            self._dated, self._plan_s = self.newest_plan, now_s
+            self._dated, self.plan_since_s = self.newest_plan, now_s
         self.incidents = max(self.incidents, body.incidents)
         found = self._learn_of_effect(sender, body) + self._check_again(body)
         if body.ended:
@@ -358,11 +334,8 @@ class Voter:
             return []
         if accepted.generation > self.generation:
             return self._apply_chosen(accepted)
-        return (
-            self._other_voters(accepted)
-            if accepted.configuration_id == reported > self.configuration_id
-            else []
-        )
+        is_new = accepted.configuration_id == reported > self.configuration_id
+        return self._other_voters(accepted) if is_new else []
 
     def _other_voters(self, plan: GenerationPlan) -> list[Command]:
         self.plan = plan
@@ -430,3 +403,7 @@ class Voter:
             found.append(KillWorkers(f"generation {plan.generation} has started without this node"))
         self._set_plan(plan)
         return found
+
+
+def _voters_accepted(leader: str, plan: GenerationPlan) -> Send:
+    return Send(leader, Accepted(plan.generation, None, voter_revision=plan.voter_revision))

@@ -47,17 +47,13 @@ def rule(
     *,
     new_life: int,
 ) -> WitnessDecision:
-    """The answer to one request of the agent `me`; `leader` holds the valid lease.
-
-    A register that is created now gets the incarnation `new_life`.
-    """
+    """The answer to `me`; `leader` holds the valid lease, a new register gets `new_life`."""
     identity = me.identity
     if leader is not None and leader.identity != identity:
-        granted = asked.operation is WitnessOperation.ACCEPT and _is_bound(
-            register, asked, identity
-        )
-        kept = _with_plan(register, asked.plan) if granted else register
-        return WitnessDecision(granted, kept, leader)
+        if asked.operation is not WitnessOperation.ACCEPT:
+            return WitnessDecision(False, register, leader)
+        accepted = _accept(register, asked, identity)
+        return WitnessDecision(accepted is not None, accepted or register, leader)
     match asked.operation:
         case WitnessOperation.CLAIM:
             return WitnessDecision(True, register, me)
@@ -65,14 +61,11 @@ def rule(
             granted = register is None or _may_go_on(register, asked.generation, identity)
             return WitnessDecision(granted, register, me if granted else leader)
         case WitnessOperation.PROMISE:
-            promised = _promise(register, asked, identity, new_life)
-            return WitnessDecision(
-                promised is not None, promised or register, me if promised else leader
-            )
+            new = _promise(register, asked, identity, new_life)
+            return WitnessDecision(new is not None, new or register, me if new else leader)
         case WitnessOperation.ACCEPT:
-            granted = _is_bound(register, asked, identity)
-            kept = _with_plan(register, asked.plan) if granted else register
-            return WitnessDecision(granted, kept, me if granted else leader)
+            new = _accept(register, asked, identity)
+            return WitnessDecision(new is not None, new or register, me if new else leader)
         case WitnessOperation.RECORD:
             return _reported(register, asked, me, leader, new_life)
         case WitnessOperation.CLEAR:
@@ -100,17 +93,14 @@ def _promise(
     return msgspec.structs.replace(register, promised=generation, proposer=identity)
 
 
-def _is_bound(register: WitnessRegister | None, asked: QueryWitness, identity: Identity) -> bool:
-    """Whether this number is promised to this proposer, and no later number to any."""
-    bound = (asked.generation, identity)
-    is_its = register is not None and (register.promised, register.proposer) == bound
-    return is_its and asked.plan is not None
-
-
-def _with_plan(
-    register: WitnessRegister | None, plan: GenerationPlan | None
+def _accept(
+    register: WitnessRegister | None, asked: QueryWitness, identity: Identity
 ) -> WitnessRegister | None:
-    return msgspec.structs.replace(register, plan=plan) if register is not None else None
+    """None unless this number is promised to this proposer, and no later number to any."""
+    bound = (asked.generation, identity)
+    if register is None or (register.promised, register.proposer) != bound or asked.plan is None:
+        return None
+    return msgspec.structs.replace(register, plan=asked.plan)
 
 
 def _reported(
@@ -123,9 +113,8 @@ def _reported(
     """Stores a plan reported as chosen, unless a later generation was promised."""
     plan, identity = asked.plan, me.identity
     if register is None:
-        return WitnessDecision(
-            True, WitnessRegister(new_life, asked.generation, identity, plan), me
-        )
+        new = WitnessRegister(new_life, asked.generation, identity, plan)
+        return WitnessDecision(True, new, me)
     if not _may_go_on(register, asked.generation, identity):
         return WitnessDecision(False, register, leader)
     if register.promised > asked.generation:
@@ -133,9 +122,8 @@ def _reported(
     known = register.plan.configuration_id if register.plan is not None else (-1, 0)
     if plan is None or plan.configuration_id <= known:
         return WitnessDecision(True, register, me)
-    return WitnessDecision(
-        True, WitnessRegister(register.life, asked.generation, identity, plan), me
-    )
+    new = WitnessRegister(register.life, asked.generation, identity, plan)
+    return WitnessDecision(True, new, me)
 
 
 _LONG_AGO_S = -1e9

@@ -72,7 +72,6 @@ class StartRanks:
     """The generation is chosen: start this node's ranks, if it has any."""
 
     plan: GenerationPlan
-    committed: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)

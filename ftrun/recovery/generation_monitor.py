@@ -25,7 +25,6 @@ from ftrun.events import (
     Event,
     ExitKind,
     GenerationStarted,
-    Progress,
     StopRequested,
     Tick,
     WorkerExit,
@@ -51,11 +50,7 @@ from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.repeated_causes import Placement
 from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment, StepRate
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
-from ftrun.wire.cluster.generation import (
-    ConfigurationId,
-    FailureHistory,
-    GenerationPlan,
-)
+from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
@@ -75,15 +70,14 @@ class GenerationMonitor:
     """One run, as its leader sees it."""
 
     def __init__(self, settings: MembershipSettings, me: str = "", *, pairs: PairFinder) -> None:
-        self.supervisor = Supervisor(
-            settings.profile, max_restarts=settings.max_restarts, world_size=0
-        )
+        limit = settings.max_restarts
+        self.supervisor = Supervisor(settings.profile, max_restarts=limit, world_size=0)
         self.orders = LeaderHeartbeat(generation=-1)
         self.stop_signal = 0
         """The signal that requested the end of the run; 0: none."""
         self.past = Past()
         self.reports = MemberReports()
-        self.watching = HealthMonitor(settings, me, pairs)
+        self.watching = HealthMonitor(settings, me, pairs, self.reports)
         self.num_spares = 0
         """Nodes that could replace a member."""
         self.drain_requested: frozenset[str] = frozenset()
@@ -106,10 +100,6 @@ class GenerationMonitor:
     @property
     def incidents(self) -> IncidentLog:
         return self.watching.incidents
-
-    @property
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        return self.reports.heartbeats
 
     def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
         """Takes over the history that the last leader knew at `known_s`; may be called again.
@@ -164,7 +154,7 @@ class GenerationMonitor:
 
     def evict(self, verdict: Verdict, node_id: str, reason: str, *, now_s: float) -> None:
         self.failures.bar(node_id, now_s=now_s)
-        self.incidents.found(verdict, (), self.progress(), now_s=now_s)
+        self.incidents.found(verdict, (), self.reports.progress, now_s=now_s)
         self.incidents.acted("evict", reason)
 
     # --- a generation -------------------------------------------------------------------------
@@ -198,9 +188,8 @@ class GenerationMonitor:
     ) -> list[SupervisorCommand]:
         """Records the state of one node; `tick` decides about its failures."""
         is_current = self.reports.take(node_id, heartbeat)
-        took_s = self.incidents.stepped(
-            node_id, heartbeat.restart if is_current else None, now_s=now_s
-        )
+        times = heartbeat.restart if is_current else None
+        took_s = self.incidents.stepped(node_id, times, now_s=now_s)
         if took_s is not None:
             self.past.measured(heartbeat.generation, took_s)
         found: list[SupervisorCommand] = []
@@ -250,7 +239,7 @@ class GenerationMonitor:
         if is_free and (is_late or not self.waits_for_cause or self._is_examined()):
             exits = self._decided_on(now_s)
             self.supervisor.placement = self._placement(now_s)
-            found += self._ask(WorkersExited(exits, self.progress()), now_s)
+            found += self._ask(WorkersExited(exits, self.reports.progress), now_s)
         return found + self._ask(Tick(), now_s)
 
     @property
@@ -260,9 +249,6 @@ class GenerationMonitor:
         return bool(failed) and all(
             one.kind in _ENDS_ITSELF or may_be_a_consequence(one) for one in failed
         )
-
-    def progress(self) -> Progress:
-        return self.reports.progress
 
     @property
     def is_steady(self) -> bool:
@@ -330,21 +316,20 @@ class GenerationMonitor:
         """
         boundary = self.orders.stop_after_step
         if boundary < 0:
-            boundary = self.progress().step + self._ahead(1)
+            boundary = self.reports.step + self._ahead(1)
         self._order(stop_after_step=boundary, reason=reason)
         return boundary
 
     def check_interval(self) -> None:
         """Orders the longest interval that any rank requests, from a step ahead of all ranks."""
-        requested = self.reports.requested_every()
-        step = self.progress().step
+        requested, step = self.reports.requested_every(), self.reports.step
         is_settled = step > self.orders.every_from_step
         if requested and is_settled and requested != self.orders.every:
             self._order(every=requested, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
 
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
-        self.incidents.ended(command.reason, self.progress(), is_done=is_done, now_s=now_s)
+        self.incidents.ended(command.reason, self.reports.progress, is_done=is_done, now_s=now_s)
         self._order(
             ended=True,
             exit_code=int(command.exit_code),
@@ -364,7 +349,7 @@ class GenerationMonitor:
             return
         self.watching.can_replace = can_replace = self._can_replace(self._plan)
         try:
-            found = self.watching.poll(self._plan, self.reports, now_s=now_s)
+            found = self.watching.poll(self._plan, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - a bug in the monitor must not end the run
             self.watching.went_wrong(error)
             return
@@ -385,10 +370,8 @@ class GenerationMonitor:
             return waiting
         ended = list(self._exits.values())
         try:
-            exits = self.watching.with_hidden_cause(
-                waiting, ended, self._plan, self.reports, now_s=now_s
-            )
-            self.watching.failed(exits, self._plan, self.reports, now_s=now_s)
+            exits = self.watching.with_hidden_cause(waiting, ended, self._plan, now_s=now_s)
+            self.watching.failed(exits, self._plan, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - as above
             self.watching.went_wrong(error)
             return waiting
@@ -401,7 +384,6 @@ class GenerationMonitor:
     # --- details ------------------------------------------------------------------------------
 
     def _can_replace(self, plan: GenerationPlan) -> bool:
-        """Whether the run could continue without one of its nodes."""
         return self.num_spares > 0 or len(plan.members) > self._settings.cluster_size.min_nodes
 
     def _placement(self, now_s: float) -> Placement:
@@ -430,10 +412,7 @@ class GenerationMonitor:
             self._waiting.append(one)
 
     def _take_restore_failure(self, node_id: str, heartbeat: Heartbeat, now_s: float) -> None:
-        """Records a failed restore in place of one exit of the node's ranks.
-
-        The ranks of that node end by an exception because of it.
-        """
+        """Records a failed restore in place of the exit of a rank that ended because of it."""
         node = self.reports.member(node_id)
         assert node is not None
         waiting = {one.rank for one in self._waiting}
@@ -449,20 +428,16 @@ class GenerationMonitor:
     def _commit(self, heartbeat: Heartbeat) -> None:
         ready, committed = self.reports.ready_with(heartbeat), self.orders.committed
         known = self.reports.committed
-        if (
-            known is not None
-            and known[0] == heartbeat.generation
-            and (ready is None or ready < known)
-        ):
-            ready = known  # ordered by the last leader; not every node received it
+        if known is not None and known[0] == heartbeat.generation:
+            # It was ordered by the last leader, and not every node may have received it.
+            ready = known if ready is None else max(ready, known)
         if ready is not None and (committed is None or ready > committed):
             take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
             self._order(committed=ready, take_from=take_from)
         skipped = max(self.reports.abandoned_step, self.reports.missed_step(heartbeat))
         if skipped > self.orders.abandoned_step:
-            take_from = self._alignment.after_skip(
-                self.orders.take_from, skipped, self.reports.step
-            )
+            take_from, step = self.orders.take_from, self.reports.step
+            take_from = self._alignment.after_skip(take_from, skipped, step)
             self._order(abandoned_step=skipped, take_from=take_from)
 
     def name_checkpoint(self, *, now_s: float) -> None:
@@ -480,7 +455,7 @@ class GenerationMonitor:
         return steps + math.ceil(self._rate.per_s * self._settings.same_boundary_s)
 
     def _note_rate(self, now_s: float) -> None:
-        if self._rate.note(self.progress().step, now_s=now_s):
+        if self._rate.note(self.reports.step, now_s=now_s):
             self.check_interval()
             self.reports.note_protection(self.orders.committed)
 

@@ -33,7 +33,9 @@ _STOP = ". It is only reported: numerics.policy=stop would end the run"
 class HealthMonitor:
     """The health of one run, as one leader sees it."""
 
-    def __init__(self, settings: MembershipSettings, me: str, pairs: PairFinder) -> None:
+    def __init__(
+        self, settings: MembershipSettings, me: str, pairs: PairFinder, reports: MemberReports
+    ) -> None:
         self.incidents = IncidentLog()
         self.slow = SlowSuspicions()
         self.bad_version: VersionPair | None = None
@@ -50,6 +52,7 @@ class HealthMonitor:
         self._evicts_hung = settings.profile.hang.action == "evict"
         self._numerics_policy = settings.profile.numerics.policy
         self._me = me
+        self._reports = reports
         self._hangs = HangSuspicions(settings.profile.hang)
         self._numbers = NumericsDetector()
         self._is_blind = self._has_reported_replicas = self._is_stuck = False
@@ -68,26 +71,22 @@ class HealthMonitor:
         self.slow.begin()
         self.incidents.generation_begins(plan)
 
-    def poll(
-        self, plan: GenerationPlan, reports: MemberReports, *, now_s: float
-    ) -> list[WorkerExit]:
+    def poll(self, plan: GenerationPlan, *, now_s: float) -> list[WorkerExit]:
         if now_s < self._due_s or self._is_blind:
             return []
         self._due_s = now_s + self._every_s
-        progress = reports.progress
-        self.incidents.progress(reports.current, progress, now_s=now_s)
-        found = self._check_numbers(plan, reports, now_s)
+        reports = self._reports
+        self.incidents.progress(reports.current, reports.progress, now_s=now_s)
+        found = self._check_numbers(plan, now_s)
         if found:
             return found
-        self._check_replicas(plan, reports, now_s)
+        self._check_replicas(plan, now_s)
         for verdict in self.slow.poll(reports.heartbeats, plan, self._me, now_s=now_s):
-            known, matrix = _with_troubles(verdict, reports), self.slow.matrix()
-            self.incidents.reported(known, progress, matrix=matrix, now_s=now_s)
-        found = self._check_first_step(plan, reports, progress, now_s)
-        return found or self._check_progress(plan, reports, progress, now_s)
+            known, matrix = self._with_troubles(verdict), self.slow.matrix()
+            self.incidents.reported(known, reports.progress, matrix=matrix, now_s=now_s)
+        return self._check_first_step(plan, now_s) or self._check_progress(plan, now_s)
 
     def went_wrong(self, error: Exception) -> None:
-        """Reports a bug in ftrun, and stops the monitoring for this generation."""
         if not self._is_blind:
             self._is_blind = True
             self.incidents.report_bug(f"{type(error).__name__}: {error}")
@@ -99,25 +98,18 @@ class HealthMonitor:
             *(self.pairs.poll(plan, now_s=now_s) if self._is_stuck else []),
         ]
 
-    def _check_first_step(
-        self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
-    ) -> list[WorkerExit]:
-        cut, can_replace = self.pairs.cut, self.can_replace
-        verdict = self.hung.poll(
-            plan, reports, progress, cut=cut, can_replace=can_replace, now_s=now_s
-        )
+    def _check_first_step(self, plan: GenerationPlan, now_s: float) -> list[WorkerExit]:
+        reports, cut, can_replace = self._reports, self.pairs.cut, self.can_replace
+        verdict = self.hung.poll(plan, reports, cut=cut, can_replace=can_replace, now_s=now_s)
         if verdict is None:
             return []
-        self.incidents.found(verdict, (), progress, now_s=now_s)
+        self.incidents.found(verdict, (), reports.progress, now_s=now_s)
         self.unwanted = self.hung.node_out(verdict, plan, reports, cut)
         return [_hung(verdict, ())]
 
-    def _check_progress(
-        self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
-    ) -> list[WorkerExit]:
-        finding = self._hangs.poll(
-            reports.heartbeats, plan, cut=self.pairs.cut, can_replace=self.can_replace
-        )
+    def _check_progress(self, plan: GenerationPlan, now_s: float) -> list[WorkerExit]:
+        reports, cut, progress = self._reports, self.pairs.cut, self._reports.progress
+        finding = self._hangs.poll(reports.heartbeats, plan, cut=cut, can_replace=self.can_replace)
         self._check_stuck(progress, now_s)
         if finding is None:
             if not self._hangs.is_suspicious:
@@ -127,15 +119,14 @@ class HealthMonitor:
             self.incidents.suspected(finding, progress, now_s=now_s)
         if finding.verdict is None:
             return []
-        verdict = _with_troubles(finding.verdict, reports)
+        verdict = self._with_troubles(finding.verdict)
         self.incidents.named(verdict, finding.views, now_s=now_s)
         if not finding.acts:
             return []
         if self._evicts_hung and len(verdict.nodes) == 1:
             self.unwanted = verdict.nodes[0]
         if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
-            node_out = self.hung.node_out(verdict, plan, reports, self.pairs.cut)
-            self.unwanted = node_out or self.unwanted
+            self.unwanted = self.hung.node_out(verdict, plan, reports, cut) or self.unwanted
         return [_hung(verdict, finding.views)]
 
     def _check_stuck(self, progress: Progress, now_s: float) -> None:
@@ -146,9 +137,8 @@ class HealthMonitor:
         if was_stuck and not self._is_stuck:
             self.pairs.begin()
 
-    def _check_numbers(
-        self, plan: GenerationPlan, reports: MemberReports, now_s: float
-    ) -> list[WorkerExit]:
+    def _check_numbers(self, plan: GenerationPlan, now_s: float) -> list[WorkerExit]:
+        reports = self._reports
         ranks = [
             RankNumerics(one.rank, one.step, one.loss, one.loss_step, one.bad_step)
             for heartbeat in reports.current
@@ -170,37 +160,32 @@ class HealthMonitor:
         self.bad_version = plan.restore if has_come_along else (plan.generation, first)
         self.skip_to = self._numbers.bad_since if self._numerics_policy == "skip-data" else -1
         rank = Rank((*verdict.culprits, *verdict.victims, 0)[0])
-        text = f"{verdict.kind.value}: {verdict.text}"
-        code = ExitCode.DO_NOT_RESTART
-        return [
-            WorkerExit(
-                rank, ExitKind.NUMERICAL_ANOMALY, code, text, fingerprint=verdict.fingerprint
-            )
-        ]
+        text, of = f"{verdict.kind.value}: {verdict.text}", verdict.fingerprint
+        kind, code = ExitKind.NUMERICAL_ANOMALY, ExitCode.DO_NOT_RESTART
+        return [WorkerExit(rank, kind, code, text, fingerprint=of)]
 
-    def _check_replicas(self, plan: GenerationPlan, reports: MemberReports, now_s: float) -> None:
-        reported = next((heartbeat for heartbeat in reports.current if heartbeat.differs), None)
+    def _check_replicas(self, plan: GenerationPlan, now_s: float) -> None:
+        reported = next((one for one in self._reports.current if one.differs), None)
         if reported is None or self._has_reported_replicas:
             return
         self._has_reported_replicas = True
         ranks, places = reported.differing_ranks, plan.node_of
         nodes = tuple(sorted({places[rank] for rank in ranks if rank in places}))
         is_vote = 0 < len(ranks) < plan.world_size / 2
-        subject = f"{ranks_text(ranks)} on {', '.join(nodes)}"
+        subject = f"the replicas on {ranks_text(ranks)} on {', '.join(nodes)} differ"
+        unknown = f"{subject}; which of them is correct is unknown"
         verdict = Verdict(
             kind=VerdictKind.REPLICAS_DIFFER,
             culprits=ranks if is_vote else (),
             victims=() if is_vote else ranks,
             nodes=nodes if is_vote else (),
-            text=f"the replicas on {subject} differ from those of the other ranks"
-            if is_vote
-            else f"the replicas on {subject} differ; which of them is correct is unknown",
+            text=f"{subject} from those of the other ranks" if is_vote else unknown,
             evidence=(reported.differs,),
             counter_evidence=("ranks that train different values by design have the same effect",),
             confidence=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
             fingerprint=f"replicas {' '.join(map(str, ranks))}",
         )
-        self.incidents.reported(verdict, reports.progress, now_s=now_s)
+        self.incidents.reported(verdict, self._reports.progress, now_s=now_s)
 
     # --- ranks that have ended ----------------------------------------------------------------
 
@@ -209,47 +194,33 @@ class HealthMonitor:
         waiting: Sequence[WorkerExit],
         ended: Sequence[WorkerExit],
         plan: GenerationPlan,
-        reports: MemberReports,
         *,
         now_s: float,
     ) -> tuple[WorkerExit, ...]:
-        """The exits in `waiting`, with their hidden cause if none of them is the cause.
-
-        `ended` are all exits of this generation.
-        """
-        views = {view.rank: view for heartbeat in reports.current for view in heartbeat.views}
+        """`waiting`, with the hidden cause if none of them is the cause; `ended` are all exits."""
+        views = {one.rank: one for heartbeat in self._reports.current for one in heartbeat.views}
         hidden = hidden_cause(ended, views, plan.node_of)
         if hidden is None:
             return tuple(waiting)
         cause, verdict = hidden
         if verdict is not None:
-            self.incidents.found(verdict, list(views.values()), reports.progress, now_s=now_s)
+            progress = self._reports.progress
+            self.incidents.found(verdict, list(views.values()), progress, now_s=now_s)
         return (*(one for one in waiting if one.rank != cause.rank), cause)
 
-    def failed(
-        self,
-        exits: Sequence[WorkerExit],
-        plan: GenerationPlan,
-        reports: MemberReports,
-        *,
-        now_s: float,
-    ) -> None:
+    def failed(self, exits: Sequence[WorkerExit], plan: GenerationPlan, *, now_s: float) -> None:
         failed = [one for one in exits if one.kind is not ExitKind.FINISHED]
         if failed:
             cause = first_cause(failed)
             nodes = [node.node_id for node in plan.members if cause.rank in node.ranks]
-            self.incidents.failed(cause, nodes, reports.progress, now_s=now_s)
+            self.incidents.failed(cause, nodes, self._reports.progress, now_s=now_s)
 
-
-def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:
-    """Adds the recent error counts of network cards and GPUs of the named nodes."""
-    reported = [
-        f"{node_id}: {text}"
-        for node_id in verdict.nodes
-        if node_id in reports.heartbeats
-        for text in reports.heartbeats[node_id].troubles
-    ]
-    return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *reported))
+    def _with_troubles(self, verdict: Verdict) -> Verdict:
+        """Adds the recent error counts of network cards and GPUs of the named nodes."""
+        heartbeats = self._reports.heartbeats
+        nodes = [node_id for node_id in verdict.nodes if node_id in heartbeats]
+        reported = [f"{node}: {text}" for node in nodes for text in heartbeats[node].troubles]
+        return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *reported))
 
 
 def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:

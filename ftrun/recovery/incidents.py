@@ -32,7 +32,7 @@ from ftrun.records.note import Note
 from ftrun.records.recovery import DowntimeRecord
 from ftrun.records.run import InternalErrorRecord
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.lifecycle import Lifecycle, LifecycleState, downtime
+from ftrun.recovery.lifecycle import TABLE, LifecycleState, downtime
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
@@ -82,7 +82,7 @@ class IncidentLog:
         self.open: Incident | None = None
         self.closed: deque[tuple[float, IncidentClosed]] = deque(maxlen=KEPT)
         """The last ones, with the time of the end."""
-        self.life = Lifecycle()
+        self.life = LifecycleState.LAUNCH
         self._losses = LossContinuity()
         self._notes: list[JournalEntry] = []
         self._attached = False
@@ -99,12 +99,12 @@ class IncidentLog:
 
     def succeed(self, count: int) -> None:
         self.count = max(self.count, count)
-        self.life = Lifecycle(LifecycleState.RUN)
+        self.life = LifecycleState.RUN
 
     @property
     def is_suspected(self) -> bool:
         """Whether a suspicion was reported and is neither cleared nor acted on."""
-        return self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
+        return self.life in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class IncidentLog:
         self._stepped = {}
         restarted = plan.members if plan.generation > 0 else ()
         self._awaited = frozenset(node.node_id for node in restarted)
-        if self.life.state is LifecycleState.LAUNCH:
+        if self.life is LifecycleState.LAUNCH:
             self._go(LifecycleState.CHECK, f"ranks are starting; nodes: {len(plan.members)}")
             return
         self._go(LifecycleState.RECOVER, plan.reason)  # without a failure: a reconfiguration
@@ -148,7 +148,6 @@ class IncidentLog:
         self._note(SuspicionRaised(text, incident.number, ranks, unresponsive_s, deadline_s))
 
     def named(self, verdict: Verdict, views: Sequence[RankView], *, now_s: float) -> None:
-        """Records the verdict of the open incident, or a changed one."""
         incident = self.open
         if incident is None:
             return
@@ -216,10 +215,7 @@ class IncidentLog:
             self._go(LifecycleState.RECOVER, reason)
 
     def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> float | None:
-        """Records when the ranks of a node completed their first steps after the restart.
-
-        Returns the downtime in seconds when the last node has reported it, else None.
-        """
+        """Records first steps after a restart; returns the downtime in seconds after the last."""
         if times is None or node_id not in self._awaited or node_id in self._stepped:
             return None
         self._stepped[node_id] = (now_s - times.stepped_age_s, times)
@@ -252,16 +248,15 @@ class IncidentLog:
         loss = next((one.loss for one in reports if one.loss is not None), None)
         step = min(report.step for report in reports)
         incident = self.open
-        if self.life.state is LifecycleState.CHECK:
+        if self.life is LifecycleState.CHECK:
             self._go(LifecycleState.RUN, "every rank has made a step")
-        elif self.life.state is LifecycleState.VERIFY and incident is not None:
+        elif self.life is LifecycleState.VERIFY and incident is not None:
             is_past = step > incident.best_step or not self._attached
             if is_past and incident.downtime is not None:
-                self._go(
-                    LifecycleState.RUN, f"every rank is past step {max(incident.best_step, 0):,}"
-                )
+                text = f"every rank is past step {max(incident.best_step, 0):,}"
+                self._go(LifecycleState.RUN, text)
                 self._close(loss, progress, now_s=now_s)
-        elif self.life.state is LifecycleState.RUN and loss is not None:
+        elif self.life is LifecycleState.RUN and loss is not None:
             self._losses.add(step, loss)
 
     def ended(self, reason: str, progress: Progress, *, is_done: bool, now_s: float) -> None:
@@ -290,6 +285,7 @@ class IncidentLog:
         incident, self.open = self.open, None
         assert incident is not None
         verdict, restored = incident.verdict, incident.restored_step
+        is_past = progress.step > incident.best_step
         lost = None
         if restored is not None and self._attached and incident.best_step >= 0:
             lost = max(0, incident.best_step - restored)
@@ -300,9 +296,7 @@ class IncidentLog:
             verdict_kind=verdict.kind.value if verdict is not None else incident.kind,
             culprits=verdict.culprits if verdict is not None else (),
             nodes=verdict.nodes if verdict is not None else (),
-            verified=IncidentVerification(
-                progress.step > incident.best_step, self._losses.judge(loss)
-            ),
+            verified=IncidentVerification(is_past, self._losses.judge(loss)),
             action=incident.actions[-1] if incident.actions else "none",
             actions=tuple(incident.actions),
             open_s=round(now_s - incident.started_s, 3),
@@ -317,12 +311,14 @@ class IncidentLog:
         self.closed.append((now_s, closed))
 
     def _go(self, new: LifecycleState, reason: str) -> None:
-        change = self.life.go(new, reason)
-        if change is None:
+        if new is self.life:
             return
         number = self.open.number if self.open is not None else None
-        kind = LifecycleChangeRejected if change.is_refused else LifecycleChanged
-        self._note(kind(reason, number, change.old.value, change.new.value))
+        is_allowed = new in TABLE[self.life]
+        kind = LifecycleChanged if is_allowed else LifecycleChangeRejected
+        self._note(kind(reason, number, self.life.value, new.value))
+        if is_allowed:
+            self.life = new
 
     def _note(self, record: Note, *, announce: bool = False) -> None:
         self._notes.append(JournalEntry(record, announce=announce))

@@ -11,7 +11,6 @@ Rule 2: A second is counted once. A step that is repeated after a failure counte
         first time.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 
 from ftrun.records.incidents import Downtime
@@ -49,33 +48,6 @@ _AFTER = {
 }
 TABLE = {old: frozenset((*new, LifecycleState.ENDED)) for old, new in _AFTER.items()}
 TABLE[LifecycleState.ENDED] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class LifecycleTransition:
-    """One transition, made or rejected."""
-
-    old: LifecycleState
-    new: LifecycleState
-    reason: str
-    is_refused: bool = False
-
-
-class Lifecycle:
-    """The state of one run."""
-
-    def __init__(self, state: LifecycleState = LifecycleState.LAUNCH) -> None:
-        self.state = state
-
-    def go(self, new: LifecycleState, reason: str) -> LifecycleTransition | None:
-        """Changes to a state; None if it is the current one."""
-        if new is self.state:
-            return None
-        old = self.state
-        if new not in TABLE[old]:
-            return LifecycleTransition(old, new, reason, is_refused=True)
-        self.state = new
-        return LifecycleTransition(old, new, reason)
 
 
 PRODUCTIVE = "productive"
@@ -140,11 +112,9 @@ class TimeAccounting:
         """Account the time since the last turn to the class that was active then.
 
         Args:
-            life: state of the life cycle.
             is_paused: the run waits for nodes.
             has_stepped: after a restart, every rank has made a step.
             blocked_s: total seconds for which snapshots have blocked the ranks of this generation.
-            now_s: monotonic.
         """
         self.seconds[self._last_class] += max(0.0, now_s - self._last_s)
         self._last_s = now_s

@@ -12,7 +12,6 @@ from typing import Protocol
 import msgspec
 
 from ftrun.config.profile import HangConfig
-from ftrun.events import Progress
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_text
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
@@ -85,10 +84,7 @@ def lost_links(
 
 
 def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[int]) -> Verdict:
-    """A hang's verdict with the lost link as its cause, unless it names another cause.
-
-    `ranks` make no steps.
-    """
+    """The verdict on the hang of `ranks`, with the lost link as its cause if it names no other."""
     if verdict is not None and not _is_explained(verdict, lost):
         return verdict
     seen = () if verdict is None else (verdict.text, *verdict.evidence)
@@ -132,7 +128,6 @@ class HungLinks:
         self,
         plan: GenerationPlan,
         reports: MemberReports,
-        progress: Progress,
         *,
         cut: Collection[Pair] = (),
         can_replace: bool,
@@ -144,7 +139,7 @@ class HungLinks:
         both ends of a link report it lost, and after a hang in communication.
         """
         for_s = self.for_s(now_s=now_s)
-        if progress.steps_here > 0:
+        if reports.steps_here > 0:
             if not self._has_stepped:
                 self.longest_s = max(self.longest_s, for_s)
                 self._has_stepped, self.nodes = True, ()
@@ -190,7 +185,7 @@ class HungLinks:
         verdict: Verdict,
         plan: GenerationPlan,
         reports: MemberReports,
-        cut: Collection[Pair] = (),
+        cut: Collection[Pair],
     ) -> str:
         """The node to replace for this hang; empty: none.
 

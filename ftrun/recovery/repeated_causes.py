@@ -57,10 +57,8 @@ class Placement:
         node_id = next((one for one in sorted(self.faults) if one in self.node_of.values()), "")
         if node_id:
             return node_id, self.faults[node_id]
-        node_id, has_room = (
-            self.node_of.get(cause.rank, ""),
-            self.num_excluded < MAX_EXCLUDED_PER_HOUR,
-        )
+        node_id = self.node_of.get(cause.rank, "")
+        has_room = self.num_excluded < MAX_EXCLUDED_PER_HOUR
         is_fault = bool(node_id) and has_room and is_hardware_text(cause.text)
         return (node_id, cause.text) if is_fault else ("", "")
 
@@ -96,12 +94,7 @@ class RepeatedCauses:
     def note(
         self, key: str, cause: WorkerExit, placement: Placement, *, advanced: bool
     ) -> Repetition:
-        """Counts a failure.
-
-        Args:
-            key: equal for failures of the same cause.
-            advanced: the run has made progress since the last failure.
-        """
+        """Counts a failure; `key` is equal for equal causes, `advanced`: since the last failure."""
         if advanced or key != self.cause:
             self.succeed(key, 0, (), ())
         place = (placement.node_of.get(cause.rank, ""), int(cause.rank))

@@ -122,10 +122,7 @@ class _Held:
 
     @property
     def may_be_committed(self) -> bool:
-        """Whether no reachable node contradicts a commit.
-
-        Each reachable part of one protection must be complete.
-        """
+        """Whether no node contradicts a commit: all present parts of a protection are complete."""
         complete: dict[int, bool] = {}
         for group in self.groups.values():
             at = group.name.protected_in
@@ -218,7 +215,6 @@ def choose(
     """The newest version that can be restored completely.
 
     Args:
-        holdings: by node id.
         newest_plan: the newest generation that was chosen, or may have been.
         committed: versions that a node reports as committed.
         bad_version: this version and later ones are not restored.

@@ -129,13 +129,9 @@ class MemberReports:
     def ready_with(self, heartbeat: Heartbeat) -> VersionPair | None:
         """The version of this heartbeat, if every member is ready with it."""
         ready = _ready(heartbeat)
-        if (
-            ready is None
-            or self.has_unresponsive_member
-            or self._ready[ready] != len(self._members)
-        ):
+        if ready is None or self.has_unresponsive_member:
             return None
-        return ready
+        return ready if self._ready[ready] == len(self._members) else None
 
     def missed_step(self, heartbeat: Heartbeat) -> int:
         """The step up to which nothing can be committed any more, by this node's seals; or -1.
@@ -167,7 +163,6 @@ class MemberReports:
         return newest in (None, self._protected) or self.are_protected()
 
     def requested_every(self) -> int:
-        """The longest interval in steps that any rank requests."""
         return max((heartbeat.requested_every for heartbeat in self.current), default=0)
 
 

@@ -270,11 +270,7 @@ class Supervisor:
         return [KillWorkers(cause.text), ExcludeNode(node_id, text), StartGeneration(text)]
 
     def _is_final(self, cause: WorkerExit, *, is_reported: bool) -> EndRun | None:
-        """The end of the run after a failure that no restart can cure.
-
-        Args:
-            is_reported: a node has reported a hardware fault that explains it.
-        """
+        """The end after a failure that no restart can cure; a reported fault may explain it."""
         is_start = not self._steps_seen and not self._is_explicit and not is_reported
         if cause.kind in _ENDS_ITSELF and is_start:
             advice = "Not retried: the program ended by itself before its first step."

@@ -89,24 +89,17 @@ class HangSuspicions:
         """Judges the newest heartbeats; returns a finding only if it is new.
 
         Args:
-            heartbeats: the newest heartbeats.
-            plan: the running generation.
             cut: pairs of which neither end can connect to the other.
             can_replace: another node can replace one end of a lost link. If not, a restart would
                 meet the same link, so the link is given time.
         """
         if self._is_over:
             return None
-        own = [
-            (node, heartbeats[node.node_id]) for node in plan.members if node.node_id in heartbeats
-        ]
-        current = [
-            (node, heartbeat) for node, heartbeat in own if heartbeat.generation == plan.generation
-        ]
-        views = {view.rank: view for _, heartbeat in current for view in heartbeat.views}
-        deadlines = HangDeadlines.of(
-            max((heartbeat.p99_s for _, heartbeat in current), default=0.0), self._settings
-        )
+        own = [heartbeats[one.node_id] for one in plan.members if one.node_id in heartbeats]
+        current = [heartbeat for heartbeat in own if heartbeat.generation == plan.generation]
+        views = {view.rank: view for heartbeat in current for view in heartbeat.views}
+        p99_s = max((heartbeat.p99_s for heartbeat in current), default=0.0)
+        deadlines = HangDeadlines.of(p99_s, self._settings)
         unresponsive_s = max((_no_progress(view) for view in views.values()), default=0.0)
         self.is_unresponsive = unresponsive_s >= deadlines.sample_s
         if unresponsive_s < deadlines.suspect_after_s:
@@ -135,13 +128,10 @@ class HangSuspicions:
         return self._news(verdict, views, unresponsive_s, deadlines, acts=acts)
 
     def _is_positive_again(self, verdict: Verdict) -> bool:
+        # The summaries contain `act_immediately`.
         before = self._before
-        return (
-            verdict.act_immediately
-            and before is not None
-            and before.act_immediately
-            and _summary(before) == _summary(verdict)
-        )
+        is_same = before is not None and _summary(before) == _summary(verdict)
+        return is_same and verdict.act_immediately
 
     def _news(
         self,
@@ -153,10 +143,9 @@ class HangSuspicions:
         acts: bool,
     ) -> HangFinding | None:
         shown = tuple(view for _, view in sorted(views.items()))
-        is_same = verdict is None or (
-            self._reported is not None and _summary(verdict) == _summary(self._reported)
-        )
-        is_news = acts or not is_same or not self.is_suspicious
+        last = self._reported
+        is_new = verdict is not None and (last is None or _summary(verdict) != _summary(last))
+        is_news = acts or is_new or not self.is_suspicious
         self.is_suspicious = True
         if not is_news:
             return None
@@ -240,7 +229,6 @@ class SlowSuspicions:
         self.lateness_s = {}
 
     def begin(self) -> None:
-        """Starts again for a new generation; keeps the clock offsets."""
         self._forget()
         self._due_s = 0.0
 
@@ -255,21 +243,15 @@ class SlowSuspicions:
     def poll(
         self, heartbeats: Mapping[str, Heartbeat], plan: GenerationPlan, me: str, *, now_s: float
     ) -> list[Verdict]:
-        """Judges new samples; returns verdicts that were not reported yet."""
         if now_s < self._due_s:
             return []
         self._due_s = now_s + POLL_EVERY_S
-        members = {node.node_id: node for node in plan.members}
-        samples = {
-            node_id: heartbeat.sample
-            for node_id, heartbeat in heartbeats.items()
-            if node_id in members
-            and heartbeat.generation == plan.generation
-            and heartbeat.sample is not None
-        }
+        members = {node.node_id for node in plan.members}
         new = {
             node_id: sample
-            for node_id, sample in samples.items()
+            for node_id, heartbeat in heartbeats.items()
+            if node_id in members and heartbeat.generation == plan.generation
+            if (sample := heartbeat.sample) is not None
             if self._seen.get(node_id) != sample.number
         }
         if not new:
@@ -284,9 +266,8 @@ class SlowSuspicions:
         for sample in new.values():
             for rank in sample.ranks:
                 self._groups |= decode_groups(rank.groups)
-        samples = [
-            NodeTraffic(node, one.span_s, one.links) for node, one in new.items() if one.span_s
-        ]
+        timed = [(node, one) for node, one in new.items() if one.span_s]
+        samples = [NodeTraffic(node, one.span_s, one.links) for node, one in timed]
         hosts = {node.card.host: node.node_id for node in plan.members}
         hosts |= {rail.host: node.node_id for node in plan.members for rail in node.card.rails}
         link = self._links.poll(samples, hosts, now_s=now_s) if len(plan.members) > 1 else None
@@ -294,9 +275,8 @@ class SlowSuspicions:
         for node, one in new.items():
             ranks += self._rank_samples(node, one, me, now_s)
         slow = self._stragglers.poll(ranks, self._groups, is_link_slow=link is not None)
-        self.lateness_s = {
-            rank: round(one.now_s, 4) for rank, one in self._stragglers.lateness().items()
-        }
+        late = self._stragglers.lateness()
+        self.lateness_s = {rank: round(one.now_s, 4) for rank, one in late.items()}
         reported = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
         skipped = self._counts.poll(reported, plan.world_size, node_of)
         memory = self._memory.poll(new.items())

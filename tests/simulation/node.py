@@ -556,7 +556,7 @@ class SimulatedExecutor:
         self.wants_ranks = True
         group = node.simulation.group_of(plan)
         node.ranks = Ranks(node, plan, group)
-        node.ranks.are_suspended = self.agent.member.is_suspended
+        node.ranks.are_suspended = self.agent.member.suspension.is_on
         self.renew_lease()
         self._restore()
         self.send(is_urgent=True)

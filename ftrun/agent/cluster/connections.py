@@ -23,7 +23,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop, NetworkCommand
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.dialing import (
     AuthenticatedConnection,
     ConnectionFailover,
@@ -41,7 +41,7 @@ from ftrun.membership.events import (
     MessageReceived,
 )
 from ftrun.records.membership import ConnectionFailedOver
-from ftrun.recovery.commands import Connect, JournalEntry, Send
+from ftrun.recovery.commands import Connect, JournalEntry, NetworkCommand, Send
 from ftrun.wire.cluster.membership import JoinRejected
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ftrun.agent.cluster.connections import ClusterConnections
     from ftrun.agent.cluster.etcd_witness import WitnessClient
 
-NetworkCommand = commands.Connect | commands.Send | commands.Disconnect
-
 
 class ControlLoop:
     """Decides for this node and, while this agent leads, for the run."""
@@ -100,17 +98,17 @@ class ControlLoop:
     def close(self) -> None:
         """Release the threads of the control loop; this class has none."""
 
-    def think(self, event: Happening) -> list[NetworkCommand]:
+    def think(self, event: Happening) -> list[commands.NetworkCommand]:
         """Decide; queue commands for the executor, and return commands for the network.
 
         Only in the thread of the control loop.
         """
-        network: list[NetworkCommand] = []
+        network: list[commands.NetworkCommand] = []
         for command in self.member.handle(event, now_s=clock.now_s()):
             self._sort(command, network)
         return network
 
-    def _sort(self, command: commands.Command, network: list[NetworkCommand]) -> None:
+    def _sort(self, command: commands.Command, network: list[commands.NetworkCommand]) -> None:
         match command:
             case commands.Connect() | commands.Send() | commands.Disconnect():
                 network.append(command)
@@ -155,7 +153,7 @@ class ClusterControlLoop(ControlLoop):
             if thread is not None:
                 thread.close()
 
-    def _sort(self, command: commands.Command, network: list[NetworkCommand]) -> None:
+    def _sort(self, command: commands.Command, network: list[commands.NetworkCommand]) -> None:
         # The main thread may be busy, so this thread suspends ranks, before another agent can have
         # replaced them.
         if (

@@ -84,7 +84,7 @@ def control_loop_status(control_loop: ControlLoop, *, is_alone: bool) -> Control
         suspicion=None
         if suspected is None
         else (max(0.0, now_s - suspected.started_s), suspected.text),
-        lifecycle=incidents.life.state.value if leads else None,
+        lifecycle=incidents.life.value if leads else None,
         restart_budget=RestartBudgetStatus(budget.used(now_s=now_s), budget.limit, budget.window_s),
         incidents=incidents_of(control_loop, now_s=now_s) if leads else (),
         cluster=None if is_alone else cluster_status(control_loop),
@@ -105,7 +105,8 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
     if leader is None:
         state = member.role.value
         return ClusterStatus(state=state, summary=_without_leader(control_loop), **known)
-    run = _LedRun(control_loop, leader, plan, dict(control_loop.monitor.heartbeats), clock.now_s())
+    heartbeats = dict(control_loop.monitor.reports.heartbeats)
+    run = _LedRun(control_loop, leader, plan, heartbeats, clock.now_s())
     protection = run.protection()
     return ClusterStatus(
         **known,
@@ -113,7 +114,7 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
         state=run.state,
         summary=run.summary(protection, known["witness"]),
         nodes=run.nodes(),
-        lifecycle=control_loop.monitor.incidents.life.state.value,
+        lifecycle=control_loop.monitor.incidents.life.value,
         incidents=incidents_of(control_loop, now_s=run.now_s),
         restarts=tuple(
             RestartStatus(
@@ -148,7 +149,7 @@ def incidents_of(control_loop: ControlLoop, *, now_s: float) -> tuple[IncidentSt
     found = tuple(_closed(at_s, one, now_s) for at_s, one in closed)
     if known.open is None:
         return found
-    return (_open(known.open, known.life.state.value, now_s), *found)
+    return (_open(known.open, known.life.value, now_s), *found)
 
 
 def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
@@ -461,4 +462,4 @@ def _without_leader(control_loop: ControlLoop) -> str:
     if member.role is MemberRole.FOLLOWING and card is not None:
         return f"following {card.node_id}"
     role = "electing a new leader" if member.role is MemberRole.SEEKING else member.role.value
-    return f"{role}: {member.reach if card is None else f'contacting {card.node_id}'}"
+    return f"{role}: {member.discovery.reach if card is None else f'contacting {card.node_id}'}"

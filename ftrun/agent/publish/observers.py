@@ -269,7 +269,7 @@ class RunMetrics:
                 self._book = TimeAccounting(self._started_s or now_s)
             self._started_s = None
             incidents = control_loop.monitor.incidents
-            life, incident = incidents.life.state, incidents.open
+            life, incident = incidents.life, incidents.open
             has_stepped = incident is not None and incident.downtime is not None
             pages = self._run.workers.pages
             self._book.turn(

@@ -23,10 +23,7 @@ from ftrun.wire.cluster.membership import Accepted
 def disagreement(
     plan: GenerationPlan, answers: Mapping[str, Accepted]
 ) -> EndRun | dict[str, str] | None:
-    """Why the plan cannot be carried out: the end, or checkpoints to reject and their reasons.
-
-    All members have accepted the plan; `answers` is by node id.
-    """
+    """Why an accepted plan cannot be carried out: the end, or checkpoints to reject, and why."""
     accepted = {node.node_id: answers[node.node_id] for node in plan.members}
     problems = {node_id: has.problem for node_id, has in accepted.items() if has.problem}
     starts = {(has.restored, has.checkpoint) for has in accepted.values()}
@@ -57,13 +54,10 @@ def blocked_nodes(
     """Members that cannot load what other members can, and their problems."""
     accepted = [(node.node_id, answers[node.node_id]) for node in plan.members]
     loaded = {has.checkpoint for _, has in accepted if not has.problem}
-    problems = {
-        node_id: has.problem
-        for node_id, has in accepted
-        if has.problem
-        and has.code == ExitCode.STATE_LOST
-        and (isinstance(differ, EndRun) or loaded & has.rejected.keys())
-    }
+    cannot = [one for one in accepted if one[1].problem and one[1].code == ExitCode.STATE_LOST]
+    if not isinstance(differ, EndRun):
+        cannot = [one for one in cannot if loaded & one[1].rejected.keys()]
+    problems = {node_id: has.problem for node_id, has in cannot}
     return problems if len(problems) < len(accepted) else {}
 
 

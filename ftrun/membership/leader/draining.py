@@ -89,14 +89,9 @@ class NodeDraining:
     def poll(
         self, plan: GenerationPlan | None, unfit: set[str], *, is_settled: bool, now_s: float
     ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
-        """Decides between draining and stopping, when it is clear.
-
-        If the generation is not settled, a stop waits until it is (Rule 1).
-        """
+        """Decides between draining and stopping; a stop waits for a settled generation (Rule 1)."""
         here = {peer.card.identity for peer in self._peers if not peer.lost}
-        self._asked_s = {
-            identity: at_s for identity, at_s in self._asked_s.items() if identity in here
-        }
+        self._asked_s = {one: at_s for one, at_s in self._asked_s.items() if one in here}
         asked = frozenset(self._asked_s)
         self._leaving &= asked
         notes: list[JournalEntry] = []
@@ -165,18 +160,12 @@ class NodeDraining:
         elif self._safe_s is None:
             self._safe_s = now_s
         # Rule 6: the voters are re-evaluated twice per heartbeat period.
-        has_settled = (
-            self._safe_s is not None
-            and now_s - self._safe_s >= self._settings.times.heartbeat_interval_s
-        )
+        safe_for_s = 0.0 if self._safe_s is None else now_s - self._safe_s
+        has_settled = safe_for_s >= self._settings.times.heartbeat_interval_s
         limit_s = now_s - self._settings.let_go_s
-        free = [
-            identity
-            for identity in self._leaving
-            if has_settled or self._asked_s[identity] <= limit_s
-        ]
+        free = [one for one in self._leaving if has_settled or self._asked_s[one] <= limit_s]
         members = {node.node_id for node in plan.members} if plan is not None else set()
-        self._freed = frozenset(identity for identity in free if identity[0] not in members)
+        self._freed = frozenset(one for one in free if one[0] not in members)
 
     def _is_safe(self, plan: GenerationPlan, now_s: float) -> bool:
         """Whether no voter may soon be lost, and the members hold, whole, a version to resume from.

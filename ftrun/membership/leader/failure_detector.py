@@ -170,7 +170,6 @@ class FailureDetector:
         peer.received_s = peer.met_s = now_s
 
     def endpoints_without_agent(self) -> list[tuple[str, int]]:
-        """Rendezvous endpoints at which no agent of this run listens."""
         cards = [peer.card for peer in self if not peer.lost]
         here = {card.further_endpoint for card in cards if card.endpoint or card.further_endpoint}
         return [one for at, one in enumerate(self.settings.endpoints) if at not in here]
@@ -221,7 +220,6 @@ class FailureDetector:
                 peer.lost, peer.was_unresponsive = "the leader is lost", not peer.refused
 
     def received(self, node_id: str, *, now_s: float) -> PeerState | None:
-        """Records a message of any kind; returns its sender."""
         peer = self.get(node_id)
         if peer is not None and not peer.lost:
             peer.received_s = now_s
@@ -231,26 +229,17 @@ class FailureDetector:
         """Records a heartbeat; returns whether it is newer than the last one."""
         left_s = self._left_s.get(heartbeat.received, _LONG_AGO_S)
         peer.acked_s = max(peer.acked_s, left_s)
-        if (
-            left_s > _LONG_AGO_S
-            and heartbeat.received_s
-            and heartbeat.number > peer.heartbeat_number
-        ):
-            clock = self.clocks.setdefault(peer.card.node_id, ClockOffset())
-            clock.add(
-                *(
-                    round(at_s * 1e9)
-                    for at_s in (left_s, heartbeat.received_s, heartbeat.sent_s, now_s)
-                )
-            )
         if heartbeat.number <= peer.heartbeat_number:
             return False
+        if left_s > _LONG_AGO_S and heartbeat.received_s:
+            clock = self.clocks.setdefault(peer.card.node_id, ClockOffset())
+            times_s = (left_s, heartbeat.received_s, heartbeat.sent_s, now_s)
+            clock.add(*(round(at_s * 1e9) for at_s in times_s))
         peer.heartbeat_number = heartbeat.number
         peer.fitness = heartbeat.fitness or peer.fitness
         return True
 
     def was_paused(self, *, now_s: float) -> None:
-        """Records that this process was paused until now."""
         self._awake_s = now_s
 
     # --- time without heartbeats --------------------------------------------------------------
@@ -260,31 +249,20 @@ class FailureDetector:
         since_s = max(min(peer.received_s, peer.acked_s), peer.met_s, self._awake_s)
         return now_s - since_s
 
-    def is_late(self, node_ids: Collection[str], *, now_s: float) -> bool:
-        """Whether one of these nodes has missed a heartbeat, and may soon be lost."""
+    def has_late_member(self, plan: GenerationPlan, *, now_s: float) -> bool:
+        """Whether a member has missed a heartbeat, and may soon be lost."""
         late_s = 2 * self.settings.times.heartbeat_interval_s
-        return any(
-            not peer.lost
-            and peer.card.node_id in node_ids
-            and peer.card.node_id != self.me.node_id
-            and self.unresponsive_s(peer, now_s=now_s) >= late_s
-            for peer in self
-        )
-
-    def has_late_member(self, plan: GenerationPlan | None, *, now_s: float) -> bool:
-        return plan is not None and self.is_late({one.node_id for one in plan.members}, now_s=now_s)
+        others = {one.node_id for one in plan.members} - {self.me.node_id}
+        here = [peer for peer in self if not peer.lost and peer.card.node_id in others]
+        return any(self.unresponsive_s(peer, now_s=now_s) >= late_s for peer in here)
 
     def has_unresponsive(self, node_ids: Iterable[str], *, now_s: float) -> bool:
         """Whether one of these nodes that is not lost has sent nothing for two heartbeat periods.
 
         A node on a slow link may acknowledge late forever. It counts as late, not as unresponsive.
         """
-        known = [self.by_id.get(one) for one in node_ids]
-        return any(
-            not peer.lost and not self.is_responding(peer.card.node_id, now_s=now_s)
-            for peer in known
-            if peer is not None
-        )
+        here = [one for one in node_ids if one in self.by_id and not self.by_id[one].lost]
+        return any(not self.is_responding(one, now_s=now_s) for one in here)
 
     def is_to_be_dialled(self, peer: PeerState, *, now_s: float) -> bool:
         if peer.linked or now_s - peer.dialled_s < self.settings.redial_s:
@@ -332,5 +310,4 @@ class LeadershipLease:
         return True
 
     def stays(self, *, now_s: float) -> bool:
-        """Whether it has been expired for at least `failure_timeout_s`."""
         return self.is_on and now_s - self._since_s >= self._settings.times.failure_timeout_s

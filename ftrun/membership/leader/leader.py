@@ -23,7 +23,7 @@ from ftrun.membership.leader.failure_detector import FailureDetector, Leadership
 from ftrun.membership.leader.pausing import NodeWait, RunShutdown
 from ftrun.membership.leader.planning import RestoreStateMissing, make_plan, notes_of
 from ftrun.membership.leader.proposer import BallotStage, Proposer
-from ftrun.membership.leader.rank_assignment import Admission, TooFewNodes
+from ftrun.membership.leader.rank_assignment import Admission
 from ftrun.membership.leader.reconfiguration import (
     BoundaryReconfiguration,
     VoterReconfiguration,
@@ -85,8 +85,8 @@ class Leader:
         self.pause = NodeWait(settings.times.pause_timeout_s)
         self.shutdown = RunShutdown(self.known)
         self._election = Proposer(me, settings, self.known)
-        self._changes = BoundaryReconfiguration(settings)
-        self._reconfiguration = VoterReconfiguration(settings)
+        self._changes = BoundaryReconfiguration(settings, self.known, monitor)
+        self._reconfiguration = VoterReconfiguration(settings, self.known)
         self.screening = Admission(settings, self.known)
         self.paths = PathMonitor(me.node_id, settings, self.known)
         self._history_of = -1
@@ -109,7 +109,6 @@ class Leader:
 
     @property
     def is_lease_expired(self) -> bool:
-        """Whether the leadership lease has expired: another leader may have been chosen."""
         return self._lease.is_on
 
     @property
@@ -166,10 +165,8 @@ class Leader:
 
     def back_again(self, peer: PeerState, *, now_s: float) -> list[Command]:
         """Adds a lost node that sends messages again; the active generation continues."""
-        return [
-            *self.add(peer.card, now_s=now_s, linked=True),
-            self._leader_info(peer.card.node_id),
-        ]
+        found = self.add(peer.card, now_s=now_s, linked=True)
+        return [*found, self._leader_info(peer.card.node_id)]
 
     def _leader_info(self, node_id: str) -> Send:
         known = self.plan.generation if self.plan is not None else -1
@@ -265,7 +262,7 @@ class Leader:
         peer = self.known.get(node_id)
         if peer is None or self.plan is None or not self.is_settled:
             return []
-        plan = self._reconfiguration.accepted(peer.card, body, self.plan, self.known)
+        plan = self._reconfiguration.accepted(peer.card, body, self.plan)
         if plan is None:
             return []
         self.plan, self.unsure = plan, None
@@ -309,8 +306,8 @@ class Leader:
         here = [promise.card for promise in ballot.promises.values()]
         excluded = self.monitor.excluded(now_s=now_s)
         assignment = self.screening.assign(here, previous, excluded, self.monitor.suspects)
-        if isinstance(assignment, TooFewNodes):
-            return self.pause.begin(str(assignment), now_s=now_s)
+        if isinstance(assignment, str):
+            return self.pause.begin(assignment, now_s=now_s)
         if (postponed := self.paths.postpone(here, previous, now_s=now_s)) is not None:
             return postponed
         paths = self.paths.decide(assignment.members, assignment.spares, previous)
@@ -455,7 +452,8 @@ class Leader:
     def _continue(self, now_s: float) -> list[Command]:
         # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
         plan = self.plan if self.monitor.waits_for_cause else None
-        if self.is_lease_expired or self.known.has_late_member(plan, now_s=now_s):
+        is_late = plan is not None and self.known.has_late_member(plan, now_s=now_s)
+        if self.is_lease_expired or is_late:
             return []
         found = self._decide(self.monitor.tick(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:
@@ -463,13 +461,15 @@ class Leader:
         excluded = self.screening.barred(self.monitor.excluded(now_s=now_s))
         found += self.paths.poll(self.plan, self.monitor.watching.slow, now_s=now_s)
         self._changes.requested = self.paths.requested
-        reason = self._changes.poll(self.plan, self.known, excluded, self.monitor, now_s=now_s)
+        reason = self._changes.poll(self.plan, excluded, now_s=now_s)
         if reason := self.paths.take_urgent_reason() or reason:
             return found + self._spread(now_s) + self.propose(reason, now_s=now_s)
         found += [*self.monitor.probes(now_s=now_s), *self.paths.drain_journal_entries()]
-        found += self._reconfiguration.poll_change(
-            self.plan, self.known, self.monitor, self._draining.is_under_way, now_s=now_s
-        )
+        # Spares that have joined get votes, unless they are about to run ranks.
+        is_full = len(self.plan.members) >= self.settings.cluster_size.max_nodes
+        if self.monitor.is_steady and (is_full or self._draining.is_under_way):
+            history = self.monitor.history(now_s=now_s)
+            found += self._reconfiguration.poll(self.plan, history, now_s=now_s)
         return found + self._spread(now_s)
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:

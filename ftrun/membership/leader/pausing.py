@@ -92,19 +92,13 @@ class RunShutdown:
         self._ended: set[str] = set()
 
     def begin(
-        self,
-        command: EndRun,
-        is_for_all: bool,
-        recipients: Collection[str] | None,
-        *,
-        now_s: float,
+        self, command: EndRun, is_for_all: bool, recipients: Collection[str] | None, *, now_s: float
     ) -> None:
         self.ending, self.is_for_all, self._since_s = command, is_for_all, now_s
         self.recipients = None if recipients is None else frozenset(recipients)
 
     @property
     def ends_the_run(self) -> bool:
-        """Whether no other part of the run continues."""
         return self.ending is not None and self.recipients is None
 
     def must_be_notified(self, node_id: str) -> bool:
@@ -124,7 +118,6 @@ class RunShutdown:
         if any(self.must_be_notified(node_id) for node_id in others):
             return []
         # Not earlier: a restarting agent finds this leader at the witness, and learns of the end.
-        forget = (
-            self._peers.witness.ask(WitnessOperation.CLEAR, now_s=now_s) if self.is_for_all else []
-        )
-        return [*forget, self.ending]
+        if not self.is_for_all:
+            return [self.ending]
+        return [*self._peers.witness.ask(WitnessOperation.CLEAR, now_s=now_s), self.ending]

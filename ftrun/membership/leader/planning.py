@@ -39,7 +39,6 @@ def make_plan(
     history: FailureHistory,
     waited_s: float,
 ) -> GenerationPlan | RestoreStateMissing | EndRun:
-    """The generation that this promised ballot is to have chosen."""
     promises = ballot.promises
     choice = _choose(promises, assignment, previous, history)
     if choice.version is None and history.bad_version is not None:
@@ -50,6 +49,7 @@ def make_plan(
         if obstacle is not None:
             return obstacle
     groups = _groups(assignment, previous, settings)
+    num_voters = len(assignment.members) + len(assignment.spares)
     return GenerationPlan(
         generation=ballot.generation,
         leader=leader,
@@ -70,9 +70,7 @@ def make_plan(
         decided_by=ballot.decided_by(),
         committed=_pair(choice.committed if choice.version is not None else None),
         ancestry=ancestry(choice.version, previous),
-        witness=ballot.witness
-        if (len(assignment.members) + len(assignment.spares)) % 2 == 0
-        else 0,
+        witness=0 if num_voters % 2 else ballot.witness,
         paths=assignment.paths,
         life=previous.life if previous is not None else f"{assignment.members[0].incarnation:x}",
     )
@@ -168,7 +166,8 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
             return choice.reason
         was = "was" if choice.wanted == choice.committed else "may have been"
         return f"{choice.wanted} {was} committed and is lost: {choice.reason}"
-    if previous is None or _is_from(choice.version, previous):
+    found = choice.version
+    if previous is None or (found is not None and found.generation == previous.generation):
         return ""
     # No newer commit is known here. A node that ran ranks holds what was committed.
     ran = {node.node_id for node in previous.members}
@@ -179,10 +178,6 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
         return text
     # A node that has left that generation may have kept the version it began with.
     return f"{choice.reason}; {text}, and its steps are lost"
-
-
-def _is_from(found: Version | None, plan: GenerationPlan) -> bool:
-    return found is not None and found.generation == plan.generation
 
 
 def _nothing_clean(bad: Version) -> EndRun:
@@ -250,7 +245,6 @@ def _lost(problem: str) -> EndRun:
 
 
 def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
-    """Journal entries for a plan; for the first generation also a warning to the user."""
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
     chosen = GenerationChosen(
         text,

@@ -93,11 +93,9 @@ class Proposer:
         """Starts a ballot: asks all nodes for a promise.
 
         Args:
-            reason: in words.
             plan: the newest generation known to be chosen.
             unsure: a newer one that may have been chosen.
             void: voter revisions that only this agent could have had chosen, and has given up.
-            now_s: the time.
         """
         known = plan.configuration_id if plan is not None else (-1, 0)
         if self.ballot is not None and self.ballot.plan is not None:
@@ -179,15 +177,10 @@ class Proposer:
         ballot = self.ballot
         peer = self._peers.by_id.get(body.card.node_id)
         if peer is not None:
-            peer.is_unresponsive = (
-                False  # even if the answer is late: the run may grow by this node
-            )
-        if (
-            peer is None
-            or ballot is None
-            or body.generation != ballot.generation
-            or ballot.plan is not None
-        ):
+            peer.is_unresponsive = False  # even if it is late: the run may grow by this node
+        if peer is None or ballot is None or ballot.plan is not None:
+            return False
+        if body.generation != ballot.generation:
             return False
         ballot.take_promise(body)
         self.followers.add(body.card.node_id)
@@ -219,17 +212,12 @@ class Proposer:
         if ballot is None:
             return []
         found = [event.leader] if event.leader is not None else []
-        if asked.generation == ballot.generation and asked.operation in (
-            WitnessOperation.PROMISE,
-            WitnessOperation.ACCEPT,
-        ):
+        is_promise = asked.operation is WitnessOperation.PROMISE
+        is_ours = is_promise or asked.operation is WitnessOperation.ACCEPT
+        if is_ours and asked.generation == ballot.generation:
             self._witness_asked_s = None
             self._answered(ballot, event, position, now_s)
-            if (
-                asked.operation is WitnessOperation.PROMISE
-                and register is not None
-                and register.plan is not None
-            ):
+            if is_promise and register is not None and register.plan is not None:
                 found += register.plan.voters
         return found
 
@@ -247,24 +235,18 @@ class Proposer:
             self.restart(ballot.reason, position, now_s=now_s)
 
     def _ask_witness(self, now_s: float, *, waits: bool = False) -> list[Command]:
-        """Sends the request that the witness must answer for the ballot to continue.
-
-        With `waits`, the answer is awaited if the witness is reachable.
-        """
+        """Sends the request that the ballot needs; with `waits`, awaits a reachable witness."""
         ballot, witness = self.ballot, self._peers.witness
         assert ballot is not None
         self._ask_witness_s = now_s + 2 * self._settings.times.heartbeat_interval_s
-        number = ballot.generation
-        if ballot.plan is None and not ballot.witness:
-            begins = ballot.needs_witness
-            found = witness.ask(
-                WitnessOperation.PROMISE, generation=number, begins=begins, now_s=now_s
-            )
-        elif ballot.plan is not None and ballot.witness and not ballot.is_witnessed:
-            plan = ballot.plan
-            found = witness.ask(WitnessOperation.ACCEPT, generation=number, plan=plan, now_s=now_s)
+        number, plan, begins = ballot.generation, ballot.plan, ballot.needs_witness
+        if plan is None and not ballot.witness:
+            operation = WitnessOperation.PROMISE
+        elif plan is not None and ballot.witness and not ballot.is_witnessed:
+            operation, begins = WitnessOperation.ACCEPT, False
         else:
             return []
+        found = witness.ask(operation, generation=number, plan=plan, begins=begins, now_s=now_s)
         if waits and found and witness.is_reached:
             self._witness_asked_s = now_s
         return found
@@ -300,10 +282,7 @@ class Proposer:
         *,
         now_s: float,
     ) -> None:
-        """Starts another ballot if a member has promised a later generation, and so has no ranks.
-
-        `plan` is the active one of a settled leader.
-        """
+        """Starts another ballot if a member of the active `plan` has promised a later one."""
         peer.promised = promised
         self.highest = max(self.highest, promised)
         if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):

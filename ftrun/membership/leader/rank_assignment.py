@@ -50,30 +50,10 @@ class RankAssignment:
         return found
 
     def along(self, paths: NetworkPlan | None) -> "RankAssignment":
-        """The same assignment in the node order of a network plan, with that plan."""
         if paths is None:
             return self
         by_id = {card.node_id: card for card in self.members}
         return replace(self, members=tuple(by_id[one] for one in paths.order), paths=paths)
-
-
-@dataclass(frozen=True, slots=True)
-class TooFewNodes:
-    """Too few nodes for the smallest generation that the run may have."""
-
-    here: int
-    needed: int
-    excluded: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-    """Nodes whose own check failed, each with the reason."""
-
-    def __str__(self) -> str:
-        text = f"{self.here} of at least {self.needed} nodes are present"
-        if self.excluded:
-            text += f"; excluded after too many failures: {', '.join(self.excluded)}"
-        if self.unfit:
-            text += f"; unfit: {'; '.join(self.unfit)}"
-        return text
 
 
 def assign(
@@ -82,15 +62,21 @@ def assign(
     cluster_size: ClusterSize,
     excluded: Collection[str] = (),
     unfit: Mapping[str, str] = MappingProxyType({}),
-) -> RankAssignment | TooFewNodes:
-    """Gives each of these nodes ranks, or makes it a spare, as excluded and unfit nodes are."""
+) -> RankAssignment | str:
+    """Gives each of these nodes ranks, or makes it a spare, as excluded and unfit nodes are.
+
+    If too few nodes are left, returns that in words.
+    """
     usable = [card for card in here if card.node_id not in excluded and card.node_id not in unfit]
     num_members = min(cluster_size.max_nodes, len(usable))
     if num_members < cluster_size.min_nodes:
-        away = tuple(sorted(card.node_id for card in here if card.node_id in excluded))
-        reason = {card.node_id: unfit[card.node_id] for card in here if card.node_id in unfit}
-        words = tuple(f"{node_id} ({reason[node_id]})" for node_id in sorted(reason))
-        return TooFewNodes(len(usable), cluster_size.min_nodes, away, words)
+        ids = sorted(card.node_id for card in here)
+        text = f"{len(usable)} of at least {cluster_size.min_nodes} nodes are present"
+        if away := [one for one in ids if one in excluded]:
+            text += f"; excluded after too many failures: {', '.join(away)}"
+        if reasons := [f"{one} ({unfit[one]})" for one in ids if one in unfit]:
+            text += f"; unfit: {'; '.join(reasons)}"
+        return text
     order = _in_order(usable, previous)
     if previous is not None and num_members == len(previous.members):
         members = _same_places(order, previous)
@@ -187,7 +173,7 @@ class Admission:
         previous: GenerationPlan | None,
         excluded: Collection[str],
         suspects: Collection[str] = (),
-    ) -> RankAssignment | TooFewNodes:
+    ) -> RankAssignment | str:
         """Assigns the ranks.
 
         Args:
@@ -195,7 +181,7 @@ class Admission:
         """
         size, unfit = self._settings.cluster_size, self.unfit(excluded)
         found = assign(here, previous, size, excluded, unfit)
-        if isinstance(found, TooFewNodes) and suspects:
+        if isinstance(found, str) and suspects:
             return assign(here, previous, size, {*excluded} - {*suspects}, unfit)
         return found
 
@@ -208,8 +194,7 @@ class Admission:
     ) -> bool:
         """Whether enough nodes of this ballot may run ranks without `nodes`."""
         here = [promise.card for promise in ballot.promises.values()]
-        places = self.assign(here, previous, {*excluded, *nodes})
-        return not isinstance(places, TooFewNodes)
+        return not isinstance(self.assign(here, previous, {*excluded, *nodes}), str)
 
     def poll(self, excluded: Collection[str]) -> list[JournalEntry]:
         """Updates the requested checks; returns what has changed about unfit nodes."""

@@ -65,10 +65,11 @@ FAULT_LIMIT_S = 5.0
 class VoterReconfiguration:
     """The voter changes of one leader, one after the other."""
 
-    def __init__(self, settings: MembershipSettings) -> None:
+    def __init__(self, settings: MembershipSettings, peers: FailureDetector) -> None:
         self.wanted: GenerationPlan | None = None
         """The announced voter revision that is not chosen yet."""
         self._settings = settings
+        self._peers = peers
         self.void: set[ConfigurationId] = set()
         """Announced voter revisions that were given up. No other agent could have them chosen."""
         self._agreed: set[Identity] = set()
@@ -76,55 +77,43 @@ class VoterReconfiguration:
         self._asked_s = 0.0
 
     def reset(self) -> None:
-        self._give_up()
-
-    def _give_up(self) -> None:
         if self.wanted is not None:
             self.void.add(self.wanted.configuration_id)
             self.wanted = None
 
-    def poll_change(
-        self,
-        plan: GenerationPlan,
-        peers: FailureDetector,
-        monitor: GenerationMonitor,
-        is_leaving: bool,
-        *,
-        now_s: float,
-    ) -> list[Command]:
-        """Gives votes to spares that have joined, unless they are about to run ranks."""
-        is_full = len(plan.members) >= self._settings.cluster_size.max_nodes
-        if not monitor.is_steady or not (is_full or is_leaving):
-            return []
-        return self.poll(plan, peers, monitor.history(now_s=now_s), now_s=now_s)
-
-    def poll(
-        self, plan: GenerationPlan, peers: FailureDetector, history: FailureHistory, *, now_s: float
-    ) -> list[Command]:
+    def poll(self, plan: GenerationPlan, history: FailureHistory, *, now_s: float) -> list[Command]:
         """Starts a change that tolerates more losses; repeats the pending one."""
         if now_s < self._next_poll_s:
             return []
         self._next_poll_s = now_s + self._settings.times.heartbeat_interval_s / 2
-        spares = self._standing_by(plan, peers, now_s)
+        spares = self._standing_by(plan, now_s)
         last = self.wanted.voter_revision if self.wanted is not None else plan.voter_revision
-        witness = self._witness(plan, peers, len(plan.members) + len(spares), now_s)
-        changed = _with_voters(plan, spares, witness, last + 1, history)
+        witness = self._witness(plan, len(plan.members) + len(spares), now_s)
+        before = VoterSet(plan.generation, sorted(electorate_of(plan)), plan.voter_revision)
+        changed = msgspec.structs.replace(
+            plan,
+            spares=spares,
+            witness=witness,
+            voter_revision=last + 1,
+            decided_by=[before],
+            history=history,
+        )
         voters = electorate_of(changed)
         is_same = self.wanted is not None and electorate_of(self.wanted) == voters
-        bears_more = _support(voters, voters) > _support(electorate_of(plan), _alive(peers, plan))
-        is_bound = not witness and peers.witness.has_been_away(
-            self._settings.times.last_call_timeout_s, now_s=now_s
-        )
+        alive = _alive(self._peers, plan)
+        bears_more = _support(voters, voters) > _support(electorate_of(plan), alive)
+        limit_s = self._settings.times.last_call_timeout_s
+        is_bound = not witness and self._peers.witness.has_been_away(limit_s, now_s=now_s)
         is_other = voters != electorate_of(plan) and not is_same
         if is_other and (bears_more or (is_bound and plan.witness)):
-            self._give_up()
+            self.reset()
             self.wanted = changed
             self._agreed.clear()
             self._asked_s = -1e9
-        return self._ask(peers, now_s)
+        return self._ask(now_s)
 
     def accepted(
-        self, card: NodeCard, body: Accepted, plan: GenerationPlan, peers: FailureDetector
+        self, card: NodeCard, body: Accepted, plan: GenerationPlan
     ) -> GenerationPlan | None:
         """The plan that is chosen by this acceptance, if any."""
         wanted = self.wanted
@@ -132,13 +121,13 @@ class VoterReconfiguration:
             return None
         self._agreed.add(card.identity)
         before, after = electorate_of(plan), electorate_of(wanted)
-        gone = {identity for identity in before if peers.has_successor(identity)}
+        gone = {identity for identity in before if self._peers.has_successor(identity)}
         if not (carries(before, self._agreed, gone=gone) and carries(after, self._agreed)):
             return None
         self.wanted = None
         return wanted
 
-    def _ask(self, peers: FailureDetector, now_s: float) -> list[Command]:
+    def _ask(self, now_s: float) -> list[Command]:
         wanted = self.wanted
         if wanted is None or now_s - self._asked_s < 2 * self._settings.times.heartbeat_interval_s:
             return []
@@ -146,38 +135,28 @@ class VoterReconfiguration:
         asked = electorate(wanted.voters) | {
             identity for voters in wanted.decided_by for identity in voters.identities
         }
-        return [
-            Send(peer.card.node_id, Accept(wanted))
-            for peer in peers
-            if peer.linked and peer.card.identity in asked - self._agreed
-        ]
+        left = asked - self._agreed
+        linked = [peer.card for peer in self._peers if peer.linked]
+        return [Send(card.node_id, Accept(wanted)) for card in linked if card.identity in left]
 
-    def _witness(
-        self, plan: GenerationPlan, peers: FailureDetector, num_nodes: int, now_s: float
-    ) -> int:
+    def _witness(self, plan: GenerationPlan, num_nodes: int, now_s: float) -> int:
         """Incarnation of the witness if it votes next to this number of nodes; else 0."""
-        witness, for_s = peers.witness, self._settings.times.last_call_timeout_s
+        witness, for_s = self._peers.witness, self._settings.times.last_call_timeout_s
         if num_nodes % 2 or num_nodes < 2:
             return 0
         if plan.witness and plan.witness == witness.life:
             return 0 if witness.has_been_away(for_s, now_s=now_s) else plan.witness
-        holds = witness.holds(
-            witness.life, self._settings.times.self_fencing_timeout_s, now_s=now_s
-        )
+        limit_s = self._settings.times.self_fencing_timeout_s
+        holds = witness.holds(witness.life, limit_s, now_s=now_s)
         return witness.life if holds and witness.has_been_there(for_s, now_s=now_s) else 0
 
-    def _standing_by(
-        self, plan: GenerationPlan, peers: FailureDetector, now_s: float
-    ) -> list[NodeCard]:
+    def _standing_by(self, plan: GenerationPlan, now_s: float) -> list[NodeCard]:
         order = [card.node_id for card in plan.spares]
         members = {node.node_id for node in plan.members}
-        beside = [peer for peer in peers if peer.card.node_id not in members]
-        here = [peer for peer in beside if self._may_vote(peer, plan, now_s)]
-        known = [peer.card for peer in here if peer.card.node_id in order]
-        new = [peer.card for peer in here if peer.card.node_id not in order]
-        known.sort(key=lambda card: order.index(card.node_id))
-        found = known + sorted(new, key=lambda card: card.node_id)
-        return found[: self._settings.cluster_size.spares]
+        outside = [peer for peer in self._peers if peer.card.node_id not in members]
+        here = {one.card.node_id: one.card for one in outside if self._may_vote(one, plan, now_s)}
+        found = dict.fromkeys([*(one for one in order if one in here), *sorted(here)])
+        return [here[one] for one in found][: self._settings.cluster_size.spares]
 
     def _may_vote(self, peer: PeerState, plan: GenerationPlan, now_s: float) -> bool:
         if peer.lost or peer.is_unresponsive or peer.is_leaving or not peer.linked:
@@ -197,24 +176,6 @@ def _support(voters: Collection[Identity], alive: Collection[Identity]) -> int:
     return len(set(voters) & set(alive)) - len(voters) // 2 - 1
 
 
-def _with_voters(
-    plan: GenerationPlan,
-    spares: list[NodeCard],
-    witness: int,
-    voter_revision: int,
-    history: FailureHistory,
-) -> GenerationPlan:
-    before = VoterSet(plan.generation, sorted(electorate_of(plan)), plan.voter_revision)
-    return msgspec.structs.replace(
-        plan,
-        spares=spares,
-        witness=witness,
-        voter_revision=voter_revision,
-        decided_by=[before],
-        history=history,
-    )
-
-
 def note_of(plan: GenerationPlan) -> JournalEntry:
     spares = ", ".join(card.node_id for card in plan.spares)
     outside = f" and {WITNESS}" if plan.witness else ""
@@ -226,8 +187,12 @@ def note_of(plan: GenerationPlan) -> JournalEntry:
 class BoundaryReconfiguration:
     """One leader's pending change: nodes to add, to evict or to drain."""
 
-    def __init__(self, settings: MembershipSettings) -> None:
+    def __init__(
+        self, settings: MembershipSettings, peers: FailureDetector, monitor: GenerationMonitor
+    ) -> None:
         self._settings = settings
+        self._peers = peers
+        self._monitor = monitor
         self._boundary = -1
         self._asked_s = 0.0
         self._next_poll_s = 0.0
@@ -243,49 +208,37 @@ class BoundaryReconfiguration:
         self._out = None
         self.requested = self._requested = ""
 
-    def poll(
-        self,
-        plan: GenerationPlan,
-        peers: FailureDetector,
-        excluded: Collection[str],
-        monitor: GenerationMonitor,
-        *,
-        now_s: float,
-    ) -> str:
+    def poll(self, plan: GenerationPlan, excluded: Collection[str], *, now_s: float) -> str:
         """Why to begin a ballot now; empty if there is no reason."""
+        monitor = self._monitor
         if now_s < self._next_poll_s:
             return ""
         self._next_poll_s = now_s + self._settings.times.heartbeat_interval_s / 2
-        joining_nodes = [peer for peer in peers if _is_joining(peer, plan, excluded)]
+        joining_nodes = [peer for peer in self._peers if _is_joining(peer, plan, excluded)]
         monitor.num_spares = len(joining_nodes)
         if self._boundary >= 0:
-            return self._at_boundary(plan, joining_nodes, monitor, now_s)
+            return self._at_boundary(plan, joining_nodes, now_s)
         if not monitor.is_steady:
             return ""
         reason = _departure(plan, monitor) or self._request_growth(plan, joining_nodes, now_s)
         if not reason:
-            self._out = self._faulty(plan, joining_nodes, monitor)
-            self._out = self._out or self._to_evict(plan, joining_nodes, monitor, now_s)
+            self._out = self._faulty(plan, joining_nodes)
+            self._out = self._out or self._to_evict(plan, joining_nodes, now_s)
             reason = _eviction(self._out, plan) if self._out is not None else ""
         if not reason:
             reason = self._requested = self.requested
-        if not reason:
+        if not reason or monitor.awaits_notices:
             return ""
-        if monitor.awaits_notices:
-            return ""
-        if not monitor.progress().attached:
-            return self._go(reason, plan, monitor, now_s)
+        if not monitor.reports.attached:
+            return self._go(reason, plan, now_s)
         self._boundary = monitor.stop_at_boundary(reason)
         self._asked_s = now_s
         return ""
 
     def _at_boundary(
-        self,
-        plan: GenerationPlan,
-        joining_nodes: list[PeerState],
-        monitor: GenerationMonitor,
-        now_s: float,
+        self, plan: GenerationPlan, joining_nodes: list[PeerState], now_s: float
     ) -> str:
+        monitor = self._monitor
         if monitor.is_stopping or monitor.awaits_notices:
             return ""
         limit_s = self._settings.answer_s
@@ -303,19 +256,17 @@ class BoundaryReconfiguration:
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
         if monitor.reports.all_at_boundary and is_safe:
-            return self._go(reason, plan, monitor, now_s)
+            return self._go(reason, plan, now_s)
         if now_s - self._asked_s < limit_s:
             return ""
         reason = f"{reason}, without a snapshot at step {self._boundary}"
-        return self._go(reason, plan, monitor, now_s)
+        return self._go(reason, plan, now_s)
 
-    def _go(
-        self, reason: str, plan: GenerationPlan, monitor: GenerationMonitor, now_s: float
-    ) -> str:
+    def _go(self, reason: str, plan: GenerationPlan, now_s: float) -> str:
         if self._out is not None:
-            monitor.evict(self._out, _node_out(self._out, plan), reason, now_s=now_s)
-        if _departure(plan, monitor):
-            monitor.name_checkpoint(now_s=now_s)
+            self._monitor.evict(self._out, _node_out(self._out, plan), reason, now_s=now_s)
+        if _departure(plan, self._monitor):
+            self._monitor.name_checkpoint(now_s=now_s)
         return reason
 
     # --- growth -------------------------------------------------------------------------------
@@ -325,10 +276,8 @@ class BoundaryReconfiguration:
     ) -> str:
         if len(plan.members) >= self._settings.cluster_size.max_nodes or not joining_nodes:
             return ""
-        has_settled = (
-            now_s - max(peer.here_s for peer in joining_nodes)
-            >= self._settings.times.last_call_timeout_s
-        )
+        for_s = now_s - max(peer.here_s for peer in joining_nodes)
+        has_settled = for_s >= self._settings.times.last_call_timeout_s
         return self._growth(plan, joining_nodes) if has_settled else ""
 
     def _growth(self, plan: GenerationPlan, joining_nodes: list[PeerState]) -> str:
@@ -337,24 +286,21 @@ class BoundaryReconfiguration:
 
     # --- eviction -----------------------------------------------------------------------------
 
-    def _faulty(
-        self, plan: GenerationPlan, joining_nodes: list[PeerState], monitor: GenerationMonitor
-    ) -> Verdict | None:
+    def _faulty(self, plan: GenerationPlan, joining_nodes: list[PeerState]) -> Verdict | None:
         """The verdict on a member with a hardware fault, if the run can continue without it."""
-        found = [one for one in plan.members if one.node_id in monitor.reports.faults]
-        if not found or not monitor.are_movable:
+        faults = self._monitor.reports.faults
+        node_id = next((one.node_id for one in plan.members if one.node_id in faults), "")
+        if not node_id or not self._monitor.are_movable:
             return None
-        node = found[0]
-        fault = monitor.reports.faults[node.node_id]
         verdict = Verdict(
             kind=VerdictKind.FAILING_NODE,
             culprits=(),
-            nodes=(node.node_id,),
-            text=f"node {node.node_id} has a hardware fault: {fault}",
-            evidence=(fault,),
+            nodes=(node_id,),
+            text=f"node {node_id} has a hardware fault: {faults[node_id]}",
+            evidence=(faults[node_id],),
             confidence=Confidence.CERTAIN,
             act_immediately=True,
-            fingerprint=f"{VerdictKind.FAILING_NODE.value} {node.node_id}",
+            fingerprint=f"{VerdictKind.FAILING_NODE.value} {node_id}",
         )
         return verdict if joining_nodes or self._may_shrink(plan, verdict) else None
 
@@ -363,24 +309,16 @@ class BoundaryReconfiguration:
         return is_fault and len(plan.members) > self._settings.cluster_size.min_nodes
 
     def _to_evict(
-        self,
-        plan: GenerationPlan,
-        joining_nodes: list[PeerState],
-        monitor: GenerationMonitor,
-        now_s: float,
+        self, plan: GenerationPlan, joining_nodes: list[PeerState], now_s: float
     ) -> Verdict | None:
         """The verdict on a node that was slow for `evict_after_s`, if a spare is present."""
         slow = self._settings.profile.slow
         if slow.action != "evict" or not joining_nodes:
             return None
-        persistent = monitor.watching.slow.persistent(slow.evict_after_s, now_s=now_s)
+        persistent = self._monitor.watching.slow.persistent(slow.evict_after_s, now_s=now_s)
         kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
-        found = [
-            one
-            for one in persistent
-            if one.kind in kinds and one.confidence is not Confidence.POSSIBLE
-        ]
-        return next((one for one in found if _node_out(one, plan)), None)
+        found = [one for one in persistent if one.kind in kinds and _node_out(one, plan)]
+        return next((one for one in found if one.confidence is not Confidence.POSSIBLE), None)
 
 
 def _is_joining(peer: PeerState, plan: GenerationPlan, excluded: Collection[str]) -> bool:
@@ -392,16 +330,11 @@ def _is_joining(peer: PeerState, plan: GenerationPlan, excluded: Collection[str]
 
 def _departure(plan: GenerationPlan, monitor: GenerationMonitor) -> str:
     nodes = [one for one in sorted(monitor.drain_requested) if plan.member(one) is not None]
-    if not nodes:
-        return ""
-    return f"draining {', '.join(nodes)}"
+    return f"draining {', '.join(nodes)}" if nodes else ""
 
 
 def _node_out(verdict: Verdict, plan: GenerationPlan) -> str:
-    """The node to evict.
-
-    For a slow link it is the second end. If the first end was the cause, the next verdict finds it.
-    """
+    """The node to evict; of a slow link the second end: the next verdict would find the first."""
     members = [one for one in verdict.nodes if plan.member(one) is not None]
     is_one = len(members) == 1
     is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION and len(members) == 2

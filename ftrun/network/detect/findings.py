@@ -11,7 +11,7 @@ Rule 4: a long round trip is reported as such, in milliseconds, and changes no r
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from statistics import median
 
@@ -75,23 +75,12 @@ class NetworkFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkFindings:
+class NetworkFindings(PathRates):
     """The result of one survey."""
 
     rails: RunRails = field(default_factory=dict)
-    rates: Mapping[NetworkPath, float] = field(default_factory=dict)
-    """Bytes per second."""
-    rtts: Mapping[NetworkPath, float] = field(default_factory=dict)
-    """Seconds."""
-    dead: frozenset[NetworkPath] = frozenset()
-    paces: Mapping[NetworkPath, float] = field(default_factory=dict)
-    """Rate of each path relative to the usual one of its kind; dead paths have none."""
     late: frozenset[NetworkPath] = frozenset()
     """Paths with long round trips, including paths that are slow by their rate."""
-    usual: Mapping[str, float] = field(default_factory=dict)
-    """Usual rate inside a leaf, by rail; of all paths if no leaf is known."""
-    usual_between: Mapping[str, float] = field(default_factory=dict)
-    """Likewise between leaves; empty if no leaf is known."""
     found: tuple[NetworkFinding, ...] = ()
     """The worst kind first."""
 
@@ -107,7 +96,6 @@ def judge(
     """The faults that one survey shows.
 
     Args:
-        rails: of each node.
         found: measurements; if a path was probed twice, the last one counts.
         leaves: leaf switch by node id; None or empty: not known, all paths are of one kind.
     """
@@ -119,19 +107,9 @@ def judge(
         one_by_one += _Rail(rail, paths, leaves or {}).findings(by_word)
     one_by_one += _slow_rails(paths)
     one_by_one.sort(key=lambda one: (_WORST_FIRST.index(one.kind), len(one.nodes)))
-    return NetworkFindings(
-        rails=matched,
-        rates=paths.rates,
-        rtts=paths.rtts,
-        dead=frozenset(paths.dead),
-        paces=paths.paces,
-        late=frozenset(
-            path for path, pace in paths.rtt_paces.items() if is_slow(path, pace, leaves or {})
-        ),
-        usual=paths.usual,
-        usual_between=paths.usual_between,
-        found=tuple(one_by_one),
-    )
+    late = [path for path, pace in paths.rtt_paces.items() if is_slow(path, pace, leaves or {})]
+    known = {one.name: getattr(paths, one.name) for one in fields(paths)}
+    return NetworkFindings(**known, rails=matched, late=frozenset(late), found=tuple(one_by_one))
 
 
 def rate_text(bytes_per_s: float) -> str:
@@ -229,10 +207,8 @@ class _Rail:
         left = {(one.kind, one.nodes): one for one in by_driver}
         for location in slow:
             if location.node:
-                one = self._report_slow(
-                    location, left.pop((NetworkFindingKind.SPEED, (location.node,)), None)
-                )
-                found.append(one)
+                by_word = left.pop((NetworkFindingKind.SPEED, (location.node,)), None)
+                found.append(self._report_slow(location, by_word))
         found += self._late(slow)
         return [*found, *left.values()]
 
@@ -252,9 +228,8 @@ class _Rail:
             late = [location for location in late if location.node]
         late_by_side = by_side(paces)
         for location in late:
-            paths = (
-                [location.path] if location.path is not None else _of_place(location, late_by_side)
-            )
+            one = location.path
+            paths = [one] if one is not None else _of_place(location, late_by_side)
             yield self._report_late(location, paths, paces)
 
     def _report_late(
@@ -267,11 +242,9 @@ class _Rail:
         mine = median(self._paths.rtts[path] for path in paths)
         usual = median(self._paths.usual_rtts[path] for path in paths)
         nodes: tuple[str, ...] = (node,) if node else ()
-        direction = {"": "between {} and others", "out": "from {}", "in": "to {}"}[
-            location.direction
-        ]
-        time = round_trip_text(mine)
-        takes = f"A round trip {direction.format(node)} over {rail} takes {time} in the median"
+        direction = {"": "between {} and others", "out": "from {}", "in": "to {}"}
+        ends, time = direction[location.direction].format(node), round_trip_text(mine)
+        takes = f"A round trip {ends} over {rail} takes {time} in the median"
         if location.path is not None:
             nodes = (location.path.source, location.path.destination)
             takes = f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {time}"

@@ -24,6 +24,7 @@ from itertools import combinations
 from statistics import median
 
 from ftrun.errors import UsageError
+from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.wire.cluster.generation import PathMeasurement
 
 MOST_NAMES = 1 << 16
@@ -83,7 +84,6 @@ def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> LeafSwitches:
     """Reads Slurm's topology.conf.
 
     Args:
-        text: of the file.
         hosts: Slurm's name of each node, by node id.
 
     Raises:
@@ -226,13 +226,10 @@ def leaves_from_probes(nodes: Sequence[str], found: Iterable[PathMeasurement]) -
             words=f"Leaf switches are not known: each of {len(nodes)} nodes was probed with too "
             "few others. Declare them by labels or a topology file."
         )
-    for what, figures in (
-        ("rates", {_key(one): one.bytes_per_s for one in paths if one.bytes_per_s > 0}),
-        (
-            "round trips",
-            {_key(one): 1 / max(RTT_FLOOR_S, one.rtt_s) for one in paths if one.rtt_s > 0},
-        ),
-    ):
+    by_path = [(NetworkPath.of(one), one) for one in paths]
+    rates = {path: one.bytes_per_s for path, one in by_path if one.bytes_per_s > 0}
+    rtts = {path: 1 / max(RTT_FLOOR_S, one.rtt_s) for path, one in by_path if one.rtt_s > 0}
+    for what, figures in (("rates", rates), ("round trips", rtts)):
         best = _best(len(nodes), _Table(figures, at))
         if best is not None:
             return _named(nodes, best, what)
@@ -255,19 +252,11 @@ class _Clusters:
     """Median inside divided by the median between."""
 
 
-Key = tuple[str, str, str]
-"""Source, destination, rail."""
-
-
-def _key(one: PathMeasurement) -> Key:
-    return one.source, one.destination, one.rail
-
-
 class _Table:
     """The speed of each pair of nodes, relative to the best of both."""
 
-    def __init__(self, figures: Mapping[Key, float], at: Mapping[str, int]) -> None:
-        rows: dict[Key, list[float]] = {}
+    def __init__(self, figures: Mapping[NetworkPath, float], at: Mapping[str, int]) -> None:
+        rows: dict[tuple[str, str, str], list[float]] = {}
         for (source, destination, rail), figure in figures.items():
             rows.setdefault((source, "out", rail), []).append(figure)
             rows.setdefault((destination, "in", rail), []).append(figure)
@@ -323,13 +312,8 @@ def _bounds(count: int, paces: Mapping[Pair, float]) -> list[float]:
     ordered = sorted(paces.values())
     least = max(1, count // 4)
     most = min(BOUNDS, max(3, MOST_WORK // max(1, len(paces))))
-    gaps = [
-        (high / low, math.sqrt(low * high))
-        for low, high in zip(
-            ordered[least - 1 :], ordered[least : len(ordered) - least + 1], strict=False
-        )
-        if high > low
-    ]
+    pairs = zip(ordered[least - 1 :], ordered[least : len(ordered) - least + 1], strict=False)
+    gaps = [(high / low, math.sqrt(low * high)) for low, high in pairs if high > low]
     return [bound for _, bound in sorted(gaps, reverse=True)[:most]]
 
 

@@ -20,7 +20,7 @@ two nodes that were probed only with one slow node do not count as slow.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from statistics import median, median_high
 
@@ -39,23 +39,23 @@ OWN_KIND_FROM = 4
 class PathRates:
     """What one survey shows of each path."""
 
-    rates: Mapping[NetworkPath, float]
+    rates: Mapping[NetworkPath, float] = field(default_factory=dict)
     """Bytes per second."""
-    rtts: Mapping[NetworkPath, float]
+    rtts: Mapping[NetworkPath, float] = field(default_factory=dict)
     """Seconds."""
-    dead: Mapping[NetworkPath, str]
+    dead: Mapping[NetworkPath, str] = field(default_factory=dict)
     """The problem that the probe reported."""
-    paces: Mapping[NetworkPath, float]
+    paces: Mapping[NetworkPath, float] = field(default_factory=dict)
     """For paths that are not dead: rate divided by the usual one. 0: an answer, but no rate."""
-    rtt_paces: Mapping[NetworkPath, float]
+    rtt_paces: Mapping[NetworkPath, float] = field(default_factory=dict)
     """For paths with a pace: the allowed round trip divided by the measured one; at most 1."""
-    usual_rates: Mapping[NetworkPath, float]
+    usual_rates: Mapping[NetworkPath, float] = field(default_factory=dict)
     """The usual rate that the pace of each path refers to."""
-    usual_rtts: Mapping[NetworkPath, float]
+    usual_rtts: Mapping[NetworkPath, float] = field(default_factory=dict)
     """Likewise for round trips, in seconds."""
-    usual: Mapping[str, float]
+    usual: Mapping[str, float] = field(default_factory=dict)
     """Usual rate inside a leaf, by rail; of all paths if no leaf is known."""
-    usual_between: Mapping[str, float]
+    usual_between: Mapping[str, float] = field(default_factory=dict)
     """Likewise between leaves; only for rails that have such paths."""
 
     def usual_of(self, path: NetworkPath, leaves: Mapping[str, str]) -> float:

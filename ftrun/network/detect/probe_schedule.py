@@ -20,10 +20,6 @@ import xxhash
 
 from ftrun.wire.cluster.generation import PathMeasurement
 
-MOST_ROUNDS = 120
-"""Default limit: at 0.1 s per round they take 12 s."""
-
-
 Pairing = list[tuple[str, str]]
 
 MOST_PAIRS = 20_000
@@ -51,16 +47,10 @@ class ProbeSchedule:
     rounds: tuple[tuple[NetworkPath, ...], ...]
     coverage: float
     """Fraction of all paths that is in these rounds; 1 if there are no paths."""
-    words: str
-    """The numbers, in a sentence."""
 
 
 def schedule(
-    nodes: Sequence[str],
-    rails: Mapping[str, Collection[str]],
-    *,
-    most_rounds: int = MOST_ROUNDS,
-    seed: int = 0,
+    nodes: Sequence[str], rails: Mapping[str, Collection[str]], *, most_rounds: int
 ) -> ProbeSchedule:
     """Rounds that probe every path if they fit, else a sample of the paths.
 
@@ -68,19 +58,18 @@ def schedule(
         nodes: in the order of their ranks, each once.
         rails: the nodes on each rail of the run; `RunRails` fits.
         most_rounds: limit; at least two rounds for each rail are made in any case.
-        seed: of the sample.
     """
     members = {rail: set(on) for rail, on in rails.items()}
     total = sum(_num_paths(nodes, on) for on in members.values())
     most = max(1, most_rounds // max(1, 2 * len(rails)))
-    by_rail = [_pairings(nodes, most, seed, number) for number in range(len(rails))]
+    by_rail = [_pairings(nodes, most, number) for number in range(len(rails))]
     rounds: list[tuple[NetworkPath, ...]] = []
     for pairings in zip(*by_rail, strict=True):
         for (rail, on), pairing in zip(members.items(), pairings, strict=True):
             there = [pair for pair in pairing if pair[0] in on and pair[1] in on]
             rounds.append(tuple(NetworkPath(one, other, rail) for one, other in there))
             rounds.append(tuple(NetworkPath(other, one, rail) for one, other in there))
-    return _schedule_of([one for one in rounds if one], total, len(nodes), len(rails))
+    return _schedule_of([one for one in rounds if one], total)
 
 
 def schedule_for(
@@ -88,8 +77,7 @@ def schedule_for(
     nodes: Sequence[str],
     rails: Mapping[str, Collection[str]],
     *,
-    most_rounds: int = MOST_ROUNDS,
-    seed: int = 0,
+    most_rounds: int,
 ) -> ProbeSchedule:
     """Rounds for the paths to and from some nodes: nodes that join, or are suspected.
 
@@ -100,7 +88,6 @@ def schedule_for(
         most_rounds: probes of each node of `some`, if it has more paths; partners are drawn, and
             take part in more probes if another node would have none. Rounds may exceed the limit,
             because no node is in two probes of a round.
-        seed: likewise.
     """
     members = {rail: set(on) for rail, on in rails.items()}
     some = set(some)
@@ -108,30 +95,29 @@ def schedule_for(
     total = sum(_num_paths(nodes, on) - _num_paths(nodes, on - some) for on in members.values())
     most = max(1, most_rounds // max(1, 2 * len(rails)))
     left = dict.fromkeys(mine, most)
-    pairs = _pairs_of(mine, nodes, most, seed)
     paths: list[NetworkPath] = []
-    for pair in pairs:
+    for pair in _pairs_of(mine, nodes, most):
         limited = [node for node in pair if node in left]
         if all(left[node] > 0 for node in limited) or any(left[node] == most for node in limited):
             for node in limited:
                 left[node] -= 1
             there = [rail for rail, on in members.items() if on.issuperset(pair)]
             paths += [NetworkPath(*ends, rail) for rail in there for ends in (pair, pair[::-1])]
-    return _schedule_of(pack(paths), total, len(nodes), len(rails))
+    return _schedule_of(pack(paths), total)
 
 
-def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -> Pairing:
+def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int) -> Pairing:
     """Pairs that contain one of these nodes, in a random order; a sample if there are very many."""
     some = set(mine)
     if len(mine) * len(nodes) <= MOST_PAIRS:
         pairs = [(one, other) for one in mine for other in nodes if other not in some]
         pairs += itertools.combinations(mine, 2)
-        return sorted(pairs, key=lambda pair: _drawn(seed, *pair))
+        return sorted(pairs, key=lambda pair: _drawn(*pair))
     drawn: dict[frozenset[str], tuple[str, str]] = {}
     # Twice the required number, because partners may have enough probes of their own.
     for number in range(2 * most):
         for one in mine:
-            other = nodes[_drawn(seed, one, str(number)) % len(nodes)]
+            other = nodes[_drawn(one, str(number)) % len(nodes)]
             if one != other:
                 drawn.setdefault(frozenset((one, other)), (one, other))
     return list(drawn.values())
@@ -153,18 +139,8 @@ def pack(paths: Iterable[NetworkPath]) -> list[tuple[NetworkPath, ...]]:
     return [tuple(one) for one in rounds]
 
 
-def _schedule_of(
-    rounds: list[tuple[NetworkPath, ...]], total: int, nodes: int, rails: int
-) -> ProbeSchedule:
-    probed = sum(map(len, rounds))
-    coverage = probed / total if total else 1.0
-    words = (
-        f"{probed:,} of {total:,} paths between {nodes:,} nodes over {rails} "
-        f"{'rail' if rails == 1 else 'rails'} are probed in {len(rounds)} rounds"
-    )
-    if coverage < 1:
-        words += f": a random sample of {100 * coverage:.2g} %"
-    return ProbeSchedule(tuple(rounds), coverage, words)
+def _schedule_of(rounds: list[tuple[NetworkPath, ...]], total: int) -> ProbeSchedule:
+    return ProbeSchedule(tuple(rounds), sum(map(len, rounds)) / total if total else 1.0)
 
 
 def _num_paths(nodes: Sequence[str], on: Collection[str]) -> int:
@@ -172,22 +148,22 @@ def _num_paths(nodes: Sequence[str], on: Collection[str]) -> int:
     return there * (there - 1)
 
 
-def _pairings(nodes: Sequence[str], most: int, seed: int, rail: int) -> Iterator[Pairing]:
+def _pairings(nodes: Sequence[str], most: int, rail: int) -> Iterator[Pairing]:
     if len(nodes) < 2:
         return
     if len(nodes) - 1 + len(nodes) % 2 <= most:
-        yield from _tournament(nodes, _mixed(len(nodes), seed, rail))
+        yield from _tournament(nodes, _mixed(len(nodes), rail))
         return
     seen: set[frozenset[str]] = set()
-    for pairing in itertools.islice(_sampled(nodes, seed, rail), most):
+    for pairing in itertools.islice(_sampled(nodes, rail), most):
         new = [pair for pair in pairing if frozenset(pair) not in seen]
         seen.update(map(frozenset, new))
         yield new
 
 
-def _mixed(count: int, seed: int, *numbers: int) -> list[int]:
+def _mixed(count: int, *numbers: int) -> list[int]:
     """A random permutation of positions that depends only on the count, not on node names."""
-    return sorted(range(count), key=lambda location: _drawn(seed, *map(str, (*numbers, location))))
+    return sorted(range(count), key=lambda location: _drawn(*map(str, (*numbers, location))))
 
 
 def _tournament(nodes: Sequence[str], places: Sequence[int]) -> Iterator[Pairing]:
@@ -206,14 +182,14 @@ def _tournament(nodes: Sequence[str], places: Sequence[int]) -> Iterator[Pairing
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def _sampled(nodes: Sequence[str], seed: int, rail: int) -> Iterator[Pairing]:
+def _sampled(nodes: Sequence[str], rail: int) -> Iterator[Pairing]:
     distance = 1
     while distance <= len(nodes) // 2:
         yield from _ring(nodes, distance)
         distance *= 2
     number = 0
     while True:
-        drawn = [nodes[location] for location in _mixed(len(nodes), seed, rail, number)]
+        drawn = [nodes[location] for location in _mixed(len(nodes), rail, number)]
         yield list(zip(drawn[0::2], drawn[1::2], strict=False))
         number += 1
 
@@ -234,5 +210,5 @@ def _ring(nodes: Sequence[str], distance: int) -> Iterator[Pairing]:
         yield pairing
 
 
-def _drawn(seed: int, *words: str) -> int:
-    return xxhash.xxh3_64_intdigest("\0".join(words).encode(), seed=seed)
+def _drawn(*words: str) -> int:
+    return xxhash.xxh3_64_intdigest("\0".join(words).encode())

@@ -132,14 +132,11 @@ def rails_named(name: str, value: str, rails: RunRails) -> set[str]:
     is_not = value.startswith("^")
     value = value.removeprefix("^")
     is_whole = name == GLOO or value.startswith("=")
-    wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",") if one]
+    wanted = tuple(one.partition(":")[0] for one in value.removeprefix("=").split(",") if one)
+    prefixes = () if is_whole else wanted
     named = set()
     for rail, on in rails.items():
         here = {one.hca if name == HCA else one.name for one in on.values()} - {""}
-        if any(
-            one == word or (not is_whole and one.startswith(word))
-            for one in here
-            for word in wanted
-        ):
+        if here.intersection(wanted) or any(one.startswith(prefixes) for one in here):
             named.add(rail)
     return {*rails} - named if is_not else named

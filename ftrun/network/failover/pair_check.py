@@ -7,12 +7,13 @@ Rule 2: while ranks make no steps, cut pairs are probed again. If there is none,
 """
 
 from collections.abc import Collection
+from itertools import combinations
 
 from ftrun.network.detect.probe_schedule import NetworkPath, pack, schedule
 from ftrun.network.failover.survey import ProbeSurvey, Round, most_rounds
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair
-from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.generation import GenerationPlan, Rail
 from ftrun.wire.cluster.messages import ProbePathResult
 
 LIMIT_S = 20.0
@@ -76,13 +77,9 @@ class PairCheck:
         if survey is None or not survey.is_over:
             return
         self._survey = None
-        members = [node.node_id for node in plan.members]
-        failed = frozenset(
-            (one, other)
-            for at, one in enumerate(members)
-            for other in members[at + 1 :]
-            if all(_is_cut(survey.found.get(path)) for path in _both_ways([(one, other)]))
-        )
+        cut = {path for path, one in survey.found.items() if one.is_unreached}
+        pairs = combinations([node.node_id for node in plan.members], 2)
+        failed = frozenset(pair for pair in pairs if cut.issuperset(_both_ways([pair])))
         self.cut, self._suspects = failed & self._suspects, failed
         if failed:
             self._due_s = now_s + (AGAIN_S if failed == self.cut else 0.0)
@@ -97,7 +94,3 @@ def _both_ways(pairs: Collection[Pair]) -> list[NetworkPath]:
         for one, other in sorted(pairs)
         for source, destination in ((one, other), (other, one))
     ]
-
-
-def _is_cut(found: PathMeasurement | None) -> bool:
-    return found is not None and found.is_unreached

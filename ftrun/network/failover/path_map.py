@@ -130,10 +130,8 @@ class PathMap:
         """The inputs of a network plan for some of the nodes.
 
         Args:
-            ids: of the nodes, in their order.
             suspects: the monitor's reason for each rail that it finds slow.
             keep_order: why the order stays; empty: it may change.
-            previous: the network plan of the generation before.
         """
         here = {one: self.rails[one] for one in ids}
         found = [

@@ -30,16 +30,10 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.network.detect.findings import NetworkFindingKind
 from ftrun.network.detect.localization import slowest_medians
-from ftrun.network.detect.probe_schedule import (
-    NetworkPath,
-    ProbeSchedule,
-    pack,
-    schedule,
-    schedule_for,
-)
-from ftrun.network.detect.rails import RunRails, env_for, rails_of_node
+from ftrun.network.detect.probe_schedule import NetworkPath, pack, schedule, schedule_for
+from ftrun.network.detect.rails import env_for, rails_of_node
 from ftrun.network.failover.path_map import PathMap
-from ftrun.network.failover.survey import ProbeSurvey, most_rounds, paths_to
+from ftrun.network.failover.survey import ProbeSurvey, Round, most_rounds, paths_to
 from ftrun.network.plan.planner import plan_network
 from ftrun.network.plan.rail_choice import choices_of, keep_rails
 from ftrun.records.membership import NetworkPlanDisabled, NetworkPlanRecord
@@ -121,6 +115,7 @@ class PathMonitor:
         self._me = me
         self._user_env = settings.user_env
         self._mode = settings.profile.network.plan
+        self.is_on = self._mode == "on"
         self._peers = peers
         self._map = PathMap(settings)
         self._previous: NetworkPlan | None = None
@@ -147,10 +142,6 @@ class PathMonitor:
         self.has_failed, self._urgent_reason, self.requested = True, "", ""
         text = f"no network plan, by a bug in ftrun: {type(error).__name__}: {error}"
         self._notes.append(JournalEntry(NetworkPlanDisabled(text), announce=True))
-
-    @property
-    def is_on(self) -> bool:
-        return self._mode == "on"
 
     def _is_off(self, cards: Sequence[NodeCard]) -> bool:
         return self._mode == "off" or len(cards) < 2 or not all(c.rails for c in cards)
@@ -179,7 +170,6 @@ class PathMonitor:
         spares: Sequence[NodeCard],
         previous: GenerationPlan | None,
     ) -> NetworkPlan | None:
-        """The network plan to use, with the order of the members; None: there is none."""
         if not self.is_on or self._is_off(members):
             return None
         self._map.meet((*members, *spares))
@@ -196,7 +186,9 @@ class PathMonitor:
     def _keep(self, made: NetworkPlan) -> None:
         before, self.plan = self.plan, made
         if before is None or choices_of(before) != choices_of(made):
-            self._notes.append(_note_of(made, is_on=self.is_on))
+            text = " ".join(made.words) or f"rails {', '.join(made.rails)}"
+            note = NetworkPlanRecord(text, self.is_on, tuple(made.order), tuple(made.rails))
+            self._notes.append(JournalEntry(note))
 
     @_guarded()
     def begin(self) -> None:
@@ -251,7 +243,8 @@ class PathMonitor:
             or self._begin_slow(plan, slow, now_s)
             or (self._begin_new(now_s) if self._known else self._begin_first(now_s))
             or self._begin_dead(now_s)
-            or self._begin_repaired(now_s)
+            # Nodes that answer again: no plan can use them without a rate.
+            or self._probe_in_background(self._map.drain_recovered(), now_s)
         )
         return [*self._survey.poll(now_s=now_s)] if self._survey is not None else []
 
@@ -289,12 +282,12 @@ class PathMonitor:
             most = most_rounds(2 * len(new), len(matched), MOST_ROUNDS)
             rounds = schedule_for(new, names, matched, most_rounds=most)
         self._map.coverage = rounds.coverage
-        return self._new_survey(rounds, matched, now_s, limit_s=LIMIT_S)
+        return self._new_survey(rounds.rounds, now_s, limit_s=LIMIT_S)
 
     def _begin_new(self, now_s: float) -> ProbeSurvey | None:
         new = self._new()
         self._known.update(self._map.cards[one].identity for one in new)
-        return self._probe_in_background(new, now_s) if new else None
+        return self._probe_in_background(new, now_s)
 
     def _begin_dead(self, now_s: float) -> ProbeSurvey | None:
         """Probes dead interfaces from time to time; the next generation may use them again."""
@@ -305,14 +298,7 @@ class PathMonitor:
             return None
         self._dead_s, self._dead_pause_s = now_s, min(2 * self._dead_pause_s, DEAD_LONGEST_S)
         limits = {"limit_s": BACKGROUND_LIMIT_S, "pause_s": BACKGROUND_PAUSE_S}
-        return self._new_survey(
-            ProbeSchedule(rounds, 0.0, ""), self._map.matched, now_s, is_short=True, **limits
-        )
-
-    def _begin_repaired(self, now_s: float) -> ProbeSurvey | None:
-        """Measures nodes that answer again: no plan can use them without a rate."""
-        nodes = self._map.drain_recovered()
-        return self._probe_in_background(nodes, now_s) if nodes else None
+        return self._new_survey(rounds, now_s, is_short=True, **limits)
 
     def _begin_slow(
         self, plan: GenerationPlan, slow: SlowSuspicions, now_s: float
@@ -324,57 +310,44 @@ class PathMonitor:
             if is_link and now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
                 self._slow_seen[verdict.fingerprint] = now_s
                 self._suspects = dict.fromkeys(plan.paths.rails[:1], verdict.text)
-                return self._probe_in_background(
-                    [*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0
-                )
+                nodes = [*verdict.nodes] or list(self._map.rails)
+                return self._probe_in_background(nodes, now_s, pause_s=0.0)
         return None
 
     def _begin_unresponsive(self, now_s: float) -> ProbeSurvey | None:
         """Finds the end at fault for an unresponsive rail, while its node sends messages."""
         for (node_id, rail), (said_s, by) in list(self._unresponsive.items()):
-            if (
-                now_s - said_s > 1.0
-                or now_s - self._polled_s.get((node_id, rail), -1e9) < UNRESPONSIVE_AGAIN_S
-            ):
+            polled_s = self._polled_s.get((node_id, rail), -1e9)
+            if now_s - said_s > 1.0 or now_s - polled_s < UNRESPONSIVE_AGAIN_S:
                 del self._unresponsive[(node_id, rail)]
                 continue
-            matched = self._map.matched
-            there = matched.get(rail, {})
-            if {(node_id, rail), (by, rail)} & self._map.dead:
+            there = self._map.matched.get(rail, {})
+            if {(node_id, rail), (by, rail)} & self._map.dead or not {node_id, by} <= there.keys():
                 continue
-            if not (
-                self._peers.is_responding(node_id, now_s=now_s) and {node_id, by} <= there.keys()
-            ):
+            if not self._peers.is_responding(node_id, now_s=now_s):
                 continue
             self._polled_s[(node_id, rail)] = now_s
             del self._unresponsive[(node_id, rail)]
             third = [one for one in there if one not in (node_id, by)][:1]
-            paths = [
-                NetworkPath(node_id, by, rail),
-                *(NetworkPath(one, node_id, rail) for one in third),
-            ]
-            paths += [NetworkPath(by, one, rail) for one in third] or [
-                NetworkPath(by, node_id, rail)
-            ]
-            rounds = tuple((path,) for path in paths)
-            return self._new_survey(
-                ProbeSchedule(rounds, 0.0, ""), matched, now_s, limit_s=LIMIT_S, is_short=True
-            )
+            ends = [(node_id, by), *((one, node_id) for one in third)]
+            ends += [(by, one) for one in third or [node_id]]
+            rounds = [(NetworkPath(*pair, rail),) for pair in ends]
+            return self._new_survey(rounds, now_s, limit_s=LIMIT_S, is_short=True)
         return None
 
     def _probe_in_background(
         self, some: Sequence[str], now_s: float, *, pause_s: float = BACKGROUND_PAUSE_S
-    ) -> ProbeSurvey:
+    ) -> ProbeSurvey | None:
+        if not some:
+            return None
         matched = self._map.matched
         most = most_rounds(2 * len(some), len(matched), BACKGROUND_MAX_ROUNDS)
-        rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most)
-        return self._new_survey(rounds, matched, now_s, limit_s=BACKGROUND_LIMIT_S, pause_s=pause_s)
+        rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most).rounds
+        return self._new_survey(rounds, now_s, limit_s=BACKGROUND_LIMIT_S, pause_s=pause_s)
 
-    def _new_survey(
-        self, rounds: ProbeSchedule, rails: RunRails, now_s: float, **more: Any
-    ) -> ProbeSurvey:
+    def _new_survey(self, rounds: Sequence[Round], now_s: float, **more: Any) -> ProbeSurvey:
         self._number += 1
-        return ProbeSurvey(self._number, rounds.rounds, rails, now_s=now_s, **more)
+        return ProbeSurvey(self._number, rounds, self._map.matched, now_s=now_s, **more)
 
     def _is_done(self, now_s: float) -> bool:
         survey = self._survey
@@ -427,7 +400,6 @@ class PathMonitor:
             self.requested = text
 
     def _keep_suspects(self, members: Sequence[str]) -> None:
-        """Keeps suspected rails that probes find slower than another rail."""
         slowest = slowest_medians(self._map.findings.rates, members)
         best = max(slowest.values(), default=0.0)
         self._suspects = {
@@ -438,7 +410,6 @@ class PathMonitor:
 
     @_guarded()
     def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
-        """The network part of the status; None if nothing is probed."""
         if self._mode == "off" or len(self._map.rails) < 2:
             return None
         return msgspec.structs.replace(
@@ -447,8 +418,3 @@ class PathMonitor:
             plan=plan_status(self.plan) if self.plan is not None else None,
             is_applied=plan is not None and plan.paths is not None,
         )
-
-
-def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:
-    text = " ".join(plan.words) or f"rails {', '.join(plan.rails)}"
-    return JournalEntry(NetworkPlanRecord(text, is_on, tuple(plan.order), tuple(plan.rails)))

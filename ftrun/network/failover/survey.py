@@ -114,8 +114,6 @@ class ProbeSurvey:
             number: unique among the surveys of this leader.
             rounds: no round contains a node twice.
             rails: the interfaces of all nodes.
-            limit_s: for the whole survey.
-            now_s: the time.
             pause_s: minimum time from the start of one round to the start of the next.
             is_short: probe only whether paths answer, and their round trips.
         """
@@ -221,11 +219,10 @@ class ProbeSurvey:
         return [path for path in failed if self._is_worth_it(path)]
 
     def _is_worth_it(self, path: NetworkPath) -> bool:
-        if {path.source, path.destination} & (self._gone | self._unresponsive):
+        ends = (path.source, path.destination)
+        if not (self._gone | self._unresponsive).isdisjoint(ends):
             return False
-        return not any(
-            self._is_given_up((node, path.rail)) for node in (path.source, path.destination)
-        )
+        return not any(self._is_given_up((node, path.rail)) for node in ends)
 
     def _is_given_up(self, end: End) -> bool:
         failed = self._failed.get(end, set())

@@ -81,13 +81,9 @@ def ring_flows(count: int) -> tuple[Flow, ...]:
 
 @lru_cache(maxsize=8)
 def tree_flows(count: int) -> tuple[Flow, ...]:
-    ends = [
-        (place, parent)
-        for place in range(count)
-        for parent in _parents(place, count)
-        if parent is not None
-    ]
-    return tuple(flow for low, high in ends for flow in ((low, high, 0.5), (high, low, 0.5)))
+    ends = [(low, high) for low in range(count) for high in _parents(low, count)]
+    known = [(low, high) for low, high in ends if high is not None]
+    return tuple(flow for low, high in known for flow in ((low, high, 0.5), (high, low, 0.5)))
 
 
 def loads_of(
@@ -111,18 +107,13 @@ def loads_of(
             for direction, path, other in (("out", up, down), ("in", down, up)):
                 for switch in path:
                     if switch not in other:
-                        add(
-                            "uplink",
-                            switch,
-                            direction,
-                            share / network.uplink_rates.get(switch, 1.0),
-                        )
+                        load = share / network.uplink_rates.get(switch, 1.0)
+                        add("uplink", switch, direction, load)
         pair = order[start], order[end]
         if pair in network.path_rates:
             add("path", *pair, share / max(DEAD_RATE, network.path_rates[pair]))
-    return (
-        loads | _of_nodes(order, sent, "out", network) | _of_nodes(order, received, "in", network)
-    )
+    outward = _of_nodes(order, sent, "out", network)
+    return loads | outward | _of_nodes(order, received, "in", network)
 
 
 def _of_nodes(
@@ -138,14 +129,12 @@ def _of_nodes(
 def cost_of(order: Sequence[str], network: NetworkModel) -> OrderCost:
     ring = loads_of(order, ring_flows(len(order)), network)
     tree = loads_of(order, tree_flows(len(order)), network)
-    between = sum(
-        load for loads in (ring, tree) for link, load in loads.items() if link.kind != "node"
-    )
+    both = [*ring.items(), *tree.items()]
+    between = sum(load for link, load in both if link.kind != "node")
     return OrderCost(_largest(ring), _largest(tree), round(between, DIGITS))
 
 
 def ring_load(order: Sequence[str], network: NetworkModel) -> float:
-    """The first field of the cost alone."""
     return _largest(loads_of(order, ring_flows(len(order)), network))
 
 
@@ -204,7 +193,6 @@ class NodeOrder:
 
 
 def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
-    """The order with the least cost that was found; the given one if none is better."""
     naive = cost_of(nodes, network)
     kinds = _kinds(nodes, network)
     if _num_rows(kinds) <= min(MOST_TRIED, MOST_WORK // max(1, len(nodes))):
@@ -313,17 +301,16 @@ def _together(leaves: Sequence[str], above: Mapping[str, str]) -> list[str]:
     def joined(some: Sequence[str], depth: int) -> Iterator[str]:
         below: dict[str, list[str]] = {}
         for leaf in some:
-            below.setdefault(paths[leaf][depth] if depth < len(paths[leaf]) else leaf, []).append(
-                leaf
-            )
+            switch = paths[leaf][depth] if depth < len(paths[leaf]) else leaf
+            below.setdefault(switch, []).append(leaf)
         for of_switch in below.values():
             yield from of_switch if len(of_switch) == 1 else joined(of_switch, depth + 1)
 
     return list(joined(leaves, 0))
 
 
-class _PathRates:
-    """The cost of bad paths, by position."""
+class _Mending:
+    """Exchanges nodes of a leaf to avoid bad paths, up to `MOST_EXCHANGES`."""
 
     def __init__(self, count: int, network: NetworkModel) -> None:
         self._rates = network.path_rates
@@ -332,21 +319,6 @@ class _PathRates:
         for flow in (*ring_flows(count), *tree_flows(count)):
             self._flows[flow[0]].append(flow)
             self._flows[flow[1]].append(flow)
-
-    def cost(self, order: Sequence[str], *places: int) -> float:
-        flows = {flow for place in places for flow in self._flows[place]}
-        return sum(
-            share / max(DEAD_RATE, self._rates[pair])
-            for start, end, share in flows
-            if (pair := (order[start], order[end])) in self._rates
-        )
-
-
-class _Mending:
-    """Exchanges nodes of a leaf to avoid bad paths, up to `MOST_EXCHANGES`."""
-
-    def __init__(self, count: int, network: NetworkModel) -> None:
-        self._paths = _PathRates(count, network)
         self._leaves = network.leaves
         self._ends = {end for pair in network.path_rates for end in pair}
         self._left = MOST_EXCHANGES
@@ -364,14 +336,22 @@ class _Mending:
 
     def _mend(self, order: list[str], place: int, others: Sequence[int]) -> None:
         """Exchanges the node at a position with others while it has a bad path there."""
-        cost = self._paths.cost
         for other in others:
-            if self._left <= 0 or cost(order, place) == 0:
+            if self._left <= 0 or self._cost(order, place) == 0:
                 return
             if place == other:
                 continue
             self._left -= 1
-            before = cost(order, place, other)
+            before = self._cost(order, place, other)
             order[place], order[other] = order[other], order[place]
-            if cost(order, place, other) >= before:
+            if self._cost(order, place, other) >= before:
                 order[place], order[other] = order[other], order[place]
+
+    def _cost(self, order: Sequence[str], *places: int) -> float:
+        """The cost of the bad paths of these positions."""
+        flows = {flow for place in places for flow in self._flows[place]}
+        return sum(
+            share / max(DEAD_RATE, self._rates[pair])
+            for start, end, share in flows
+            if (pair := (order[start], order[end])) in self._rates
+        )

@@ -37,8 +37,6 @@ class PlanningInputs:
     keep_order: str = ""
     """Why nodes must keep their order, such as `the user has numbered the nodes`; empty: they need
     not."""
-    snapshot_rail: str = ""
-    """The user's choice; empty: the plan chooses."""
     previous: NetworkPlan | None = None
     """The plan before: leaves found by its probes are kept if new probes find none."""
 
@@ -54,9 +52,7 @@ def plan_network(
     choice = choose_rails(nodes, findings, situation.suspects)
     env = situation.user_env
     busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
-    snapshots = choose_snapshot_way(
-        choice, findings, nodes, requested=situation.snapshot_rail, busy=busy
-    )
+    snapshot_rail, pace, text = choose_snapshot_way(choice, findings, nodes, busy)
     network = NetworkModel(leaves.of, leaves.above, path_rates=_bad_paths(findings, choice.rails))
     ordering = order_nodes(nodes, network)
     order = list(nodes if situation.keep_order else ordering.order)
@@ -64,8 +60,8 @@ def plan_network(
         order=order,
         rails=list(choice.rails),
         dropped=dict(choice.dropped),
-        snapshot_rail=snapshots.rail,
-        snapshot_bytes_per_s=snapshots.bytes_per_s,
+        snapshot_rail=snapshot_rail,
+        snapshot_bytes_per_s=pace,
         leaves={node: leaves.of[node] for node in nodes if node in leaves.of},
         leaves_from=leaves.source,
         words=[
@@ -74,7 +70,7 @@ def plan_network(
             leaves.words,
             _order_words(ordering, leaves, situation.keep_order),
             *_group_words(nodes, leaves),
-            snapshots.words,
+            text,
         ],
     )
 
@@ -86,10 +82,9 @@ def survey_of(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]
         leaves = leaves_from_probes(situation.nodes, situation.found)
     before = situation.previous
     if not leaves.is_known and before is not None and before.leaves_from == "probes":
-        of = {node: before.leaves[node] for node in situation.nodes if node in before.leaves}
-        text = (
-            f"Leaf switches of {len(of)} of {len(situation.nodes)} nodes are from earlier probes."
-        )
+        nodes = situation.nodes
+        of = {node: before.leaves[node] for node in nodes if node in before.leaves}
+        text = f"Leaf switches of {len(of)} of {len(nodes)} nodes are from earlier probes."
         leaves = LeafSwitches(of, "probes" if of else "", words=text)
     return judge(situation.rails, situation.found, leaves.of), leaves
 

@@ -50,17 +50,6 @@ class RailChoice:
     words: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotRail:
-    """The rail of snapshots, and their limit."""
-
-    rail: str
-    """Empty: the one that agents use."""
-    bytes_per_s: int
-    """Limit for each node; 0: no limit."""
-    words: str
-
-
 def choose_rails(
     nodes: Sequence[str], findings: NetworkFindings, suspects: Mapping[str, str]
 ) -> RailChoice:
@@ -94,32 +83,20 @@ def _dropped_words(dropped: Mapping[str, str]) -> list[str]:
 
 
 def choose_snapshot_way(
-    choice: RailChoice,
-    findings: NetworkFindings,
-    nodes: Sequence[str],
-    *,
-    requested: str,
-    busy: Collection[str],
-) -> SnapshotRail:
-    """The rail for snapshots.
+    choice: RailChoice, findings: NetworkFindings, nodes: Sequence[str], busy: Collection[str]
+) -> tuple[str, int, str]:
+    """The rail for snapshots; the limit of each node in bytes per second; both in words.
 
-    `requested` is the rail that the user requests, `busy` those that the user's own variables give
-    to training.
+    An empty rail is the one that agents use, and 0 is no limit. `busy` are rails that the user's
+    own variables give to training.
     """
     used = {*choice.rails, *busy}
-    note = ""
-    if requested and requested not in findings.rails:
-        note = f"This run has no rail {requested}, which was requested for snapshots. "
-    elif requested and requested not in used:
-        return SnapshotRail(requested, 0, f"Snapshots use {requested}, as requested.")
-    elif requested:
-        return _paced(requested, choice, findings, f"Snapshots use {requested}, as requested")
     needed = SNAPSHOT_LEAST * max((choice.rates.get(rail, 0.0) for rail in used), default=0.0)
     free = [
         rail
         for rail, on in findings.rails.items()
         if rail not in used
-        and all(node in on for node in nodes)
+        and on.keys() >= {*nodes}
         and not any(one.kind is NetworkFindingKind.DEAD for one in findings.of_rail(rail))
         and choice.rates.get(rail, 0.0) >= max(needed, 1.0)
     ]
@@ -127,26 +104,19 @@ def choose_snapshot_way(
         best = max(free, key=lambda rail: choice.rates[rail])
         rate = rate_text(choice.rates[best])
         text = f"Snapshots use {best} ({rate}), which training does not use."
-        return SnapshotRail(best, 0, note + text)
+        return best, 0, text
     if not choice.rails:
-        return SnapshotRail("", 0, f"{note}Snapshots use the rail of the agents, without a limit.")
-    last = choice.rails[-1]
-    return _paced(last, choice, findings, f"{note}Snapshots share {last} with training")
-
-
-def _paced(rail: str, choice: RailChoice, findings: NetworkFindings, text: str) -> SnapshotRail:
-    rate = findings.usual.get(rail, 0.0)
-    between = findings.usual_between.get(rail, rate)
-    allowed = int(SNAPSHOT_SHARE * min(rate, between))
+        return "", 0, "Snapshots use the rail of the agents, without a limit."
+    rail = choice.rails[-1]
+    text = f"Snapshots share {rail} with training"
+    usual = findings.usual.get(rail, 0.0)
+    between = findings.usual_between.get(rail, usual)
+    allowed = int(SNAPSHOT_SHARE * min(usual, between))
     if not allowed:
-        return SnapshotRail(rail, 0, f"{text}, without a limit, because its rate is not known.")
-    narrow = " between leaf switches" if between < rate else ""
-    return SnapshotRail(
-        rail,
-        allowed,
-        f"{text}, limited to {rate_text(allowed)} for each node: "
-        f"{SNAPSHOT_SHARE:.0%} of its rate{narrow}.",
-    )
+        return rail, 0, f"{text}, without a limit, because its rate is not known."
+    narrow = " between leaf switches" if between < usual else ""
+    text += f", limited to {rate_text(allowed)} for each node"
+    return rail, allowed, f"{text}: {SNAPSHOT_SHARE:.0%} of its rate{narrow}."
 
 
 def _wrong(
@@ -184,11 +154,8 @@ def _slowest(rail: str, findings: NetworkFindings) -> str:
 
 def _is_behind(rail: str, share: float, findings: NetworkFindings) -> bool:
     """Whether probes prove a rail slow; `share` is its rate relative to the best rail."""
-    whole = [
-        one
-        for one in findings.of_rail(rail)
-        if one.kind is NetworkFindingKind.SLOW and not one.nodes
-    ]
+    slow = [one for one in findings.of_rail(rail) if one.kind is NetworkFindingKind.SLOW]
+    whole = [one for one in slow if not one.nodes]
     paces = [one.pace for one in (*whole, *_slow_places(rail, findings))]
     return share < SLOW_RAIL and min(paces, default=1.0) < SLOW_RAIL
 
@@ -210,11 +177,7 @@ def _least_bad(
     rates: Mapping[str, float],
 ) -> RailChoice:
     dead = {rail: sum(path.rail == rail for path in findings.dead) for rail in wrong}
-    there = [
-        rail
-        for rail in wrong
-        if rail in rates and all(node in findings.rails[rail] for node in nodes)
-    ]
+    there = [rail for rail in wrong if rail in rates and findings.rails[rail].keys() >= {*nodes}]
     if not there:
         return RailChoice((), dict(wrong), rates, (_NO_RAIL,))
     best = min(there, key=lambda rail: (dead[rail], -rates[rail]))

@@ -70,7 +70,7 @@ class ExplicitSaver:
             threading.Thread(target=inherited.populate, name="ftrun-populate", daemon=True).start()
 
     def begin(self, wanted: int, *, is_new: bool = True) -> int:
-        """Return the step of a save: `wanted`, or the next step if `wanted` is not newer or negative.
+        """Return the step of a save: `wanted`, or the next step if that is negative or not newer.
 
         If `is_new` is false, this save has begun already, and only its step may increase.
         """

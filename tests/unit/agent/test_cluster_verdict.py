@@ -91,7 +91,7 @@ def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
     leader = made["a"].member.leader
     assert leader is not None
     incidents = leader.monitor.incidents
-    progress = leader.monitor.progress()
+    progress = leader.monitor.reports.progress
     incidents.suspected(
         HangFinding(unresponsive_s=30.0, deadline_s=5.0), progress, now_s=made.now_s
     )

@@ -136,7 +136,7 @@ def test_lease_is_renewed_when_the_leader_responds_again() -> None:
     made = started(ClusterSize(2, 3, 0))
     made.cut("c")
     made.passes(2.5)
-    assert made["c"].member.is_suspended
+    assert made["c"].member.suspension.is_on
     assert made["c"].member.suspension.lease_s == 0.0
     made.heal()
     made.passes(0.5)

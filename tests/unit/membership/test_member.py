@@ -74,10 +74,10 @@ def test_a_first_generation_begins_with_all_nodes() -> None:
         MemberRole.JOINING,
         MemberRole.JOINING,
     ]
-    assert made["a"].member.reach == "a is present, and 2 nodes are needed"
+    assert made["a"].member.discovery.reach == "a is present, and 2 nodes are needed"
     made.passes(1.75)
     assert made.running() == {}, "a leader may connect that looks for a"
-    assert made["b"].member.reach == "3 of 3 nodes are present"
+    assert made["b"].member.discovery.reach == "3 of 3 nodes are present"
     made.passes(1.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     assert [agent.member.role for agent in made.all.values()] == [
@@ -308,7 +308,7 @@ def test_ranks_wait_before_the_leader_may_have_been_replaced() -> None:
     assert [one.reason for one in made["c"].reported(SuspendRanks)] == [
         "no heartbeat from the leader"
     ]
-    assert made["c"].member.is_suspended
+    assert made["c"].member.suspension.is_on
     assert made.running() == {"a": 0, "b": 0, "c": 0}, "no node has replaced it yet"
 
 
@@ -321,7 +321,7 @@ def test_a_short_gap_is_over_without_a_new_generation() -> None:
     assert [one.reason for one in made["c"].reported(ResumeRanks)] == [
         "the leader is reachable again"
     ]
-    assert not made["c"].member.is_suspended
+    assert not made["c"].member.suspension.is_on
     assert made.running() == {"a": 0, "b": 0, "c": 0}
 
 

@@ -76,7 +76,7 @@ def test_a_node_that_finds_that_another_gathers_goes_to_it() -> None:
     made.outside.unreachable.add("a")
     made.passes(0.5)
     assert made.role("a") is MemberRole.JOINING
-    assert made["a"].member.reach == "etcd is out of reach"
+    assert made["a"].member.discovery.reach == "etcd is out of reach"
     assert made.role("b") is MemberRole.GATHERING
     made.outside.unreachable = {"b"}
     made.passes(4.0)
@@ -106,7 +106,7 @@ def test_run_that_is_remembered_is_not_restarted_by_a_part_of_it() -> None:
     made.passes(20.0)
     assert made.running() == {}
     assert made.role("b") is MemberRole.GATHERING
-    assert "which a may resume" in made["b"].member.reach
+    assert "which a may resume" in made["b"].member.discovery.reach
     made.start("a", 2)
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0}

@@ -63,7 +63,7 @@ class SimulatedPaths:
             self.sides[node, way, rail] = share
 
     def survey(self, plan: ProbeSchedule | None = None) -> list[PathMeasurement]:
-        plan = plan or schedule(self.nodes, dict.fromkeys(self.rails, self.nodes))
+        plan = plan or schedule(self.nodes, dict.fromkeys(self.rails, self.nodes), most_rounds=120)
         return [found for one in plan.rounds for found in self.round(one)]
 
     def round(self, paths: Sequence[NetworkPath]) -> list[PathMeasurement]:

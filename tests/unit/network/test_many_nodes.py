@@ -39,8 +39,9 @@ def surveyed(made: SimulatedPaths, plan: ProbeSchedule) -> tuple[float, list[Pat
     return taken_s, found
 
 
-def planned(made: SimulatedPaths, **more: int) -> ProbeSchedule:
-    return schedule(made.nodes, {rail: set(made.nodes) for rail in made.rails}, **more)
+def planned(made: SimulatedPaths, most_rounds: int = 120) -> ProbeSchedule:
+    rails = {rail: set(made.nodes) for rail in made.rails}
+    return schedule(made.nodes, rails, most_rounds=most_rounds)
 
 
 def test_eight_nodes_with_two_rails_are_surveyed_in_three_seconds_even_with_dead_paths() -> None:

@@ -59,7 +59,7 @@ def test_a_heartbeat_counts_for_the_generation_it_names() -> None:
         assert made.heartbeat_received(node_id, late, now_s=1.0) == []
     assert starts(made.tick(now_s=9.0)) == []
     assert made.orders == LeaderHeartbeat(generation=1)
-    assert made.progress().step == 0
+    assert made.reports.step == 0
 
 
 def test_a_node_that_is_no_member_reports_nothing_of_the_generation() -> None:
@@ -74,7 +74,7 @@ def test_before_any_generation_nothing_follows_from_a_heartbeat() -> None:
     made = GenerationMonitor(SETTINGS, pairs=PairCheck())
     assert made.heartbeat_received("a", heartbeat(ready=(1, 5)), now_s=1.0) == []
     assert made.orders == LeaderHeartbeat(generation=-1)
-    assert made.heartbeats == {"a": heartbeat(ready=(1, 5))}
+    assert made.reports.heartbeats == {"a": heartbeat(ready=(1, 5))}
 
 
 def test_a_new_generation_begins_with_no_orders_and_no_failures() -> None:
@@ -493,7 +493,7 @@ def test_a_stop_while_no_rank_runs_is_kept_and_ends_the_run(given: int, signal: 
     made.note("b", heartbeat(generation=-1, stops=1, stop_signal=given))
     assert made.stop_signal == signal
     assert made.stopped().exit_code == 128 + signal
-    assert set(made.heartbeats) == {"a", "b"}
+    assert set(made.reports.heartbeats) == {"a", "b"}
 
 
 # --- steadiness, failures of nodes, and the next lead -----------------------------------------
@@ -534,7 +534,7 @@ def test_a_lost_node_reports_nothing() -> None:
     for node_id in "ab":
         made.heartbeat_received(node_id, heartbeat(), now_s=1.0)
     made.note_failure("b", now_s=1.0)
-    assert "b" not in made.heartbeats
+    assert "b" not in made.reports.heartbeats
     assert not made.is_steady
 
 
@@ -562,9 +562,9 @@ def test_a_node_that_takes_over_sees_how_far_the_generation_has_come() -> None:
     made = GenerationMonitor(SETTINGS, pairs=PairCheck())
     made.succeed(FailureHistory(), now_s=0.0, known_s=0.0)
     made.note("a", heartbeat(step=7))
-    assert made.progress().step == 0
+    assert made.reports.step == 0
     made.take_over(TWO, since_s=0.0)
-    assert made.progress().step == 7
+    assert made.reports.step == 7
     assert made.supervisor.world_size == 4
     assert made.supervisor.state is SupervisorState.RUNNING
 

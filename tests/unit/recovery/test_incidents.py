@@ -16,9 +16,9 @@ from ftrun.ids import Rank, Step
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.numerics import LossContinuity
 from ftrun.monitor.verdicts import Verdict
-from ftrun.records.incidents import Downtime
+from ftrun.records.incidents import Downtime, LifecycleChangeRejected
 from ftrun.recovery.incidents import IncidentLog, verdict_of
-from ftrun.recovery.lifecycle import TABLE, Lifecycle, LifecycleState
+from ftrun.recovery.lifecycle import TABLE, LifecycleState
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat, RankReport, RestartTimes
 from tests.unit.recovery.made import fields, plan
@@ -48,7 +48,7 @@ def running(step: int = 10) -> IncidentLog:
     made = IncidentLog()
     made.generation_begins(plan(0, "ab"))
     made.progress(heartbeats(step), progress(step), now_s=1.0)
-    assert made.life.state is LifecycleState.RUN
+    assert made.life is LifecycleState.RUN
     return made
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed() -> None:
     for node_id in "ab":
         made.stepped(node_id, TIMES, now_s=5.6)
     made.progress(heartbeats(19), progress(19), now_s=5.7)
-    assert made.life.state is LifecycleState.VERIFY
+    assert made.life is LifecycleState.VERIFY
     made.progress(heartbeats(21, loss=0.5), progress(22), now_s=5.9)
     assert made.open is None
     ((closed_s, shown),) = made.closed
@@ -188,7 +188,7 @@ def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
 def test_joined_nodes_are_no_incident() -> None:
     made = running()
     made.generation_begins(plan(1, "abc"))
-    assert made.life.state is LifecycleState.CHECK
+    assert made.life is LifecycleState.CHECK
     assert made.count == 0
 
 
@@ -223,14 +223,16 @@ def test_an_end_is_a_verdict(kind: ExitKind, name: str, culprits: tuple[int, ...
 
 @given(st.lists(st.sampled_from(LifecycleState), max_size=20))
 def test_only_what_the_table_has_is_ever_done(cluster_size: list[LifecycleState]) -> None:
-    made = Lifecycle()
-    seen = [made.state]
+    made = IncidentLog()
+    seen = [made.life]
     for wish in cluster_size:
-        change = made.go(wish, "x")
-        if change is not None and change.is_refused:
-            assert made.state is seen[-1]
-        elif change is not None:
-            seen.append(made.state)
+        made._go(wish, "x")
+        for note in made.drain_journal_entries():
+            if isinstance(note.record, LifecycleChangeRejected):
+                assert made.life is seen[-1] is not wish
+            else:
+                assert made.life is wish
+                seen.append(made.life)
     for old, new in itertools.pairwise(seen):
         assert new in TABLE[old]
 

@@ -42,7 +42,7 @@ class FakeLeader:
     def __init__(self, of: GenerationPlan, here: str) -> None:
         self.plan = of
         self.peers = FailureDetector(card("a"), SETTINGS)
-        self.reconfiguration = VoterReconfiguration(SETTINGS)
+        self.reconfiguration = VoterReconfiguration(SETTINGS, self.peers)
         for one in here:
             self.come(one)
 
@@ -55,7 +55,7 @@ class FakeLeader:
         peer.lost, peer.linked = "no heartbeat", False
 
     def poll(self, now_s: float = 10.0) -> list[Command]:
-        return self.reconfiguration.poll(self.plan, self.peers, HISTORY, now_s=now_s)
+        return self.reconfiguration.poll(self.plan, HISTORY, now_s=now_s)
 
     def accept(
         self, node_ids: str, voter_revision: int | None = None
@@ -67,10 +67,7 @@ class FakeLeader:
             None,
             voter_revision=wanted.voter_revision if voter_revision is None else voter_revision,
         )
-        return [
-            self.reconfiguration.accepted(card(one), body, self.plan, self.peers)
-            for one in node_ids
-        ]
+        return [self.reconfiguration.accepted(card(one), body, self.plan) for one in node_ids]
 
     @property
     def spares(self) -> str:
@@ -110,7 +107,7 @@ def test_a_chosen_plan_is_returned_once() -> None:
     assert made.accept("b") == [wanted]
     assert made.reconfiguration.wanted is None
     late = Accepted(4, None, voter_revision=1)
-    assert made.reconfiguration.accepted(card("d"), late, made.plan, made.peers) is None
+    assert made.reconfiguration.accepted(card("d"), late, made.plan) is None
 
 
 def test_a_majority_of_those_before_is_not_enough() -> None:
@@ -130,9 +127,7 @@ def test_a_majority_of_those_after_is_not_enough() -> None:
     assert made.accept("afghib") == [None] * 6
     # c received it before it was lost.
     assert (
-        made.reconfiguration.accepted(
-            card("c"), Accepted(4, None, voter_revision=1), made.plan, made.peers
-        )
+        made.reconfiguration.accepted(card("c"), Accepted(4, None, voter_revision=1), made.plan)
         == wanted
     )
 
@@ -145,7 +140,7 @@ def test_an_acceptance_of_something_else_does_not_count(
     made.poll()
     other = Accepted(generation, None, voter_revision=voter_revision)
     for one in "abd":
-        assert made.reconfiguration.accepted(card(one), other, made.plan, made.peers) is None
+        assert made.reconfiguration.accepted(card(one), other, made.plan) is None
     assert made.accept("a") == [None]
 
 
@@ -192,7 +187,8 @@ def test_a_lost_spare_has_no_vote() -> None:
 def test_no_more_are_standby_with_a_vote_than_were_requested() -> None:
     """Otherwise new nodes could outvote the members, and their loss would pause a healthy run."""
     made = FakeLeader(plan(4, "ab", spares="c"), "abdefg")
-    made.reconfiguration = VoterReconfiguration(settings(cluster_size=ClusterSize(2, 2, 1)))
+    size = settings(cluster_size=ClusterSize(2, 2, 1))
+    made.reconfiguration = VoterReconfiguration(size, made.peers)
     made.poll()
     assert made.spares == "d"
 
@@ -207,7 +203,7 @@ def test_of_two_voters_the_successor_of_one_proves_that_it_has_no_vote() -> None
     wanted = made.reconfiguration.wanted
     assert wanted is not None
     body = Accepted(4, None, voter_revision=1)
-    assert made.reconfiguration.accepted(card("b", 2), body, made.plan, made.peers) == wanted
+    assert made.reconfiguration.accepted(card("b", 2), body, made.plan) == wanted
 
 
 def test_what_was_announced_and_given_up_is_void() -> None:
@@ -321,7 +317,7 @@ def test_a_ballot_ends_it() -> None:
     made.reconfiguration.reset()
     late = Accepted(4, None, voter_revision=1)
     for one in "abd":
-        assert made.reconfiguration.accepted(card(one), late, made.plan, made.peers) is None
+        assert made.reconfiguration.accepted(card(one), late, made.plan) is None
 
 
 def test_where_nothing_is_wanted_none_is_asked() -> None:
@@ -345,7 +341,7 @@ class Run:
     ) -> None:
         self.peers = FailureDetector(card("a"), settings)
         self.monitor = GenerationMonitor(settings, pairs=PairCheck())
-        self.changes = BoundaryReconfiguration(settings)
+        self.changes = BoundaryReconfiguration(settings, self.peers, self.monitor)
         self.monitor.begin(PLAN, now_s=0.0)
         for one in "ab":
             meet(self.peers, card(one), now_s=0.0, linked=True)
@@ -361,7 +357,7 @@ class Run:
         self.monitor.heartbeat_received(node_id, found, now_s=0.0)
 
     def poll(self, now_s: float, *, excluded: str = "", of: GenerationPlan = PLAN) -> str:
-        return self.changes.poll(of, self.peers, set(excluded), self.monitor, now_s=now_s)
+        return self.changes.poll(of, set(excluded), now_s=now_s)
 
     @property
     def boundary(self) -> int:
@@ -544,7 +540,7 @@ class RunOfEviction:
     def __init__(self, settings: MembershipSettings = EVICT, *, spare: bool = True) -> None:
         self.peers = FailureDetector(card("a"), settings)
         self.monitor = GenerationMonitor(settings, "a", pairs=PairCheck())
-        self.changes = BoundaryReconfiguration(settings)
+        self.changes = BoundaryReconfiguration(settings, self.peers, self.monitor)
         self.monitor.begin(PLAN_OF_EVICTION, now_s=0.0)
         clock = ClockOffset()
         clock.add(10**9, 10**9, 10**9, 10**9)
@@ -569,9 +565,7 @@ class RunOfEviction:
 
     def poll(self, now_s: float, *, excluded: str = "") -> str:
         self.monitor.tick(now_s=now_s)
-        found = self.changes.poll(
-            PLAN_OF_EVICTION, self.peers, set(excluded), self.monitor, now_s=now_s
-        )
+        found = self.changes.poll(PLAN_OF_EVICTION, set(excluded), now_s=now_s)
         self.reasons += [found] if found else []
         return found
 

@@ -44,22 +44,20 @@ def test_few_nodes_are_probed_whole(count: int, num_rails: int) -> None:
 
 
 def test_eight_nodes_with_two_rails_have_a_tenth_of_a_second_for_each_round() -> None:
-    plan = schedule(names(8), rails(2, names(8)))
+    plan = schedule(names(8), rails(2, names(8)), most_rounds=120)
     assert len(plan.rounds) == 7 * 2 * 2
-    assert plan.words == ("112 of 112 paths between 8 nodes over 2 rails are probed in 28 rounds")
 
 
-@given(st.integers(2, 120), st.integers(1, 3), st.integers(1, 60), st.integers(0, 5))
+@given(st.integers(2, 120), st.integers(1, 3), st.integers(1, 60))
 @settings(deadline=None)
 def test_a_sample_keeps_to_its_rounds_and_reports_what_it_covers(
-    count: int, num_rails: int, most: int, seed: int
+    count: int, num_rails: int, most: int
 ) -> None:
-    plan = schedule(names(count), rails(num_rails, names(count)), most_rounds=most, seed=seed)
+    plan = schedule(names(count), rails(num_rails, names(count)), most_rounds=most)
     assert_apart(plan)
     assert len(plan.rounds) <= max(most, 2 * num_rails)
     probed = sum(map(len, plan.rounds))
     assert plan.coverage == probed / (count * (count - 1) * num_rails)
-    assert ("random sample" in plan.words) == (plan.coverage < 1)
 
 
 @given(st.integers(3, 80), st.integers(4, 30))
@@ -81,18 +79,9 @@ def test_a_sample_has_the_neighbours_in_a_ring() -> None:
         assert all(NetworkPath(one, other, "eth0") in paths for one, other in pairs)
 
 
-def test_another_seed_draws_others() -> None:
-    nodes = names(100)
-    one, same, other = (
-        schedule(nodes, rails(1, nodes), most_rounds=60, seed=seed) for seed in (1, 1, 2)
-    )
-    assert one == same
-    assert one != other
-
-
 def test_a_rail_that_some_nodes_lack_has_only_their_paths() -> None:
     nodes = names(6)
-    plan = schedule(nodes, {"eth0": nodes, "ib0": nodes[:3]})
+    plan = schedule(nodes, {"eth0": nodes, "ib0": nodes[:3]}, most_rounds=120)
     assert_apart(plan)
     counted = Counter(path.rail for one in plan.rounds for path in one)
     assert counted == {"eth0": 30, "ib0": 6}
@@ -101,7 +90,7 @@ def test_a_rail_that_some_nodes_lack_has_only_their_paths() -> None:
 
 def test_each_rail_pairs_nodes_in_an_order_of_its_own() -> None:
     nodes = names(8)
-    plan = schedule(nodes, rails(2, nodes))
+    plan = schedule(nodes, rails(2, nodes), most_rounds=120)
     load_group = {
         rail: [
             frozenset((path.source, path.destination) for path in one)
@@ -150,13 +139,13 @@ def test_any_paths_fit_into_rounds(some: list[NetworkPath]) -> None:
     assert sorted(path for one in rounds for path in one) == sorted(some)
     degree = Counter(end for path in some for end in (path.source, path.destination))
     assert len(rounds) <= max(0, 2 * max(degree.values(), default=0) - 1)
-    assert_apart(ProbeSchedule(tuple(rounds), 1.0, ""))
+    assert_apart(ProbeSchedule(tuple(rounds), 1.0))
 
 
 def test_without_paths_nothing_is_left_to_probe() -> None:
-    plan = schedule(["alone"], rails(2, ["alone"]))
+    plan = schedule(["alone"], rails(2, ["alone"]), most_rounds=120)
     assert (plan.rounds, plan.coverage) == ((), 1.0)
-    assert schedule(names(4), {}).rounds == ()
+    assert schedule(names(4), {}, most_rounds=120).rounds == ()
 
 
 @pytest.mark.parametrize("num_some", [1, 300, 600])

@@ -19,6 +19,7 @@ from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.records.membership import PathFinding
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.health import HealthMonitor
+from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.generation import (
     GenerationPlan,
@@ -71,7 +72,7 @@ class World:
         self.peers = FailureDetector(self.cards[0], settings())
         for one in self.cards:
             meet(self.peers, one, now_s=1.0)
-        self.watching = HealthMonitor(settings(), "a", PairCheck())
+        self.watching = HealthMonitor(settings(), "a", PairCheck(), MemberReports())
         self.slow = self.watching.slow = Slow()
         membership = settings(network=NetworkConfig(plan=mode, rails=list(rails)), **more)
         self.paths = path_monitor.PathMonitor("a", membership, self.peers)

@@ -35,7 +35,7 @@ def rails_of(nodes: str, count: int = 2) -> dict[str, list[Rail]]:
 
 def survey_of(nodes: str, count: int = 2, **more: object) -> ProbeSurvey:
     matched = match_rails(rails_of(nodes, count))
-    rounds = schedule(list(nodes), matched).rounds
+    rounds = schedule(list(nodes), matched, most_rounds=120).rounds
     return ProbeSurvey(5, rounds, matched, limit_s=LIMIT_S, now_s=0.0, **more)  # type: ignore[arg-type]
 
 

@@ -194,12 +194,12 @@ def test_with_many_nodes_and_bad_paths_the_leaders_time_limits_the_probes(
 ) -> None:
     tried: list[int] = []
 
-    def counted(self: ordering._PathRates, order: list[str], *places: int) -> float:
+    def counted(self: ordering._Mending, order: list[str], *places: int) -> float:
         tried.append(len(places))
         return really(self, order, *places)
 
-    really = ordering._PathRates.cost
-    monkeypatch.setattr(ordering._PathRates, "cost", counted)
+    really = ordering._Mending._cost
+    monkeypatch.setattr(ordering._Mending, "_cost", counted)
     monkeypatch.setattr(ordering, "MOST_EXCHANGES", 50)
     nodes = [f"n{number}" for number in range(300)]
     bad = dict.fromkeys(itertools.pairwise(nodes), 0.0)

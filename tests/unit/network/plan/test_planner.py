@@ -321,18 +321,6 @@ def test_snapshots_take_no_rail_that_is_too_slow() -> None:
     )
 
 
-def test_the_user_chooses_the_rail_for_snapshots() -> None:
-    made = SimulatedPaths(leaf_map(4))
-    found = plan(made, snapshot_rail="eth0")
-    assert (found.snapshot_rail, found.snapshot_bytes_per_s) == ("eth0", int(0.2 * RATE))
-    assert found.words[-1].startswith("Snapshots use eth0, as requested, limited to")
-    found = plan(made, snapshot_rail="eth1", suspects={"eth1": "it is slow"})
-    assert (found.snapshot_rail, found.snapshot_bytes_per_s) == ("eth1", 0)
-    assert found.words[-1] == "Snapshots use eth1, as requested."
-    found = plan(made, snapshot_rail="ib7")
-    assert found.words[-1].startswith("This run has no rail ib7, which was requested for snapshots")
-
-
 # --- the user's variables -------------------------------------------------------------------------
 
 
