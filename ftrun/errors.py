@@ -280,13 +280,9 @@ class StripeLost(SnapshotError):
         self, *, what: str, have: Sequence[str], needed: int, problems: Sequence[str]
     ) -> None:
         self.have, self.problems = tuple(have), tuple(problems)
-        named = ", ".join(have) or "none"
-        if len(have) < needed:
-            reason = f"{len(have)} of {needed} good fragments are available ({named})"
-        else:
-            reason = f"no {needed} of its fragments ({named}) give the protected bytes"
         super().__init__(
-            f"{what} cannot be rebuilt: {reason}. Resume from an older version or a checkpoint. "
+            f"{what} cannot be rebuilt: {len(have)} of {needed} good fragments are available "
+            f"({', '.join(have) or 'none'}). Resume from an older version or a checkpoint. "
             f"Missing or rejected:{_lines(problems)}"
         )
 

@@ -123,7 +123,7 @@ def hide_memory() -> None:
 
 
 def let_parent_trace() -> None:
-    """Lets py-spy, which the agent starts, read this process where Yama restricts that."""
+    """Lets the agent's py-spy read this process if kernel.yama.ptrace_scope is 1."""
     with contextlib.suppress(OSError):  # a kernel without Yama
         _prctl(_PR_SET_PTRACER, os.getppid())
 
@@ -212,7 +212,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
 
 
 def cgroup_limit_left(controller: str) -> int | None:
-    """Left of the limits of this cgroup (`memory` in bytes, or `pids`) and of all above it."""
+    """Left of the limits (`memory` in bytes, or `pids`) of this cgroup and above; None: no limit."""
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 

@@ -131,7 +131,10 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leave_s(self) -> float:
-        """The run then continues without a last snapshot of a draining node."""
+        """The run then continues without a last snapshot of a draining node.
+
+        Such a node is killed after `stop.grace_s`.
+        """
         return self.profile.stop.grace_s / 2
 
     @property

@@ -40,7 +40,8 @@ class StripeWork:
         codec: for the k and m of this group.
         facts: of the stripe.
         wanted: whole writable blocks of one length, by place; no fragment of these places is given
-            to `take`. If a node's last block is shorter, the rest is written as zeros.
+            to `take`. If a node's last block is shorter, the rest is written as zeros. After an
+            error their content is undefined.
     """
 
     def __init__(self, codec: Codec, facts: StripeFacts, wanted: Mapping[int, Buffer]) -> None:

@@ -119,17 +119,20 @@ def decode_backends(text: str) -> Backends:
 def encode_ranks(ranks: Iterable[int]) -> str:
     """`0-7`, `0-6:2`, `0,3`: ranges of equal distance."""
     parts: list[str] = []
-    left = sorted(ranks)
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
-        count = 1
-        while count < len(left) and left[count] - left[count - 1] == step:
-            count += 1
-        if count == 1 or (count == 2 and step > 1):
-            parts.append(str(left.pop(0)))
+    all_ranks = sorted(ranks)
+    first = 0
+    while first < len(all_ranks):
+        last = min(first + 1, len(all_ranks) - 1)
+        step = all_ranks[last] - all_ranks[first] if last > first else 1
+        while last + 1 < len(all_ranks) and all_ranks[last + 1] - all_ranks[last] == step:
+            last += 1
+        if last == first or (last == first + 1 and step > 1):
+            parts.append(str(all_ranks[first]))
+            first += 1
             continue
-        parts.append(f"{left[0]}-{left[count - 1]}" + (f":{step}" if step > 1 else ""))
-        del left[:count]
+        span = f"{all_ranks[first]}-{all_ranks[last]}"
+        parts.append(span + (f":{step}" if step > 1 else ""))
+        first = last + 1
     return ",".join(parts)
 
 

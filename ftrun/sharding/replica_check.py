@@ -223,6 +223,6 @@ def _runs(placed: PlacedEntry) -> Iterator[tuple[int, int]]:
 def _item_runs(patch: StoredRegion) -> Iterator[tuple[int, int]]:
     """Contiguous runs of items of a region, because the stride of the last dimension is 1."""
     *outer, count = patch.box.shape
-    *steps, _ = patch.strides
+    steps = patch.strides[:-1]
     for at in product(*map(range, outer)):
-        yield patch.first + item_at(at, tuple(steps)), count
+        yield patch.first + item_at(at, steps), count

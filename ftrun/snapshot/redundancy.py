@@ -168,6 +168,7 @@ def differing(
 
 
 def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:
+    """Replicated sections of a plan whose holders are not equal in this version."""
     content = {
         (position, rank.rank): rank.content()
         for position, node in enumerate(manifests)

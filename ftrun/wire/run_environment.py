@@ -8,9 +8,7 @@ can lose all of it: state is in memory, and the journal is under ftrun-logs/.
 import contextlib
 import os
 import re
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +75,8 @@ class RunFolder:
         return found
 
     def remove(self) -> None:
+        import shutil  # the SMP loads this module, and needs neither of these
+
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -105,6 +105,8 @@ def spare_log_folder() -> Path:
 
 def _temporary() -> str:
     try:
+        import tempfile
+
         return tempfile.gettempdir()
     except FileNotFoundError as error:
         raise NotSupportedHere(

@@ -30,10 +30,7 @@ WAIT_S = 600.0
 NO_ZYGOTE = ("--set", "start.mode=fresh")
 """A run that never starts a rank, so that its timeouts are short."""
 
-ALWAYS = [
-    ("power-off", "fsdp2"),
-    ("lead-power-off", "ddp"),
-]
+ALWAYS = [("lead-power-off", "fsdp2")]
 LOADED = 3.0
 """Factor on limits that hold for an idle machine."""
 LEAVES = ("drained", "ddp")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import Checked, Run, Start, let_end, start, train
+from tests.integration.conftest import in_full
 
 __all__ = ["start", "train"]
 
@@ -77,12 +78,14 @@ def test_the_second_failure_in_a_row_does_not_wait_for_a_device(
     [
         ("as bound", [], True),
         ("other variable", ["CUDA_VISIBLE_DEVICES changed"], False),
-        ("at once", ["its device was not ready"], False),
-        ("no room", ["0.0 GB of fake:0 are free, and 2.1 GB must stay free"], False),
-        ("ended", ["the standby has ended"], False),
-        ("unreadable", ["the standby sends an answer that cannot be read"], False),
-        ("unbound", ["GPU 0 is lost"], False),
-        ("no step", [], True),
+        *in_full(
+            ("at once", ["its device was not ready"], False),
+            ("no room", ["0.0 GB of fake:0 are free, and 2.1 GB must stay free"], False),
+            ("ended", ["the standby has ended"], False),
+            ("unreadable", ["the standby sends an answer that cannot be read"], False),
+            ("unbound", ["GPU 0 is lost"], False),
+            ("no step", [], True),
+        ),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -177,6 +178,14 @@ def is_gone(pid: int) -> bool:
 
 
 Start = Callable[..., Run]
+
+
+def in_full(*values: Any) -> list[Any]:
+    """Values of a parametrized test that run only in `scripts/test --full`."""
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else [one]), marks=pytest.mark.full)
+        for one in values
+    ]
 
 
 @pytest.fixture

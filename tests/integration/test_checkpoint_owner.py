@@ -27,6 +27,7 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import create_command_page
 from tests.integration import test_checkpoint_nodes as nodes_of
+from tests.integration.conftest import in_full
 from tests.integration.test_checkpoint_nodes import WORLD, Make, Node, finished, wait_until
 
 make = nodes_of.make
@@ -145,9 +146,7 @@ def write_as(node: Node, directory: Path, step: int) -> messages.AnyMessage:
     return write(node, directory, step)
 
 
-@pytest.mark.parametrize(
-    "kind", ["no file", "full disk", pytest.param("lock", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("kind", ["full disk", *in_full("no file", "lock")])
 def test_a_record_that_cannot_be_written_keeps_no_good_checkpoint_from_its_run(
     make: Make, tmp_path: Path, kind: str
 ) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.integration.conftest import Run
+from tests.integration.conftest import Run, in_full
 from tests.integration.scripts.exported_training import STEPS, Model
 
 SCRIPT = Path(__file__).parent / "scripts" / "exported_training.py"
@@ -38,10 +38,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
-
-
-def in_full(*words: str) -> list[Any]:
-    return [pytest.param(word, marks=pytest.mark.full) for word in words]
 
 
 each_kind = pytest.mark.parametrize("kind", [*in_full("ddp"), "fsdp"])
@@ -367,6 +363,7 @@ def test_safetensors_need_no_torch(trained: Trainings, tmp_path: Path) -> None:
     assert read_safetensors(tmp_path / "out")
 
 
+@pytest.mark.full
 def test_what_is_there_is_replaced_only_when_it_is_asked_for(
     trained: Trainings, tmp_path: Path
 ) -> None:
@@ -429,6 +426,7 @@ def test_a_mistake_is_reported(tmp_path: Path, words: list[str], code: int, repo
     assert "Traceback" not in said
 
 
+@pytest.mark.full
 def test_what_the_page_shows_works(trained: Trainings, tmp_path: Path) -> None:
     """The lines of docs/checkpoints.md, executed in place of its commands."""
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()

@@ -177,6 +177,7 @@ def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Pat
     assert run.journal("recovered"), "each rank has reported a step"
 
 
+@pytest.mark.full
 def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
     start: Start, script: Script
 ) -> None:
@@ -324,6 +325,7 @@ if __name__ == "__main__":
     assert len(set(numbers)) == 2, "numpy repeats its numbers in every rank"
 
 
+@pytest.mark.full
 def test_no_object_is_frozen_at_the_end_if_triton_would_report_it(
     start: Start, script: Script
 ) -> None:
@@ -343,6 +345,7 @@ sys.modules["triton._C.libtriton"] = types.ModuleType("libtriton")
     assert "frozen at the end: 0" in run.text
 
 
+@pytest.mark.full
 def test_variable_set_before_import_torch_is_reported(start: Start, script: Script) -> None:
     name = script(
         "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch\n"

@@ -220,6 +220,7 @@ def test_nodes_with_a_secret_trust_each_other_and_report_it(
     assert "UNAUTHENTICATED" not in run.all_text
 
 
+@pytest.mark.full
 def test_a_pod_waits_until_its_name_has_an_address(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:
@@ -282,6 +283,7 @@ def at(cluster: VirtualCluster, *more: object, node: int = 0) -> list[object]:
     return ["--nnodes=2", f"--rdzv-endpoint={cluster.address(node)}:23456", *more]
 
 
+@pytest.mark.full
 def test_an_endpoint_without_a_listener(
     launch: Callable[[str], Launch], cluster: VirtualCluster
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_node_is_cut_off_by_an_order_from_another_and_comes_back(run: NodesRun
     run.wait_for("node1 to join again", lambda: run.times_joined(1) > 0)
 
 
+@pytest.mark.full
 def test_slow_and_lossy_links_are_made_and_taken_back(run: NodesRun) -> None:
     expected = {"slow-link": ("qdisc", "tbf"), "lossy-link": ("filter", "bytecode")}
     for kind, (what, word) in expected.items():

@@ -449,6 +449,7 @@ for step in session.steps(1 << 30):
 """
 
 
+@pytest.mark.full
 @pytest.mark.launch
 def test_a_rank_without_snapshots_is_shown_by_each_node(
     script: Callable[..., str], tmp_path: Path

@@ -41,6 +41,7 @@ from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_comm
 from ftrun.wire.shared_memory.parity_region import ParityRegion, ParityRegionState
 from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from ftrun.wire.transport.secret import SECRET_BYTES
+from tests.integration.conftest import in_full
 from tests.stopping import stop
 
 RUN_ID = "test-run"
@@ -548,7 +549,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     assert len(left) <= 1, {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in left}
 
 
-SHAPES = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
+SHAPES = [(2, 1), (4, 2), *in_full((1, 1), (3, 1), (2, 2))]
 
 
 @pytest.mark.parametrize(("k", "parity"), SHAPES)
@@ -580,6 +581,7 @@ def sent_bytes(cluster: Cluster) -> int:
     return found
 
 
+@pytest.mark.full
 def test_each_set_of_m_nodes_may_go(cluster: Cluster) -> None:
     cluster.parity = 2
     cluster.start(4)
@@ -893,6 +895,7 @@ def test_a_damaged_slot_is_missing_until_it_is_restored_and_its_protection_count
     assert notices(node, "source_set_aside")
 
 
+@pytest.mark.full
 def test_a_slot_that_was_excluded_is_fetched_like_a_lost_one(cluster: Cluster) -> None:
     cluster.start(3, ranks_per_node=2)
     cluster.begin()
@@ -938,13 +941,9 @@ def test_a_slot_that_is_damaged_before_it_is_protected_is_abandoned(cluster: Clu
 
 
 PROTECT_POINTS = [
-    "smp.protect.described",
-    "smp.protect.region_created",
-    "smp.protect.opened",
-    "smp.protect.mirror_stored",
-    "smp.protect.block_added",
-    "smp.protect.stored",
-    "smp.protect.ready",
+    *("smp.protect.mirror_stored", "smp.protect.stored"),
+    *in_full("smp.protect.described", "smp.protect.region_created", "smp.protect.opened"),
+    *in_full("smp.protect.block_added", "smp.protect.ready"),
 ]
 
 
@@ -990,7 +989,7 @@ def test_the_next_smp_serves_from_the_parity_regions_of_the_one_before(cluster: 
     cluster.check(at)
 
 
-FETCH_POINTS = ["smp.fetch.mirror_taken", "smp.fetch.sealed", "smp.fetch.agent_notified"]
+FETCH_POINTS = ["smp.fetch.sealed", *in_full("smp.fetch.mirror_taken", "smp.fetch.agent_notified")]
 
 
 @pytest.mark.parametrize("point", FETCH_POINTS)
@@ -1011,7 +1010,7 @@ def test_a_replacement_killed_while_it_fetches_is_replaced(cluster: Cluster, poi
     cluster.check(at)
 
 
-@pytest.mark.parametrize("point", ["smp.fetch.asked:4", "smp.fetch.rebuilt"])
+@pytest.mark.parametrize("point", ["smp.fetch.rebuilt", *in_full("smp.fetch.asked:4")])
 def test_a_survivor_killed_while_it_gives_is_done_without(cluster: Cluster, point: str) -> None:
     cluster.parity = 2
     cluster.start(4, crash_at=point)
@@ -1082,6 +1081,7 @@ def test_a_frozen_peer_holds_a_version_up_and_the_thaw_lets_it_continue(cluster:
     cluster.check(at)
 
 
+@pytest.mark.full
 def test_a_new_generation_ends_what_is_under_way(cluster: Cluster) -> None:
     cluster.model = Model(own=8_000_000)
     cluster.start(3)

@@ -74,7 +74,7 @@ def started(start: Start, folder: Path, code: str, *words: str, ranks: int = 1) 
     ("title", "ranks", "deaths"),
     [
         pytest.param("nanoGPT loop", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
-        ("N steps over epochs", 2, {"0": 7, "1": 5}),
+        pytest.param("N steps over epochs", 2, {"0": 7, "1": 5}, marks=pytest.mark.full),
         pytest.param("LoRA with accumulation", 1, {"0": 10, "1": 8}, marks=pytest.mark.full),
         pytest.param("EMA evaluation", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
         pytest.param("GAN", 1, {"0": 10, "1": 7}, marks=pytest.mark.full),

@@ -84,6 +84,7 @@ def results(run: Run) -> list[Any]:
     return [line["result"] for line in run.journal("repeated_steps")]
 
 
+@pytest.mark.full
 def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None:
     run = train("exact", "13", ranks=2)
     lines = results(run)

@@ -313,6 +313,7 @@ def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kin
     assert not [node.failed for node in cluster.nodes if node.failed]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_last_node_of_two_continues_alone(cluster: Cluster) -> None:
@@ -326,6 +327,7 @@ def test_the_last_node_of_two_continues_alone(cluster: Cluster) -> None:
     assert second.num_arena_bytes() < 2.2 * held  # the whole state, no part of the previous world
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_two_lost_nodes_held_is_named(cluster: Cluster) -> None:

@@ -34,6 +34,7 @@ from ftrun.wire.shared_memory.pages import (
     create_page,
 )
 from ftrun.wire.transport.channel import ReceivedMessage, connect
+from tests.integration.conftest import in_full
 from tests.launch_requests import launch_request, launch_variables
 
 RUN = RunId("resized")
@@ -238,7 +239,7 @@ COMMON = ("step", "parameters", "optimizer", "groups", "scheduler")
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("node", ["ddp", "fsdp"], indirect=True)
+@pytest.mark.parametrize("node", ["fsdp", *in_full("ddp")], indirect=True)
 def test_every_bit_comes_back_in_another_number_of_ranks(node: Node) -> None:
     mask = node.kind == "fsdp"
     assert node.run(4, 3, mask=mask) == [0] * 4, node.log()
@@ -340,14 +341,8 @@ def test_every_bit_comes_back_in_any_other_layout(node: Node, kinds: list[tuple[
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "splits",
-    [
-        [[2, 1], [1, 1, 1]],
-        pytest.param([[2, 1], [1, 2], [1, 1, 1], [3]], marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("splits", [[[2, 1], [1, 1, 1]], [[2, 1], [1, 2], [1, 1, 1], [3]]], ids=str)
 def test_stages_of_a_pipeline_come_back_split_otherwise(
     node: Node, splits: list[list[int]]
 ) -> None:
@@ -408,7 +403,9 @@ def test_one_stage_becomes_two_where_the_mesh_declares_it(node: Node) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "sizes", [[(2, "fsdp"), (1, "plain")], [(2, "ddp"), (2, "ddp")]], ids=["resized", "the same"]
+    "sizes",
+    [[(2, "fsdp"), (1, "plain")], *in_full([(2, "ddp"), (2, "ddp")])],
+    ids=["resized", "the same"],
 )
 def test_what_was_saved_in_another_dtype_is_rounded_where_the_script_asks(
     node: Node, sizes: list[tuple[int, str]]
@@ -445,9 +442,9 @@ def error_of(node: Node, rank: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["the same", "resized"])
+@pytest.mark.parametrize("sizes", [[2, 1], *in_full([1, 1])], ids=["resized", "the same"])
 @pytest.mark.parametrize("node", ["plain"], indirect=True)
-def test_tensors_of_another_model_are_listed(node: Node, sizes: tuple[int, int]) -> None:
+def test_tensors_of_another_model_are_listed(node: Node, sizes: list[int]) -> None:
     kind = "plain" if sizes[0] == 1 else "fsdp"
     assert node.run(sizes[0], 2, kind=kind) == [0] * sizes[0], node.log()
     assert all(node.run(sizes[1], 3, more=12))
@@ -497,6 +494,7 @@ def test_a_replica_replaces_a_corrupt_one(node: Node) -> None:
     assert "another rank's copy" in node.log()
 
 
+@pytest.mark.full
 def test_shards_that_are_not_here_are_named(node: Node) -> None:
     assert node.run(3, 2) == [0] * 3, node.log()
     for fd, rank, _ in node.arenas():

@@ -243,5 +243,6 @@ def test_ddp_wrapped_after_attach_resumes_bitwise(tmp_path: Path) -> None:
     assert_same_as_undisturbed(tmp_path, "ddp", "late-ddp", "batchnorm", world_size=3)
 
 
+@pytest.mark.full
 def test_fsdp_resumes_bitwise(tmp_path: Path) -> None:
     assert_same_as_undisturbed(tmp_path, "fsdp", world_size=2)

@@ -27,6 +27,7 @@ from ftrun.wire.shared_memory.arena import Arena, SlotState, verify
 from ftrun.wire.shared_memory.pages import create_command_page
 from tests.ftp_server import ftp_server
 from tests.integration import test_checkpoint_nodes as nodes_of
+from tests.integration.conftest import in_full
 from tests.integration.test_checkpoint_nodes import TIMEOUT_S
 
 pytestmark = [pytest.mark.slow]
@@ -220,7 +221,7 @@ def check_whole(node: Node, ranks: list[int]) -> None:
         arena.close()
 
 
-@pytest.mark.parametrize("kind", ["directory", "file"], indirect=True)
+@pytest.mark.parametrize("kind", ["directory", *in_full("file")], indirect=True)
 def test_three_replicas_read_one_copy(nodes: list[Node], where: str) -> None:
     for node in nodes:
         node.start()
@@ -255,6 +256,7 @@ def test_what_a_lost_node_was_to_read_the_others_read(nodes: list[Node], where: 
         check_whole(node, node.ranks)
 
 
+@pytest.mark.full
 def test_fewer_nodes_than_ranks_load_a_part_each(nodes: list[Node], where: str) -> None:
     two = nodes[:2]
     for node in two:
@@ -336,6 +338,7 @@ def test_a_damaged_piece_is_read_from_a_replica_if_another_rank_has_it(
     assert load(nodes[0], where, nodes).is_share
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ftp"], indirect=True)
 def test_it_comes_over_ftp_as_well(nodes: list[Node], where: str) -> None:
     for node in nodes:

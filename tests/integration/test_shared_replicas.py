@@ -12,7 +12,7 @@ import pytest
 
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.replica_shares import members_of
-from tests.integration.conftest import Run, Start
+from tests.integration.conftest import Run, Start, in_full
 
 SCRIPT = Path(__file__).with_name("scripts") / "replicated_training.py"
 STEPS = 40
@@ -67,12 +67,9 @@ def memory_over_state(run: Run) -> float:
 @pytest.mark.parametrize(
     ("num_ranks", "die"),
     [
-        (2, "die=2:1"),
-        (2, "die=25:0"),
-        (2, "die=25:all"),
         (4, "die=25:3"),
-        pytest.param(4, "die=2:all", marks=pytest.mark.full),
-        pytest.param(4, "die=25:all", marks=pytest.mark.full),
+        *in_full((2, "die=2:1"), (2, "die=25:0"), (2, "die=25:all")),
+        *in_full((4, "die=2:all"), (4, "die=25:all")),
     ],
 )
 def test_a_kill_before_and_after_the_change_leaves_the_same_bytes(
@@ -86,19 +83,13 @@ def test_a_kill_before_and_after_the_change_leaves_the_same_bytes(
 @pytest.mark.parametrize(
     "point",
     [
-        "worker.capture.sealed:4",
-        "worker.capture.sealed:6",
-        "worker.capture.arena_mapped:2",
-        "worker.capture.copied:5",
-        "smp.arena.granted:3",
-        "smp.arena.granted:4",
-        pytest.param("worker.capture.sealed:5", marks=pytest.mark.full),
-        pytest.param("worker.capture.sealed:7", marks=pytest.mark.full),
-        pytest.param("worker.capture.marked:5", marks=pytest.mark.full),
-        pytest.param("worker.capture.smp_notified:5", marks=pytest.mark.full),
-        pytest.param("smp.commit.seal_received:9", marks=pytest.mark.full),
-        pytest.param("smp.commit.decided:6", marks=pytest.mark.full),
-        pytest.param("smp.commit.replaced_freed:5", marks=pytest.mark.full),
+        *("worker.capture.sealed:4", "smp.arena.granted:3"),
+        *in_full("worker.capture.sealed:6", "worker.capture.arena_mapped:2"),
+        *in_full("worker.capture.copied:5", "smp.arena.granted:4"),
+        *in_full("worker.capture.sealed:5", "worker.capture.sealed:7"),
+        *in_full("worker.capture.marked:5", "worker.capture.smp_notified:5"),
+        *in_full("smp.commit.seal_received:9", "smp.commit.decided:6"),
+        *in_full("smp.commit.replaced_freed:5"),
     ],
 )
 def test_a_kill_during_the_change_leaves_the_same_bytes(

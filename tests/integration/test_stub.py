@@ -212,6 +212,7 @@ def test_killed_agent_is_followed_by_another(start: Callable[..., Run]) -> None:
     assert run.nothing_is_left()
 
 
+@pytest.mark.full
 def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +332,7 @@ def test_signal_before_the_agent_can_take_it_ends_the_run(
     assert run.nothing_is_left()
 
 
+@pytest.mark.full
 def test_orphan_of_a_rank_ends_with_the_run(start: Callable[..., Run]) -> None:
     run = start(words=("daemon",))
     run.wait_alive(0)
@@ -423,6 +425,7 @@ exit $?
 """
 
 
+@pytest.mark.full
 def test_ranks_behind_a_wrapper_never_run_next_to_their_successors(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:

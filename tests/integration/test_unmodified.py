@@ -76,6 +76,7 @@ def test_a_script_of_each_form_runs_as_under_python(
     assert "helper" in outputs[0].stdout
 
 
+@pytest.mark.full
 def test_more_arguments_than_a_message_holds_reach_a_warm_rank(
     start: Start, script: Script
 ) -> None:
@@ -86,6 +87,7 @@ def test_more_arguments_than_a_message_holds_reach_a_warm_rank(
     assert not run.journal("fresh_start_used")
 
 
+@pytest.mark.full
 def test_bytes_that_are_not_utf_8_reach_the_rank(start: Start, script: Script) -> None:
     name = script("import os\nprint(os.environb[b'FOREIGN'], os.environ['FOREIGN'])\n")
     foreign = os.fsdecode(b"Andr\xe9")
@@ -94,6 +96,7 @@ def test_bytes_that_are_not_utf_8_reach_the_rank(start: Start, script: Script) -
     assert r"b'Andr\xe9'" in run.text
 
 
+@pytest.mark.full
 def test_streams_have_the_error_handler_of_the_environment(start: Start, script: Script) -> None:
     name = script("import sys\nprint('handlers', sys.stdin.errors, sys.stdout.errors)\n")
     run = start(name, env={"PYTHONIOENCODING": "utf-8:surrogateescape"})
@@ -102,6 +105,7 @@ def test_streams_have_the_error_handler_of_the_environment(start: Start, script:
     assert not run.journal("fresh_start_used")
 
 
+@pytest.mark.full
 def test_a_terminal_of_another_size_ends_no_rank(start: Start, script: Script) -> None:
     name = script("import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\n")
     run = start(name)
@@ -114,6 +118,7 @@ def test_a_terminal_of_another_size_ends_no_rank(start: Start, script: Script) -
     assert "bug" not in run.text
 
 
+@pytest.mark.full
 def test_a_command_ignores_no_signal(start: Start) -> None:
     """A shell cannot reset signals that were ignored when it began: `yes | head` would not end."""
     run = start("--no-python", "grep", "SigIgn", "/proc/self/status")
@@ -123,6 +128,7 @@ def test_a_command_ignores_no_signal(start: Start) -> None:
         assert not int(ignored, 16) >> (number - 1) & 1
 
 
+@pytest.mark.full
 def test_without_a_gpu_ranks_are_not_bound_to_its_cores(start: Start, script: Script) -> None:
     run = start("--numa-binding", "node", script("print('ran')\n"))
     assert run.wait() == 2, run.text
@@ -192,6 +198,7 @@ def test_orphans_of_ranks_leave_no_zombies(start: Start, script: Script) -> None
     assert run.wait() == 0, run.text
 
 
+@pytest.mark.full
 def test_orphans_are_reaped_after_a_standby_has_died(start: Start, script: Script) -> None:
     name = script(
         "import os, pathlib, time\npathlib.Path('up').touch()\n"
@@ -273,6 +280,7 @@ print("second", torch.stack([p.detach().sum() for p in model.parameters()]).toli
 """
 
 
+@pytest.mark.full
 def test_a_second_session_is_repeated_from_its_start(start: Start, script: Script) -> None:
     name = script(TWO_SESSIONS)
     undisturbed = start("--snapshot-every", "1", name)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import in_full
 from tests.integration.examples import example
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -173,7 +174,7 @@ raise SystemExit("a run of a verification ends after its last step")
 @pytest.mark.parametrize(
     ("title", "words"),
     [
-        ("EMA evaluation", ()),
+        pytest.param("EMA evaluation", (), marks=pytest.mark.full),
         pytest.param("nanoGPT loop", (), marks=pytest.mark.full),
         pytest.param("N steps over epochs", ("--nproc-per-node", "2"), marks=pytest.mark.full),
         pytest.param("LoRA with accumulation", (), marks=pytest.mark.full),
@@ -459,7 +460,7 @@ def test_script_that_fails(tmp_path: Path, script: Script) -> None:
     ("flag", "value", "said"),
     [
         ("--timeout", "5", r"the time of this run is over \(--timeout\): after \d+ s it has"),
-        ("--max-disk", "1", r"records and logs take \d MiB, and --max-disk allows 1\."),
+        *in_full(("--max-disk", "1", r"records and logs take \d MiB, and --max-disk allows 1\.")),
     ],
 )
 def test_a_limit_ends_a_run(

@@ -32,8 +32,8 @@ def stop(run_id: RunIdArgument = None) -> None:
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
         )
         return
-    grace_s = run.folder.spec_value("profile", "stop", "grace_s") or _DEFAULT_GRACE_S
-    limit_s = float(grace_s) + _SPARE_S
+    given = run.folder.spec_value("profile", "stop", "grace_s")
+    limit_s = (given if isinstance(given, int | float) else _DEFAULT_GRACE_S) + _SPARE_S
     give_up_s = clock.now_s() + limit_s
     # A run between two agents is STARTING.
     while (life := runs.inspect_run(run.folder).life) is runs.RunLiveness.STARTING:

@@ -157,7 +157,7 @@ def plain_value(text: str) -> object:
     """Reads text from a flag or a variable as YAML; text that is not YAML stays text."""
     try:
         return yaml.load(text, Loader=PlainLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # 2024-13-45 is a date that does not exist
         return text
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.slow.delay_matrix import MAX_SAMPLES, DelayMatrix, NodeTraffic, Pair, PairDelay
+from ftrun.monitor.slow.delay_matrix import DelayMatrix, NodeTraffic, Pair, PairDelay
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SUSPECT = 2.5
@@ -35,8 +35,10 @@ RTT_FLOOR_S = 0.003
 RATE_FLOOR_S_PER_MB = 1e-5
 """100 GB/s."""
 COST_SHARE = 0.05
+MAX_RATIOS = 3
+"""Number of the last ratios of a cell that are kept."""
 SUSTAINED = 2
-"""Minimum number among the last `MAX_SAMPLES` samples."""
+"""Minimum number among the last `MAX_RATIOS` ratios."""
 COVER = 0.8
 """Share of a row's or column's cells that must be hot."""
 GOOD_SAMPLES = 16
@@ -106,7 +108,7 @@ class SlowLinkDetector:
         self._cells = {cell.pair: cell for cell in cells}
         for cell in cells:
             others = [one for one in cells if one.pair != cell.pair]
-            kept = self._ratios.setdefault(cell.pair, deque(maxlen=MAX_SAMPLES))
+            kept = self._ratios.setdefault(cell.pair, deque(maxlen=MAX_RATIOS))
             kept.append(times_slower(cell, others) if cell.busy_share >= COST_SHARE else 1.0)
         self._all_slow = self._all_slow + 1 if self._are_all_slower() else 0
         self._probes = {

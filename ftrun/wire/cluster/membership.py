@@ -183,7 +183,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     generation: int  # newest chosen generation
     voter_revision: int = 0  # newest chosen voter revision of that generation
     number: int = 0  # counted by each leader. A lower number than that of the last one is late
-    is_suspended: bool = False  # the leader's lease has expired; ranks are suspended
+    is_suspended: bool = False  # its lease has expired, so it may have been replaced
     committed: VersionPair | None = None
     abandoned_step: int = -1
     take_from: int = -1  # no snapshot is taken before this step

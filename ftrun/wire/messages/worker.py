@@ -34,7 +34,10 @@ REQUEST_IN_MEMORY = b"LaunchRequest"  # to a standby: the first descriptor is a 
 
 
 class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
-    """Agent -> standby, once: initialise the device of a local rank now. Reply: DeviceBound."""
+    """Agent -> standby, once, before the launch request: initialise the device of a local rank.
+
+    Reply: DeviceBound.
+    """
 
     local_rank: int
     variables: dict[str, str]  # those that `read_by_device` selects, of the running rank
@@ -171,7 +174,10 @@ class WithdrawShard(RankVersionMessage, frozen=True, tag="WithdrawShard"):
 
 
 class ShardSkipped(RankVersionMessage, frozen=True, tag="ShardSkipped"):
-    """Worker -> SMP: no snapshot of this due step here, but perhaps elsewhere. No reply."""
+    """Worker -> SMP: no snapshot of this due step here. No reply.
+
+    A rank that saw the last commit earlier may have taken it, and waits for the others.
+    """
 
 
 class AwaitRestored(RankVersionMessage, frozen=True, tag="AwaitRestored"):

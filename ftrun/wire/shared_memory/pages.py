@@ -221,7 +221,8 @@ class SharedPage:
     @property
     def samples(self) -> tuple[str, ...]:
         """Names of the parameters of which boundary records have digests."""
-        return tuple(self._names.split("\n")) if self._names else ()
+        names = self._names
+        return tuple(names.split("\n")) if names else ()
 
     @samples.setter
     def samples(self, names: Sequence[str]) -> None:
