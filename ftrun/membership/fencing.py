@@ -39,7 +39,7 @@ class SelfFencing:
         self.question = 0
 
     def paused_s(self, *, now_s: float) -> float:
-        """Seconds for which this process was paused, or 0. Must be called for each event."""
+        """Seconds of a pause of this process; 0 below two heartbeats. Call it for each event."""
         gap_s = now_s - self._last_s
         self._last_s = now_s
         if gap_s < 2 * self._settings.times.heartbeat_interval_s:

@@ -87,6 +87,7 @@ class HealthMonitor:
         return self._check_first_step(plan, now_s) or self._check_progress(plan, now_s)
 
     def went_wrong(self, error: Exception) -> None:
+        """Stop the monitoring of this generation."""
         if not self._is_blind:
             self._is_blind = True
             self.incidents.report_bug(f"{type(error).__name__}: {error}")

@@ -163,6 +163,7 @@ class MemberReports:
         return newest in (None, self._protected) or self.are_protected()
 
     def requested_every(self) -> int:
+        """In steps; 0: no rank requests an interval."""
         return max((heartbeat.requested_every for heartbeat in self.current), default=0)
 
 

@@ -186,6 +186,7 @@ def _samples(views: Mapping[int, RankView]) -> tuple[object, ...]:
 
 
 def _summary(verdict: Verdict) -> tuple[object, ...]:
+    """What two results must have in common before an action."""
     return (verdict.kind, verdict.culprits, verdict.nodes, verdict.act_immediately)
 
 
@@ -229,6 +230,7 @@ class SlowSuspicions:
         self.lateness_s = {}
 
     def begin(self) -> None:
+        """Forget the last generation, except for the clock offsets."""
         self._forget()
         self._due_s = 0.0
 

@@ -109,6 +109,7 @@ class Leader:
 
     @property
     def is_lease_expired(self) -> bool:
+        """Whether another leader may have been chosen."""
         return self._lease.is_on
 
     @property

@@ -52,7 +52,7 @@ def plan_network(
     choice = choose_rails(nodes, findings, situation.suspects)
     env = situation.user_env
     busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
-    snapshot_rail, pace, text = choose_snapshot_way(choice, findings, nodes, busy)
+    snapshot_rail, limit, text = choose_snapshot_way(choice, findings, nodes, busy)
     network = NetworkModel(leaves.of, leaves.above, path_rates=_bad_paths(findings, choice.rails))
     ordering = order_nodes(nodes, network)
     order = list(nodes if situation.keep_order else ordering.order)
@@ -61,7 +61,7 @@ def plan_network(
         rails=list(choice.rails),
         dropped=dict(choice.dropped),
         snapshot_rail=snapshot_rail,
-        snapshot_bytes_per_s=pace,
+        snapshot_bytes_per_s=limit,
         leaves={node: leaves.of[node] for node in nodes if node in leaves.of},
         leaves_from=leaves.source,
         words=[

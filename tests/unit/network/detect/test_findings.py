@@ -355,6 +355,7 @@ def test_of_a_path_that_was_probed_twice_the_last_one_counts() -> None:
     assert only(judge(made.cards(), [*made.survey(), again], made.leaves)).nodes == ("n0", "n1")
     findings = judge(made.cards(), [again, *made.survey()], made.leaves)
     assert findings.found == ()
+    assert findings.rtts.keys() == findings.rates.keys()
 
 
 def test_a_path_of_which_nothing_is_known_is_no_finding() -> None:
