@@ -212,7 +212,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
 
 
 def cgroup_limit_left(controller: str) -> int | None:
-    """Left of the limits (`memory` in bytes, or `pids`) of this cgroup and above; None: no limit."""
+    """Left of the limits (`memory` in bytes, `pids`) of this cgroup and above; None: no limit."""
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 

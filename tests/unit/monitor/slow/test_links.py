@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ftrun.monitor.slow.delay_matrix import DelayMatrix, LinkSample, NodeTraffic, Pair
 from ftrun.monitor.slow.links import (
     GOOD_SAMPLES,
-    MAX_SAMPLES,
+    MAX_RATIOS,
     PROBE_EVERY_S,
     PROBE_LASTS_S,
     LinkProbeReading,
@@ -126,7 +126,7 @@ def test_the_place_is_reported_by_its_cells(place: str, nodes: int) -> None:
         assert all(one.text.startswith(words.format(name)) for one in found), found[0].text
         assert name in found[-1].nodes
         assert found[-1].confidence is Confidence.LIKELY
-        assert len(found) >= 10 - MAX_SAMPLES - 1
+        assert len(found) >= 10 - MAX_RATIOS - 1
         hot = {(cell.sender, cell.receiver) for cell in network.links.table() if cell.is_hot}
         assert hot == set(network.slow)
 
@@ -208,14 +208,14 @@ def test_it_ends_when_the_link_is_well_again() -> None:
     network.slow = dict.fromkeys(both(network, "n1"), 40.0)
     assert network.samples(8)[-1] is not None
     network.slow.clear()
-    network.samples(MAX_SAMPLES + 2)
+    network.samples(MAX_RATIOS + 2)
     assert network.samples(10) == [None] * 10
 
 
 def test_addresses_of_no_node_and_of_the_own_node_are_left_out() -> None:
     matrix = DelayMatrix()
     samples = [LinkSample(host, 10**6, 0.1, 0.001, 0, 0, 0.0) for host in ("here", "8.8.8.8")]
-    for _ in range(MAX_SAMPLES):
+    for _ in range(MAX_RATIOS):
         matrix.poll([NodeTraffic("n0", 1.0, samples)], {"here": "n0"})
     assert matrix.cells() == []
 
@@ -377,7 +377,7 @@ def test_networks_that_are_built_unevenly_are_left_alone() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     nodes=st.integers(3, 4),
-    well_at=st.lists(st.integers(0, GOOD_SAMPLES - MAX_SAMPLES - 2), min_size=6, max_size=6),
+    well_at=st.lists(st.integers(0, GOOD_SAMPLES - MAX_RATIOS - 2), min_size=6, max_size=6),
     seed=st.integers(0, 99),
 )
 @example(nodes=3, well_at=[1, 0, 0, 0, 0, 0], seed=1)
@@ -392,7 +392,7 @@ def test_a_link_that_gets_well_cell_by_cell_has_one_name(
     (place,) = {one.fingerprint for one in network.samples(8) if one is not None}
     waits = dict(zip(sorted(network.slow), well_at, strict=False))
     said = []
-    for poll in range(GOOD_SAMPLES + MAX_SAMPLES):
+    for poll in range(GOOD_SAMPLES + MAX_RATIOS):
         network.slow = {pair: 300.0 for pair, wait in waits.items() if poll < wait}
         said.append(network.poll())
     assert {one.fingerprint for one in said if one is not None} <= {place}
@@ -405,4 +405,4 @@ def test_what_stays_slow_of_a_named_place_gets_its_own_name() -> None:
     network.samples(8)
     network.slow = {("n1", "n2"): 300.0}
     assert network.samples(GOOD_SAMPLES)[-1] is not None
-    assert network.verdict(MAX_SAMPLES + 2).nodes == ("n1", "n2")
+    assert network.verdict(MAX_RATIOS + 2).nodes == ("n1", "n2")
