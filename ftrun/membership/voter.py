@@ -185,7 +185,7 @@ class Voter:
     def prepare(
         self, sender: str, body: Prepare, leader: NodeCard | None, *, has_leader: bool
     ) -> list[Command]:
-        """Promises the ballot, or rejects it: after a later promise, or if another leader exists."""
+        """Promises the ballot, or rejects it after a later promise or under another leader."""
         proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
         if has_leader or not may:
