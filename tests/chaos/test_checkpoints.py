@@ -173,6 +173,7 @@ def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, 
     assert first_step(again) == STEPS
 
 
+@pytest.mark.full
 def test_a_second_run_with_the_directory_of_a_live_one_is_refused(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ subprocess.Popen(["setsid", "sh", "-c", again], stdin=subprocess.DEVNULL)
 """
 
 
+@pytest.mark.full
 def test_processes_that_end_while_the_last_checkpoint_is_written_are_not_requested(
     start: Start, tmp_path: Path
 ) -> None:

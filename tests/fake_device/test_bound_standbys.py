@@ -59,6 +59,7 @@ def test_ranks_of_bound_standbys_find_a_new_process_and_resume_bitwise(
         assert len(facts) == 1, facts
 
 
+@pytest.mark.full
 def test_the_second_failure_in_a_row_does_not_wait_for_a_device(
     tmp_path: Path, start: Start, train: tuple[str, ...]
 ) -> None:

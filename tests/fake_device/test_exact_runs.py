@@ -73,7 +73,7 @@ def test_two_ranks_resume_bitwise(
 @pytest.mark.parametrize(
     "kinds",
     [
-        [("fsdp", 2), ("ddp", 1)],
+        pytest.param([("fsdp", 2), ("ddp", 1)], marks=full),
         pytest.param([("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 4), ("plain", 1)], marks=full),
     ],
     ids=lambda kinds: ", ".join(f"{kind} {size}" for kind, size in kinds),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Start, is_gone
+from tests.integration.conftest import Start, in_full, is_gone
 
 TRAIN = """
 import os, sys
@@ -131,6 +131,7 @@ def test_a_rank_that_leaves_early_is_the_first_cause_and_nothing_is_retried(
     assert "Not retried" in block
 
 
+@pytest.mark.full
 def test_final_block_shows_the_first_cause_in_under_25_lines(start: Start, script: Script) -> None:
     name = script(
         "import torch, torch.distributed as dist\n"
@@ -162,6 +163,7 @@ def test_same_failure_again_and_again_ends_with_93(start: Start, script: Script)
     assert len(run.journal("generation_started")) == 3
 
 
+@pytest.mark.full
 def test_max_restarts_zero_restarts_nothing(start: Start, script: Script, tmp_path: Path) -> None:
     (tmp_path / "die-1-0-5").touch()
     run = start("--nproc-per-node", "2", "--max-restarts", "0", script(TRAIN), "100")
@@ -424,7 +426,7 @@ def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
     assert "was stopped (SIGSTOP)" in str(run.journal("generation_started")[1]["reason"])
 
 
-@pytest.mark.parametrize("has_own_session", [False, True])
+@pytest.mark.parametrize("has_own_session", [False, *in_full(True)])
 def test_data_loader_workers_of_a_killed_rank_die_with_it(
     start: Start, script: Script, has_own_session: bool
 ) -> None:
