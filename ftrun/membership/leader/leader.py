@@ -109,8 +109,7 @@ class Leader:
 
     @property
     def is_lease_expired(self) -> bool:
-        """Whether another leader may have been chosen."""
-        return self._lease.is_on
+        return self._lease.is_on  # another leader may have been chosen
 
     @property
     def is_settled(self) -> bool:
