@@ -22,7 +22,7 @@ class NodeReporter:
     """Reports the state of one node to the leader."""
 
     def __init__(self, run: "Run") -> None:
-        self.troubles = RecentDeviceErrors()
+        self.troubles = RecentDeviceErrors(run.generations.fault)
         self._run = run
         self._last = Heartbeat(generation=-1)
         self._exits: list[events.WorkerExit] = []
@@ -49,7 +49,9 @@ class NodeReporter:
 
     def collect_notices(self) -> None:
         run = self._run
-        for text in self.troubles.take(run.rank_observer.troubles, now_s=clock.now_s()):
+        new = self.troubles.take(run.rank_observer.troubles, now_s=clock.now_s())
+        run.generations.keep_fault(self.troubles.fault)  # before journal and leader receive it
+        for text in new:
             run.journal.write(DeviceError(text))
         for notice in run.smp.drain_notices():
             nodes, ranks = tuple(notice.nodes), tuple(notice.ranks)

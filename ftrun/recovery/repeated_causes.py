@@ -1,7 +1,7 @@
-"""Counts how often one cause has ended ranks without progress, and where; judges what follows.
+"""Counts how often each cause has ended ranks without progress, and where; judges what follows.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the cause of each failure, its place, and whether the run has made progress since.
+Takes in: the cause of each failure and its place; the progress of the run.
 Gives:    the node to exclude, or the reason to end the run.
 Survives: the leader: the counts are part of `FailureHistory`.
 
@@ -11,25 +11,26 @@ Rule 2: if the same rank then fails by the same cause on another node, the cause
         it is in the rank's data, or in its part of the program. The run ends, because no other node
         would help.
 Rule 3: a cause that repeats `limit` times, on any ranks and nodes, follows the program.
-Rule 4: with progress, the counts restart at 0.
+Rule 4: with progress, all counts restart at 0. Failures by other causes do not change a count, so
+        causes that alternate reach the limits too. Of more than `MAX_CAUSES`, those that occurred
+        longest ago are dropped.
 Rule 5: a kill from outside shows nothing about the node. A node is not excluded while its state has
         no protection, because another node could not restore it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.monitor.device_faults import is_hardware_text
 from ftrun.monitor.worker_exits import SIGKILL
+from ftrun.wire.cluster.generation import CauseCount
 
 SAME_NODE = 2
+MAX_CAUSES = 16
 MAX_EXCLUDED_PER_HOUR = 3
 """Nodes that may be excluded for failures of their ranks: an error of the program must not use up
 the spares."""
-
-Place = tuple[str, int]
-"""A node and a rank."""
 
 _OF_A_NODE = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE, ExitKind.SIGNAL, ExitKind.OUT_OF_MEMORY)
 """Kinds of exits of which the node may be the cause. Others name a node or a link by themselves."""
@@ -75,42 +76,57 @@ class Repetition:
 
 
 class RepeatedCauses:
-    """The newest cause, and where it has ended ranks since the last progress."""
+    """The causes that have ended ranks since the last progress, and where."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.cause = ""
-        self.count = 0
-        self.places: tuple[Place, ...] = ()
-        """Since a node was excluded for this cause, or since the cause is counted."""
-        self.excluded: tuple[Place, ...] = ()
-        """The nodes that were excluded for this cause, and the ranks that had failed there."""
+        self._counts: dict[str, CauseCount] = {}
+        """By cause, that of the last failure last."""
 
-    def succeed(
-        self, cause: str, count: int, places: tuple[Place, ...], excluded: tuple[Place, ...]
-    ) -> None:
-        self.cause, self.count, self.places, self.excluded = cause, count, places, excluded
+    @property
+    def counts(self) -> list[CauseCount]:
+        return [*self._counts.values()]
 
-    def note(
-        self, key: str, cause: WorkerExit, placement: Placement, *, advanced: bool
-    ) -> Repetition:
-        """Counts a failure; `key` is equal for equal causes, `advanced`: since the last failure."""
-        if advanced or key != self.cause:
-            self.succeed(key, 0, (), ())
-        place = (placement.node_of.get(cause.rank, ""), int(cause.rank))
-        self.count += 1
-        before = next((one for one in self.excluded if one[1] == place[1]), place)
-        if before[0] != place[0]:
-            if self.count + SAME_NODE < self._limit:
-                return Repetition(self.count)
-            where = f"rank {place[1]} has failed by it on node {before[0]}, and on {place[0]} too"
-            return Repetition(self.count, follows=where)
-        self.places = (*self.places[1 - SAME_NODE :], place)
-        is_there = len(self.places) == SAME_NODE and all(one[0] == place[0] for one in self.places)
-        if not (is_there and place[0] and _may_be_excluded(cause, placement)):
-            return Repetition(self.count)
-        self.excluded, self.places, self.count = (*self.excluded, place), (), 0
-        return Repetition(SAME_NODE, exclude=place[0])
+    @property
+    def newest(self) -> str:
+        """The cause of the last failure, if there was no progress since; else empty."""
+        return next(reversed(self._counts), "")
+
+    def succeed(self, counts: Iterable[CauseCount]) -> None:
+        self._counts = {one.cause: one for one in counts}
+
+    def forget(self) -> None:
+        self._counts = {}
+
+    def note_uncounted(self, key: str) -> None:
+        """Makes the cause the newest one without counting this failure."""
+        self._keep(self._counts.get(key, CauseCount(key)))
+
+    def note(self, key: str, cause: WorkerExit, placement: Placement) -> Repetition:
+        """Counts a failure; `key` is equal for equal causes."""
+        known = self._counts.get(key, CauseCount(key))
+        rank, node_id = int(cause.rank), placement.node_of.get(cause.rank, "")
+        count, place = known.count + 1, (node_id, rank)
+        before = next((one for one, of_rank in known.excluded if of_rank == rank), node_id)
+        if before != node_id:
+            self._keep(CauseCount(key, count, known.places, known.excluded))
+            if count + SAME_NODE < self._limit:
+                return Repetition(count)
+            where = f"rank {rank} has failed by it on node {before}, and on {node_id} too"
+            return Repetition(count, follows=where)
+        places = [*known.places[1 - SAME_NODE :], place]
+        is_there = len(places) == SAME_NODE and all(one == node_id for one, _ in places)
+        if is_there and node_id and _may_be_excluded(cause, placement):
+            self._keep(CauseCount(key, excluded=[*known.excluded, place]))
+            return Repetition(SAME_NODE, exclude=node_id)
+        self._keep(CauseCount(key, count, places, known.excluded))
+        return Repetition(count)
+
+    def _keep(self, new: CauseCount) -> None:
+        self._counts.pop(new.cause, None)
+        self._counts[new.cause] = new
+        for cause in [*self._counts][:-MAX_CAUSES]:
+            del self._counts[cause]
 
 
 def _may_be_excluded(cause: WorkerExit, placement: Placement) -> bool:

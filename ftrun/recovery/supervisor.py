@@ -152,10 +152,7 @@ class Supervisor:
         return FailureHistory(
             restarts=self.restarts,
             spent_ages_s=self.budget.ages_s(now_s=now_s),
-            same_cause=self._causes.cause,
-            same_cause_count=self._causes.count,
-            same_cause_at=[*self._causes.places],
-            excluded_for_cause=[*self._causes.excluded],
+            causes=self._causes.counts,
             suspects=sorted(self.suspects),
             faulty=sorted(self._faulty),
             without_progress=self._without_progress,
@@ -170,12 +167,7 @@ class Supervisor:
         self.budget.forget()
         for age_s in history.spent_ages_s:
             self.budget.spend(now_s=now_s - age_s)
-        self._causes.succeed(
-            history.same_cause,
-            history.same_cause_count,
-            tuple(history.same_cause_at),
-            tuple(history.excluded_for_cause),
-        )
+        self._causes.succeed(history.causes)
         self.suspects = set(history.suspects)
         self._faulty = set(history.faulty)
         self._without_progress = history.without_progress
@@ -223,7 +215,7 @@ class Supervisor:
     def _failed(
         self, cause: WorkerExit, progress: Progress, now_s: float
     ) -> list[SupervisorCommand]:
-        advanced, key = self._has_advanced(cause, progress)
+        key = self._note_progress(cause, progress)
         place = self.placement
         node_id, fault = place.fault_behind(cause)
         is_final = self._is_final(cause, is_reported=node_id in place.faults)
@@ -231,8 +223,10 @@ class Supervisor:
         if is_final is None and fault and can_move and self.budget.limit > 0:
             return self._exclude(cause, node_id, fault)
         found = Repetition(0)
-        if not fault and not is_link_failure(cause):  # only the budget bounds lost links
-            found = self._causes.note(key, cause, place, advanced=advanced)
+        if fault:
+            self._causes.note_uncounted(key)
+        elif not is_link_failure(cause):  # only the budget bounds lost links
+            found = self._causes.note(key, cause, place)
         refusal = is_final or self._refusal(cause, node_id, fault, found, now_s)
         if refusal is not None:
             return [KillWorkers(cause.text), *self._end(refusal)]
@@ -242,9 +236,10 @@ class Supervisor:
             text = f"the same failure occurred on it {found.count} times without progress"
             return self._exclude(cause, found.exclude, text)
         self.restarts += 1
+        reason = cause.text
         if fault:
             self._faulty.add(node_id)
-        reason = cause.text
+            reason += self._restart_in_place(cause, node_id, fault)
         # Before the first step of this generation, the script may not have reached `attach` yet.
         if not progress.attached and progress.steps_here > 0:
             reason += (
@@ -269,6 +264,11 @@ class Supervisor:
         text = f"node {node_id} is excluded: {reason}"
         return [KillWorkers(cause.text), ExcludeNode(node_id, text), StartGeneration(text)]
 
+    def _restart_in_place(self, cause: WorkerExit, node_id: str, fault: str) -> str:
+        missing = "the state is not protected" if self.placement.can_replace else "no spare is free"
+        named = "" if fault == cause.text else f" ({fault})"
+        return f"; node {node_id} has a hardware fault{named} and keeps its ranks: {missing}"
+
     def _is_final(self, cause: WorkerExit, *, is_reported: bool) -> EndRun | None:
         """The end after a failure that no restart can cure; a reported fault may explain it."""
         is_start = not self._steps_seen and not self._is_explicit and not is_reported
@@ -287,11 +287,12 @@ class Supervisor:
     ) -> EndRun | None:
         """Why this failure is not retried; None if it is."""
         if fault and node_id in self._faulty:
+            reason = f"node {node_id} has a hardware fault, and no spare is free: {fault}"
             advice = (
-                f"Node {node_id} has a hardware fault, and no other node can run its ranks: "
-                f"{fault}. Reset or replace the device, then start ftrun on that node again."
+                "Reset or replace the device, then start ftrun on that node again. With --spares, "
+                "another node runs the ranks."
             )
-            return EndRun(ExitCode.NOT_ENOUGH_NODES, cause.text, cause, advice)
+            return EndRun(ExitCode.NOT_ENOUGH_NODES, reason, cause, advice)
         if found.follows:
             advice = (
                 f"The failure follows its rank: {found.follows}. The cause is in the data of this "
@@ -311,8 +312,12 @@ class Supervisor:
             return EndRun(_own_code(cause), cause.text, cause, advice)
         return None
 
-    def _has_advanced(self, cause: WorkerExit, progress: Progress) -> tuple[bool, str]:
-        """Whether the run has made progress since the last failure; the key of this cause."""
+    def _note_progress(self, cause: WorkerExit, progress: Progress) -> str:
+        """Restarts the counts if the run has made progress since the last failure.
+
+        Returns:
+            The key of this cause.
+        """
         self._steps_seen |= progress.steps_here > 0
         # Without attach, each start counts steps from 0. Only the same failure after the same
         # number of steps is known to be no progress.
@@ -321,12 +326,16 @@ class Supervisor:
             advanced = progress.step > self._best_step
         else:
             key += f" after {progress.steps_here} steps"
-            advanced = progress.steps_here > 0 and key != self._causes.cause
+            advanced = progress.steps_here > 0 and key != self._causes.newest
         self._best_step = max(self._best_step, progress.step)
         self._without_progress = 0 if advanced else self._without_progress + 1
         if advanced:
             self._faulty.clear()
-        return advanced, key
+            # The steps of a script without attach may be those that it had made before. Other
+            # failures show where it failed then; a lost link shows nothing.
+            if progress.attached or not is_link_failure(cause):
+                self._causes.forget()
+        return key
 
     def _pause_s(self) -> float:
         """Seconds to wait before a restart: 0 after progress, then doubling."""

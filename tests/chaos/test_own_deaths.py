@@ -7,7 +7,9 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from fake_nvml.fake import STATE, FakeGpus, folder
 
+from ftrun.errors import ExitCode
 from ftrun.ids import RunId
 from ftrun.wire.messages.envelope import Hello
 from ftrun.wire.run_environment import run_folder
@@ -70,6 +72,12 @@ def test_snapshots_continue_with_a_new_smp(start: Start, train: tuple[str, ...])
     let_end(run)
 
 
+def replace_agent(run: Run) -> None:
+    before = len(run.journal("generation_started"))
+    os.kill(run.pid_of("agent"), signal.SIGKILL)
+    run.wait_until("another agent", lambda: len(run.journal("generation_started")) > before)
+
+
 def drop_agent(run: Run, path: Path | None = None) -> None:
     """Make the SMP close its connection to the agent, which a newer agent replaces."""
     path = path or run_folder(RunId(run.run_id)).smp_socket
@@ -108,6 +116,47 @@ def test_an_smp_that_lives_and_cannot_be_reached_is_replaced(
     let_end(run)
     assert run.wait() == 0, run.text
     undisturbed.check(run)
+
+
+ON_A_DEVICE = """
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+import ftrun
+
+dist.init_process_group("cpu:gloo,cuda:fake")
+weight = torch.zeros(1000, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+session = ftrun.attach({"w": torch.nn.ParameterList([weight])}, optimizer)
+for step in session.steps(100_000):
+    weight.sum().backward()
+    if Path("broken").exists():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+"""
+
+
+def test_later_agents_report_the_hardware_fault_of_their_node(
+    start: Start, script: Callable[..., str], tmp_path: Path
+) -> None:
+    state = tmp_path / "gpus"
+    gpus = FakeGpus(state, 1)
+    env = {STATE: str(state), "LD_LIBRARY_PATH": str(folder())}
+    run = start("--snapshot-every", "1", script(ON_A_DEVICE), env=env)
+    gpus.need_action(0, 1)
+    run.wait_until("the fault is seen", lambda: run.journal("device_error"))
+    gpus.need_action(0, 0)  # the next agent cannot find it again
+    for _ in range(2):
+        replace_agent(run)
+    (tmp_path / "broken").touch()
+    assert run.wait() == ExitCode.NOT_ENOUGH_NODES, run.text
+    assert "has a hardware fault, and no spare is free: GPU 0 needs a reset" in run.text
+    assert "and keeps its ranks: no spare is free" in run.text
+    assert len(run.journal("device_error")) == 1
 
 
 ENDS_WITH_ITS_SMP = """

@@ -9,6 +9,7 @@ from itertools import pairwise
 from random import Random
 
 from ftrun.errors import ExitCode
+from ftrun.events import ExitKind
 from ftrun.ids import Version, version
 from ftrun.membership.ballots import carries, electorate
 from ftrun.membership.discovery import MemberRole
@@ -92,8 +93,10 @@ class Simulation:
         """Probability that a node cannot use a checkpoint."""
         self.is_ending = False
         self.failing: Callable[[Group], Ranks | None] | None = None
-        """The ranks that raise an exception in place of the next step, by a fault of their node or
-        of the program; None: there is no such fault."""
+        """The ranks that fail in place of the next step, by a fault of their node or of the
+        program; None: there is no such fault."""
+        self.failing_kinds: tuple[ExitKind, ...] = (ExitKind.EXCEPTION,)
+        """How they fail, in turn in the generations."""
         self.unfit_s: dict[str, float] | None = None
         """Time for which each agent of a node fails its checks; None: no node makes checks."""
         self.probes: PathProbes | None = None

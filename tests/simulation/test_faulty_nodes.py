@@ -1,7 +1,8 @@
 """Runs with a node whose ranks fail at every start, with failures that follow a rank, and drains.
 
 A run with a spare never ends because of the hardware of one node. A failure that follows a rank, or
-the program, excludes at most one node, and ends the run.
+the program, excludes at most one node, and ends the run. Without a free spare, a reported fault
+ends the run after one restart in place, and the reason says so.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from made_settings import changed
 
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
+from ftrun.events import ExitKind
 from ftrun.recovery import repeated_causes
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import Scenario, draw
@@ -24,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SEEDS = range(12)
 LASTS_S = 40.0
 XID = "GPU 0 has reported XID 79"
+KINDS = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE)
+Kinds = tuple[ExitKind, ...]
 Failing = Callable[[Group], Ranks | None]
 
 
@@ -61,6 +65,10 @@ class Case:
     @property
     def exit_codes(self) -> set[int]:
         return {int(command.exit_code) for _, command in self.simulation.invariants.exits}
+
+    @property
+    def end_reasons(self) -> set[str]:
+        return {command.reason for _, command in self.simulation.invariants.exits}
 
     @property
     def excluded(self) -> set[str]:
@@ -154,22 +162,24 @@ WITH_TWO_SPARES = (ClusterSize(2, 2, 2), ClusterSize(3, 3, 2), ClusterSize(2, 5,
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_dead", "reports"),
+    ("sizes", "num_dead", "reports", "kinds"),
     [
-        pytest.param(WITH_SPARES, 1, False, id="failures only"),
-        pytest.param(WITH_SPARES, 1, True, id="reported"),
+        pytest.param(WITH_SPARES, 1, False, KINDS[:1], id="failures only"),
+        pytest.param(WITH_SPARES, 1, False, KINDS, id="causes that alternate"),
+        pytest.param(WITH_SPARES, 1, True, KINDS[:1], id="reported"),
         # Both are reported: otherwise a rank that fails on two nodes looks like the cause.
-        pytest.param(WITH_TWO_SPARES, 2, True, id="two"),
+        pytest.param(WITH_TWO_SPARES, 2, True, KINDS[:1], id="two"),
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_dead_gpu_costs_no_run_with_a_spare(
-    seed: int, sizes: tuple[ClusterSize, ...], num_dead: int, reports: bool
+    seed: int, sizes: tuple[ClusterSize, ...], num_dead: int, reports: bool, kinds: Kinds
 ) -> None:
     case = Case(seed, sizes)
     dead: list[str] = []
 
     def prepare(case: Case) -> Failing:
+        case.simulation.failing_kinds = kinds
         dead.extend(case.node_ids(num_dead))
         for node_id in dead if reports else ():
             case.report_fault(node_id)
@@ -182,15 +192,21 @@ def test_a_dead_gpu_costs_no_run_with_a_spare(
     assert outcome.steps > 10
 
 
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS], ids=["one cause", "causes that alternate"])
 @pytest.mark.parametrize("failing", [of_rank, of_program])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_failure_of_the_program_ends_the_run(
-    seed: int, failing: Callable[[Case], Failing]
+    seed: int, failing: Callable[[Case], Failing], kinds: Kinds
 ) -> None:
     case = Case(seed, WITH_SPARES)
-    outcome = case.run(failing)
+
+    def prepare(case: Case) -> Failing:
+        case.simulation.failing_kinds = kinds
+        return failing(case)
+
+    outcome = case.run(prepare)
     assert case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}, story(outcome)
-    assert len(case.excluded) <= 1, story(outcome)
+    assert len(case.excluded) <= len(kinds), story(outcome)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -199,6 +215,49 @@ def test_a_dead_gpu_without_a_spare_ends_the_run(seed: int) -> None:
     outcome = case.run(lambda case: of_nodes(case, case.node_ids(1)))
     assert case.exit_codes == {int(ExitCode.DO_NOT_RESTART)}, story(outcome)
     assert case.excluded == set()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_dead"),
+    [
+        pytest.param(ALONE, 1, id="there is none"),
+        pytest.param((ClusterSize(2, 2, 1), ClusterSize(3, 3, 1)), 2, id="the only one is in use"),
+    ],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_reported_fault_without_a_free_spare_ends_the_run_after_one_restart(
+    seed: int, sizes: tuple[ClusterSize, ...], num_dead: int
+) -> None:
+    case = Case(seed, sizes)
+    dead: list[str] = []
+
+    def prepare(case: Case) -> Failing:
+        dead.extend(case.node_ids(num_dead))
+        for node_id in dead:
+            case.report_fault(node_id)
+        return of_nodes(case, dead)
+
+    outcome = case.run(prepare)
+    assert case.exit_codes == {int(ExitCode.NOT_ENOUGH_NODES)}, story(outcome)
+    assert case.end_reasons <= {
+        f"node {one} has a hardware fault, and no spare is free: {XID}" for one in dead
+    }, story(outcome)
+    plans = case.simulation.invariants.chosen.values()
+    in_place = [one for one in plans if one.reason.endswith("keeps its ranks: no spare is free")]
+    assert len(in_place) == 1, story(outcome)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_reported_fault_without_a_spare_costs_nothing_while_no_rank_fails(seed: int) -> None:
+    case = Case(seed, ALONE)
+
+    def prepare(case: Case) -> None:
+        case.report_fault(case.node_ids(1)[0])
+
+    outcome = case.run(prepare)
+    assert case.exit_codes == set(), story(outcome)
+    assert case.excluded == set()
+    assert outcome.steps > 10
 
 
 def test_without_the_exclusion_a_dead_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

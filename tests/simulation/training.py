@@ -117,7 +117,8 @@ class Group:
             return
         failing = self.simulation.failing
         if failing is not None and (ranks := failing(self)) is not None:
-            self.fail(ranks, ExitKind.EXCEPTION)
+            kinds = self.simulation.failing_kinds
+            self.fail(ranks, kinds[self.plan.generation % len(kinds)])
             return
         if not self._can_step():
             self.simulation.world.after(_STUCK_S, self._try)

@@ -336,9 +336,20 @@ class GenerationRunner:
         """Report new and freed arenas to the stub; cheap if nothing has changed."""
         self._stub.keep([fd for _, fd in self._smp.memory.held], self._persisted)
 
+    @property
+    def fault(self) -> str:
+        """The hardware fault that this agent or an earlier one has found; empty: none."""
+        return self._persisted.fault
+
+    def keep_fault(self, fault: str) -> None:
+        """Persist a hardware fault for this node's next agent; cheap if it is not new."""
+        if fault != self.fault:
+            self._persisted = msgspec.structs.replace(self._persisted, fault=fault)
+            self.keep_arenas()
+
     def keep_plan(self, plan: GenerationPlan, *, is_chosen: bool) -> None:
         """Persist a plan for this node's next agent; `self.plan` does not change."""
-        self._persisted = PersistedAgentState(plan, is_chosen=is_chosen)
+        self._persisted = msgspec.structs.replace(self._persisted, plan=plan, is_chosen=is_chosen)
         self.keep_arenas()
         self._remember()
 

@@ -141,9 +141,9 @@ class DeviceCounters:
 class RecentDeviceErrors:
     """Recent device errors, for verdicts that may follow; in the main thread."""
 
-    def __init__(self) -> None:
-        self.fault = ""
-        """The first hardware fault of this node, in words. It stays until the agent ends: the
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        """The first hardware fault of this node, in words. It stays until the run ends here: the
         operator has to repair the node. Empty: none."""
         self._reported: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 

@@ -126,17 +126,24 @@ class PersistedAgentState(msgspec.Struct, frozen=True):
     plan: GenerationPlan | None = None
     is_chosen: bool = False
     """The plan is chosen; False: it was accepted, and may have been chosen."""
+    fault: str = ""
+    """The hardware fault that an agent of this stub has found, in words; empty: none."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
 
-def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgentState:
-    """The newer of the states in SMP and stub; one of them may have missed the last update."""
-    plan_of = (one.plan, other.plan)
+def newer(from_smp: PersistedAgentState, from_stub: PersistedAgentState) -> PersistedAgentState:
+    """The newer of both states; one of them may have missed the last update.
+
+    The fault is the stub's. An SMP may outlive its stub: then ftrun was started again on this node,
+    and its device may have been repaired.
+    """
+    plan_of = (from_smp.plan, from_stub.plan)
     ages = [(plan.configuration_id if plan is not None else (-1, 0)) for plan in plan_of]
-    is_first = (ages[0], one.is_chosen) >= (ages[1], other.is_chosen)
-    return one if is_first else other
+    is_first = (ages[0], from_smp.is_chosen) >= (ages[1], from_stub.is_chosen)
+    found = from_smp if is_first else from_stub
+    return msgspec.structs.replace(found, fault=from_stub.fault)
 
 
 def decode_state(data: bytes) -> PersistedAgentState:

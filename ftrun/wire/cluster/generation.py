@@ -128,15 +128,21 @@ class DepartedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
     has_left: bool
 
 
+class CauseCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Failures by one cause since the last progress, and where they occurred."""
+
+    cause: str
+    count: int = 0
+    places: list[tuple[str, int]] = []  # the last nodes and ranks, since an exclusion for it
+    excluded: list[tuple[str, int]] = []  # nodes excluded for it, and the ranks that failed there
+
+
 class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State that the next leader needs to apply the same limits as this one; ages in seconds."""
 
     restarts: int = 0
     spent_ages_s: list[float] = []
-    same_cause: str = ""
-    same_cause_count: int = 0
-    same_cause_at: list[tuple[str, int]] = []  # the last nodes and ranks, since an exclusion for it
-    excluded_for_cause: list[tuple[str, int]] = []  # nodes, and the ranks that had failed there
+    causes: list[CauseCount] = []  # since the last progress, that of the last failure last
     suspects: list[str] = []  # nodes that were excluded only because a failure repeated on them
     faulty: list[str] = []  # nodes with a hardware fault whose ranks no other node could run
     without_progress: int = 0

@@ -260,7 +260,7 @@ def test_without_a_driver_nothing_is_reported(
 
 
 def test_troubles_are_kept_for_a_while() -> None:
-    made, news = RecentDeviceErrors(), SimpleQueue[DeviceReport]()
+    made, news = RecentDeviceErrors(""), SimpleQueue[DeviceReport]()
     for text in ("a", "b", "a"):
         news.put(DeviceReport(text))
     assert made.take(news, now_s=10.0) == ["a", "b", "a"]
@@ -273,4 +273,12 @@ def test_troubles_are_kept_for_a_while() -> None:
     made.take(news, now_s=61.0)
     made.take(news, now_s=200.0)
     assert made.recent == ()
-    assert made.fault == "GPU 1 is lost", "it stays until the agent ends"
+    assert made.fault == "GPU 1 is lost", "it stays until the run ends"
+
+
+def test_the_fault_that_an_earlier_agent_has_found_stays_the_first() -> None:
+    made, news = RecentDeviceErrors("GPU 1 is lost"), SimpleQueue[DeviceReport]()
+    assert made.take(news, now_s=1.0) == []
+    news.put(DeviceReport("GPU 2 is lost", is_fault=True))
+    made.take(news, now_s=2.0)
+    assert made.fault == "GPU 1 is lost"

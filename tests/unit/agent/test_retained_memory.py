@@ -104,6 +104,15 @@ def test_where_one_has_nothing_the_other_counts() -> None:
     assert newer(nothing, nothing) == PersistedAgentState()
 
 
+def test_a_fault_lasts_as_long_as_the_stub() -> None:
+    """An SMP outlives its stub; then the device may have been repaired before the next start."""
+    found = msgspec.structs.replace(OLD, fault="GPU 2 is lost")
+    assert newer(NEW, found) == msgspec.structs.replace(NEW, fault=found.fault)
+    assert newer(found, NEW).fault == ""
+    assert newer(found, PersistedAgentState()) == OLD
+    assert decode_state(found.encode()) == found
+
+
 def test_what_was_kept_is_read_again_and_what_another_version_kept_is_not() -> None:
     assert decode_state(OLD.encode()) == OLD
     assert decode_state(b'{"plan": {"of": "another version"}}') == PersistedAgentState()

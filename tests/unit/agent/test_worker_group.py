@@ -149,7 +149,7 @@ group = group_of("sleep 600")
 reported = []
 repeats = SimpleNamespace(warning="")
 generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=repeats,
-                              restart_times=lambda now_s: None)
+                              fault="", restart_times=lambda now_s: None)
 maintenance = SimpleNamespace(smp_given_up="")
 observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
 signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.recovery.repeated_causes import (
+    MAX_CAUSES,
     MAX_EXCLUDED_PER_HOUR,
     Placement,
     RepeatedCauses,
@@ -23,14 +24,12 @@ def crash(rank: int = 1, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> 
     return WorkerExit(Rank(rank), kind, code, f"rank {rank} raised", fingerprint="exception")
 
 
-def note(
-    made: RepeatedCauses,
-    cause: WorkerExit,
-    placement: Placement = PLACED,
-    *,
-    advanced: bool = False,
-) -> Repetition:
-    return made.note(cause.fingerprint, cause, placement, advanced=advanced)
+def note(made: RepeatedCauses, cause: WorkerExit, placement: Placement = PLACED) -> Repetition:
+    return made.note(cause.fingerprint, cause, placement)
+
+
+def other(rank: int, fingerprint: str = "other") -> WorkerExit:
+    return replace(crash(rank), fingerprint=fingerprint)
 
 
 def test_a_cause_that_repeats_on_one_node_excludes_it() -> None:
@@ -61,17 +60,56 @@ def test_a_cause_on_several_nodes_excludes_none() -> None:
     made = RepeatedCauses(3)
     for rank in (0, 1, 0, 1):
         assert note(made, crash(rank)).exclude == ""
-    assert made.count == 4
+    assert [one.count for one in made.counts] == [4]
 
 
-def test_progress_and_other_causes_begin_a_new_count() -> None:
+def test_progress_begins_new_counts() -> None:
     made = RepeatedCauses(3)
     note(made, crash())
-    assert note(made, crash(), advanced=True) == Repetition(1)
-    assert note(made, replace(crash(), fingerprint="other")) == Repetition(1)
+    made.forget()
+    assert made.newest == ""
     assert note(made, crash()) == Repetition(1)
     assert note(made, crash()).exclude == "b"
-    assert note(made, crash(), MOVED, advanced=True) == Repetition(1)
+    made.forget()
+    assert note(made, crash(), MOVED) == Repetition(1)
+
+
+def test_causes_that_alternate_on_one_node_exclude_it() -> None:
+    made = RepeatedCauses(3)
+    on_one_node = replace(PLACED, node_of={1: "b", 3: "b"})
+    assert note(made, crash(1), on_one_node) == Repetition(1)
+    assert note(made, other(3), on_one_node) == Repetition(1)
+    assert note(made, crash(1), on_one_node).exclude == "b"
+    elsewhere = replace(PLACED, node_of={1: "c", 3: "c"})
+    assert note(made, other(3), elsewhere) == Repetition(2), "it has failed on two nodes"
+    assert note(made, crash(1), elsewhere).follows
+
+
+def test_causes_that_alternate_reach_the_limit_of_each() -> None:
+    made = RepeatedCauses(3)
+    alone = replace(PLACED, can_replace=False)
+    found = [note(made, one, alone).count for one in 3 * [crash(), other(0), other(0, "third")]]
+    assert found == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_failure_that_is_not_counted_changes_no_count() -> None:
+    made = RepeatedCauses(3)
+    note(made, crash(0))
+    for cause in ("fault", "exception"):
+        made.note_uncounted(cause)
+    assert made.newest == "exception"
+    assert note(made, crash(0)).exclude == "a"
+
+
+def test_the_cause_that_occurred_longest_ago_is_dropped() -> None:
+    made = RepeatedCauses(99)
+    for number in range(MAX_CAUSES):
+        note(made, other(0, f"{number}"))
+    assert note(made, other(1, "0")).count == 2
+    note(made, other(0, "new"))
+    assert [one.cause for one in made.counts] == [*map(str, range(2, MAX_CAUSES)), "0", "new"]
+    assert note(made, other(0, "1")) == Repetition(1)
+    assert len(made.counts) == MAX_CAUSES
 
 
 @pytest.mark.parametrize(
@@ -95,9 +133,11 @@ def test_then_no_node_is_excluded(cause: WorkerExit, placement: Placement) -> No
 def test_the_next_leader_continues_the_counts() -> None:
     made, later = RepeatedCauses(3), RepeatedCauses(3)
     note(made, crash())
-    later.succeed(made.cause, made.count, made.places, made.excluded)
+    note(made, other(0))
+    later.succeed(made.counts)
+    assert later.newest == "other"
     assert note(later, crash()).exclude == "b"
-    made.succeed(later.cause, later.count, later.places, later.excluded)
+    made.succeed(later.counts)
     assert note(made, crash(), MOVED).follows
 
 
@@ -126,17 +166,16 @@ def test_the_fault_behind_a_failure(
         max_size=30,
     )
 )
-def test_no_sequence_excludes_two_nodes_for_one_rank_without_progress(
+def test_no_sequence_excludes_two_nodes_for_one_rank_and_cause_without_progress(
     failures: list[tuple[int, str, str, bool]],
 ) -> None:
-    made, excluded = RepeatedCauses(3), dict[int, set[str]]()
-    last = ""
+    made, excluded = RepeatedCauses(3), dict[tuple[int, str], set[str]]()
     for rank, node_id, key, advanced in failures:
-        if advanced or key != last:
+        if advanced:
+            made.forget()
             excluded.clear()
-        last = key
         placed = replace(PLACED, node_of={rank: node_id})
-        found = note(made, replace(crash(rank), fingerprint=key), placed, advanced=advanced)
+        found = note(made, replace(crash(rank), fingerprint=key), placed)
         if found.exclude:
-            excluded.setdefault(rank, set()).add(found.exclude)
+            excluded.setdefault((rank, key), set()).add(found.exclude)
         assert all(len(nodes) <= 1 for nodes in excluded.values())

@@ -520,6 +520,15 @@ def test_without_restarts_a_hardware_fault_ends_the_run() -> None:
     assert isinstance(fails(made, raised(1))[-1], EndRun)
 
 
+def test_a_driver_s_error_is_named_once_if_no_spare_is_free() -> None:
+    made = supervisor()
+    made.placement = replace(PLACED, can_replace=False)
+    text = "rank 1 raised: the GPU is lost"
+    assert fails(made, replace(raised(1), text=text))[-1].reason == (
+        f"{text}; node b has a hardware fault and keeps its ranks: no spare is free"
+    )
+
+
 def test_an_error_text_on_every_node_does_not_use_up_the_nodes() -> None:
     made = supervisor()
     made.placement = replace(PLACED, num_excluded=MAX_EXCLUDED_PER_HOUR)
@@ -533,14 +542,20 @@ def test_without_another_node_the_ranks_restart_once_in_place(is_protected: bool
     made.placement = replace(
         PLACED, faults={"b": XID}, can_replace=False, is_protected=is_protected
     )
-    assert isinstance(fails(made, raised(1))[-1], StartGeneration)
+    assert fails(made, raised(1))[1:] == [
+        StartGeneration(
+            f"rank 1 raised; node b has a hardware fault ({XID}) and keeps its ranks: "
+            "no spare is free"
+        )
+    ]
     later = supervisor(backoff_initial_s=0.0)
     later.succeed(made.history(now_s=0.0), now_s=0.0)
     later.placement = made.placement
     last = fails(later, raised(1))[-1]
     assert isinstance(last, EndRun)
     assert last.exit_code == ExitCode.NOT_ENOUGH_NODES
-    assert f"Node b has a hardware fault, and no other node can run its ranks: {XID}" in last.advice
+    assert last.reason == f"node b has a hardware fault, and no spare is free: {XID}"
+    assert "--spares" in last.advice
     # With progress in between, the ranks run on the node again.
     assert isinstance(fails(made, raised(1), at=8)[-1], StartGeneration)
 
@@ -548,8 +563,63 @@ def test_without_another_node_the_ranks_restart_once_in_place(is_protected: bool
 def test_a_node_without_protection_is_replaced_when_its_ranks_fail_again() -> None:
     made = supervisor(backoff_initial_s=0.0)
     made.placement = replace(PLACED, faults={"b": XID}, is_protected=False)
-    assert isinstance(fails(made, raised(1))[-1], StartGeneration)
+    assert fails(made, raised(1))[-1].reason.endswith("its ranks: the state is not protected")
     assert ExcludeNode("b", f"node b is excluded: {XID}") in fails(made, raised(1))
+
+
+@pytest.mark.parametrize("kind", ["attached", "not attached"])
+def test_a_fault_without_a_spare_ends_the_run_after_one_restart(kind: str) -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    made.placement = replace(PLACED, faults={"b": XID}, can_replace=False)
+    at = progress(7, attached=kind == "attached")
+    assert isinstance(made.handle(ends(raised(1), at=at), now_s=0.0)[-1], StartGeneration)
+    made.handle(started(1), now_s=0.0)
+    last = made.handle(ends(raised(1), at=at), now_s=0.0)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.NOT_ENOUGH_NODES
+
+
+@pytest.mark.parametrize("can_replace", [True, False], ids=["a spare", "no spare"])
+def test_two_causes_that_alternate_on_one_node_reach_the_limits(can_replace: bool) -> None:
+    made = supervisor(backoff_initial_s=0.0, budget=99)
+    both = {1: "b", 3: "b"}
+    made.placement = replace(PLACED, node_of=both, can_replace=can_replace)
+    segv = replace(killed(1, "SIGSEGV"), code=-11)
+    access = replace(raised(3), text="rank 3 raised: an illegal memory access")
+    first, second = (fails(made, one) for one in (segv, access))
+    assert isinstance(first[-1], StartGeneration)
+    assert isinstance(second[-1], StartGeneration)
+    later = supervisor(backoff_initial_s=0.0, budget=99)
+    later.succeed(made.history(now_s=0.0), now_s=0.0)
+    later.placement = made.placement
+    third = fails(later, segv)
+    assert isinstance(third[1], ExcludeNode) is can_replace
+    later.placement = replace(made.placement, node_of=dict.fromkeys(both, "c"))
+    last = [*fails(later, access), *fails(later, segv)][-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.DO_NOT_RESTART
+    expected = "on node b, and on c too" if can_replace else "occurred 3 times"
+    assert expected in last.advice
+
+
+def test_progress_before_a_lost_connection_restarts_the_counts() -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    blip = WorkerExit(Rank(0), ExitKind.LINK_LOST, 75, "a fetch failed", "", "restore a")
+    made.placement = PLACED
+    fails(made, raised(1), at=7)
+    fails(made, blip, at=20)
+    assert fails(made, raised(1), at=20)[1:] == [StartGeneration("rank 1 raised")]
+
+
+def test_a_lost_connection_does_not_hide_equal_failures_of_a_script_without_attach() -> None:
+    made = supervisor(backoff_initial_s=0.0)
+    blip = WorkerExit(Rank(0), ExitKind.LINK_LOST, 75, "a fetch failed", "", "restore a")
+    for cause, step in ((killed(), 3), (blip, 5), (killed(), 3), (blip, 5)):
+        made.handle(ends(cause, at=progress(step, attached=False)), now_s=0.0)
+        made.handle(started(), now_s=0.0)
+    last = made.handle(ends(killed(), at=progress(3, attached=False)), now_s=0.0)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.DO_NOT_RESTART
 
 
 def test_a_program_that_finds_no_device_at_its_start_is_not_retried() -> None:

@@ -119,7 +119,8 @@ def test_without_another_node_the_run_ends_when_the_ranks_fail_again() -> None:
         assert len(made["a"].reported(EndRun)) == count - 1
     (end,) = made["a"].reported(EndRun)
     assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
-    assert f"Node b has a hardware fault, and no other node can run its ranks: {XID}" in end.advice
+    assert end.reason == f"node b has a hardware fault, and no spare is free: {XID}"
+    assert made.plan("a").reason.endswith("and keeps its ranks: no spare is free")
 
 
 def test_a_suspected_node_runs_ranks_again_if_too_few_others_are_left() -> None:
