@@ -335,7 +335,7 @@ def test_a_worker_that_never_waits_spoils_no_checkpoint(
 ) -> None:
     """It captures without pause, discards some, and overwrites the slot that is being written."""
     writing.free_bytes = free_bytes
-    ends = threading.Event()
+    ends, has_sealed = threading.Event(), threading.Event()
     chance = random.Random(5)
 
     def train() -> None:
@@ -351,13 +351,16 @@ def test_a_worker_that_never_waits_spoils_no_checkpoint(
                 worker.copy(at, slot, 0, last)
                 if not is_given_up:
                     worker.seal(at, slot)
-            kept = kept if is_given_up else slot
+            if not is_given_up:
+                kept = slot
+                has_sealed.set()
             select.select([], [], [], chance.choice([0.0, 0.0, 0.05, 0.2]))
 
     training = threading.Thread(target=train)
     training.start()
     try:
         steps = []
+        assert has_sealed.wait(TIMEOUT_S)
         for _ in range(8):
             try:
                 steps.append(writing.begin(wait_s=1.0).result(TIMEOUT_S).version.step)
