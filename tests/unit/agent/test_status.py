@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
-from ftrun.agent.publish.status import with_age, with_cluster
+from ftrun.agent.publish.status import needed_bytes, with_age, with_cluster
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.messages.smp import MemoryNeeded
 from ftrun.wire.messages.status import (
     ClusterStatus,
     NodeStatus,
@@ -82,6 +83,18 @@ def test_a_run_that_tolerates_no_loss_is_not_protected(
     assert found.snapshots == SnapshotStatus(
         protected=False, unprotected_reason=reason, note=reason or "own"
     )
+
+
+@pytest.mark.parametrize(
+    ("redundancy_bytes", "has_commit", "found_bytes"),
+    [(0, False, 140), (30, False, 110), (50, False, 100), (0, True, 100)],
+)
+def test_parity_is_needed_until_it_is_there_or_a_commit_shows_its_size(
+    redundancy_bytes: int, has_commit: bool, found_bytes: int
+) -> None:
+    needed = MemoryNeeded(arena_bytes=100, parity_bytes=40)
+    found = needed_bytes(needed, redundancy_bytes=redundancy_bytes, has_commit=has_commit)
+    assert found == found_bytes
 
 
 def test_a_spare_shows_the_version_of_the_run() -> None:
