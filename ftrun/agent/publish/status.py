@@ -161,7 +161,7 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
             rank_statuses(reports, views, decided.lateness_s), run.workers.handles, strict=True
         )
     )
-    warning = run.generations.repeats.warning
+    warnings = (run.generations.repeats.warning, run.workers.slow_capture())
     return StatusView(
         run_id=run.spec.run_id,
         state=_state(run, decided),
@@ -173,7 +173,7 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
         restart_budget=decided.restart_budget,
         incidents=decided.incidents,
         restarts=_restarts(run, now_s),
-        warnings=(warning,) if warning else (),
+        warnings=tuple(text for text in warnings if text),
         ranks=ranks,
         snapshots=snapshots,
         checkpoint=_checkpoint(run, now_s),

@@ -31,6 +31,7 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
+from ftrun.worker.capture.device_copies import slow_reason
 from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -176,6 +177,8 @@ class SlotProvider:
         page.set(HeartbeatField.SEALED_STEP, step)
         page.set(HeartbeatField.SEALED_NS, clock.now_ns())
         page.add(HeartbeatField.SEALED_COUNT, 1)
+        if (reason := slow_reason()) and not page.slow_capture:
+            page.slow_capture = reason
         link.report_sealed(step=step, layout_id=slots.layout_id, check=check)
         crash_point("worker.capture.smp_notified")
 

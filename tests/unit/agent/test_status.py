@@ -131,6 +131,11 @@ def test_warnings_of_some_nodes_are_shown(count: int, last: str) -> None:
     assert len(found) == min(count, WARNINGS_SHOWN + 1)
 
 
+def test_both_warnings_of_a_node_are_shown() -> None:
+    own = Heartbeat(generation=1, repeat_warning="differs", capture_warning="rank 0: pageable")
+    assert _warnings({"n0": own}) == ("node n0: differs", "node n0: rank 0: pageable")
+
+
 def test_a_node_that_has_come_is_standby_also_without_a_vote() -> None:
     peers = FailureDetector(card("a"), SETTINGS)
     for name in "abcdefg":
