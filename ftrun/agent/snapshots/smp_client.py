@@ -55,7 +55,7 @@ class AgentSmpClient:
     refused: str = ""
     """Reason why the last checkpoint could not be written."""
     memory: RetainedMemory = field(default_factory=RetainedMemory)
-    needed: smp_messages.MemoryNeeded = smp_messages.MemoryNeeded(0)
+    needed: smp_messages.MemoryNeeded = field(default_factory=lambda: smp_messages.MemoryNeeded(0))
     """What snapshots need on this node, as the SMP reported it last."""
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
