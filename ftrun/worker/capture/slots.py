@@ -36,6 +36,7 @@ from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree
+from ftrun.worker.state.tensors import copyable
 
 Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...], int, Group]
 """Entries of persistent and of fresh sources, the size of pieces, and the members that share."""
@@ -77,7 +78,7 @@ class ArenaSlots:
             cached = self._copies[slot] = (state.persistent, made)
         copy = cached[1]
         num_persistent = len(copy.boundary_targets) - len(state.fresh)
-        copy.boundary_sources[num_persistent:] = [source.tensor for source in state.fresh]
+        copy.boundary_sources[num_persistent:] = [copyable(one.tensor) for one in state.fresh]
         return copy
 
     def forget_copies(self) -> None:
