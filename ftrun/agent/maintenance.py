@@ -60,6 +60,7 @@ class Maintenance:
         self._checkpoints_seen = 0
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
+        self._slow_ranks: set[int] = set()
         self._restarts = ComponentRestarts()
         self._reconnect_due_s = 0.0
         self._reap_due_s = 0.0
@@ -68,6 +69,7 @@ class Maintenance:
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = self._reap_due_s = now_s + REFILL_AFTER_S
         self._stalled_ranks.clear()
+        self._slow_ranks.clear()
 
     def check_processes(self, now_s: float) -> None:
         run = self._run
@@ -77,6 +79,7 @@ class Maintenance:
         run.generations.keep_arenas()
         run.generations.repeats.poll()
         self._report_no_progress(now_s, monitor.no_progress_report_after_s)
+        self._report_slow_captures()
         self._refill(now_s)
         self._reap(now_s)
         self._bind_standbys()
@@ -284,6 +287,13 @@ class Maintenance:
                     f"{limit_s:.0f} s, phase {slot.page.phase or 'train'})"
                 )
                 self._run.journal.write(RankWithoutProgress(text, slot.rank))
+
+    def _report_slow_captures(self) -> None:
+        for slot in self._run.workers.slots:
+            reason = slot.page.slow_capture
+            if reason and slot.rank not in self._slow_ranks:
+                self._slow_ranks.add(slot.rank)
+                self._run.journal.write(records.CaptureSlowed(reason, slot.rank))
 
     # --- exits of zygote and SMP ------------------------------------------------------------------
 

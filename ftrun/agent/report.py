@@ -106,6 +106,7 @@ class NodeReporter:
             differs=self._differs[0],
             differing_ranks=self._differs[1],
             repeat_warning=generations.repeats.warning,
+            capture_warning=workers.slow_capture(),
             restart=generations.restart_times(now_s) if runs else None,
         )
 

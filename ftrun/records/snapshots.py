@@ -46,6 +46,12 @@ class StandbyDropped(Record, frozen=True, tag="standby_dropped"):
     reason: str
 
 
+class CaptureSlowed(ReasonRecord, frozen=True, tag="capture_slowed"):
+    """A rank copies from its devices more slowly than it could."""
+
+    rank: int
+
+
 class CheckpointWrittenRecord(Record, frozen=True, tag="checkpoint_written"):
     """A checkpoint, or this node's part of it, is on storage."""
 

@@ -49,9 +49,24 @@ PAGE_BYTES = 4096
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
     "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
-    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "C128": 16,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "C128": 16, "F4": 1,
 }  # fmt: skip
-"""Bytes of one item, by the safetensors name of the dtype."""
+"""Bytes of one item, by the safetensors name of the dtype. An item of F4 holds two values, as in
+torch; only the header counts single values, as safetensors does (`public_shape`)."""
+
+
+def public_shape(dtype: str, shape: Sequence[int]) -> list[int]:
+    """A shape as a safetensors header has it; one of F4 has at least one dimension."""
+    return [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else list(shape)
+
+
+def _own_shape(dtype: str, public: Sequence[int]) -> tuple[int, ...]:
+    if dtype != "F4":
+        return tuple(public)
+    pairs, rest = divmod(public[-1], 2)
+    if rest:
+        raise ValueError(f"rows of {public[-1]} values of F4, which are no whole bytes")
+    return (*public[:-1], pairs)
 
 
 class CopyTiming(Enum):
@@ -141,7 +156,7 @@ class Layout:
         for entry in self.entries:
             described[entry.name] = {
                 "dtype": entry.dtype,
-                "shape": list(entry.shape),
+                "shape": public_shape(entry.dtype, entry.shape),
                 "data_offsets": [entry.offset, entry.offset + entry.num_bytes],
             }
         text = json.dumps(described, separators=(",", ":")).encode()
@@ -251,7 +266,7 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
             LayoutEntry(
                 name,
                 entry["dtype"],
-                tuple(entry["shape"]),
+                _own_shape(entry["dtype"], entry["shape"]),
                 CopyTiming.LAZY if mark == "l" else CopyTiming.BOUNDARY,
                 entry["data_offsets"][0],
                 part,

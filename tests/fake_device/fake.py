@@ -19,6 +19,8 @@ from fake_device.device_build import library
 
 MODES = {"eager": 0, "lazy": 1, "threads": 2}
 MODE_VARIABLE = "FAKE_DEVICE_MODE"
+PINNED_VARIABLE = "FAKE_DEVICE_PINNED_BYTES"
+_UNLIMITED = (1 << 64) - 1
 
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 _lib: ctypes.CDLL | None = None
@@ -41,6 +43,7 @@ def load() -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     atexit.register(_shut_down)
     set_mode(os.environ.get(MODE_VARIABLE, "lazy"))
+    set_pinned_limit(int(os.environ.get(PINNED_VARIABLE, _UNLIMITED)))
 
 
 def set_mode(mode: str, seed: int = 1, max_pause_us: int = 1000) -> None:
@@ -68,6 +71,11 @@ def forget_contexts() -> None:
 
 def set_memory_limit(num_bytes: int, device: int = 0) -> None:
     _device().fake_set_memory_limit(device, num_bytes)
+
+
+def set_pinned_limit(num_bytes: int = _UNLIMITED) -> None:
+    """Page-locked memory that the process may have in all; more is refused."""
+    _device().fake_set_pinned_limit(num_bytes)
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,6 +153,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         getattr(lib, f"fake_{name}").restype = number
     lib.fake_backing.argtypes = [number]
     lib.fake_set_memory_limit.argtypes = [ctypes.c_int, number]
+    lib.fake_set_pinned_limit.argtypes = [number]
     lib.fake_set_random_state.argtypes = [ctypes.c_int, number, number]
     lib.fake_call_in_stream.argtypes = [ctypes.c_int, _CALL, number]
     lib.fake_graph_new.restype = pointer

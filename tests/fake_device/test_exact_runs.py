@@ -5,17 +5,20 @@ what ftrun does not wait for has not happened when a process is killed.
 """
 
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from fake_device import fake
 
-from tests.chaos.conftest import Checked, Run, Start, start
+from tests.chaos.conftest import Checked, Run, Start, let_end, start, train, wait_for_memory
 from tests.chaos.test_crash_points import kill_at_each, points_passed
 from tests.integration import test_resized_world as resized
 from tests.integration import test_shared_replicas as shared
 from tests.integration.test_session import assert_same_as_undisturbed
 
-__all__ = ["start"]
+__all__ = ["start", "train"]
 
 ON_DEVICE = str(Path(__file__).parent / "scripts" / "on_device.py")
 WARM = ("--preload", "fake_device.preloaded", ON_DEVICE, "own")
@@ -105,6 +108,32 @@ def test_ranks_that_share_their_replicas_resume_bitwise(
     assert len(run.journal("generation_started")) == 1
     assert shared.finished(run, 2) == shared.ends_of(tmp_path / "undisturbed", 2)
     assert len(run.journal("generation_started")) == 2
+
+
+def test_without_page_locked_memory_a_run_resumes_bitwise_and_reports_it(
+    start: Start,
+    train: tuple[str, ...],
+    undisturbed: Checked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(fake.PINNED_VARIABLE, "0")
+    run = start(*train[:2], *WARM, *train[2:])
+
+    def warnings() -> list[str]:
+        return list(run.status().get("warnings") or ())  # type: ignore[call-overload]
+
+    run.wait_until("reported", lambda: len(run.journal("capture_slowed")) == 2 and warnings())
+    assert [one["rank"] for one in run.journal("capture_slowed")] in ([0, 1], [1, 0])
+    (warning,) = warnings()
+    assert warning.startswith("rank 0 and 1 more here: the system refuses page-locked memory")
+    assert "ulimit -l" in warning
+    assert warning.endswith("start the run again")
+    wait_for_memory(run, 20)
+    os.kill(run.pids()[1], signal.SIGKILL)
+    run.wait_until("reported again", lambda: len(run.journal("capture_slowed")) == 4)
+    let_end(run)
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
 
 
 def test_a_kill_at_a_point_of_a_snapshot_changes_no_bit(

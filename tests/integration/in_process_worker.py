@@ -38,6 +38,7 @@ WIDTH = 600  # 600 x 600 floats are large enough to be copied in pieces
 
 _UNSOLICITED = (
     worker_messages.ArenaGranted
+    | smp_messages.MemoryNeeded
     | smp_messages.VersionCommitted
     | smp_messages.VersionReady
     | smp_messages.AbandonVersion

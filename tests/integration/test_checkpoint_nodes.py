@@ -127,7 +127,10 @@ class Node:
         while True:
             received = self.agent.receive(deadline_s=TIMEOUT_S)
             if not isinstance(
-                received.body, worker_messages.ArenaGranted | smp_messages.VersionCommitted
+                received.body,
+                worker_messages.ArenaGranted
+                | smp_messages.MemoryNeeded
+                | smp_messages.VersionCommitted,
             ):
                 assert not received.fds
                 return received.body

@@ -6,6 +6,8 @@ is lowered, which applies to a memfd too, or in a cgroup with a limit.
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -340,6 +342,50 @@ def test_a_state_larger_than_was_guessed_is_reported_before_the_first_snapshot(r
                 assert "MB of state" in run.page.note
             model(torch.ones(4, WIDTH)).square().mean().backward()
             optimizer.step()
+
+
+BEFORE_THE_FIRST_STEP = """
+import pathlib, time
+import torch
+import ftrun
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(10, 10)
+model.register_buffer("table", torch.ones(1_000_000))
+optimizer = torch.optim.AdamW(model.parameters())
+session = ftrun.attach(model=model, optimizer=optimizer)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+for step in session.steps(100_000):
+    model(torch.ones(2, 10)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if pathlib.Path("end").exists():
+        break
+"""
+
+
+def test_status_shows_what_snapshots_need_before_the_first_one(
+    start: Start, script: Callable[..., str], tmp_path: Path
+) -> None:
+    def memory(key: str) -> int:
+        return int((run.status().get("snapshots") or {}).get(key, 0))  # type: ignore[attr-defined]
+
+    run = start("--nproc-per-node", "2", script(BEFORE_THE_FIRST_STEP))
+    both_ranks = 2 * 2 * 4 * MB  # two slots for each
+    run.wait_until("needed", lambda: memory("needed_bytes") >= both_ranks)
+    assert memory("needed_bytes") < 1.3 * both_ranks
+    assert memory("memory_bytes") == 0
+    words = [sys.executable, "-m", "ftrun", "status", run.run_id]
+    text = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    assert "none yet; 0" in text
+    assert "of memory in all, up to 16" in text
+    assert "more needed" in text
+    (tmp_path / "go").touch()
+    run.wait_until("held", lambda: memory("memory_bytes") >= both_ranks)
+    run.wait_until("not needed any more", lambda: memory("needed_bytes") == 0)
+    (tmp_path / "end").touch()
+    assert run.wait() == 0, run.text
 
 
 TWO_RANKS = """

@@ -252,6 +252,7 @@ class Node:
                 | smp_messages.RestoreReady()
                 | smp_messages.RestoreFailed()
                 | smp_messages.PeersUnreachable()
+                | smp_messages.MemoryNeeded()
                 | smp_messages.SmpNotice()
             ):
                 self.reported.append(body)

@@ -82,7 +82,9 @@ class Node:
             received = self.agent.receive(deadline_s=TIMEOUT_S)
             if isinstance(received.body, worker_messages.ArenaGranted):
                 self.arenas[received.body.rank] = received.fds[0]
-            elif not isinstance(received.body, smp_messages.VersionCommitted):
+            elif not isinstance(
+                received.body, smp_messages.MemoryNeeded | smp_messages.VersionCommitted
+            ):
                 return received.body
 
     def restore_point(self) -> Version | None:

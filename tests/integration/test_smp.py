@@ -243,6 +243,8 @@ class World:
             self.fds.extend(received.fds)
             if isinstance(received.body, kind):
                 return received.body
+            if isinstance(received.body, smp_messages.MemoryNeeded):
+                continue
             assert isinstance(
                 received.body,
                 worker_messages.ArenaGranted

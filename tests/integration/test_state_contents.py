@@ -19,9 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import ShapeChanged, ValueNotStorable
 from ftrun.wire.shared_memory.pages import HeartbeatField
-from tests.integration.in_process_worker import Run
+from ftrun.worker.state.tensors import copyable
+from tests.integration.in_process_worker import TIMEOUT_S, Run
 
 KILLED_AT, END = 3, 6
 
@@ -75,6 +77,8 @@ def assert_equal(mine: Any, its: Any, path: str) -> None:
         assert_equal(mine.to_local(), its.to_local(), path)
     elif isinstance(its, torch.Tensor):
         assert (mine.dtype, mine.shape, mine.stride()) == (its.dtype, its.shape, its.stride()), path
+        if its.dtype is torch.float4_e2m1fn_x2:  # torch does not compare them
+            mine, its = copyable(mine), copyable(its)
         assert torch.equal(mine, its), path
     elif isinstance(its, np.ndarray):
         assert (mine.dtype, mine.shape, mine.strides) == (its.dtype, its.shape, its.strides), path
@@ -150,6 +154,86 @@ def test_arrays_and_tensors_among_plain_values_keep_their_strides(run: Run) -> N
     for key in ("fortran", "readonly", "scalar", "turned"):
         assert_equal(again["notes"][key], run_things["notes"][key], key)
     assert np.array_equal(again["notes"]["backwards"], run_things["notes"]["backwards"])
+
+
+# --- two values per byte -----------------------------------------------------------------------
+
+
+def packed(at: int, *shape: int) -> torch.Tensor:
+    given = torch.Generator().manual_seed(at)
+    found = torch.randint(256, shape, dtype=torch.uint8, generator=given, device="cpu")
+    return found.to(torch.get_default_device()).view(torch.float4_e2m1fn_x2)
+
+
+class PackedMomentum(torch.optim.Optimizer):
+    """SGD with a momentum of two values per byte; ftrun copies it while the training continues."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # torch would convert the state to the dtype of the parameters
+        super().load_state_dict({**state_dict, "state": {}})
+        for at, state in state_dict["state"].items():
+            self.state[self.param_groups[0]["params"][at]] = state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, size = self.state[parameter], (300, 200)
+            if not state:
+                state["small"], state["large"] = packed(0, 2, 3), packed(1, *size)
+            by = int(parameter.grad.abs().sum() * 1000) % 255 + 1
+            for one in state.values():
+                one.view(torch.uint8).add_(by)
+            parameter.sub_(parameter.grad * (0.1 + state["large"].view(torch.uint8)[0, 0] / 1e4))
+
+
+@pytest.mark.parametrize("verified", [0, 3])
+def test_tensors_with_two_values_per_byte_come_back_in_every_bit(run: Run, verified: int) -> None:
+    def build() -> Things:
+        model = linear()
+        model.register_buffer("scale", packed(2, 5, 4))
+        model.register_buffer("turned", packed(3, 400, 300).t())
+        model.frozen = nn.Parameter(packed(4, 300, 300), requires_grad=False)
+        model.empty = nn.Parameter(packed(5, 0, 3), requires_grad=False)
+        optimizer = PackedMomentum(model.parameters())
+        optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "optimizer": optimizer, "notes": {}}
+
+    def turn(things: Things, at: int) -> None:
+        step(things, at)
+        things["model"].scale.view(torch.uint8).add_(at)
+        things["notes"]["code"] = packed(at, 7)
+
+    run.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, verify_first=verified)
+    things, _ = ends_equal(run, build, turn)
+    again = build()
+    assert run.attach(**again).restored
+    assert_equal(again["notes"], things["notes"], "notes")
+    assert not run.page.get(HeartbeatField.DISCARDED_COUNT), run.page.note
+
+
+def test_a_packed_tensor_without_dimensions_is_named_at_attach(run: Run) -> None:
+    model = linear()
+    model.register_buffer("code", packed(1))
+    with pytest.raises(ValueNotStorable, match=r"model\.code.*float4_e2m1fn_x2"):
+        run.attach(model=model)
+
+
+def test_packed_values_are_not_converted(run: Run) -> None:
+    def build(dtype: torch.dtype) -> Things:
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        table = packed(1, 8) if dtype is torch.float4_e2m1fn_x2 else torch.ones(8, dtype=dtype)
+        model.table = nn.Parameter(table, requires_grad=False)
+        return {"model": model, "optimizer": optimizer}
+
+    things = build(torch.float4_e2m1fn_x2)
+    for at in run.attach(**things).steps(KILLED_AT):
+        step(things, at)
+    with pytest.raises(ShapeChanged, match=r"model\.table"):
+        run.attach(**build(torch.float32))
 
 
 # --- gradients ---------------------------------------------------------------------------------

@@ -324,6 +324,15 @@ class WorkerGroup:
         has_heartbeat = any(page.get(HeartbeatField.HEARTBEAT_NS) for page in pages)
         return "" if is_protected or not has_heartbeat else "the script does not call ftrun.attach"
 
+    def slow_capture(self) -> str:
+        """Why ranks here copy from devices slowly, and what to do; empty if none does."""
+        slow = [(slot.rank, text) for slot in self.slots if (text := slot.page.slow_capture)]
+        if not slow:
+            return ""
+        (rank, reason), *others = slow
+        more = f" and {len(others)} more here" if others else ""
+        return f"rank {rank}{more}: {reason}"
+
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
         pages = self.pages

@@ -277,9 +277,10 @@ def _gone(gone: Departure, now_s: float) -> NodeStatus:
 def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
     """Warnings of the first nodes; other nodes usually report the same warnings."""
     found = [
-        f"node {node_id}: {heartbeat.repeat_warning}"
+        f"node {node_id}: {text}"
         for node_id, heartbeat in sorted(heartbeats.items())
-        if heartbeat.repeat_warning
+        for text in (heartbeat.repeat_warning, heartbeat.capture_warning)
+        if text
     ]
     if len(found) > WARNINGS_SHOWN:
         more = len(found) - WARNINGS_SHOWN

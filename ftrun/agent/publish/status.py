@@ -20,6 +20,7 @@ from ftrun.journal import FILE_NAME
 from ftrun.membership.discovery import MemberRole
 from ftrun.recovery.supervisor import STOPPING, SupervisorState
 from ftrun.urls import without_password
+from ftrun.wire.messages.smp import MemoryNeeded
 from ftrun.wire.messages.status import (
     STALE_S,
     CheckpointStatus,
@@ -160,7 +161,7 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
             rank_statuses(reports, views, decided.lateness_s), run.workers.handles, strict=True
         )
     )
-    warning = run.generations.repeats.warning
+    warnings = (run.generations.repeats.warning, run.workers.slow_capture())
     return StatusView(
         run_id=run.spec.run_id,
         state=_state(run, decided),
@@ -172,7 +173,7 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
         restart_budget=decided.restart_budget,
         incidents=decided.incidents,
         restarts=_restarts(run, now_s),
-        warnings=(warning,) if warning else (),
+        warnings=tuple(text for text in warnings if text),
         ranks=ranks,
         snapshots=snapshots,
         checkpoint=_checkpoint(run, now_s),
@@ -251,12 +252,25 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
         bytes_per_rank=most(pages, HeartbeatField.IMAGE_BYTES),
         memory_bytes=arena_bytes + redundancy_bytes,
         redundancy_bytes=redundancy_bytes,
+        needed_bytes=needed_bytes(
+            run.smp.needed, redundancy_bytes=redundancy_bytes, has_commit=committed is not None
+        ),
         taken=most(pages, HeartbeatField.SEALED_COUNT),
         skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
         discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
         blocked_s=blocked_s(pages),
         every=_every(run, commands, furthest=most(pages, HeartbeatField.STEP)),
     )
+
+
+def needed_bytes(needed: MemoryNeeded, *, redundancy_bytes: int, has_commit: bool) -> int:
+    """Bytes that snapshots need on this node in addition to those that they have.
+
+    Before the first commit this includes the upper bound of parity. After it, what other nodes need
+    here is allocated, and may be less.
+    """
+    parity_bytes = 0 if has_commit else max(0, needed.parity_bytes - redundancy_bytes)
+    return needed.arena_bytes + parity_bytes
 
 
 def _every(run: "Run", commands: SharedPage | None, *, furthest: int) -> int:

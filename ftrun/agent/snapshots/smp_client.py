@@ -55,6 +55,8 @@ class AgentSmpClient:
     refused: str = ""
     """Reason why the last checkpoint could not be written."""
     memory: RetainedMemory = field(default_factory=RetainedMemory)
+    needed: smp_messages.MemoryNeeded = field(default_factory=lambda: smp_messages.MemoryNeeded(0))
+    """What snapshots need on this node, as the SMP reported it last."""
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
@@ -383,6 +385,8 @@ class AgentSmpClient:
         match body:
             case smp_messages.ParityRegionCreated():
                 self.memory.retain_parity_region(body.slot, *received.fds)
+            case smp_messages.MemoryNeeded():
+                self.needed = body
             case smp_messages.ParityRegionFreed():
                 self.memory.drop_parity_region(body.slot)
             case smp_messages.VersionReady():

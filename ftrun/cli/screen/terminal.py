@@ -231,6 +231,8 @@ def _snapshot_lines(view: StatusView) -> list[str]:
     memory = f"{size(has.memory_bytes)} of memory in all"
     if has.redundancy_bytes:
         memory += f", {size(has.redundancy_bytes)} of it for other nodes"
+    if has.needed_bytes:
+        memory += f", up to {size(has.needed_bytes)} more needed"
     lines = [f"snapshots   {newest}; {each}{memory}"]
     if view.uptime_s is not None:  # no agent answered otherwise, and only the agent counts
         counts = f"{has.taken:,} taken, {has.skipped:,} skipped, {has.discarded:,} discarded"

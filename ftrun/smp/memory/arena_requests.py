@@ -2,7 +2,8 @@
 
 Runs in:  the SMP, in the server's thread; jobs allocate the pages of arenas.
 Takes in: ReserveMemory and RequestArena.
-Gives:    arenas to workers, duplicates of them to the agent, refusals with sizes in bytes.
+Gives:    arenas to workers, duplicates of them to the agent, refusals with sizes in bytes, and to
+          the agent the bytes that are needed.
 Survives: the death of the SMP: an arena being allocated is lost with it, and the worker requests
           one from the next SMP.
 
@@ -92,6 +93,7 @@ class ArenaRequests:
         """Begin a generation; `parity_share` is as in `parity_share` of redundancy/group.py."""
         self._parity_share = parity_share
         self._is_parity_reported = False
+        self._report_needed()
 
     def reserve(self, requester: Requester, body: worker_messages.ReserveMemory) -> None:
         """Reply whether two slots of this size fit in addition to the requests of other ranks."""
@@ -104,6 +106,7 @@ class ArenaRequests:
         else:
             requester.send(messages.Done())
             self._check_parity()
+        self._report_needed()
 
     def request(self, requester: Requester, body: worker_messages.RequestArena) -> None:
         shape = ArenaShape(
@@ -122,6 +125,7 @@ class ArenaRequests:
             # The agent has its descriptor already: from the allocation, from MemoryHandedOver, or
             # because it sent the descriptor with AdoptMemory.
             self._memory.forget_promise(Rank(body.rank))
+            self._report_needed()
             requester.send(granted(shape), fds=(arena.fd,))
             return
         self._make(_Making(shape, generation, [requester]))
@@ -131,8 +135,10 @@ class ArenaRequests:
         try:
             self._memory.promise(rank, shape.total_bytes, image_bytes=shape.image_bytes)
         except MemoryTooSmall as error:
+            self._report_needed()
             self._refuse(making.requesters, error)
             return
+        self._report_needed()
         self._making[rank] = making
         self._jobs.submit(
             f"memory-{rank % NUM_LANES}",
@@ -157,6 +163,7 @@ class ArenaRequests:
         if is_wanted:
             self._memory.add(fd, making.generation)
             self._send_to_agent(granted(making.shape), fds=(fd,))
+            self._report_needed()
             crash_point("smp.arena.agent_notified")
         for requester in making.requesters:
             if is_wanted:
@@ -187,10 +194,18 @@ class ArenaRequests:
                 requester.send(_NOT_WANTED)
 
     @property
+    def _all_parity_bytes(self) -> int:
+        """Upper bound of bytes for other nodes; replicas need no parity."""
+        return int(self._parity_share * self._memory.planned_bytes)
+
+    @property
     def _parity_bytes(self) -> int:
-        """Upper bound of bytes still to allocate for other nodes; replicas need no parity."""
-        return max(
-            0, int(self._parity_share * self._memory.planned_bytes) - self._parity_region_bytes()
+        """The part of the upper bound that is still to be allocated."""
+        return max(0, self._all_parity_bytes - self._parity_region_bytes())
+
+    def _report_needed(self) -> None:
+        self._send_to_agent(
+            smp_messages.MemoryNeeded(self._memory.wanted_bytes, self._all_parity_bytes)
         )
 
     def _check_parity(self) -> None:

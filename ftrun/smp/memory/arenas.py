@@ -114,9 +114,14 @@ class ArenaStore:
         return {*self._arenas, *self._wanted}
 
     @property
+    def wanted_bytes(self) -> int:
+        """Bytes that ranks requested and do not have yet, granted or refused."""
+        return sum(self._wanted.values())
+
+    @property
     def planned_bytes(self) -> int:
         newest = sum(arenas[-1].shape.total_bytes for arenas in self._arenas.values())
-        return newest + sum(self._wanted.values())
+        return newest + self.wanted_bytes
 
     @property
     def _needed_bytes(self) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError
-from ftrun.snapshot.layout import ITEM_BYTES
+from ftrun.snapshot.layout import ITEM_BYTES, public_shape
 from ftrun.tools.export.selection import ExportOutline, natural
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import (
@@ -105,7 +105,7 @@ def _planned(
         end += one.num_bytes
         described[one.name] = {
             "dtype": one.dtype,
-            "shape": list(one.shape),
+            "shape": public_shape(one.dtype, one.shape),
             "data_offsets": [offsets[one.name], end],
         }
     text = json.dumps(described, separators=(",", ":")).encode()

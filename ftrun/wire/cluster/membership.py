@@ -175,6 +175,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     fitness: NodeFitness | None = None  # of its newest check; None: it makes no checks
     repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
+    capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):

@@ -176,6 +176,17 @@ class SmpNotice(Message, frozen=True, tag="SmpNotice"):
     ranks: list[int] = []  # ranks that the notice concerns, if known
 
 
+class MemoryNeeded(Message, frozen=True, tag="MemoryNeeded"):
+    """SMP -> agent, unsolicited: bytes for snapshots, when the requests of the ranks change.
+
+    `arena_bytes` is what the ranks requested and do not have yet, including refused requests.
+    `parity_bytes` is the upper bound of what this node stores for other nodes, allocated or not.
+    """
+
+    arena_bytes: int
+    parity_bytes: int = 0
+
+
 class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
     """SMP -> agent, unsolicited: nodes of the group that are unreachable now."""
 
@@ -247,7 +258,7 @@ class Shutdown(Message, frozen=True, tag="Shutdown"):
 
 SmpMessage = (
     AbandonVersion | AdoptMemory | BeginGeneration | CommitVersion | HandOverMemory | Inventory
-    | InventoryRequest | ListenForPeers | ListeningForPeers | MemoryHandedOver | ParityRegionCreated
-    | PeersUnreachable | PersistRunState | RestoreFailed | RestoreReady | Shutdown | SmpNotice
-    | ParityRegionFreed | VersionCommitted | VersionReady | VoidAfter
+    | InventoryRequest | ListenForPeers | ListeningForPeers | MemoryHandedOver | MemoryNeeded
+    | ParityRegionCreated | ParityRegionFreed | PeersUnreachable | PersistRunState | RestoreFailed
+    | RestoreReady | Shutdown | SmpNotice | VersionCommitted | VersionReady | VoidAfter
 )  # fmt: skip

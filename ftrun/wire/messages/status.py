@@ -90,6 +90,7 @@ class SnapshotStatus(msgspec.Struct, frozen=True):
     bytes_per_rank: int = 0
     memory_bytes: int = 0
     redundancy_bytes: int = 0  # part of `memory_bytes` that holds mirrors and parity of other nodes
+    needed_bytes: int = 0  # upper bound of what is needed in addition to `memory_bytes`
     taken: int = 0
     skipped: int = 0
     discarded: int = 0

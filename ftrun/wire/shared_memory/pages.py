@@ -31,6 +31,7 @@ _TIMES_AT = 64  # in words: counts of step times by bucket, then their sum
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
 _CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
 _CALLS_EVERY = (1, 8, 64, 512)
+_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES = 1664, 384
 _BACKENDS_AT, _BACKENDS_BYTES = 3200, 896
 _GROUPS_AT, _GROUPS_BYTES = 4096, 4096
 MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
@@ -145,6 +146,9 @@ class SharedPage:
 
     phase = _Text(2048, 64)
     note = _Text(2176, 1024)  # reason why no snapshots are taken, or another note for the operator
+    slow_capture = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
+    """Why copies of devices are slower than they could be, and what to do; empty if they are not.
+    It is written once."""
     backends = _Text(_BACKENDS_AT, _BACKENDS_BYTES)
     """Backends of this rank's groups, encoded by `ftrun.monitor.page_values`, as are `groups`."""
     groups = _Text(_GROUPS_AT, _GROUPS_BYTES)  # process groups of this rank

@@ -33,7 +33,7 @@ from ftrun.worker.capture.device_copies import device_at, synchronize
 from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
 from ftrun.worker.capture.lazy_check import LazySamples, LazyTensor
 from ftrun.worker.state.state_tree import TensorSource
-from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut
+from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut, copyable
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class SlotViews:
 
     def target(self, name: str) -> torch.Tensor:
         if name not in self._targets:
-            self._targets[name] = entry_view(self.data, self._entries[name])
+            self._targets[name] = copyable(entry_view(self.data, self._entries[name]))
         return self._targets[name]
 
     def prepare(
@@ -180,23 +180,23 @@ class SlotViews:
         on_devices: list[DeviceSource] = []
         at_boundary = names_at_boundary(persistent, boundary_names)
         for source in persistent:
-            entry = self._entries[source.name]
+            entry, tensor = self._entries[source.name], copyable(source.tensor)
             target = self.target(source.name)
             if source.name in at_boundary:
                 made.boundary_targets.append(target)
-                made.boundary_sources.append(source.tensor)
+                made.boundary_sources.append(tensor)
                 continue
-            made.lazy.append(LazyTensor(source.name, source.tensor, target))
-            if not source.tensor.is_cpu:
-                one = self._on_device(entry, source.tensor, index_at)
+            made.lazy.append(LazyTensor(source.name, tensor, target))
+            if not tensor.is_cpu:
+                one = self._on_device(entry, tensor, index_at)
                 on_devices.append(one)
                 hashed.update(index for index, _ in one.pieces)
-            elif entry.is_small or not can_be_cut(source.tensor):
+            elif entry.is_small or not can_be_cut(tensor):
                 made.whole_targets.append(target)
-                made.whole_sources.append(source.tensor)
+                made.whole_sources.append(tensor)
                 made.whole_names.append(source.name)
             else:
-                cuts = self._cut(entry, source.tensor, index_at)
+                cuts = self._cut(entry, tensor, index_at)
                 made.cuts += cuts
                 hashed.update(one.index for one in cuts)
         made.on_devices = DeviceCopies(on_devices)

@@ -41,6 +41,7 @@ CORES_FOR_TWO_THREADS = 4
 """A rank with at least this many cores copies with two threads."""
 
 _SMALLEST_BITS = 16
+_MAX_ERROR_CHARS = 100
 
 _log = logging.getLogger(__name__)
 
@@ -319,9 +320,24 @@ def _second_thread() -> ThreadPoolExecutor | None:
     return ThreadPoolExecutor(1, "ftrun-copy-2")
 
 
-@functools.cache
-def _warn_pageable(error: str) -> None:
-    _log.warning("no page-locked memory, so copies from devices are slower: %s", error)
+_refusals: list[str] = []
+
+
+def slow_reason() -> str:
+    """Why copies of this process go through pageable memory, and what to do; empty if none does."""
+    return _refusals[0] if _refusals else ""
+
+
+def _note_refusal(error: RuntimeError) -> None:
+    if _refusals:
+        return
+    first, _, _ = str(error).partition("\n")
+    _refusals.append(
+        f"the system refuses page-locked memory ({first[:_MAX_ERROR_CHARS]}), so copies between "
+        "devices and snapshots are slower. Raise the limit of locked memory (ulimit -l, "
+        "LimitMEMLOCK, --ulimit memlock=-1) or free memory of the host, and start the run again"
+    )
+    _log.warning("%s", _refusals[0])
 
 
 def _host_memory(num_bytes: int) -> torch.Tensor:
@@ -331,5 +347,5 @@ def _host_memory(num_bytes: int) -> torch.Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
-        _warn_pageable(str(error))
+        _note_refusal(error)
         return torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -25,7 +25,7 @@ from ftrun.snapshot.plain_values import TensorRef, decode, encode
 from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.module_state import named_parts
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources
-from ftrun.worker.state.tensors import is_sharded
+from ftrun.worker.state.tensors import copyable, is_sharded
 
 _MAX_LOCAL_BYTES = 64 << 20
 _MAX_ITEMS = 1000
@@ -142,8 +142,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
             local = local._local_tensor  # type: ignore[attr-defined]
         if local.layout is not torch.strided or local.is_meta:
             return "not comparable"
-        flat = local.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        head = f"{flat.dtype}{tuple(local.shape)}"
+        flat = copyable(local.cpu().resolve_conj().resolve_neg()).contiguous().reshape(-1)
+        head = f"{local.dtype}{tuple(local.shape)}"
         hasher = xxhash.xxh3_64(head.encode())
         hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()

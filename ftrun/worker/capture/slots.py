@@ -31,10 +31,12 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
+from ftrun.worker.capture.device_copies import slow_reason
 from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree
+from ftrun.worker.state.tensors import copyable
 
 Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...], int, Group]
 """Entries of persistent and of fresh sources, the size of pieces, and the members that share."""
@@ -76,7 +78,7 @@ class ArenaSlots:
             cached = self._copies[slot] = (state.persistent, made)
         copy = cached[1]
         num_persistent = len(copy.boundary_targets) - len(state.fresh)
-        copy.boundary_sources[num_persistent:] = [source.tensor for source in state.fresh]
+        copy.boundary_sources[num_persistent:] = [copyable(one.tensor) for one in state.fresh]
         return copy
 
     def forget_copies(self) -> None:
@@ -176,6 +178,8 @@ class SlotProvider:
         page.set(HeartbeatField.SEALED_STEP, step)
         page.set(HeartbeatField.SEALED_NS, clock.now_ns())
         page.add(HeartbeatField.SEALED_COUNT, 1)
+        if (reason := slow_reason()) and not page.slow_capture:
+            page.slow_capture = reason
         link.report_sealed(step=step, layout_id=slots.layout_id, check=check)
         crash_point("worker.capture.smp_notified")
 

@@ -51,7 +51,7 @@ from ftrun.worker.capture.lazy_check import LINE_BYTES, bits_of, line_of, rows_o
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, TensorSource
-from ftrun.worker.state.tensors import byte_view
+from ftrun.worker.state.tensors import byte_view, copyable
 
 BLOCK_BYTES = 1 << 20
 """Largest block of a part."""
@@ -236,7 +236,7 @@ class CheckedReplicas:
 
     def __init__(self, shared: Sequence[TensorSource], key: int) -> None:
         self._key = key.to_bytes(8, "little")
-        tensors = [source.tensor for source in sorted(shared, key=lambda one: one.name)]
+        tensors = [copyable(one.tensor) for one in sorted(shared, key=lambda one: one.name)]
         self._device = tensors[0].device if tensors else torch.device("cpu")
         most_bytes = BLOCK_BYTES if self._device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._blocks = [block for tensor in tensors for block in slices(tensor, most_bytes)]

@@ -48,6 +48,7 @@ from ftrun.worker.state.tensors import (
     LocalPart,
     at_home,
     box_of,
+    copyable,
     is_expanded,
     is_sharded,
     local_tensor,
@@ -282,7 +283,7 @@ class RuledState(RankState):
         return (total / len(made)).to(made[0].dtype).view(placed.shape)
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self.tensor(name))
+        copyable(target).copy_(copyable(self.tensor(name)))
 
     def check_all_used(self) -> None:
         check_used({name: str(self.entry(name)) for name in self._placed}, self._used)
@@ -296,5 +297,7 @@ class RuledState(RankState):
     def _deref(self, ref: TensorRef) -> object:
         made = self.tensor(ref.name)
         if ref.stride:
-            made = early_restore.empty(tuple(made.shape), made.dtype, "cpu", ref.stride).copy_(made)
+            turned = early_restore.empty(tuple(made.shape), made.dtype, "cpu", ref.stride)
+            copyable(turned).copy_(copyable(made))
+            made = turned
         return made.numpy() if ref.kind == "array" else at_home(made, ref.kind)

@@ -32,7 +32,7 @@ from ftrun.worker.reshard.source import CheckedShards
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.shard import check_used
-from ftrun.worker.state.tensors import DTYPES, at_home
+from ftrun.worker.state.tensors import DTYPES, at_home, copyable
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
 _SHOULD_AGREE = {
@@ -161,7 +161,9 @@ class SourceState:
         empty = torch.empty(0, dtype=dtype, device="cpu")
         copied = (readable(memoryview(raw), dtype) if raw else empty).view(entry.shape)
         if ref.stride:
-            copied = early_restore.empty(entry.shape, dtype, "cpu", ref.stride).copy_(copied)
+            turned = early_restore.empty(entry.shape, dtype, "cpu", ref.stride)
+            copyable(turned).copy_(copyable(copied))
+            copied = turned
         return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:

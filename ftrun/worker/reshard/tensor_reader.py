@@ -17,7 +17,7 @@ from ftrun.errors import SnapshotCorrupt
 from ftrun.sharding.partition import StoredRegion
 from ftrun.sharding.source_index import MOST_BYTES, BoxCopy, ByteRange, WholeTensor
 from ftrun.worker.reshard.source import CheckedShards
-from ftrun.worker.state.tensors import DTYPES, box_of, local_tensor
+from ftrun.worker.state.tensors import DTYPES, box_of, copyable, local_tensor
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +65,10 @@ def copy_boxes(
     num_bytes = 0
     for _, part, target in reads:
         raw = _bytes(part, shards)
-        source = readable(raw, DTYPES[part.dtype]).as_strided(part.shape, part.strides)
+        items = copyable(readable(raw, DTYPES[part.dtype]))
+        source = items.as_strided(part.shape, part.strides)
         first = target.storage_offset() + part.to_first
-        target.as_strided(part.shape, part.to_strides, first).copy_(source)
+        copyable(target).as_strided(part.shape, part.to_strides, first).copy_(source)
         num_bytes += len(raw)
     return num_bytes
 

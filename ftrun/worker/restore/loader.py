@@ -30,7 +30,7 @@ from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip, load
 from ftrun.worker.state.optimizer_state import load_optimizer, load_wrapper, put_back_gradients
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
-from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
+from ftrun.worker.state.tensors import DTYPES, byte_view, copyable, is_expanded
 
 _NOTHING = "nothing"
 
@@ -101,8 +101,8 @@ class RankState(SavedState, Protocol):
             if is_expanded(source.tensor):
                 expanded.append(source)
             elif source.entry.is_small:
-                targets.append(source.tensor)
-                sources.append(self.tensor(source.name))
+                targets.append(copyable(source.tensor))
+                sources.append(copyable(self.tensor(source.name)))
             else:
                 large.append(source)
         pairs = zip(persistent.sources, persistent.originals, strict=True)
@@ -184,12 +184,13 @@ def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
 
     If those items were saved with different values, the tensor gets memory for each item.
     """
-    one_each, its = target.detach(), saved
+    one_each, its = copyable(target.detach()), copyable(saved)
     for dim, stride in enumerate(target.stride()):
         if stride == 0:
             one_each, its = one_each.narrow(dim, 0, 1), its.narrow(dim, 0, 1)
     one_each.copy_(its)
-    if not torch.equal(byte_view(target.contiguous()), byte_view(saved.to(target.device))):
+    now = byte_view(copyable(target).contiguous())
+    if not torch.equal(now, byte_view(saved.to(target.device))):
         target.data = saved.to(target.device, target.dtype, copy=True)
 
 

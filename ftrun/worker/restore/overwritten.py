@@ -18,7 +18,7 @@ from ftrun.snapshot.layout import CopyTiming
 from ftrun.worker.state.module_state import content
 from ftrun.worker.state.optimizer_state import into, is_identity, mapped
 from ftrun.worker.state.state_tree import StateTree, TensorSource
-from ftrun.worker.state.tensors import address_of, version_of
+from ftrun.worker.state.tensors import address_of, copyable, version_of
 
 _SAMPLED = 16
 
@@ -164,5 +164,5 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a few elements on the same device, which does not synchronize with the device."""
-    flat = tensor.detach().reshape(-1)
+    flat = copyable(tensor.detach()).reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED)].clone()

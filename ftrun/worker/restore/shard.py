@@ -28,7 +28,15 @@ from ftrun.worker.capture.copying import digest_of, entry_view
 from ftrun.worker.capture.device_copies import Bytes, Device, device_at, in_two_threads
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore import early_restore
-from ftrun.worker.state.tensors import DTYPES, LocalPart, byte_view, can_be_cut, home_of
+from ftrun.worker.state.tensors import (
+    DTYPES,
+    LocalPart,
+    byte_view,
+    can_be_cut,
+    copyable,
+    home_of,
+    is_castable,
+)
 
 
 class LocalShardReader:
@@ -119,12 +127,13 @@ class LocalShardReader:
         pieces = self._layout.pieces_of(entry)
         is_checked = self._unchecked.isdisjoint(pieces)
         is_cast = DTYPES[entry.dtype] != target.dtype
+        target = copyable(target)
         device = None if target.is_cpu else device_at(target.device)
         if device is not None and not entry.is_small and not is_cast:
             self._put(device, entry, target)
             return
         if is_checked or entry.is_small or is_cast or not can_be_cut(target):
-            target.copy_(self.tensor(name))
+            target.copy_(copyable(self.tensor(name)))
             return
         self._used.add(name)
         into = byte_view(target)
@@ -201,7 +210,7 @@ class LocalShardReader:
             if copied is None:
                 self.copy_into(ref.name, made)
             else:
-                made.copy_(copied)
+                copyable(made).copy_(copyable(copied))
             copied = made
         self._used.add(ref.name)
         if ref.kind == "array":
@@ -217,7 +226,7 @@ def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
 
 def fits(saved: str, now: str, casts: bool) -> bool:
     """Whether a saved dtype may be loaded into another, both by safetensors' names."""
-    return saved == now or (casts and all(DTYPES[one].is_floating_point for one in (saved, now)))
+    return saved == now or (casts and is_castable(DTYPES[saved]) and is_castable(DTYPES[now]))
 
 
 def check_fits(changed: Sequence[tuple[str, str, str]]) -> None:

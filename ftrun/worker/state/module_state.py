@@ -16,7 +16,7 @@ from torch import nn
 
 from ftrun.errors import ShapeChanged, StateDictFailed, ValueNotStorable
 from ftrun.snapshot.plain_values import Skips, TensorRef, encode, join
-from ftrun.worker.state.tensors import byte_view, described, local_tensor
+from ftrun.worker.state.tensors import byte_view, copyable, described, local_tensor
 
 EXTRA_STATE = "._extra_state"
 """Suffix of a module's path for the result of `get_extra_state`, as in `state_dict()`."""
@@ -241,8 +241,8 @@ def content(value: object, path: str = "", skip: Skips | None = None) -> bytes:
             leaf = torch.from_numpy(leaf.copy())
         if not isinstance(leaf, torch.Tensor):
             return None
-        local = local_tensor(leaf, "a tensor").cpu().contiguous()
-        digest = xxhash.xxh3_128_hexdigest(byte_view(local).numpy().data)
+        local = local_tensor(leaf, "a tensor").cpu()
+        digest = xxhash.xxh3_128_hexdigest(byte_view(copyable(local).contiguous()).numpy().data)
         return TensorRef(f"{described(local)} {digest}")
 
     return encode(value, root=path, refer=refer, skip=skip)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ftrun.errors import ShapeChanged
 from ftrun.snapshot.boxes import Shape
-from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, is_sharded, stride_for
+from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, is_castable, is_sharded, stride_for
 from ftrun.worker.state.unprotected import shown
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _is_other(present: torch.Tensor, found: _Saved, *, casts: bool) -> bool:
     dtype, shape, stride = found
     if stride and present.stride() != stride:
         return True
-    is_cast = casts and DTYPES[dtype].is_floating_point and present.is_floating_point()
+    is_cast = casts and is_castable(DTYPES[dtype]) and is_castable(present.dtype)
     return tuple(present.shape) != tuple(shape) or (
         DTYPE_NAMES.get(present.dtype) != dtype and not is_cast
     )

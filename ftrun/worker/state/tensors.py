@@ -23,11 +23,14 @@ DTYPE_NAMES = {
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64", torch.complex128: "C128",
+    torch.float4_e2m1fn_x2: "F4",
 }  # fmt: skip
 """Name of each dtype that can be stored, as safetensors spells it if it knows the dtype."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+PACKED = torch.float4_e2m1fn_x2
+"""Two values in each byte. Torch converts no such item, and copies not all strides of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ def local_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
         detached.layout is not torch.strided
         or detached.dtype not in DTYPE_NAMES
         or detached.is_meta
+        or (detached.dtype is PACKED and not detached.dim())  # no whole row for safetensors
         or is_traceable_wrapper_subclass(detached)
     ):
         kind = f"{type(tensor).__name__} of {tensor.dtype} ({tensor.layout}, {tensor.device})"
@@ -52,6 +56,16 @@ def local_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor; tested by attributes, because that module may not be loaded."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether values of this dtype can be converted to another floating dtype, and back."""
+    return dtype.is_floating_point and dtype is not PACKED
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with items that torch copies from and to any strides."""
+    return tensor.view(torch.uint8) if tensor.dtype is PACKED else tensor
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -356,6 +356,7 @@ int fake_set_mode(int mode, uint64_t seed, unsigned max_pause_us) {
 }
 uint64_t fake_num_pending() { return fake::num_pending(); }
 uint64_t fake_bytes_in_use(int device) { return fake::bytes_in_use(device); }
+void fake_set_pinned_limit(uint64_t bytes) { fake::set_pinned_limit(bytes); }
 uint64_t fake_memory_limit(int device) { return fake::memory_limit(device); }
 void fake_set_memory_limit(int device, uint64_t bytes) { fake::set_memory_limit(device, bytes); }
 int fake_has_context(int device) { return fake::contexts.at(device); }

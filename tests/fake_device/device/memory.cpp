@@ -55,6 +55,7 @@ std::map<const char*, Block> blocks;
 std::list<Released> waiting;  // released, and not reusable yet
 std::mutex pinned_lock;
 std::map<const char*, Pinned> pinned;
+size_t pinned_limit = SIZE_MAX;
 
 char* map_space(int protection) {
   auto flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -189,8 +190,19 @@ void set_memory_limit(int device, size_t num_bytes) {
   spaces.at(device).limit = num_bytes;
 }
 
+void set_pinned_limit(size_t num_bytes) {
+  std::lock_guard guard(pinned_lock);
+  pinned_limit = num_bytes;
+}
+
 void* allocate_pinned(size_t num_bytes) {
   require_device();
+  {
+    std::lock_guard guard(pinned_lock);
+    auto used = num_bytes;
+    for (const auto& [start, one] : pinned) used += one.num_bytes;
+    if (used > pinned_limit) throw OutOfMemory("fake device: no more pinned memory is allowed");
+  }
   auto flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
   auto size = num_bytes > 0 ? num_bytes : 1;
   auto* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);

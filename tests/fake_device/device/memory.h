@@ -31,6 +31,7 @@ size_t memory_limit(int device);
 void set_memory_limit(int device, size_t num_bytes);
 
 void* allocate_pinned(size_t num_bytes);
+void set_pinned_limit(size_t num_bytes);  // of all pinned memory together, as RLIMIT_MEMLOCK
 void release_pinned(void* address);
 bool is_pinned(const void* address);
 std::shared_ptr<void> hold_pinned(const void* address);  // released: the memory may be unmapped

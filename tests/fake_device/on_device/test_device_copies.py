@@ -253,6 +253,30 @@ def test_two_threads_copy_the_same_bytes(
     assert second_thread
 
 
+@pytest.mark.parametrize("pinned_bytes", [0, 3 * BUFFER_BYTES // 2])
+@pytest.mark.parametrize("mode", ["lazy", "threads"])
+def test_without_page_locked_memory_copies_are_of_their_boundary_and_the_reason_is_known(
+    mode: str, pinned_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "_refusals", [])
+    fake.set_pinned_limit(pinned_bytes)
+    try:
+        assert run(monkeypatch, "free") == set()
+    finally:
+        fake.set_pinned_limit()
+    reason = device_copies.slow_reason()
+    assert "(fake device: no more pinned memory is allowed)" in reason
+    assert "ulimit -l" in reason
+    assert run(monkeypatch, "free") == set()
+    assert device_copies.slow_reason() == reason  # other buffers of the process are still pageable
+
+
+def test_with_page_locked_memory_there_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_refusals", [])
+    assert run(monkeypatch, "free") == set()
+    assert device_copies.slow_reason() == ""
+
+
 def test_an_update_waits_for_the_clones_and_not_for_the_copies() -> None:
     snapshots = Snapshots(some_tensors(), "free", "", is_staged=True)
     in_use = fake.bytes_in_use()

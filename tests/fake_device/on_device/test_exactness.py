@@ -45,6 +45,7 @@ from tests.integration.test_state_contents import (  # noqa: F401
     test_moments_of_channels_last_parameters_keep_their_strides,
     test_nested_state_comes_back_as_it_was_at_the_boundary,
     test_state_of_the_optimizer_as_a_whole_comes_back,
+    test_tensors_with_two_values_per_byte_come_back_in_every_bit,
     test_what_a_module_adds_to_its_state_dict_comes_back,
 )
 

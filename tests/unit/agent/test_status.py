@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
-from ftrun.agent.publish.status import with_age, with_cluster
+from ftrun.agent.publish.status import needed_bytes, with_age, with_cluster
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.messages.smp import MemoryNeeded
 from ftrun.wire.messages.status import (
     ClusterStatus,
     NodeStatus,
@@ -84,6 +85,18 @@ def test_a_run_that_tolerates_no_loss_is_not_protected(
     )
 
 
+@pytest.mark.parametrize(
+    ("redundancy_bytes", "has_commit", "found_bytes"),
+    [(0, False, 140), (30, False, 110), (50, False, 100), (0, True, 100)],
+)
+def test_parity_is_needed_until_it_is_there_or_a_commit_shows_its_size(
+    redundancy_bytes: int, has_commit: bool, found_bytes: int
+) -> None:
+    needed = MemoryNeeded(arena_bytes=100, parity_bytes=40)
+    found = needed_bytes(needed, redundancy_bytes=redundancy_bytes, has_commit=has_commit)
+    assert found == found_bytes
+
+
 def test_a_spare_shows_the_version_of_the_run() -> None:
     spare = msgspec.structs.replace(OWN, snapshots=SnapshotStatus())
     found = with_cluster(spare, cluster(committed_version=(2, 40)), has_secret=True)
@@ -116,6 +129,11 @@ def test_warnings_of_some_nodes_are_shown(count: int, last: str) -> None:
     assert found[0] == "node n0: w"
     assert found[-1].startswith(last)
     assert len(found) == min(count, WARNINGS_SHOWN + 1)
+
+
+def test_both_warnings_of_a_node_are_shown() -> None:
+    own = Heartbeat(generation=1, repeat_warning="differs", capture_warning="rank 0: pageable")
+    assert _warnings({"n0": own}) == ("node n0: differs", "node n0: rank 0: pageable")
 
 
 def test_a_node_that_has_come_is_standby_also_without_a_vote() -> None:

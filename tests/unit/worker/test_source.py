@@ -22,6 +22,7 @@ from ftrun.wire.shared_memory.arena import (
 )
 from ftrun.worker.reshard.source import CheckedShards, LocalShards
 from ftrun.worker.reshard.tensor_reader import fill
+from ftrun.worker.state.tensors import PACKED
 
 WANTED = version(2, 7)
 ROWS, COLUMNS = 1200, 150
@@ -36,6 +37,13 @@ def layout_of(rank: int) -> Layout:
             LayoutEntry("bias", "F32", (2,), CopyTiming.LAZY, part=TensorPart((4,), (2 * rank,))),
             LayoutEntry("wide", "F32", (ROWS, COLUMNS), CopyTiming.LAZY),
             LayoutEntry("mean", "F32", (3,), CopyTiming.BOUNDARY),
+            LayoutEntry(
+                "packed",
+                "F4",
+                (60, 80),
+                CopyTiming.LAZY,
+                part=TensorPart((120, 80), (60 * rank, 0)),
+            ),
         ],
         plain_bytes=1,
     )
@@ -73,6 +81,7 @@ def tensors_of(rank: int) -> dict[str, torch.Tensor]:
         "wide": torch.rand(ROWS, COLUMNS),
         "bias": torch.tensor([1.0, 2.0]) + rank,
         "mean": torch.full((3,), float(rank)),
+        "packed": torch.full((60, 80), 17 + rank, dtype=torch.uint8).view(PACKED),
     }
 
 
@@ -106,6 +115,7 @@ def wanted() -> dict[str, torch.Tensor]:
         "wide": torch.zeros(ROWS, COLUMNS),
         "bias": torch.zeros(4),
         "mean": torch.zeros(3),
+        "packed": torch.zeros(80, 120, dtype=PACKED).t(),
     }
 
 
@@ -126,6 +136,9 @@ def test_tensors_are_put_together_of_two_shards(give: Give, prefer: int) -> None
     for name in ("step", "wide", "mean"):
         assert torch.equal(found[name], expected[name])
     assert found["bias"].tolist() == [1, 2, 2, 3]
+    items = found["packed"].view(torch.uint8)
+    assert items[:60].eq(17).all()
+    assert items[60:].eq(18).all()
 
 
 def flip(offset_of: Callable[[Arena], int], in_rank: int) -> Callable[[Arena, int], object]:

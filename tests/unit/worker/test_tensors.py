@@ -12,7 +12,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftrun.snapshot.boxes import TensorPart, whole
 from ftrun.worker.restore.early_restore import empty
-from ftrun.worker.state.tensors import box_of, is_expanded, part_of, stride_for, stride_of
+from ftrun.worker.restore.shard import fits
+from ftrun.worker.state.tensors import (
+    box_of,
+    copyable,
+    is_castable,
+    is_expanded,
+    part_of,
+    stride_for,
+    stride_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +53,22 @@ def test_a_stride_fits_a_tensor_of_another_shape_by_the_order_of_its_dimensions(
 def test_repeated_items_are_seen() -> None:
     assert is_expanded(torch.zeros(1, 3).expand(2, 3))
     assert not is_expanded(torch.zeros(3).expand(1, 3))
+
+
+def test_packed_items_are_copied_as_bytes_and_not_converted() -> None:
+    packed = torch.randint(256, (80, 90), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    made = torch.empty(90, 80, dtype=torch.float4_e2m1fn_x2)
+    copyable(made).copy_(copyable(packed.t()))
+    assert torch.equal(made.view(torch.uint8), packed.view(torch.uint8).t())
+    plain = torch.zeros(3, 2).t()
+    assert copyable(plain) is plain
+    assert [is_castable(one) for one in (torch.float8_e5m2, torch.int8, packed.dtype)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not fits("F4", "F32", casts=True)
+    assert fits("BF16", "F32", casts=True)
 
 
 PLACEMENTS = [

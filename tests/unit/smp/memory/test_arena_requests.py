@@ -48,12 +48,14 @@ class Node:
         self.free_bytes = 10**10
         self.memory = ArenaStore(lambda: AvailableMemory(self.free_bytes, "a limit"))
         self.agent: list[Any] = []
+        self.needed: list[tuple[int, int]] = []
+        """Bytes for arenas and for parity, as the agent is informed."""
         self.num_short = self.parity_region_bytes = 0
         self.requests = ArenaRequests(
             self.memory,
             self.jobs,
             tracker=self.tracker,
-            send_to_agent=lambda body, *, fds=(): self.agent.append(body),
+            send_to_agent=self.send_to_agent,
             is_short=self.be_short,
             parity_region_bytes=lambda: self.parity_region_bytes,
         )
@@ -61,6 +63,18 @@ class Node:
         self.allocating: list[int] = []
         self.num_others = num_arenas()
         self.begin(0)
+
+    def send_to_agent(self, body: Any, *, fds: tuple[int, ...] = ()) -> None:
+        if isinstance(body, smp_messages.MemoryNeeded):
+            self.needed.append((body.arena_bytes, body.parity_bytes))
+        else:
+            self.agent.append(body)
+
+    def reserve(self, rank: int, image_bytes: int) -> messages.AnyMessage:
+        asked = Worker()
+        body = worker_messages.ReserveMemory(rank, image_bytes)
+        self.requests.reserve(asked, body)  # type: ignore[arg-type]
+        return asked.answer
 
     def be_short(self) -> None:
         self.num_short += 1
@@ -201,10 +215,7 @@ def test_parity_that_may_not_fit_is_reported_once_all_ranks_are_known(node: Node
     node.requests.begin(0.5)
     node.free_bytes = 5 * MB
     for rank in (0, 1, 1):
-        asked = Worker()
-        reserve = worker_messages.ReserveMemory(rank, MB)
-        node.requests.reserve(asked, reserve)  # type: ignore[arg-type]
-        assert asked.answer == messages.Done()
+        assert node.reserve(rank, MB) == messages.Done()
         assert len(node.agent) == (rank == 1)
     (notice,) = node.agent
     assert isinstance(notice, smp_messages.SmpNotice)
@@ -214,3 +225,41 @@ def test_parity_that_may_not_fit_is_reported_once_all_ranks_are_known(node: Node
     answer = node.ask().answer
     assert isinstance(answer, worker_messages.MemoryRefused)
     assert 2 * MB <= answer.parity_bytes < 3 * MB
+
+
+def test_the_agent_knows_what_is_needed_before_there_is_an_arena(node: Node) -> None:
+    node.requests.begin(0.5)
+    assert node.needed == [(0, 0)]
+    for rank in (0, 1):
+        assert node.reserve(rank, MB) == messages.Done()
+    both, parity = node.needed[-1]
+    assert 4 * MB <= both < 5 * MB
+    assert parity == both // 2
+    node.may_go_on.set()
+    node.finish(node.ask(0))
+    one, same_parity = node.needed[-1]
+    assert one == both // 2
+    assert parity - MB < same_parity <= parity  # the exact size of one arena is known now
+    node.finish(node.ask(1))
+    assert node.needed[-1][0] == 0
+    assert node.needed[-1][1] > 0
+
+
+def test_the_agent_knows_what_is_needed_of_memory_that_is_refused(node: Node) -> None:
+    node.free_bytes = MB
+    assert isinstance(node.reserve(0, MB), worker_messages.MemoryRefused)
+    assert node.needed[-1][0] >= 2 * MB
+    assert isinstance(node.ask(1, image_bytes=3 * MB).answer, worker_messages.MemoryRefused)
+    assert node.needed[-1][0] >= 8 * MB
+    node.begin(1)
+    node.requests.begin(0.0)
+    assert node.needed[-1] == (0, 0)
+
+
+def test_an_arena_that_is_granted_again_is_not_needed_any_more(node: Node) -> None:
+    node.may_go_on.set()
+    node.finish(node.ask())
+    assert node.reserve(0, 3 * MB) == messages.Done()
+    assert node.needed[-1][0] > 0
+    node.finish(node.ask())
+    assert node.needed[-1][0] == 0
