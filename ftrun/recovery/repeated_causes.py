@@ -13,13 +13,16 @@ Rule 2: if the same rank then fails by the same cause on another node, the cause
 Rule 3: a cause that repeats `limit` times, on any ranks and nodes, follows the program.
 Rule 4: with progress, all counts restart at 0. Failures by other causes do not change a count, so
         causes that alternate reach the limits too. Of more than `MAX_CAUSES`, those that occurred
-        longest ago are dropped.
+        longest ago are dropped, and any that did not occur for `KEPT_S`: a script that shows no
+        progress may run for months.
 Rule 5: a kill from outside shows nothing about the node. A node is not excluded while its state has
         no protection, because another node could not restore it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.monitor.device_faults import is_hardware_text
@@ -28,6 +31,7 @@ from ftrun.wire.cluster.generation import CauseCount
 
 SAME_NODE = 2
 MAX_CAUSES = 16
+KEPT_S = 86_400.0
 MAX_EXCLUDED_PER_HOUR = 3
 """Nodes that may be excluded for failures of their ranks: an error of the program must not use up
 the spares."""
@@ -82,29 +86,35 @@ class RepeatedCauses:
         self._limit = limit
         self._counts: dict[str, CauseCount] = {}
         """By cause, that of the last failure last."""
+        self._last_s: dict[str, float] = {}
+        """By cause, when it occurred last."""
 
-    @property
-    def counts(self) -> list[CauseCount]:
-        return [*self._counts.values()]
+    def counts(self, *, now_s: float) -> list[CauseCount]:
+        return [
+            replace(one, age_s=now_s - self._last_s[cause]) for cause, one in self._counts.items()
+        ]
 
     @property
     def newest(self) -> str:
         """The cause of the last failure, if there was no progress since; else empty."""
         return next(reversed(self._counts), "")
 
-    def succeed(self, counts: Iterable[CauseCount]) -> None:
+    def succeed(self, counts: Iterable[CauseCount], *, now_s: float) -> None:
         self._counts = {one.cause: one for one in counts}
+        self._last_s = {one.cause: now_s - one.age_s for one in self._counts.values()}
 
     def forget(self) -> None:
         self._counts = {}
 
-    def note_uncounted(self, key: str) -> None:
+    def note_uncounted(self, key: str, *, now_s: float) -> None:
         """Makes the cause the newest one without counting this failure."""
-        self._keep(self._counts.get(key, CauseCount(key)))
+        self._keep(self._known(key, now_s))
 
-    def note(self, key: str, cause: WorkerExit, placement: Placement) -> Repetition:
+    def note(
+        self, key: str, cause: WorkerExit, placement: Placement, *, now_s: float
+    ) -> Repetition:
         """Counts a failure; `key` is equal for equal causes."""
-        known = self._counts.get(key, CauseCount(key))
+        known = self._known(key, now_s)
         rank, node_id = int(cause.rank), placement.node_of.get(cause.rank, "")
         count, place = known.count + 1, (node_id, rank)
         before = next((one for one, of_rank in known.excluded if of_rank == rank), node_id)
@@ -121,6 +131,13 @@ class RepeatedCauses:
             return Repetition(SAME_NODE, exclude=node_id)
         self._keep(CauseCount(key, count, places, known.excluded))
         return Repetition(count)
+
+    def _known(self, key: str, now_s: float) -> CauseCount:
+        """The count of this cause, which occurs now."""
+        for cause in [one for one in self._counts if now_s - self._last_s[one] > KEPT_S]:
+            del self._counts[cause]
+        self._last_s[key] = now_s
+        return self._counts.get(key, CauseCount(key))
 
     def _keep(self, new: CauseCount) -> None:
         self._counts.pop(new.cause, None)

@@ -152,7 +152,7 @@ class Supervisor:
         return FailureHistory(
             restarts=self.restarts,
             spent_ages_s=self.budget.ages_s(now_s=now_s),
-            causes=self._causes.counts,
+            causes=self._causes.counts(now_s=now_s),
             suspects=sorted(self.suspects),
             faulty=sorted(self._faulty),
             without_progress=self._without_progress,
@@ -167,7 +167,7 @@ class Supervisor:
         self.budget.forget()
         for age_s in history.spent_ages_s:
             self.budget.spend(now_s=now_s - age_s)
-        self._causes.succeed(history.causes)
+        self._causes.succeed(history.causes, now_s=now_s)
         self.suspects = set(history.suspects)
         self._faulty = set(history.faulty)
         self._without_progress = history.without_progress
@@ -224,9 +224,9 @@ class Supervisor:
             return self._exclude(cause, node_id, fault)
         found = Repetition(0)
         if fault:
-            self._causes.note_uncounted(key)
+            self._causes.note_uncounted(key, now_s=now_s)
         elif not is_link_failure(cause):  # only the budget bounds lost links
-            found = self._causes.note(key, cause, place)
+            found = self._causes.note(key, cause, place, now_s=now_s)
         refusal = is_final or self._refusal(cause, node_id, fault, found, now_s)
         if refusal is not None:
             return [KillWorkers(cause.text), *self._end(refusal)]

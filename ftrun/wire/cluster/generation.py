@@ -135,6 +135,7 @@ class CauseCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     count: int = 0
     places: list[tuple[str, int]] = []  # the last nodes and ranks, since an exclusion for it
     excluded: list[tuple[str, int]] = []  # nodes excluded for it, and the ranks that failed there
+    age_s: float = 0.0  # since the last of these failures
 
 
 class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.recovery.repeated_causes import (
+    KEPT_S,
     MAX_CAUSES,
     MAX_EXCLUDED_PER_HOUR,
     Placement,
@@ -17,6 +18,7 @@ from ftrun.recovery.repeated_causes import (
 )
 
 PLACED = Placement(node_of={0: "a", 1: "b"}, can_replace=True, is_protected=True)
+ALONE = replace(PLACED, can_replace=False)
 MOVED = replace(PLACED, node_of={0: "a", 1: "c"})
 
 
@@ -24,8 +26,10 @@ def crash(rank: int = 1, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> 
     return WorkerExit(Rank(rank), kind, code, f"rank {rank} raised", fingerprint="exception")
 
 
-def note(made: RepeatedCauses, cause: WorkerExit, placement: Placement = PLACED) -> Repetition:
-    return made.note(cause.fingerprint, cause, placement)
+def note(
+    made: RepeatedCauses, cause: WorkerExit, placement: Placement = PLACED, now_s: float = 0.0
+) -> Repetition:
+    return made.note(cause.fingerprint, cause, placement, now_s=now_s)
 
 
 def other(rank: int, fingerprint: str = "other") -> WorkerExit:
@@ -60,7 +64,7 @@ def test_a_cause_on_several_nodes_excludes_none() -> None:
     made = RepeatedCauses(3)
     for rank in (0, 1, 0, 1):
         assert note(made, crash(rank)).exclude == ""
-    assert [one.count for one in made.counts] == [4]
+    assert [one.count for one in made.counts(now_s=0.0)] == [4]
 
 
 def test_progress_begins_new_counts() -> None:
@@ -96,7 +100,7 @@ def test_a_failure_that_is_not_counted_changes_no_count() -> None:
     made = RepeatedCauses(3)
     note(made, crash(0))
     for cause in ("fault", "exception"):
-        made.note_uncounted(cause)
+        made.note_uncounted(cause, now_s=0.0)
     assert made.newest == "exception"
     assert note(made, crash(0)).exclude == "a"
 
@@ -107,9 +111,13 @@ def test_the_cause_that_occurred_longest_ago_is_dropped() -> None:
         note(made, other(0, f"{number}"))
     assert note(made, other(1, "0")).count == 2
     note(made, other(0, "new"))
-    assert [one.cause for one in made.counts] == [*map(str, range(2, MAX_CAUSES)), "0", "new"]
+    assert [one.cause for one in made.counts(now_s=0.0)] == [
+        *map(str, range(2, MAX_CAUSES)),
+        "0",
+        "new",
+    ]
     assert note(made, other(0, "1")) == Repetition(1)
-    assert len(made.counts) == MAX_CAUSES
+    assert len(made.counts(now_s=0.0)) == MAX_CAUSES
 
 
 @pytest.mark.parametrize(
@@ -130,14 +138,25 @@ def test_then_no_node_is_excluded(cause: WorkerExit, placement: Placement) -> No
     assert [note(made, cause, placement) for _ in range(3)] == [*map(Repetition, (1, 2, 3))]
 
 
+def test_a_cause_that_did_not_occur_for_a_day_is_forgotten() -> None:
+    made, later = RepeatedCauses(9), RepeatedCauses(9)
+    note(made, crash(), ALONE)
+    note(made, other(0), ALONE, now_s=KEPT_S)
+    assert note(made, crash(), ALONE, now_s=KEPT_S).count == 2
+    later.succeed(made.counts(now_s=KEPT_S + 100), now_s=100.0)
+    assert note(later, crash(), ALONE, now_s=KEPT_S).count == 3
+    assert note(later, crash(), ALONE, now_s=2 * KEPT_S + 1).count == 1
+    assert [one.cause for one in later.counts(now_s=2 * KEPT_S + 1)] == [crash().fingerprint]
+
+
 def test_the_next_leader_continues_the_counts() -> None:
     made, later = RepeatedCauses(3), RepeatedCauses(3)
     note(made, crash())
     note(made, other(0))
-    later.succeed(made.counts)
+    later.succeed(made.counts(now_s=50.0), now_s=7.0)
     assert later.newest == "other"
     assert note(later, crash()).exclude == "b"
-    made.succeed(later.counts)
+    made.succeed(later.counts(now_s=7.0), now_s=7.0)
     assert note(made, crash(), MOVED).follows
 
 
