@@ -263,7 +263,7 @@ class SmpServer:
             case worker_messages.RequestArena():
                 handler.requests.request(requester, body)
             case worker_messages.ShardSealed():
-                handler.memory.forget_promise(rank)
+                handler.requests.sealed(rank)
                 sealed = version(body.generation, body.step)
                 handler.commits.sealed(rank, sealed, body.check)
             case worker_messages.RequestShares():

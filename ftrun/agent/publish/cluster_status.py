@@ -275,17 +275,18 @@ def _gone(gone: Departure, now_s: float) -> NodeStatus:
 
 
 def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
-    """Warnings of the first nodes; other nodes usually report the same warnings."""
-    found = [
-        f"node {node_id}: {text}"
-        for node_id, heartbeat in sorted(heartbeats.items())
-        for text in (heartbeat.repeat_warning, heartbeat.capture_warning)
-        if text
-    ]
-    if len(found) > WARNINGS_SHOWN:
-        more = len(found) - WARNINGS_SHOWN
-        found[WARNINGS_SHOWN:] = [f"{more:,} more nodes with such a warning"]
-    return tuple(found)
+    """Those about wrong results come first."""
+    nodes = sorted(heartbeats.items())
+    wrong = [f"node {one}: {has.repeat_warning}" for one, has in nodes if has.repeat_warning]
+    slow = [f"node {one}: {has.capture_warning}" for one, has in nodes if has.capture_warning]
+    return (*_first(wrong), *_first(slow))
+
+
+def _first(warnings: list[str]) -> list[str]:
+    """Other nodes usually report the same warnings."""
+    more = len(warnings) - WARNINGS_SHOWN
+    shown = warnings[:WARNINGS_SHOWN]
+    return [*shown, f"{more:,} more nodes with such a warning"] if more > 0 else shown
 
 
 def _witness(control_loop: ControlLoop, plan: GenerationPlan | None) -> WitnessStatus | None:

@@ -320,7 +320,7 @@ class AgentSmpClient:
         if self.channel is not None:
             self.channel.close()
         self.channel, self.unreachable = None, ()
-        self.writing = False
+        self.writing, self.needed = False, smp_messages.MemoryNeeded(0)
 
     def shutdown(self) -> None:
         if self.channel is not None:

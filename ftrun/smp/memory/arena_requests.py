@@ -203,6 +203,11 @@ class ArenaRequests:
         """The part of the upper bound that is still to be allocated."""
         return max(0, self._all_parity_bytes - self._parity_region_bytes())
 
+    def sealed(self, rank: Rank) -> None:
+        """Handle a snapshot: the rank has the memory that it needs."""
+        if self._memory.forget_promise(rank):
+            self._report_needed()
+
     def _report_needed(self) -> None:
         self._send_to_agent(
             smp_messages.MemoryNeeded(self._memory.wanted_bytes, self._all_parity_bytes)

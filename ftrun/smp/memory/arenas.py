@@ -148,8 +148,9 @@ class ArenaStore:
     def end_making(self, rank: Rank) -> None:
         self._making.pop(rank, None)
 
-    def forget_promise(self, rank: Rank) -> None:
-        self._wanted.pop(rank, None)
+    def forget_promise(self, rank: Rank) -> bool:
+        """Whether there was one."""
+        return self._wanted.pop(rank, None) is not None
 
     def forget_promises(self) -> None:
         self._wanted.clear()

@@ -53,6 +53,7 @@ from ftrun.worker.state.tensors import (
     is_sharded,
     local_tensor,
     stride_of,
+    zeros,
 )  # fmt: skip
 
 _NOTHING = "nothing"
@@ -290,7 +291,7 @@ class RuledState(RankState):
 
     def _filled(self, copies: Sequence[BoxCopy], num_items: int, dtype: str) -> torch.Tensor:
         """[items] filled from the copies; padding is 0."""
-        made = torch.zeros(num_items, dtype=DTYPES[dtype], device="cpu")
+        made = zeros(num_items, DTYPES[dtype])
         copy_boxes([(copy, made) for copy in copies], self._shards)
         return made
 

@@ -68,6 +68,13 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is PACKED else tensor
 
 
+def zeros(num_items: int, dtype: torch.dtype) -> torch.Tensor:
+    """In CPU memory; torch does not fill packed items."""
+    if dtype is PACKED:
+        return torch.zeros(num_items, dtype=torch.uint8, device="cpu").view(PACKED)
+    return torch.zeros(num_items, dtype=dtype, device="cpu")
+
+
 def address_of(tensor: torch.Tensor) -> int:
     return _local(tensor).data_ptr()
 

@@ -131,6 +131,14 @@ def test_warnings_of_some_nodes_are_shown(count: int, last: str) -> None:
     assert len(found) == min(count, WARNINGS_SHOWN + 1)
 
 
+def test_no_warning_of_slow_copies_hides_one_of_a_wrong_result() -> None:
+    heartbeats = {f"n{at}": Heartbeat(generation=1, capture_warning="slow") for at in range(64)}
+    heartbeats["n9"] = Heartbeat(generation=1, capture_warning="slow", repeat_warning="differs")
+    found = _warnings(heartbeats)
+    assert found[:2] == ("node n9: differs", "node n0: slow")
+    assert found[-1].startswith("61 more nodes")
+
+
 def test_both_warnings_of_a_node_are_shown() -> None:
     own = Heartbeat(generation=1, repeat_warning="differs", capture_warning="rank 0: pageable")
     assert _warnings({"n0": own}) == ("node n0: differs", "node n0: rank 0: pageable")

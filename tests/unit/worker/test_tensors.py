@@ -21,6 +21,7 @@ from ftrun.worker.state.tensors import (
     part_of,
     stride_for,
     stride_of,
+    zeros,
 )
 
 
@@ -131,3 +132,11 @@ def test_what_is_no_box_is_reported_as_none(rank: int) -> None:
 def test_a_plain_tensor_is_whole() -> None:
     assert part_of(torch.zeros(3, 4), (3, 4)) is None
     assert box_of(torch.zeros(())) == whole(())
+
+
+def test_packed_zeros_are_made_of_bytes() -> None:
+    """Torch fills a small tensor only."""
+    made = zeros(40_000, torch.float4_e2m1fn_x2)
+    assert made.dtype == torch.float4_e2m1fn_x2
+    assert not made.view(torch.uint8).any()
+    assert zeros(3, torch.float32).tolist() == [0, 0, 0]

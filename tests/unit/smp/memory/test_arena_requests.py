@@ -263,3 +263,16 @@ def test_an_arena_that_is_granted_again_is_not_needed_any_more(node: Node) -> No
     assert node.needed[-1][0] > 0
     node.finish(node.ask())
     assert node.needed[-1][0] == 0
+
+
+def test_a_rank_that_seals_needs_no_more(node: Node) -> None:
+    node.may_go_on.set()
+    node.finish(node.ask())
+    before = len(node.needed)
+    node.requests.sealed(Rank(0))
+    assert len(node.needed) == before, "nothing has changed"
+    node.free_bytes = MB
+    assert isinstance(node.ask(image_bytes=3 * MB).answer, worker_messages.MemoryRefused)
+    assert node.needed[-1][0] > 0
+    node.requests.sealed(Rank(0))
+    assert node.needed[-1][0] == 0
