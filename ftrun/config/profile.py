@@ -43,6 +43,8 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
         "ranks of a node with equal parameters and optimizer state store it once")] = True
     stage: Annotated[Literal["off", "device"], _meta(
         "device: clone GPU state on the GPU at the boundary, if there is room")] = "off"
+    d2h_gb_s: Annotated[float, _meta(
+        "limit in GB/s for copies of snapshots from each GPU; 0: none", ge=0)] = 0.0
 
 
 class StartConfig(_Section, frozen=True, kw_only=True):

@@ -332,7 +332,10 @@ class Capture:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
         check = LazyCopyCheck(copy.samples)
-        copy.copy_boundary(is_staged=self._context.settings.stage == "device")
+        settings = self._context.settings
+        # Without a limit where this thread waits for the copy.
+        gb_s = 0.0 if is_verified or is_last else settings.d2h_gb_s
+        copy.copy_boundary(is_staged=settings.stage == "device", gb_s=gb_s)
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
         crash_point("worker.capture.boundary_copied")

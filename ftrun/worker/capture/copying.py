@@ -87,20 +87,21 @@ class SlotCopy:
     def samples(self) -> LazySamples:
         return LazySamples(self.lazy)
 
-    def copy_boundary(self, *, is_staged: bool = False) -> None:
+    def copy_boundary(self, *, is_staged: bool = False, gb_s: float = 0.0) -> None:
         """Copy the boundary sources; on devices, queue the copies and the state to copy later.
 
-        `is_staged`: clone the state to copy later on its device, if there is room.
+        `is_staged`: clone the state to copy later on its device, if there is room. `gb_s`: limit of
+        the rate at which a device's state is copied later; 0: none.
         """
         targets, sources = self.boundary_targets, self.boundary_sources
         if not all(source.is_cpu for source in sources):
             far = [i for i, source in enumerate(sources) if not source.is_cpu]
             near = [i for i, source in enumerate(sources) if source.is_cpu]
             pairs = [sources[i] for i in far], [targets[i] for i in far]
-            self.on_devices.begin(*pairs, is_staged=is_staged)
+            self.on_devices.begin(*pairs, is_staged=is_staged, gb_s=gb_s)
             targets, sources = [targets[i] for i in near], [sources[i] for i in near]
         elif self.on_devices:
-            self.on_devices.begin((), (), is_staged=is_staged)
+            self.on_devices.begin((), (), is_staged=is_staged, gb_s=gb_s)
         if targets:
             torch._foreach_copy_(targets, sources)
 

@@ -8,6 +8,10 @@ the CPU cache. The chunks of several devices alternate.
 
 Staged sources are cloned on their device at the boundary. The training then waits for the clones
 and not for the copies to the host. If a device has no room for clones, it is not staged.
+
+A limit of the rate makes the copy thread pause between chunks, because traffic between GPUs and the
+network uses the same link. The training thread never pauses in `begin`; in `precede` it waits until
+the last read is queued, so a limited copy makes this wait longer.
 """
 
 import contextlib
@@ -22,6 +26,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ftrun import clock
 from ftrun.worker.capture.device_copies import (
     BOUNDARY_BYTES,
     BUFFER_BYTES,
@@ -93,6 +98,20 @@ def _weighted(values: torch.Tensor) -> torch.Tensor:
     return (values * torch.arange(1, values.numel() + 1, device=values.device)).sum()
 
 
+class _Pace:
+    """Limits the mean rate of copies by pauses of the calling thread; 0: no limit."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._next_s = 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait until earlier bytes have had their time; called before these bytes are queued."""
+        if self._bytes_per_s:
+            clock.sleep(max(0.0, self._next_s - clock.now_s()))
+            self._next_s = max(clock.now_s(), self._next_s) + num_bytes / self._bytes_per_s
+
+
 class _OfDevice:
     """The lazy sources of one device, in chunks."""
 
@@ -102,6 +121,7 @@ class _OfDevice:
         self.chunks = [chunk for one in sources if one.pieces for chunk in _chunks(one)]
         self.copied: torch.Event | None = None
         """Recorded after the last read of the sources for the present snapshot is queued."""
+        self.pace = _Pace(0.0)
         self.is_staged = False
         self._clones: list[DeviceChunk] = []
         self._reusable_bytes = 0
@@ -180,12 +200,13 @@ class DeviceCopies:
         targets: Sequence[torch.Tensor],
         *,
         is_staged: bool = False,
+        gb_s: float = 0.0,
     ) -> None:
         """Queue the boundary copies; the copies of `copy` see the state of this moment.
 
         The streams of the training wait on the device. This thread waits only if the sources do
         not fit the boundary buffer. `is_staged`: clone the lazy sources on their devices, if there
-        is room.
+        is room. `gb_s`: limit of the rate of `copy` for each device; 0: none.
         """
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for pair in zip(sources, targets, strict=True):
@@ -205,6 +226,7 @@ class DeviceCopies:
                 self._keep(device_of_pairs, pairs)
         for one in self._of_device:
             one.unstage()
+            one.pace = _Pace(gb_s * 1e9)
         # A device without room has its reads queued by `copy`.
         if is_staged and all(one.stage() for one in self._of_device):
             self.issued.set()
@@ -260,8 +282,10 @@ class DeviceCopies:
         """Queue all reads of the lazy sources, or of their clones."""
         to_read = [(one, *one.to_read()) for one in self._of_device]
         for one, chunk in _in_turn([(one, packs) for one, packs, _ in to_read]):
+            one.pace.wait(chunk.num_bytes)
             one.device.fetch(chunk, functools.partial(self._store_pack, chunk))
         for one, chunk in _in_turn([(one, chunks) for one, _, chunks in to_read]):
+            one.pace.wait(chunk.num_bytes)
             one.device.fetch(chunk, functools.partial(_store, chunk, table))
         if self._sums is not None:
             of_sums, chunk, take = self._sums

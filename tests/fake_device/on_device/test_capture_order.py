@@ -19,7 +19,7 @@ from torch import nn
 
 from ftrun.config.profile import SnapshotConfig
 from ftrun.wire.shared_memory.pages import HeartbeatField
-from ftrun.worker.capture import device_copies
+from ftrun.worker.capture import device_copies, device_sources
 from ftrun.worker.capture.copying import SlotCopy
 from ftrun.worker.capture.device_order import StepStreams
 from ftrun.worker.session import Session
@@ -152,6 +152,32 @@ def test_a_step_does_not_wait_for_the_copy_of_staged_state(
     finished(session)
     assert saved(run) == {"model.weight": 1.0, "model.seen": 1.0}
     assert float(model.weight.detach().to("cpu")[0, 0]) == 2.0
+
+
+@pytest.mark.parametrize("verify_first", [0, 1])
+def test_the_rate_is_limited_only_in_the_copy_thread(
+    verify_first: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verified snapshot is copied while the training waits."""
+    limits: list[tuple[str, float]] = []
+    wait = device_sources._Pace.wait
+
+    def recorded(pace: device_sources._Pace, num_bytes: int) -> None:
+        limits.append((threading.current_thread().name, pace._bytes_per_s))
+        wait(pace, num_bytes)
+
+    monkeypatch.setattr(device_sources._Pace, "wait", recorded)
+    run.settings = settings(verify_first=verify_first, d2h_gb_s=3.0)
+    model, optimizer, session, _ = attached(run)
+    train_step(model, optimizer)
+    sealed(session)
+    expected = (threading.current_thread().name, 0.0) if verify_first else ("ftrun-copy", 3e9)
+    assert limits == [expected]
+    limits.clear()
+    train_step(model, optimizer)
+    sealed(session)
+    assert limits == [("ftrun-copy", 3e9)]
+    assert saved(run) == {"model.weight": 2.0, "model.seen": 2.0}
 
 
 def test_a_step_without_a_hook_in_a_stream_of_its_own_is_awaited(run: Run) -> None:

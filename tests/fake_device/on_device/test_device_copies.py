@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_device import fake
 
+from ftrun import clock
 from ftrun.snapshot.layout import CopyTiming, make_layout
 from ftrun.worker.capture import device_copies, device_sources
 from ftrun.worker.capture.copying import SlotCopy, SlotViews, digest_of
@@ -60,9 +61,10 @@ class Snapshots:
         *,
         is_staged: bool = False,
         has_sums: bool = True,
+        gb_s: float = 0.0,
     ) -> None:
         self.schedule, self.left_out, self.is_staged = schedule, left_out, is_staged
-        self.has_sums = has_sums
+        self.has_sums, self.gb_s = has_sums, gb_s
         self.tensors = tensors
         self.buffer = made((3000,))
         for number, one in enumerate(tensors.values()):
@@ -87,7 +89,7 @@ class Snapshots:
             self.thread.join()
 
     def mark(self) -> None:
-        self.copy.copy_boundary(is_staged=self.is_staged)
+        self.copy.copy_boundary(is_staged=self.is_staged, gb_s=self.gb_s)
         tensors = [one for one in self.tensors.values() if one.device == DEVICE]
         if tensors and self.has_sums:
             chunk = sums_over(tensors)
@@ -410,6 +412,30 @@ def test_the_training_thread_waits_for_no_device(
 
 def _wait(is_open: threading.Event) -> None:
     assert is_open.wait(20.0)
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["", "staged"])
+def test_a_limited_copy_takes_its_time_in_the_copy_thread(
+    is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update waits for the copy of its tensors, except if they are staged."""
+    for module in (device_copies, device_sources):
+        monkeypatch.setattr(module, "BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(device_copies, "NUM_BUFFERS", 1000)  # no wait for a free buffer
+    tensors, gb_s = some_tensors(), 0.01
+    num_bytes = sum(one.nbytes for one in tensors.values())
+    snapshots = Snapshots(tensors, "free", "", is_staged=is_staged, gb_s=gb_s)
+    snapshots.mark()
+    snapshots.thread = threading.Thread(target=snapshots._copy)
+    started_s = clock.now_s()
+    snapshots.thread.start()
+    snapshots.update()
+    assert snapshots.thread.is_alive() or not is_staged
+    least_s = (num_bytes - 2 * BUFFER_BYTES) / (gb_s * 1e9)  # nothing waits for the last chunk
+    assert is_staged or clock.now_s() - started_s >= least_s
+    snapshots.thread.join()
+    assert clock.now_s() - started_s >= least_s
+    assert snapshots.wrong(0) == set()
 
 
 def test_a_boundary_larger_than_its_buffer_is_copied_by_the_ring(
