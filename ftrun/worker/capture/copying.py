@@ -93,6 +93,8 @@ class SlotCopy:
         `is_staged`: clone the state to copy later on its device, if there is room. `gb_s`: limit of
         the rate at which a device's state is copied later; 0: none.
         """
+        # A step does not wait for the copies of staged state, but for those of state in CPU memory.
+        is_staged = is_staged and not (self.cuts or self.whole_targets)
         targets, sources = self.boundary_targets, self.boundary_sources
         if not all(source.is_cpu for source in sources):
             far = [i for i, source in enumerate(sources) if not source.is_cpu]

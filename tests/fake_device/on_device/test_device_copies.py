@@ -292,6 +292,17 @@ def test_an_update_waits_for_the_clones_and_not_for_the_copies() -> None:
         assert fake.bytes_in_use() == in_use, "the clones are freed"
 
 
+def test_an_update_of_state_in_cpu_memory_waits_for_its_copy() -> None:
+    """Also if all other state could be staged."""
+    tensors = {"here": torch.zeros(700, 701), "there": made((700, 701))}
+    snapshots = Snapshots(tensors, "free", "", is_staged=True)
+    snapshots.mark()
+    snapshots.thread = threading.Timer(PATIENCE_S, snapshots._copy)
+    snapshots.thread.start()
+    snapshots.update()
+    assert snapshots.wrong(0) == set()
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_without_room_on_the_device_nothing_is_staged(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
