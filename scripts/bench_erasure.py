@@ -229,6 +229,7 @@ class SmpNode:
                 | smp_messages.AbandonVersion()
                 | smp_messages.RestoreReady()
                 | smp_messages.RestoreFailed()
+                | smp_messages.MemoryNeeded()
                 | smp_messages.SmpNotice()
             ):
                 self.reported.append(body)

@@ -109,6 +109,7 @@ class Node:
                 | smp_messages.AbandonVersion()
                 | smp_messages.RestoreReady()
                 | smp_messages.PeersUnreachable()
+                | smp_messages.MemoryNeeded()
                 | smp_messages.SmpNotice()
             ):
                 pass

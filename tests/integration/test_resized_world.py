@@ -173,6 +173,7 @@ class Node:
             if isinstance(
                 received.body,
                 worker_messages.ArenaGranted
+                | smp_messages.MemoryNeeded
                 | smp_messages.VersionCommitted
                 | smp_messages.RestoreReady,
             ):

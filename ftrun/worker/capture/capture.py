@@ -168,7 +168,7 @@ class Capture:
     @property
     def newest_step(self) -> int:
         """Step of the newest snapshot that this rank has sealed; -1: none."""
-        self._thread.wait()
+        self._await_copy()
         sealed = self._commit_wait.newest_sealed
         return -1 if sealed is None else sealed.step
 
@@ -180,7 +180,12 @@ class Capture:
     def finish(self) -> None:
         """Wait for the copy thread, so that the last snapshot is whole."""
         if os.getpid() == self._pid:
-            self._thread.wait()
+            self._await_copy()
+
+    def _await_copy(self) -> None:
+        if self._copy_of_devices is not None:
+            self._copy_of_devices.lift_limit()
+        self._thread.wait()
 
     def close(self) -> None:
         self.finish()
@@ -194,7 +199,7 @@ class Capture:
         """
         if not self._is_off and os.getpid() == self._pid:
             started_ns = clock.now_ns()
-            self._thread.wait()
+            self._await_copy()
             self._count_blocked(started_ns)
             self._resolve()
 
@@ -263,7 +268,7 @@ class Capture:
             is_complete = not self._thread.is_busy and check.has_arrived
             if not (is_complete if check.hook_fired else allowed):
                 return
-        self._thread.wait()
+        self._await_copy()
         self._copy_of_devices = None
         self._observe()
         check, self._check = self._check, None

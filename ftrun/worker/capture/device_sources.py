@@ -104,12 +104,16 @@ class _Pace:
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._next_s = 0.0
+        self._is_lifted = threading.Event()
 
     def wait(self, num_bytes: int) -> None:
         """Wait until earlier bytes have had their time; called before these bytes are queued."""
         if self._bytes_per_s:
-            clock.sleep(max(0.0, self._next_s - clock.now_s()))
+            self._is_lifted.wait(max(0.0, self._next_s - clock.now_s()))
             self._next_s = max(clock.now_s(), self._next_s) + num_bytes / self._bytes_per_s
+
+    def lift(self) -> None:
+        self._is_lifted.set()
 
 
 class _OfDevice:
@@ -193,6 +197,11 @@ class DeviceCopies:
                 return False
             one.copied = one.device.record()
         return True
+
+    def lift_limit(self) -> None:
+        """End the limit of the present copy, because the training waits for its end."""
+        for one in self._of_device:
+            one.pace.lift()
 
     def begin(
         self,

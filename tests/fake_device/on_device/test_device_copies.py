@@ -449,6 +449,18 @@ def test_a_limited_copy_takes_its_time_in_the_copy_thread(
     assert snapshots.wrong(0) == set()
 
 
+def test_a_limit_ends_when_the_training_waits_for_the_copy() -> None:
+    tensors = some_tensors()
+    snapshots = Snapshots(tensors, "free", "", is_staged=True, gb_s=1e-9)  # of years
+    snapshots.mark()
+    snapshots.thread = threading.Thread(target=snapshots._copy)
+    snapshots.thread.start()
+    snapshots.copy.on_devices.lift_limit()
+    snapshots.thread.join(300)
+    assert not snapshots.thread.is_alive()
+    assert snapshots.wrong(0) == set()
+
+
 def test_a_boundary_larger_than_its_buffer_is_copied_by_the_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
