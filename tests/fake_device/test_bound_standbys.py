@@ -32,6 +32,7 @@ def wait_until_bound(run: Run, count: int) -> None:
     run.wait_until("bound", lambda: len(run.journal("standby_bound")) >= count)
 
 
+@pytest.mark.full
 def test_ranks_of_bound_standbys_find_a_new_process_and_resume_bitwise(
     tmp_path: Path, start: Start, train: tuple[str, ...]
 ) -> None:

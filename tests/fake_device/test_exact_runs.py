@@ -89,7 +89,8 @@ def test_every_bit_comes_back_in_another_world(
         resized.test_every_bit_comes_back_in_any_other_layout(node, kinds)
 
 
-@pytest.mark.parametrize("die", ["die=25:1", pytest.param("die=25:all", marks=full)])
+@pytest.mark.full
+@pytest.mark.parametrize("die", ["die=25:1", "die=25:all"])
 def test_ranks_that_share_their_replicas_resume_bitwise(
     tmp_path: Path, start: Start, die: str
 ) -> None:

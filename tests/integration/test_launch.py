@@ -199,6 +199,7 @@ def test_a_preloaded_module_that_uses_a_device_costs_the_warm_start_only(
     assert run.text.count("--preload greedy: torch.gadget.is_initialized() is true") == 1
 
 
+@pytest.mark.full
 def test_modules_next_to_the_script_are_preloaded_and_a_failing_one_is_named(
     start: Start, script: Script, tmp_path: Path
 ) -> None:

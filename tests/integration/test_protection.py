@@ -1059,6 +1059,7 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     frozen.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_a_frozen_peer_holds_a_version_up_and_the_thaw_lets_it_continue(cluster: Cluster) -> None:
     cluster.model = Model(own=8_000_000)
     cluster.start(3)

@@ -246,6 +246,7 @@ def kinds_of_descriptors(pid: int) -> list[str]:
     return sorted(os.readlink(fd).partition("[")[0] for fd in folder.iterdir())
 
 
+@pytest.mark.full
 def test_agents_are_forked_from_the_reserve_and_need_none(start: Callable[..., Run]) -> None:
     run = start()
 
