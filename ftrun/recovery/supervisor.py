@@ -289,8 +289,8 @@ class Supervisor:
         if fault and node_id in self._faulty:
             reason = f"node {node_id} has a hardware fault, and no spare is free: {fault}"
             advice = (
-                "Reset or replace the device, then start ftrun on that node again. With --spares, "
-                "another node runs the ranks."
+                "Reset or replace the device, then start ftrun on that node again. A run over "
+                "several nodes with --spares continues on another node."
             )
             return EndRun(ExitCode.NOT_ENOUGH_NODES, reason, cause, advice)
         if found.follows:
