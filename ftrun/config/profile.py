@@ -151,6 +151,9 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
         "auto: from the newest in the directory; never: from the beginning; else the path or URL "
         "of a checkpoint, or of a directory of them", min_length=1)] = "auto"
     every_s: Annotated[float, _meta("time between two checkpoints", gt=0)] = 600.0
+    every_steps: Annotated[int, _meta(
+        "steps between two checkpoints, in place of every_s. These steps get a snapshot as well; 0: "
+        "every_s applies", ge=0)] = 0
     keep: Annotated[int, _meta("number of checkpoints that stay, the newest included", ge=1)] = 2
     max_age_s: Annotated[float, _meta(
         "checkpoints older than this go as well, never the newest; 0: no age limit", ge=0)] = 0.0
@@ -158,8 +161,9 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
         "highest write rate of each node; 0: no limit. The last checkpoint of a run is written "
         "without a limit", ge=0)] = 0.0
     live_capture_timeout_s: Annotated[float, _meta(
-        "on one node, a snapshot that begins within this time is written while it is captured, "
-        "instead of the newest committed one; 0: the committed one", ge=0)] = 1.0
+        "a checkpoint requests a snapshot and is written while that is captured. If it does not "
+        "begin within two steps and this time, the newest committed one is written; 0: that one "
+        "at once", ge=0)] = 10.0
 
 
 class SmpConfig(_Section, frozen=True, kw_only=True):

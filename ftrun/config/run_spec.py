@@ -62,6 +62,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return located(directory, cwd=self.cwd) if directory else None
 
     @property
+    def persist_every(self) -> int:
+        """Steps between two checkpoints; 0: they are due by time, or there are none."""
+        settings = self.profile.checkpoint
+        return settings.every_steps if settings.directory else 0
+
+    @property
     def resume_path(self) -> str | None:
         """Absolute path or URL that `checkpoint.resume` names; None for `auto` and `never`."""
         requested = self.profile.checkpoint.resume

@@ -47,6 +47,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartRanks,
     UpdatePeerPorts,
+    WriteCapture,
     WriteCheckpointPart,
 )
 from ftrun.wire.cluster.generation import (
@@ -362,6 +363,8 @@ class Voter:
             found.append(CommitSnapshot(version(*body.committed)))
         if body.checkpoint is not None and body.checkpoint != done.checkpoint:
             found.append(WriteCheckpointPart(version(*body.checkpoint)))
+        if body.capture_from > done.capture_from:
+            found.append(WriteCapture(body.capture_from))
         if body.abandoned_step > done.abandoned_step:
             found.append(AbandonStep(body.abandoned_step))
         if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):

@@ -89,6 +89,13 @@ class WriteCheckpointPart:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteCapture:
+    """Have the ranks take a snapshot from this step on, and write it while it is captured."""
+
+    from_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class AbandonStep:
     """Give up the snapshot of this step: some rank has no seal of it and never will."""
 
@@ -213,6 +220,7 @@ NetworkCommand = Connect | Send | Disconnect
 SnapshotCommand = (
     CommitSnapshot
     | WriteCheckpointPart
+    | WriteCapture
     | AbandonStep
     | SetFirstSnapshotStep
     | SetSnapshotInterval

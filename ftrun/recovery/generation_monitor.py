@@ -48,7 +48,12 @@ from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.repeated_causes import Placement
-from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment, StepRate
+from ftrun.recovery.snapshot_coordination import (
+    CheckpointSchedule,
+    MemberReports,
+    SnapshotAlignment,
+    StepRate,
+)
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
 from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
@@ -86,6 +91,9 @@ class GenerationMonitor:
         """The leader has not decided whether nodes drain or the run stops. No rank is restarted."""
         self._settings = settings
         self._alignment = SnapshotAlignment()
+        self._checkpoints = CheckpointSchedule(
+            settings.profile.checkpoint, is_on=settings.orders_checkpoints
+        )
         self._plan: GenerationPlan | None = None
         self._reported = self.orders
         self._exits: dict[Rank, WorkerExit] = {}
@@ -94,7 +102,7 @@ class GenerationMonitor:
         self.failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
         self._problems: set[str] = set()
         self._is_boundary_reported = False
-        self._checkpoint_s = self._waits_until_s = 0.0
+        self._waits_until_s = 0.0
         self._rate = StepRate(settings.times.heartbeat_interval_s)
 
     @property
@@ -173,7 +181,7 @@ class GenerationMonitor:
         self._problems.clear()
         self._is_boundary_reported = False
         self._rate.begin()
-        self._checkpoint_s = now_s
+        self._checkpoints.begin(now_s=now_s)
         self.watching.begin(plan)
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
@@ -202,8 +210,8 @@ class GenerationMonitor:
             return found
         self._note_rate(now_s)
         self._commit(heartbeat)
-        if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
-            self.name_checkpoint(now_s=now_s)
+        ahead = self._ahead(1)
+        self._order(**self._checkpoints.poll(self.orders, self.reports, ahead=ahead, now_s=now_s))
         known_port = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
         if heartbeat.smp_port and heartbeat.smp_port != known_port:
             self._order(moved={**self.orders.moved, node_id: heartbeat.smp_port})
@@ -442,11 +450,8 @@ class GenerationMonitor:
 
     def name_checkpoint(self, *, now_s: float) -> None:
         """Orders the newest committed version to be written, if a checkpoint directory exists."""
-        committed = self.orders.committed
-        is_requested = self._settings.orders_checkpoints
-        if is_requested and committed is not None and committed != self.orders.checkpoint:
-            self._checkpoint_s = now_s
-            self._order(checkpoint=committed)
+        committed, orders = self.orders.committed, self.orders
+        self._order(**self._checkpoints.order_committed(committed, orders, now_s=now_s))
 
     def _ahead(self, steps: int) -> int:
         """`steps` plus the steps made before every node has received an order."""
@@ -460,7 +465,8 @@ class GenerationMonitor:
             self.reports.note_protection(self.orders.committed)
 
     def _order(self, **changes: object) -> None:
-        self.orders = msgspec.structs.replace(self.orders, **changes)
+        if changes:  # `has_new_orders` compares by identity
+            self.orders = msgspec.structs.replace(self.orders, **changes)
 
     def _ask(self, event: Event, now_s: float) -> list[SupervisorCommand]:
         found = self.supervisor.handle(event, now_s=now_s)

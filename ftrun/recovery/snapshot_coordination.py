@@ -1,9 +1,10 @@
-"""What the members report about steps and snapshots, and the step of the next snapshot.
+"""What the members report about steps and snapshots; the next snapshot, and the next checkpoint.
 
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats.
 Gives:    the furthest step, the version all are ready with, whether all wait at a boundary; a step
-          that no rank has reached yet, so that all ranks take the same snapshot.
+          that no rank has reached yet, so that all ranks take the same snapshot; which version every
+        node writes to disk.
 
 The cost of one heartbeat does not depend on the number of nodes, because sums are updated in place.
 Only rare queries, such as the longest requested interval, go through all nodes.
@@ -19,14 +20,21 @@ Rule 2: the distance grows by half with each step that was named and skipped. A 
         longer than hundreds of short steps, and does not cover later steps.
 Rule 3: nothing new is committed while a member misses heartbeats. The commit frees the version
         before it. If two nodes of one group are lost at once, only that version may have survived.
+Rule 4: a checkpoint that is due by time requests a snapshot, and each node writes the first capture
+        from the requested step on. If that is abandoned, a later step is requested. If nothing from
+        it is committed in time, the newest committed version is ordered instead.
+Rule 5: a checkpoint that is due by steps is a committed version. It is ordered only if each member
+        has received all earlier orders, and writes fewer than `MAX_WRITES` checkpoints. Otherwise
+        it is skipped, because a part without the others is of no use.
 """
 
 from collections import Counter
 
+from ftrun.config.profile import CheckpointConfig
 from ftrun.events import Progress
 from ftrun.ids import Step
 from ftrun.wire.cluster.generation import GenerationPlan, PlanMember, VersionPair
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 
 class MemberReports:
@@ -220,3 +228,101 @@ class SnapshotAlignment:
         self._num_good = 0
         self._ahead = max(self._ahead + 1, self._ahead * 3 // 2, 2 * (step - skipped))
         return max(take_from, max(step, skipped) + self._ahead)
+
+
+MAX_WRITES = 2
+"""Checkpoints that a node writes at the same time. A later one removes all but the newest of the
+unfinished ones before it (`ftrun.smp.checkpoint.storage`)."""
+
+
+class CheckpointSchedule:
+    """Which versions are written to disk; `poll` returns changes of the leader's orders."""
+
+    def __init__(self, settings: CheckpointConfig, *, is_on: bool) -> None:
+        self._settings = settings
+        self._is_on = is_on
+        self._written_s = 0.0
+        self._give_up_s: float | None = None
+        """When the requested snapshot is not awaited any more; None: none is."""
+        self._polled: VersionPair | None = None
+        self._ordered: list[VersionPair] = []
+        """The newest orders of this generation, which a member may not have received."""
+
+    def begin(self, *, now_s: float) -> None:
+        self._written_s, self._give_up_s = now_s, None
+        self._polled = None
+        self._ordered.clear()
+
+    def order_committed(
+        self, committed: VersionPair | None, orders: LeaderHeartbeat, *, now_s: float
+    ) -> dict[str, object]:
+        """Order the committed version now, if there is a newer one than the last."""
+        if not self._is_on or committed in (None, orders.checkpoint):
+            return {}
+        assert committed is not None
+        self._written_s, self._give_up_s = now_s, None
+        self._ordered = [*self._ordered[1 - MAX_WRITES :], committed]
+        return {"checkpoint": committed}
+
+    def poll(
+        self, orders: LeaderHeartbeat, reports: MemberReports, *, ahead: int, now_s: float
+    ) -> dict[str, object]:
+        """`ahead`: steps that may be made before every rank has received an order."""
+        committed, settings = orders.committed, self._settings
+        if not self._is_on or committed is None:
+            return {}
+        if settings.every_steps:
+            return self._poll_steps(committed, orders, reports, now_s=now_s)
+        if self._give_up_s is not None:
+            return self._poll_request(committed, orders, reports, ahead=ahead, now_s=now_s)
+        if now_s - self._written_s < settings.every_s:
+            return {}
+        if not reports.attached or not settings.live_capture_timeout_s:
+            return self.order_committed(committed, orders, now_s=now_s)
+        two_steps_s = 2 * max((one.p99_s for one in reports.current), default=0.0)
+        self._written_s = now_s
+        self._give_up_s = now_s + two_steps_s + settings.live_capture_timeout_s
+        return {"capture_from": max(orders.take_from, reports.step + ahead)}
+
+    def _poll_request(
+        self,
+        committed: VersionPair,
+        orders: LeaderHeartbeat,
+        reports: MemberReports,
+        *,
+        ahead: int,
+        now_s: float,
+    ) -> dict[str, object]:
+        assert self._give_up_s is not None
+        if committed[0] == orders.generation and committed[1] >= orders.capture_from:
+            self._give_up_s = None
+        elif now_s >= self._give_up_s:
+            return self.order_committed(committed, orders, now_s=now_s)
+        elif orders.abandoned_step >= orders.capture_from:
+            return {"capture_from": max(orders.take_from, reports.step + ahead)}
+        return {}
+
+    def _poll_steps(
+        self,
+        committed: VersionPair,
+        orders: LeaderHeartbeat,
+        reports: MemberReports,
+        *,
+        now_s: float,
+    ) -> dict[str, object]:
+        if committed == self._polled:
+            return {}
+        self._polled = committed
+        if committed[1] % self._settings.every_steps or not self._has_room(reports):
+            return {}
+        return self.order_committed(committed, orders, now_s=now_s)
+
+    def _has_room(self, reports: MemberReports) -> bool:
+        """Whether every member may begin another write."""
+        return reports.all_run and all(
+            one.num_writes + self._num_unknown(one.checkpoint) < MAX_WRITES
+            for one in reports.current
+        )
+
+    def _num_unknown(self, newest: VersionPair | None) -> int:
+        return sum(newest is None or one > newest for one in self._ordered)

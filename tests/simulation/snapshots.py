@@ -70,7 +70,9 @@ class Page:
         at = restored if restored is not None else version(-1, -1)
         self.set(CommandField.COMMITTED_GENERATION, at.generation)
         self.set(CommandField.COMMITTED_STEP, at.step)
-        for word in ("ABANDONED_STEP", "COMMITTED_IN", "PROTECTING_STEP", "TAKE_FROM"):
+        for word in (
+            *("ABANDONED_STEP", "COMMITTED_IN", "PROTECTING_STEP", "TAKE_FROM", "CAPTURE_FROM"),
+        ):
             self.set(CommandField[word], -1)
 
     def get(self, at: CommandField) -> int:

@@ -114,6 +114,7 @@ class WorkerGroup:
         self.command_fd = create_command_page()
         self.commands = SharedPage(self.command_fd)
         self.lease(None if self._spec.nodes is None else 0.0)
+        self.commands.set(CommandField.PERSIST_EVERY, self._spec.persist_every)
         if restored is not None:
             self.commands.set(CommandField.COMMITTED_GENERATION, restored.generation)
             self.commands.set(CommandField.COMMITTED_STEP, restored.step)
@@ -208,6 +209,13 @@ class WorkerGroup:
             self.commands.set(
                 CommandField.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
+
+    def request_capture(self, from_step: int) -> int:
+        """Request a snapshot from this step on; -1: from the first that no rank has passed."""
+        step = from_step if from_step >= 0 else most(self.pages, HeartbeatField.STEP) + 1
+        if self.commands is not None:
+            self.commands.set(CommandField.CAPTURE_FROM, step)
+        return step
 
     def sealed(self) -> tuple[int, int] | None:
         """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""

@@ -176,6 +176,8 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
+    checkpoint: VersionPair | None = None  # newest order of a checkpoint that was executed here
+    num_writes: int = 0  # checkpoints that this node is writing
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
@@ -194,6 +196,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     signal: int = 0
     signal_count: int = 0
     checkpoint: VersionPair | None = None  # every node writes its part of this version to disk
+    capture_from: int = -1  # ranks take a snapshot from this step on; nodes write it meanwhile
     moved: dict[str, int] = {}  # new ports of SMPs that do not listen on the plan's, by node id
     examine: bool = False  # ranks failed: every node reports its ranks' last collectives
     killed: bool = False  # all ranks of this generation must be killed

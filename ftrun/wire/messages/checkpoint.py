@@ -23,15 +23,19 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     """Generation and step of the version to write. Required if ranks are on several nodes: each
     node gets a request for the same version, in any order, and possibly more than once."""
     token: str = ""
-    """With a version: equal on all nodes that write it together, and different in another life of
-    the run or another generation. Parts with different tokens are never merged."""
+    """Equal on all nodes that write it together, and different in another life of the run or another
+    generation. Parts with different tokens are never merged. Empty: this node writes alone, and
+    excludes all other writers until it has finished."""
     keep_s: float = 0.0  # older checkpoints are removed too, but never the newest. 0: no limit
     bytes_per_s: float = 0.0  # limit of this node's write rate; 0: no limit
     life: str = ""
     live_capture_timeout_s: float = 0.0
     """Without a version: if the capture of a snapshot begins within this time, that snapshot is
-    written during its capture (live capture), instead of the newest committed version. 0: no live
-    capture."""
+    written during its capture (live capture). Otherwise the newest committed version is written, if
+    all ranks are on this node. 0: no live capture."""
+    capture_from: tuple[int, int] | None = None
+    """Generation and step: the first capture of this generation from this step on is written. None:
+    one of the running generation that is newer than all that is sealed."""
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):

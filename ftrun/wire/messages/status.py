@@ -105,6 +105,8 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
     step: int | None = None
     age_s: float | None = None
     last_error: str = ""  # why the checkpoint after it was not written
+    num_writes: int = 0  # checkpoints that are being written
+    skipped: int = 0  # due versions that were not written, because earlier ones still were
 
 
 class ProcessIds(msgspec.Struct, frozen=True):

@@ -7,6 +7,10 @@ communicate about it. Therefore `auto` uses only values that are equal on all ra
 writes an interval to the command page that applies to steps after one that no rank has reached.
 Each rank publishes the interval that its own measurements suggest, and the agent chooses.
 
+A checkpoint that is due requests one more snapshot, from a step that no rank has reached. It is
+taken at the first boundary from there on that allows a snapshot, which is the same on all ranks. A
+rank that receives the request after it has passed such a boundary takes none, and reports that.
+
 The cost of a snapshot is the extra time of all turns from its copy to its commit, compared with
 turns without snapshot activity. This includes encoding and sending, because they need CPUs too.
 
@@ -79,16 +83,35 @@ class SnapshotSchedule:
         """Time in seconds that one snapshot adds to all its turns together."""
         self._turns_s: list[float] = []
         """Durations of the turns of the last snapshot, beginning with the turn of its copy."""
+        self._answered = self._last_step = -1
+        """The newest request that was answered; the last boundary that allowed a snapshot."""
+        self._missed = -1
 
     def is_due(self, step: int) -> bool:
-        # From TAKE_FROM on, which the leader sets, all nodes take the same steps.
+        """Whether to take a snapshot; called once at each boundary that allows one."""
+        commands, last, self._last_step = self._commands, self._last_step, step
         if not isinstance(self._settings.every, int):
-            every = self._commands.get(CommandField.SNAPSHOT_EVERY)
-            if every > 0 and step > self._commands.get(CommandField.EVERY_FROM_STEP):
+            every = commands.get(CommandField.SNAPSHOT_EVERY)
+            if every > 0 and step > commands.get(CommandField.EVERY_FROM_STEP):
                 self._every = every
-        if step % max(1, self._every):
-            return False
-        return step >= self._commands.get(CommandField.TAKE_FROM)
+        is_due = step % max(1, self._every) == 0
+        persist_every = commands.get(CommandField.PERSIST_EVERY)
+        is_due |= persist_every > 0 and step % persist_every == 0
+        # From TAKE_FROM on, which the leader sets, all nodes take the same steps.
+        take_from = commands.get(CommandField.TAKE_FROM)
+        requested = commands.get(CommandField.CAPTURE_FROM)
+        if requested > self._answered and step >= max(requested, take_from):
+            self._answered = requested
+            if last >= max(requested, take_from):
+                self._missed = last
+            else:
+                is_due = True
+        return is_due and step >= take_from
+
+    def drain_missed(self) -> int:
+        """The boundary at which other ranks may have taken a requested snapshot; -1: none."""
+        missed, self._missed = self._missed, -1
+        return missed
 
     def learn(self, turn: StepActivity, *, step_s: float, copy_s: float, blocked_s: float) -> None:
         """Record the duration of one turn, and publish the interval that this rank requests.

@@ -105,6 +105,7 @@ class Capture:
         self._verified: tuple[SlotCopy, memoryview] | None = None
         self._graphs = JudgedGraphs()
         self._num_taken = 0
+        self._newest_taken = -1
         self._copy_s = 0.0
         self._blocked_ns = 0
         self._turn = StepActivity.QUIET
@@ -143,10 +144,11 @@ class Capture:
         try:
             # `_learn` comes later, but `is_due` does not depend on it: the agent writes an interval
             # to the command page, for steps that no rank has reached.
-            is_due = force or (allowed and self._cadence.is_due(step))
+            is_due = (allowed and self._cadence.is_due(step)) or force
             self._end_turn(is_due=is_due, allowed=allowed)
             self._learn(started_ns)
             self._link.send_again()
+            self._report_missed(self._cadence.drain_missed())
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
             # The agent starts another SMP; until then no memory can be requested.
@@ -314,6 +316,12 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._fail(step, error)
 
+    def _report_missed(self, step: int) -> None:
+        """Report that other ranks may have a snapshot of this step, and this one has none."""
+        if step > self._newest_taken:
+            self._commit_wait.skipped(step)
+            self._link.report_skipped(step)
+
     def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
             # Report a skip, not a withdrawal: the SMP may still commit the last seal, so no rank
@@ -331,6 +339,7 @@ class Capture:
             self._link.withdraw(step)
             return
         slot = self._store.begin_copy(slots, step)
+        self._newest_taken = step
         copy = slots.copy_of(slot, state, self._at_boundary)
         is_verified = self._is_verified()
         if is_verified or self._is_hookless:
