@@ -105,11 +105,14 @@ class CommandExecutor:
         run = self._run
         match command:
             case commands.CommitSnapshot():
-                run.maintenance.last_commit = command.version
+                run.maintenance.committed(command.version)
                 if not run.generations.is_alone:
                     self._request(command)
             case commands.WriteCheckpointPart():
                 run.maintenance.write_part(command.version)
+            case commands.WriteCapture():
+                # The leader does not know the step of a single member in time.
+                run.maintenance.write_capture(-1 if run.generations.is_alone else command.from_step)
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():

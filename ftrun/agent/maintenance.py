@@ -20,6 +20,7 @@ from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import ComponentRestarts
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.checkpoint import WriteCheckpoint
 from ftrun.wire.messages.smp import Inventory
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
@@ -53,11 +54,16 @@ class Maintenance:
         """Why the last checkpoint was not written; empty if it was."""
         self.last_commit: Version | None = None
         """On several nodes: the newest version that the leader has reported as committed."""
+        self.newest_order: Version | None = None
+        """On several nodes: the newest version that the leader has ordered to be written."""
+        self.num_skipped = 0
+        """Due versions that were not written, because earlier ones still were."""
+        self._is_unordered = False
+        """The newest due version is committed, and not ordered to be written."""
         self._run = run
         self._zygote = run.workers.starter.zygote
         """Also after it was disabled, because its children are still reaped."""
         self._checkpoint_due_s = clock.now_s() + run.spec.profile.checkpoint.every_s
-        self._checkpoints_seen = 0
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
         self._slow_ranks: set[int] = set()
@@ -124,16 +130,13 @@ class Maintenance:
     ) -> bool:
         """Return False if the SMP was lost."""
         run = self._run
-        directory, settings = run.spec.checkpoint_directory, run.spec.profile.checkpoint
-        assert directory is not None
         if run.smp.channel is None:
             run.smp.refused = self.smp_given_up or "there is no snapshot manager"
             return True
         try:
             if run.smp.finish_checkpoint(give_up_s, is_cancelled):
                 if run.spec.nodes is None:
-                    life = run.generations.life
-                    run.smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
+                    run.smp.begin_checkpoint(self._write_order(is_urgent=True))
                     run.smp.finish_checkpoint(give_up_s, is_cancelled)
                 else:
                     self._write_last_part(versions, give_up_s, is_cancelled)
@@ -177,17 +180,64 @@ class Maintenance:
 
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
         """On several nodes: write this node's part of a version that all nodes write now."""
+        self.newest_order = wanted
+        self._is_unordered = False
+        self._begin(self._write_order(wanted, is_urgent=is_urgent))
+
+    def write_capture(self, from_step: int) -> None:
+        """Request a snapshot from this step on, and write it while it is captured.
+
+        -1: from the first step that no rank here has passed.
+        """
         run = self._run
-        directory = run.spec.checkpoint_directory
-        if directory is None or not run.generations.holds_ranks:
+        step = run.workers.request_capture(from_step)
+        wait_s = run.spec.profile.checkpoint.live_capture_timeout_s
+        wait_s += 2 * run.rank_observer.p99_s
+        self._begin(self._write_order(capture_from=step, wait_s=wait_s))
+
+    def committed(self, found: Version) -> None:
+        """On several nodes: a version is committed; the leader may order it to be written."""
+        self.last_commit = found
+        if self._run.spec.nodes is not None and self._is_due_at(found):
+            self.num_skipped += self._is_unordered
+            self._is_unordered = True
+
+    def _is_due_at(self, found: Version) -> bool:
+        every = self._run.spec.persist_every
+        return every > 0 and found.step % every == 0
+
+    def _begin(self, order: WriteCheckpoint) -> None:
+        run = self._run
+        if not order.directory or not run.generations.holds_ranks:
             return
-        settings, token = run.spec.profile.checkpoint, run.generations.token
         try:
-            run.smp.begin_checkpoint(
-                directory, settings, wanted, token, life=run.generations.life, is_urgent=is_urgent
-            )
+            self.num_skipped += not run.smp.begin_checkpoint(order)
         except PeerError as error:
             run.journal.write(records.CheckpointFailedRecord(str(error)))
+
+    def _write_order(
+        self,
+        wanted: Version | None = None,
+        *,
+        capture_from: int = -1,
+        wait_s: float = 0.0,
+        is_urgent: bool = False,
+    ) -> WriteCheckpoint:
+        """Without a version: the capture, if one is given, else the newest committed version."""
+        run = self._run
+        settings, generations = run.spec.profile.checkpoint, run.generations
+        is_alone = is_urgent and wanted is None
+        return WriteCheckpoint(
+            run.spec.checkpoint_directory or "",
+            settings.keep,
+            (wanted.generation, wanted.step) if wanted is not None else None,
+            "" if is_alone else generations.token,
+            keep_s=settings.max_age_s,
+            bytes_per_s=0.0 if is_urgent else settings.max_bytes_per_s,
+            life=generations.life,
+            live_capture_timeout_s=wait_s,
+            capture_from=(generations.number, capture_from) if capture_from >= 0 else None,
+        )
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         run = self._run
@@ -240,27 +290,29 @@ class Maintenance:
             self._zygote.bind(len(pages))
 
     def _checkpoint(self, now_s: float) -> None:
-        run = self._run
-        settings = run.spec.profile.checkpoint
-        directory = run.spec.checkpoint_directory
-        is_due = now_s > self._checkpoint_due_s and run.spec.nodes is None
-        if directory and is_due and run.smp.committed:
+        run, settings = self._run, self._run.spec.profile.checkpoint
+        new, run.smp.new_commits = run.smp.new_commits, []
+        is_on = run.spec.checkpoint_directory is not None and run.spec.nodes is None
+        if is_on and settings.every_steps:
+            for found in filter(self._is_due_at, new):
+                self._begin(self._write_order(found))
+        elif is_on and run.smp.committed and now_s > self._checkpoint_due_s:
             self._checkpoint_due_s = now_s + settings.every_s
-            try:
-                run.smp.begin_checkpoint(directory, settings, life=run.generations.life)
-            except PeerError as error:
-                run.journal.write(records.CheckpointFailedRecord(str(error)))
+            if run.workers.progress().attached and settings.live_capture_timeout_s:
+                self.write_capture(-1)
+            else:
+                self._begin(self._write_order())
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
         run = self._run
-        written = run.smp.last_checkpoint
+        new, run.smp.new_checkpoints = run.smp.new_checkpoints, []
         if run.smp.refused:
             run.journal.write(records.CheckpointFailedRecord(run.smp.refused))
             _log.warning("no checkpoint was written: %s", run.smp.refused)
             self.not_written, run.smp.refused = run.smp.refused, ""
-        if written is not None and run.smp.num_checkpoints != self._checkpoints_seen:
-            self._checkpoints_seen, self.not_written = run.smp.num_checkpoints, ""
+        for written in new:
+            self.not_written = ""
             run.journal.write(
                 records.CheckpointWrittenRecord(
                     written.generation,

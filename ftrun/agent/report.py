@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.observe.devices import RecentDeviceErrors
+from ftrun.ids import Version
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
@@ -107,6 +108,8 @@ class NodeReporter:
             differing_ranks=self._differs[1],
             repeat_warning=generations.repeats.warning,
             capture_warning=workers.slow_capture(),
+            checkpoint=_pair(run.maintenance.newest_order),
+            num_writes=smp.num_writes,
             restart=generations.restart_times(now_s) if runs else None,
         )
 
@@ -116,7 +119,11 @@ class NodeReporter:
         ready = run.smp.ready_version
         if run.rpc is not None and run.generations.is_alone:
             ready = run.smp.committed  # the SMP of a single member commits without the leader
-        return (ready.generation, ready.step) if ready is not None else None
+        return _pair(ready)
+
+
+def _pair(found: Version | None) -> VersionPair | None:
+    return (found.generation, found.step) if found is not None else None
 
 
 def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
@@ -132,5 +139,7 @@ def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
         heartbeat.leaves,
         heartbeat.problem,
         heartbeat.smp_port,
+        heartbeat.checkpoint,
+        heartbeat.num_writes,
         heartbeat.restart is None,
     )

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -223,7 +224,16 @@ def settings_of(line: CommandLine) -> list[profiles.SettingValue]:
             section, _, key = KEY_OF_FLAG[flag.name].partition(".")
             value = _flag_value(flag, given, profiles.key_type(section, key))
             found.append(profiles.SettingValue(section, key, value, f"--{flag.name}"))
+            if flag.name == "checkpoint-every":
+                found[-1:] = _checkpoint_every(found[-1], given[-1])
     return found
+
+
+def _checkpoint_every(seconds: profiles.SettingValue, text: str) -> list[profiles.SettingValue]:
+    """Returns the settings of `--checkpoint-every SECONDS` or `Nstep`; the last one given holds."""
+    match = re.fullmatch(r"([1-9]\d*) ?steps?", text)
+    steps = replace(seconds, key="every_steps", value=int(match[1]) if match else 0)
+    return [steps] if match else [seconds, steps]
 
 
 def _flag_value(flag: CliFlag, given: list[str], wanted: Any) -> object:

@@ -44,7 +44,12 @@ class MessageHandler:
         self.commits = CommitCoordinator(self.memory, self._send_to_agent)
         self.agent: ClientConnection | None = None
         self.checkpoints = CheckpointService(
-            run_id, jobs, self.memory, self._loaded, lambda: self.agent is not None
+            run_id,
+            jobs,
+            self.memory,
+            self.commits,
+            self._loaded,
+            lambda: self.agent is not None,
         )
         self.group_work = RedundancyCoordinator(
             run_id,
@@ -147,7 +152,7 @@ class MessageHandler:
         self, requester: Requester, body: checkpoint_messages.WriteCheckpoint
     ) -> None:
         tracker = self.commits.world()
-        if body.version is None and not tracker.sees_all:
+        if body.version is None and body.capture_from is None and not tracker.sees_all:
             reason = "not all ranks of the run are on this node, and no version is named"
             requester.send(checkpoint_messages.CheckpointFailed(reason))
         else:

@@ -306,4 +306,6 @@ def _checkpoint(run: "Run", now_s: float) -> CheckpointStatus | None:
         step=written.step if written else None,
         age_s=now_s - run.smp.last_checkpoint_s if written else None,
         last_error=run.maintenance.not_written,
+        num_writes=run.smp.num_writes,
+        skipped=run.maintenance.num_skipped,
     )

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.agent.snapshots.retained_memory import RetainedMemory
-from ftrun.config.profile import CheckpointConfig
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
 from ftrun.recovery.commands import AbandonStep, CommitSnapshot
+from ftrun.recovery.snapshot_coordination import MAX_WRITES
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -77,7 +77,12 @@ class AgentSmpClient:
     _generation: int = -1
     _local_ranks: frozenset[Rank] = frozenset()
     _run_state: bytes = b""
-    writing: bool = False
+    num_writes: int = 0
+    """Checkpoints that the SMP is writing."""
+    new_checkpoints: list[checkpoint_messages.CheckpointWritten] = field(default_factory=list)
+    """Those that were written since the list was cleared."""
+    new_commits: list[Version] = field(default_factory=list)
+    """Versions that were committed since the list was cleared; on one node."""
     _holds_more: bool = False
     """The SMP may have freed an arena at the last commit. It sends no message for that."""
 
@@ -230,52 +235,30 @@ class AgentSmpClient:
                 self._ask(smp_messages.VoidAfter(newest.generation, newest.step))
         return self.memory.void(lambda found: found > newest)
 
-    def begin_checkpoint(
-        self,
-        directory: str,
-        settings: CheckpointConfig,
-        part_of: Version | None = None,
-        token: str = "",
-        *,
-        life: str,
-        is_urgent: bool = False,
-    ) -> None:
-        """Have the newest committed version written; `collect` receives the answer.
+    def begin_checkpoint(self, order: checkpoint_messages.WriteCheckpoint) -> bool:
+        """Have a version written; `collect` receives the answer.
 
-        Args:
-            directory: absolute path or URL.
-            settings: number of checkpoints to keep, and the write rate.
-            part_of: on several nodes: the version of which this node writes its part.
-            token: equal on all nodes that write this checkpoint, different in other generations.
-            is_urgent: write without a rate limit.
-            life: of the run, for the index.
+        Return False if this node writes `MAX_WRITES` checkpoints already.
         """
-        if self.channel is not None and not self.writing:
-            pair = (part_of.generation, part_of.step) if part_of is not None else None
-            body = checkpoint_messages.WriteCheckpoint(
-                directory,
-                settings.keep,
-                pair,
-                token,
-                keep_s=settings.max_age_s,
-                bytes_per_s=0.0 if is_urgent else settings.max_bytes_per_s,
-                life=life,
-                live_capture_timeout_s=0.0 if is_urgent else settings.live_capture_timeout_s,
-            )
-            self.channel.send(body)
-            self.writing = True
+        if self.channel is None:
+            return True  # the failure is reported as that of the SMP
+        if self.num_writes >= MAX_WRITES:
+            return False
+        self.channel.send(order)
+        self.num_writes += 1
+        return True
 
     def finish_checkpoint(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait for the checkpoint in progress, until `give_up_s` of the monotonic clock.
+        """Wait for the checkpoints in progress, until `give_up_s` of the monotonic clock.
 
         False if it was cancelled or is too late.
         """
-        if self.writing and self.channel is not None:
+        if self.num_writes and self.channel is not None:
             self.channel.send(checkpoint_messages.ExpediteCheckpoint())
-        while self.writing and self.channel is not None:
+        while self.num_writes and self.channel is not None:
             if is_cancelled() or clock.now_s() > give_up_s:
                 self.refused = "it was not written in time; the previous checkpoint is kept"
-                self.writing = False
+                self.num_writes = 0
                 return False
             with suppress(PeerTimeout):
                 self._take(self.channel.receive(deadline_s=0.1))
@@ -320,7 +303,7 @@ class AgentSmpClient:
         if self.channel is not None:
             self.channel.close()
         self.channel, self.unreachable = None, ()
-        self.writing, self.needed = False, smp_messages.MemoryNeeded(0)
+        self.num_writes, self.needed = 0, smp_messages.MemoryNeeded(0)
 
     def shutdown(self) -> None:
         if self.channel is not None:
@@ -364,21 +347,28 @@ class AgentSmpClient:
             case smp_messages.VersionCommitted():
                 self.committed = version(body.generation, body.step)
                 self.num_commits += 1
+                self.new_commits.append(self.committed)
                 if self.committed.generation == self._generation:
                     self.memory.drop_other_ranks(self._local_ranks)
                 self.memory.drop_previous_layouts(self.committed)
                 self._holds_more = self.memory.has_more_than(self.committed)
             case checkpoint_messages.CheckpointWritten(is_part=True):
-                self.writing, self.refused, self.last_part = False, body.note, body
+                self._end_write(body.note)
+                self.last_part = body
             case checkpoint_messages.CheckpointWritten():
-                self.last_checkpoint, self.refused, self.writing = body, "", False
+                self._end_write("")
+                self.last_checkpoint = body
+                self.new_checkpoints.append(body)
                 self.last_part = None  # set only for a newer version that is incomplete
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
             case checkpoint_messages.CheckpointFailed():
-                self.refused, self.writing = body.reason, False
+                self._end_write(body.reason)
             case _:
                 self._take_of_protection(received)
+
+    def _end_write(self, refused: str) -> None:
+        self.num_writes, self.refused = max(0, self.num_writes - 1), refused
 
     def _take_of_protection(self, received: ReceivedMessage) -> None:
         body = received.body

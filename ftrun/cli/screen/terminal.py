@@ -301,6 +301,11 @@ def _other_lines(view: StatusView) -> list[str]:
         lines.append(f"checkpoint  {what}{age}; {written.directory}")
         if written.last_error:
             lines.append(f"            the next one was NOT WRITTEN: {written.last_error}")
+        if written.skipped:
+            lines.append(
+                f"            {written.skipped:,} due versions were skipped: the storage is slower "
+                "than they are due"
+            )
     if (processes := view.processes) is not None:
         pids = (("agent", processes.agent), ("zygote", processes.zygote), ("smp", processes.smp))
         lines.append(f"processes   {', '.join(f'{name} {pid}' for name, pid in pids if pid)}")

@@ -15,9 +15,14 @@ no more:
 Rule 1: written bytes count as the snapshot only after a check on the sealed slot. The digest of
         every piece as written must equal the sealed table, and the header must be unchanged. The
         time at which a byte was read does not matter.
-Rule 2: nothing of a capture is published before all ranks have sealed it.
-Rule 3: no slot is protected from being overwritten. After all ranks have sealed, the rest is copied
-        if memory allows. If a slot is overwritten, Rule 1 or the slot header detects it.
+Rule 2: nothing of a capture is published before it is committed. Each node writes its part after
+        its SMP has committed the version, and a checkpoint needs all parts.
+Rule 3: no slot is protected from being overwritten. After all ranks of the node have sealed, the
+        rest is copied if memory allows. If a slot is overwritten, Rule 1 or the slot header detects
+        it.
+Rule 4: several nodes write the first capture from a step that no rank had reached when it was
+        chosen. Ranks take the same snapshots, so this is the same version on all nodes. If it is
+        not, no checkpoint has all parts.
 """
 
 import os
@@ -35,7 +40,6 @@ from ftrun.smp.checkpoint.slot_reader import (
     CopyBeforeOverwrite,
     SealedSlot,
     SlotOverwritten,
-    newest_version,
 )
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Pace
 from ftrun.snapshot.layout import Layout
@@ -54,6 +58,9 @@ TIMEOUT_S, HURRIED_S = 30.0, 1.0
 The shorter limit applies when the run ends.
 """
 
+COMMIT_TIMEOUT_S = 600.0
+"""A sealed version that is neither committed nor abandoned for this number of seconds is given up."""
+
 _NAP_S, _WAIT_NAP_S = 0.001, 0.005
 
 
@@ -66,12 +73,16 @@ class CaptureFilter:
         hurries: returns whether the run ends, so that a capture without progress is not
             awaited.
         wait_s: seconds that a capture may take to begin.
+        is_committed: returns whether a version was committed; None: it may still be.
+        from_step: the first capture from this step on is followed.
     """
 
     generation: Generation
     is_over: Callable[[], bool]
     hurries: Callable[[], bool]
     wait_s: float
+    is_committed: Callable[[Version], bool | None]
+    from_step: int
 
 
 _Slot = tuple[int, int, SlotHeader, ArenaShape]
@@ -99,7 +110,7 @@ class LiveCapture:
         self._room = room
         self._stop = stop
         self.are_sealed = False
-        """All ranks have sealed. Before that nothing is overwritten, so nothing is copied."""
+        """All ranks here have sealed. Before that nothing is overwritten, so nothing is copied."""
 
     @property
     def ahead_s(self) -> float:
@@ -119,19 +130,26 @@ class LiveCapture:
     def lost(self, reason: str) -> SlotOverwritten:
         return SlotOverwritten(self.version, reason)
 
-    def nap(self, since_s: float) -> None:
+    def nap(self, since_s: float, timeout_s: float | None = None) -> None:
         """Wait briefly; raises SlotOverwritten after no progress for too long, or at the end."""
         if self._stop.wait(_NAP_S) or self._follow.is_over():
             raise self.lost("its generation has ended")
-        limit_s = HURRIED_S if self._follow.hurries() else TIMEOUT_S
+        limit_s = HURRIED_S if self._follow.hurries() else timeout_s or TIMEOUT_S
         if clock.now_s() - since_s > limit_s:
             raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
-    def has_sealed(self) -> None:
-        """Copy the rest if all ranks have sealed and time is short; raises SlotOverwritten.
+    def await_commit(self) -> None:
+        """Wait until the version is committed; raises SlotOverwritten if it will not be."""
+        since_s = clock.now_s()
+        while not (is_committed := self._follow.is_committed(self.version)):
+            if is_committed is False:
+                raise self.lost("it was not committed")
+            self.nap(since_s, COMMIT_TIMEOUT_S)
 
-        The seals of all ranks commit the version, so from then on its slots may be overwritten
-        after the next commit.
+    def has_sealed(self) -> None:
+        """Copy the rest if all ranks here have sealed and time is short; raises SlotOverwritten.
+
+        From then on the version may be committed, and its slots overwritten after the next commit.
         """
         if self.are_sealed or not all(one.poll() for one in self.shards):
             return
@@ -240,11 +258,13 @@ def await_capture(
     room: CopyBuffers,
     stop: threading.Event,
 ) -> LiveCapture | None:
-    """Return the version that all ranks are capturing; None if none begins in time."""
+    """Return the version that all ranks of `fds` are capturing; None if none begins in time.
+
+    `fds` may grow in the meantime.
+    """
     give_up_s = clock.now_s() + follow.wait_s
     while True:
-        newest = newest_version(fds, world_size)
-        found = _started(fds, world_size, follow.generation, newest)
+        found = _started(fds, world_size, follow)
         if found is not None:
             return LiveCapture(found, follow, gap_s=gap_s, room=room, stop=stop)
         is_over = follow.is_over() or follow.hurries() or clock.now_s() > give_up_s
@@ -253,7 +273,7 @@ def await_capture(
 
 
 def _started(
-    fds: ArenaFds, world_size: int, generation: Generation, newest: Version | None
+    fds: ArenaFds, world_size: int, follow: CaptureFilter
 ) -> Sequence[_Slot] | None:
     slots: dict[Version, dict[int, _Slot]] = {}
     for rank, some in sorted(fds.items()):
@@ -263,11 +283,11 @@ def _started(
                 continue
             for slot, header in enumerate(read_slot_headers(fd)):
                 is_on = header.state in (SlotState.COPYING, SlotState.SEALED)
-                if is_on and header.generation == generation:
+                is_ours = header.generation == follow.generation
+                if is_on and is_ours and header.step >= follow.from_step:
                     slots.setdefault(header.version, {})[rank] = (fd, slot, header, shape)
-    for version in sorted(slots, reverse=True):
+    for version in sorted(slots):
         found = slots[version]
-        is_newer = newest is None or version > newest
-        if is_newer and len(found) == world_size:
+        if len(found) == len(fds):
             return [found[rank] for rank in sorted(found)]
     return None

@@ -1,8 +1,12 @@
 """Writes and loads checkpoints for the agent, in parallel with all other work.
 
-Runs in:  the SMP: requests and answers in the server thread, work in the disk lane.
+Runs in:  the SMP: requests and answers in the server thread, work in the threads of the lanes.
 Takes in: WriteCheckpoint and LoadCheckpoint.
 Gives:    their answers; the arenas of what was loaded.
+
+Two checkpoints are written at the same time, each in a lane with its own memory for copies. A lane
+that reads slots of a version copies them before they are overwritten. A third order waits in a
+lane, so its slots may be overwritten; the agent sends none.
 """
 
 import logging
@@ -10,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ftrun import clock
@@ -21,7 +25,7 @@ from ftrun.errors import (
     NoneOfThisRun,
     NoUsableCheckpoint,
 )
-from ftrun.ids import Rank, RunId, version
+from ftrun.ids import Generation, Rank, RunId, version
 from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
@@ -34,39 +38,65 @@ from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult,
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
-from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.memory.arenas import ArenaStore, SmpArena
+from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 
+LANES = ("disk", "disk-2")
 _log = logging.getLogger(__name__)
 _BUG = "internal error in ftrun; see the SMP's log"
 
 
+@dataclass
+class _Lane:
+    """A thread that writes, its memory for copies, and the descriptors of the jobs in it."""
+
+    name: str
+    room: CopyBuffers
+    writer: CheckpointWriter
+    jobs: list[ArenaFds] = field(default_factory=list)
+
+
 class CheckpointService:
-    """Writes and loads. `loaded` runs before the agent's answer; `is_attended`: it is connected."""
+    """Writes and loads.
+
+    Args:
+        commits: which versions are committed.
+        loaded: runs before the agent's answer.
+        is_attended: the agent is connected.
+    """
 
     def __init__(
         self,
         run_id: RunId,
         jobs: JobLanes,
         memory: ArenaStore,
+        commits: CommitCoordinator,
         loaded: Callable[[LoadedCheckpoint], None],
         is_attended: Callable[[], bool],
     ) -> None:
         self._run_id = run_id
         self._jobs = jobs
         self._memory = memory
+        self._commits = commits
         self._loaded = loaded
         self._stop = threading.Event()
         self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
-        self._room = CopyBuffers(lambda: available_memory().num_bytes)
         self._tidying = IntervalTimer(jobs, self._clean_up)
-        self._writer = CheckpointWriter(WriterContext(run_id, self._room, self._throttle))
+        self._lanes = [self._lane(name) for name in LANES]
+        memory.after_add = self._take_in
+
+    def _lane(self, name: str) -> _Lane:
+        room = CopyBuffers(lambda: available_memory().num_bytes)
+        return _Lane(
+            name, room, CheckpointWriter(WriterContext(self._run_id, room, self._throttle))
+        )
 
     def write(
         self,
@@ -76,13 +106,11 @@ class CheckpointService:
     ) -> None:
         """Write the named version, limited to the ranks on this node.
 
-        Without a name, all ranks of the world are on this node. The version is then the one that
-        they are capturing, or the newest that all hold. The generation of `tracker` ends the
-        capture.
+        Without a name it is the requested capture, or the newest that all ranks hold, if they are
+        all on this node.
         """
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
-        generation = tracker.generation
         order = WriteJob(
             where=body.directory,
             ranks=tuple(sorted(tracker.ranks)),
@@ -91,26 +119,44 @@ class CheckpointService:
             version=version(*body.version) if body.version is not None else None,
             token=body.token,
             life=body.life,
-            follow=CaptureFilter(
-                generation,
-                is_over=lambda: tracker.generation != generation,
-                hurries=self._hurries.is_set,
-                wait_s=body.live_capture_timeout_s,
-            ),
+            follow=self._capture(body, tracker),
         )
-        fds = {
-            rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]
-            for rank in self._memory.ranks
-        }
+        fds = {rank: [os.dup(arena.fd) for arena in self._memory.of(rank)] for rank in order.ranks}
+        lane = min(self._lanes, key=lambda one: len(one.jobs))
+        lane.jobs.append(fds)
+        failed = checkpoint_messages.CheckpointFailed(_BUG)
         self._jobs.submit(
-            "disk",
-            partial(self._write, requester, order, fds),
-            failed=partial(requester.send, checkpoint_messages.CheckpointFailed(_BUG)),
+            lane.name,
+            partial(self._write, requester, lane, order, fds),
+            failed=partial(self._end, requester, lane, fds, failed),
         )
 
+    def _capture(
+        self, body: checkpoint_messages.WriteCheckpoint, tracker: CommitTracker
+    ) -> CaptureFilter | None:
+        if body.capture_from is None:
+            return None
+        generation = Generation(body.capture_from[0])
+        return CaptureFilter(
+            generation,
+            is_over=lambda: tracker.generation != generation,
+            hurries=self._hurries.is_set,
+            wait_s=body.live_capture_timeout_s,
+            is_committed=self._commits.is_committed,
+            from_step=body.capture_from[1],
+        )
+
+    def _take_in(self, arena: SmpArena) -> None:
+        """Show a new arena to the jobs, because the capture that a job awaits may be in it."""
+        for lane in self._lanes:
+            for fds in lane.jobs:
+                if (rank := Rank(arena.shape.rank)) in fds:
+                    fds[rank].append(os.dup(arena.fd))
+
     def load(self, requester: Requester, body: checkpoint_messages.LoadCheckpoint) -> None:
+        self._hurries.set()  # no capture of an ended generation is awaited
         self._jobs.submit(
-            "disk",
+            LANES[0],
             partial(self._load, requester, body),
             failed=partial(requester.send, messages.Refused(_BUG)),
         )
@@ -127,7 +173,7 @@ class CheckpointService:
                 _log.warning("cannot record the end of the run next to its checkpoints: %s", error)
             return partial(requester.send, messages.Done())
 
-        self._jobs.submit("disk", ended, failed=partial(requester.send, messages.Refused(_BUG)))
+        self._jobs.submit(LANES[0], ended, failed=partial(requester.send, messages.Refused(_BUG)))
 
     def expedite(self) -> None:
         """Remove the rate limit of the running write, and shorten its waits for a capture."""
@@ -138,44 +184,49 @@ class CheckpointService:
         self._stop.set()
 
     def give_back(self) -> None:
-        if self._room.num_bytes:
-            self._jobs.submit("disk", self._room.drop)
+        for lane in self._lanes:
+            if lane.room.num_bytes:
+                self._jobs.submit(lane.name, lane.room.drop)
 
-    def _write(self, requester: Requester, order: WriteJob, fds: ArenaFds) -> Finish:
+    def _write(self, requester: Requester, lane: _Lane, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
+        answer: messages.AnyMessage
         try:
-            done = at_low_priority(partial(self._written, order, fds))
+            done = at_low_priority(partial(self._written, lane, order, fds))
+            answer = _answer(done, clock.now_s() - started_s)
         except CheckpointError as error:
-            return partial(self._send, requester, checkpoint_messages.CheckpointFailed(str(error)))
+            answer = checkpoint_messages.CheckpointFailed(str(error))
         finally:
-            for fd in (fd for some in fds.values() for fd in some):
-                os.close(fd)
-            self._room_is_free()
-        return partial(self._send, requester, _answer(done, clock.now_s() - started_s))
+            _free(lane.room)
+        return partial(self._end, requester, lane, fds, answer)
 
-    def _send(self, requester: Requester, done: messages.AnyMessage) -> None:
-        requester.send(done)
+    def _end(
+        self, requester: Requester, lane: _Lane, fds: ArenaFds, answer: messages.AnyMessage
+    ) -> None:
+        lane.jobs.remove(fds)
+        for fd in (fd for some in fds.values() for fd in some):
+            os.close(fd)
+        requester.send(answer)
         self._tidying.start(KEEP_S)
 
     def _clean_up(self) -> None:
-        def cleaned_up() -> Finish | None:
-            self._room_is_free()
-            return None if self._room.num_bytes else self._tidying.stop
+        def cleaned_up(lane: _Lane) -> Finish | None:
+            _free(lane.room)
+            is_empty = not any(one.room.num_bytes for one in self._lanes)
+            return self._tidying.stop if is_empty else None
 
-        self._jobs.submit("disk", cleaned_up)
+        for lane in self._lanes:
+            self._jobs.submit(lane.name, partial(cleaned_up, lane))
 
-    def _room_is_free(self) -> None:
-        with suppress(OSError):  # the free memory cannot be read just now
-            self._room.begin()
-
-    def _written(self, order: WriteJob, fds: ArenaFds) -> WriteResult:
+    def _written(self, lane: _Lane, order: WriteJob, fds: ArenaFds) -> WriteResult:
         with reported(order):
             runs = self._owner.check(order.where, order.life)
         order = replace(order, retention=replace(order.retention, runs=runs))
-        return self._writer.write(fds, order)
+        return lane.writer.write(fds, order)
 
     def _load(self, requester: Requester, body: checkpoint_messages.LoadCheckpoint) -> Finish:
-        self._room.drop()
+        for lane in self._lanes:
+            lane.room.drop()
         try:
             if body.claim is not None:
                 self._claim(body.claim)
@@ -251,6 +302,11 @@ class CheckpointService:
                 is_share=loaded.rest is not None,
             )
         )
+
+
+def _free(room: CopyBuffers) -> None:
+    with suppress(OSError):  # the free memory cannot be read just now
+        room.begin()
 
 
 def _none_loaded(

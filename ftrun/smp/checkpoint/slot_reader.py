@@ -41,7 +41,7 @@ OFTEN_S = 1.0
 _GAPS = 4
 _POLL_S = 0.01
 
-ArenaFds = Mapping[Rank, Sequence[int]]
+ArenaFds = Mapping[Rank, list[int]]
 
 
 class SlotOverwritten(CheckpointError):

@@ -53,10 +53,11 @@ class WriteJob:
     Args:
         where: a directory or a URL; the same on all nodes that write together.
         ranks: the node's own.
-        version: only this one; None: all ranks are on this node, and it is the newest that all
-            hold.
-        token: with a version: equal on all nodes that write this together, and on no others.
-        follow: without a version: which running captures are written while they are captured.
+        version: only this one; None: the capture to follow, or the newest that all ranks hold, if
+            they are all on this node.
+        token: equal on all nodes that write this together, and on no others.
+        follow: without a version: which capture is written while it is captured.
+        is_alone: all other writers are excluded until this node has finished.
     """
 
     where: str
@@ -67,6 +68,11 @@ class WriteJob:
     token: str = ""
     life: str = ""
     follow: CaptureFilter | None = None
+    is_alone: bool = False
+
+    @property
+    def has_all_ranks(self) -> bool:
+        return len(self.ranks) == self.world_size
 
     def gap_s(self, context: WriterContext) -> float:
         """Seconds that may pass without a read; a network may be slow."""
@@ -102,12 +108,16 @@ class WriteResult:
 
 @dataclass(frozen=True, slots=True)
 class ChosenVersion:
-    """A version to write; if tight, its slots may be overwritten at any time."""
+    """A version to write; if tight, its slots may be overwritten at any time.
+
+    `await_commit` returns when the version is committed; raises SlotOverwritten if it will not be.
+    """
 
     version: Version
     shards: Sequence[SealedSlot]
     pace: Pace
     is_tight: bool = False
+    await_commit: Callable[[], None] = lambda: None
 
     @property
     def is_sound(self) -> bool:
@@ -130,27 +140,18 @@ def write_newest(
 ) -> WriteResult:
     """Write the version that is being captured, or else the newest that all ranks hold.
 
-    `fds` are those of all arenas of each rank. If `write` raises SlotOverwritten, another attempt
-    is made. Raises CheckpointError with the reason if nothing was written.
+    `fds` are those of all arenas of each rank of the job. If `write` raises SlotOverwritten,
+    another attempt is made, unless other nodes write this too. They would not know its version.
+    Raises CheckpointError with the reason if nothing was written.
     """
-    throttle, capturing = context.throttle, None
-    if job.follow is not None and job.follow.wait_s:
-        capturing = await_capture(
-            fds,
-            job.world_size,
-            job.follow,
-            gap_s=job.gap_s(context),
-            room=context.room,
-            stop=throttle.stop,
-        )
-    if capturing is not None:
-        pace = capturing.paced(throttle)
-        try:
-            found = write(ChosenVersion(capturing.version, capturing.shards, pace))
-        except SlotOverwritten as error:
-            _log.info("cannot write the snapshot while it is captured: %s", error)
-        else:
-            return replace(found, ahead_s=capturing.ahead_s)
+    try:
+        if (found := _write_captured(fds, job, context, write)) is not None:
+            return found
+    except SlotOverwritten as error:
+        if not job.has_all_ranks:
+            raise
+        _log.info("cannot write the snapshot while it is captured: %s", error)
+    throttle = context.throttle
     for turn in range(TRIES):
         version = newest_version(fds, job.world_size)
         if version is None:
@@ -167,13 +168,47 @@ def write_newest(
     )
 
 
+def _write_captured(
+    fds: ArenaFds,
+    job: WriteJob,
+    context: WriterContext,
+    write: Callable[[ChosenVersion], WriteResult],
+) -> WriteResult | None:
+    """Write a version while it is captured; None if no capture begins, and all ranks are here."""
+    if job.follow is None:
+        return None
+    capturing = await_capture(
+        fds,
+        job.world_size,
+        job.follow,
+        gap_s=job.gap_s(context),
+        room=context.room,
+        stop=context.throttle.stop,
+    )
+    if capturing is None:
+        if job.has_all_ranks:
+            return None
+        raise CheckpointError(
+            f"no snapshot from step {job.follow.from_step} on, which was requested for it, has "
+            f"begun (limit {job.follow.wait_s:.0f} s). The newest committed version will be "
+            "written instead"
+        )
+    chosen = ChosenVersion(
+        capturing.version,
+        capturing.shards,
+        capturing.paced(context.throttle),
+        await_commit=capturing.await_commit,
+    )
+    return replace(write(chosen), ahead_s=capturing.ahead_s)
+
+
 @contextmanager
 def reported(job: WriteJob) -> Iterator[None]:
     """Convert an OSError of the file system into a CheckpointError with a readable text."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and job.version is not None:
+        if isinstance(error, FileNotFoundError) and not job.is_alone:
             raise CheckpointError(
                 f"{error.filename} disappeared while the checkpoint was written: another node has "
                 "finished or removed it. Request it again"

@@ -37,7 +37,7 @@ Rule 5: a URL cannot be locked. If an index of another life appears there, the w
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -106,13 +106,14 @@ class CheckpointWriter:
             if job.version is not None:
                 chosen = choose_own(fds, job, job.version, context.throttle)
                 return self._write(_Attempt(context, storage, job, chosen))
-            alone = replace(job, token=self._own)
-            with storage.exclusive():
+            if not job.token:
+                job = replace(job, token=self._own, is_alone=True)
+            with storage.exclusive() if job.is_alone else nullcontext():
                 return write_newest(
                     fds,
                     job,
                     context,
-                    lambda chosen: self._write(_Attempt(context, storage, alone, chosen)),
+                    lambda chosen: self._write(_Attempt(context, storage, job, chosen)),
                 )
 
     def _write(self, attempt: "_Attempt") -> WriteResult:
@@ -133,7 +134,7 @@ class CheckpointWriter:
                 attempt.begin()
         is_new = part is None
         if part is None:
-            with attempt.discarded_if_alone():
+            with attempt.discarded_if_sole():
                 part = attempt.fill()
         self._last = part
         with storage.lock():
@@ -167,7 +168,7 @@ class _Attempt:
         self.blank = job.part(context.run_id, chosen.version)
         """The part without files."""
         self._context = context
-        self._is_alone = job.version is None
+        self._is_alone = job.is_alone
         self.folder = storage.pending_name(self.blank, is_alone=self._is_alone)
 
     def finished(
@@ -229,6 +230,7 @@ class _Attempt:
             raise SlotOverwritten(chosen.version) from error
         if not chosen.is_sound:
             raise SlotOverwritten(chosen.version)
+        chosen.await_commit()
         self._sync_started(folder)  # Rule 1
         written_s = 0.0 if storage.is_local else clock.wall_s()
         part = msgspec.structs.replace(self.blank, shards=files, written_s=written_s)
@@ -261,7 +263,7 @@ class _Attempt:
             life=blank.life,
             written_s=written_s,
         )
-        with self.discarded_if_alone():
+        with self.discarded_if_sole():
             storage.put(f"{self.folder}/{INDEX_NAME}", seal(index))
             crash_point("smp.checkpoint.index_written")
             storage.sync(self.folder)
@@ -275,18 +277,18 @@ class _Attempt:
         return WriteResult(version, storage.path_of(name), total_bytes, note="; ".join(notes))
 
     @contextmanager
-    def discarded_if_alone(self) -> Iterator[None]:
+    def discarded_if_sole(self) -> Iterator[None]:
         """Remove the unfinished checkpoint if it fails here and no other node writes to it."""
         try:
             yield
         except BaseException:
-            if self._is_alone:
+            if self.job.has_all_ranks:
                 self.storage.discard(self.folder)
             raise
 
     def _sync_started(self, folder: str = "") -> None:
         """Make names in an unfinished checkpoint durable, unless no later writer will use it."""
-        if not self._is_alone:
+        if not self.job.has_all_ranks:
             self.storage.sync(folder)
 
     def _resolve(self, name: str, found: Sequence[StoredCheckpoint]) -> None:

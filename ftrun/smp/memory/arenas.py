@@ -81,6 +81,7 @@ class ArenaStore:
         self._wanted: dict[Rank, int] = {}
         """Bytes that a rank requested and does not have yet, granted or refused."""
         self._making: dict[Rank, Allocation] = {}
+        self.after_add: Callable[[SmpArena], None] = lambda _: None
 
     @property
     def ranks(self) -> list[Rank]:
@@ -170,6 +171,7 @@ class ArenaStore:
         arena = self._held(fd, generation)
         self._arenas.setdefault(Rank(arena.shape.rank), []).append(arena)
         self.forget_promise(Rank(arena.shape.rank))
+        self.after_add(arena)
         return arena
 
     def discard(self, fd: int) -> None:

@@ -36,6 +36,7 @@ from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 SendToAgent = Callable[..., None]
+_NUM_RECENT = 64
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +58,8 @@ class CommitCoordinator:
         """Skipped steps, without those that were committed or abandoned."""
         self._reported_skipped = -1
         self._abandoned = -1
+        self._recent: tuple[Version, ...] = ()
+        """The newest committed versions."""
         self.after_commit: Callable[[], None] = lambda: None
 
     @property
@@ -69,6 +72,18 @@ class CommitCoordinator:
             return self.tracker
         sizes = [arena.shape.world_size for arena in self._memory.all()]
         return CommitTracker(self._memory.ranks, max(sizes, default=0))
+
+    def is_committed(self, found: Version) -> bool | None:
+        """Whether a version of the running generation was committed; None: it may still be.
+
+        Callable from any thread. The newest commit is read first: when a later one is visible,
+        `_recent` has the earlier ones.
+        """
+        committed, abandoned = self.tracker.committed, self._abandoned
+        if found in self._recent:
+            return True
+        is_over = self.tracker.generation != found.generation or abandoned >= found.step
+        return False if is_over or (committed is not None and committed > found) else None
 
     # --- a generation ------------------------------------------------------------------------
 
@@ -259,6 +274,7 @@ class CommitCoordinator:
         return self._page.get(CommandField.COMMITTED_IN) < self.tracker.generation
 
     def _finish(self, committed: Version) -> None:
+        self._recent = (*self._recent[1 - _NUM_RECENT :], committed)
         if self.protector is not None:
             self.protector.decide_shares(committed)  # before ranks know the commit
         self._show(committed)

@@ -61,25 +61,36 @@ def no_pace(num_bytes: int) -> None:
 
 
 class Throttle:
-    """Limits the bytes per second of a node; a pause does not allow a faster rate later."""
+    """Limits the bytes per second of a node, for all of its writers together.
+
+    A pause does not allow a faster rate later.
+    """
 
     def __init__(self, stop: threading.Event) -> None:
         self.bytes_per_s = 0.0
         """0: no limit. It may change during a write."""
         self.stop = stop
+        self._lock = threading.Lock()
         self._paid_s = 0.0
         """The time from which the bytes admitted so far are within the rate."""
 
     def __call__(self, num_bytes: int) -> None:
         """Wait until this number of bytes may be written; raises CheckpointError when cancelled."""
-        while True:
-            wait_s = self._paid_s - clock.now_s() if self.bytes_per_s else 0.0
-            if self.stop.wait(min(max(wait_s, 0.0), _NAP_S)):
-                raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
-            if wait_s <= _NAP_S:
-                break
-        if self.bytes_per_s:
-            self._paid_s = max(clock.now_s(), self._paid_s) + num_bytes / self.bytes_per_s
+        wait_s = 0.0
+        while not self.stop.wait(min(wait_s, _NAP_S)):
+            if not (wait_s := self._admit(num_bytes)):
+                return
+        raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
+
+    def _admit(self, num_bytes: int) -> float:
+        """Return how long to wait, in seconds; 0: the bytes are within the rate, and counted."""
+        with self._lock:
+            rate, now_s = self.bytes_per_s, clock.now_s()
+            if rate and now_s < self._paid_s:
+                return self._paid_s - now_s
+            if rate:
+                self._paid_s = now_s + num_bytes / rate
+            return 0.0
 
 
 class DirectFile:
