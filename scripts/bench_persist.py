@@ -2,6 +2,7 @@
 """Measure checkpoint writes of committed snapshots; compare with dd, torch.save and dcp.save.
 
     python scripts/bench_persist.py --gb 2 --dir /data --json persist.json
+    python scripts/bench_persist.py --gb 0.1 --every-step    # only: what it costs to persist each step
 
 All write the same bytes to the same file system, in turns. Each time ends when the files are on
 disk (fsync). The files are removed before the next turn. Each ratio is the median of the ratios of
@@ -18,6 +19,11 @@ Then a training of two ranks runs. Every few seconds a checkpoint is written at 
 --limit-mb a second. The result is the step time during a checkpoint divided by the step time
 between two. Steps are counted in whole intervals from one snapshot to the next, so that both have
 the same share of snapshots.
+
+With --every-step a training of two ranks runs three times in turns: without snapshots, with a snapshot
+of each step, and with a checkpoint of each step (--checkpoint-every 1step). step_slowdown is the mean
+step time of the third over that of the first, less 1; step_slowdown_of_disk that over the second.
+Versions that the storage has no time for are skipped, and counted.
 
 With --replicated all ranks hold the same state, and each stores its share. bytes_over_state is the
 size of the checkpoint divided by the state; writer_imbalance the largest file divided by the mean.
@@ -66,6 +72,13 @@ WRITING_S = 4.0
 """Length of the intervals with and without a checkpoint write during a training."""
 SNAPSHOT_EVERY = 4
 LEAST_ROUNDS = 10
+EVERY_STEP: dict[str, list[object]] = {
+    "plain": ["--no-snapshots"],
+    "in memory": ["--snapshot-every", 1],
+    "persisted": ["--snapshot-every", 1, "--checkpoint-every", "1step"],
+}
+FIRST_STEPS = 10
+"""These are left out: they allocate memory, and verify the first snapshots."""
 _FREE = 4
 """Multiple of the bytes that must be free on disk and in memory."""
 
@@ -83,7 +96,15 @@ def main() -> int:
     parser.add_argument(
         "--replicated", action="store_true", help="all ranks hold the same state and share it"
     )
+    parser.add_argument(
+        "--every-step", action="store_true", help="measure a checkpoint of each step, nothing else"
+    )
     args = parser.parsed()
+    if args.every_step:
+        figures = every_step(args)
+        show_every_step(figures)
+        bench.finish(args.json, figures)
+        return 0
     num_bytes = int(args.gb * 1e9)
     if shutil.disk_usage(args.dir).free < _FREE * num_bytes:
         raise bench.BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
@@ -240,6 +261,71 @@ def beside_steps(disk: Path, folder: Path, args: argparse.Namespace) -> dict[str
         "step_rounds": [len(inside), len(between)],
         "step_s": mean(between) / SNAPSHOT_EVERY,
     }
+
+
+def every_step(args: argparse.Namespace) -> dict[str, Any]:
+    """Mean step times of the ways of `EVERY_STEP`, and what became of the steps' versions."""
+    run_s = args.step_seconds / args.rounds / len(EVERY_STEP)
+    means: dict[str, list[float]] = {way: [] for way in EVERY_STEP}
+    counts = {"steps": 0, "written": 0, "skipped": 0}
+    for _ in range(args.rounds):
+        for way, flags in EVERY_STEP.items():
+            with bench.scratch(args.dir) as disk, bench.scratch() as folder:
+                where = ["--checkpoint-dir", disk / "saved"] if way == "persisted" else []
+                step_s, found = trained(folder, [*flags, *where], run_s, args)
+            means[way].append(step_s)
+            for key in counts:
+                counts[key] += found[key] if way == "persisted" else 0
+    over = lambda way: [a / b - 1 for a, b in zip(means["persisted"], means[way], strict=True)]  # noqa: E731
+    return {
+        "step_slowdown": median(over("plain")),
+        "step_slowdown_of_disk": median(over("in memory")),
+        "step_slowdowns": over("plain"),
+        "step_s": {way: bench.spread(some) for way, some in means.items()},
+        "state_mb": args.gb * 1e3,
+        **counts,
+    }
+
+
+def trained(
+    folder: Path, flags: list[object], seconds: float, args: argparse.Namespace
+) -> tuple[float, dict[str, int]]:
+    """Train for this time after the first steps; return the mean step time, and counts."""
+    run_id = f"bench-persist-{os.getpid()}"
+    words = [WORKER, "--folder", folder, "--state-mb", args.gb * 1e3 / TRAINING_RANKS]
+    flags = ["--nproc-per-node", TRAINING_RANKS, "--run-id", run_id, *flags]
+    command = bench.ftrun_command(*flags, *words, "--attach", 1)
+    notes = folder / "rank0.jsonl"
+    with bench.launched("training", command, folder, args.deadline) as launcher:
+        launcher.wait_for(
+            "the first steps",
+            lambda: notes.exists() and len(bench.read_lines(notes)) > FIRST_STEPS,
+        )
+        launcher.pause(seconds)
+        checkpoint = bench.ftrun_status(run_id).get("checkpoint") or {}
+        (folder / "go").touch()
+        launcher.wait_for_end()
+        written = [one for one in bench.read_journal(folder, run_id)
+                   if one["kind"] == "checkpoint_written"]  # fmt: skip
+    at_ns = [one["ns"] for one in bench.read_lines(notes) if "step" in one][FIRST_STEPS:]
+    if len(at_ns) < LEAST_ROUNDS:
+        raise bench.BenchError(f"only {len(at_ns)} steps were made; more --step-seconds, less --gb")
+    counts = {
+        "steps": len(at_ns) + FIRST_STEPS,
+        "written": len(written),
+        "skipped": checkpoint.get("skipped", 0),
+    }
+    return (at_ns[-1] - at_ns[0]) / 1e9 / (len(at_ns) - 1), counts
+
+
+def show_every_step(figures: dict[str, Any]) -> None:
+    rows = [(way, *bench.cells(one, ".4f")) for way, one in figures["step_s"].items()]
+    bench.show_table("step time in s", ("training", "median", "least", "most"), rows)
+    print(
+        f"\n  step_slowdown {figures['step_slowdown']:.3f}, of the disk alone "
+        f"{figures['step_slowdown_of_disk']:.3f}; {figures['written']} of {figures['steps']} steps "
+        f"written, {figures['skipped']} skipped; state of {figures['state_mb']:.0f} MB"
+    )
 
 
 def rounds_s(at_s: dict[int, float], begin_s: float, end_s: float) -> list[float]:

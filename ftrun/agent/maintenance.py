@@ -296,11 +296,12 @@ class Maintenance:
         if is_on and settings.every_steps:
             for found in filter(self._is_due_at, new):
                 self._begin(self._write_order(found))
-        elif is_on and run.smp.committed and now_s > self._checkpoint_due_s:
-            self._checkpoint_due_s = now_s + settings.every_s
+        elif is_on and now_s > self._checkpoint_due_s:
             if run.workers.progress().attached and settings.live_capture_timeout_s:
+                self._checkpoint_due_s = now_s + settings.every_s
                 self.write_capture(-1)
-            else:
+            elif run.smp.committed:
+                self._checkpoint_due_s = now_s + settings.every_s
                 self._begin(self._write_order())
         self._report_checkpoint()
 

@@ -268,49 +268,41 @@ class CheckpointSchedule:
         self, orders: LeaderHeartbeat, reports: MemberReports, *, ahead: int, now_s: float
     ) -> dict[str, object]:
         """`ahead`: steps that may be made before every rank has received an order."""
-        committed, settings = orders.committed, self._settings
-        if not self._is_on or committed is None:
+        settings = self._settings
+        if not self._is_on:
             return {}
         if settings.every_steps:
-            return self._poll_steps(committed, orders, reports, now_s=now_s)
+            return self._poll_steps(orders, reports, now_s=now_s)
         if self._give_up_s is not None:
-            return self._poll_request(committed, orders, reports, ahead=ahead, now_s=now_s)
+            return self._poll_request(orders, reports, ahead=ahead, now_s=now_s)
         if now_s - self._written_s < settings.every_s:
             return {}
         if not reports.attached or not settings.live_capture_timeout_s:
-            return self.order_committed(committed, orders, now_s=now_s)
+            return self.order_committed(orders.committed, orders, now_s=now_s)
         two_steps_s = 2 * max((one.p99_s for one in reports.current), default=0.0)
         self._written_s = now_s
         self._give_up_s = now_s + two_steps_s + settings.live_capture_timeout_s
         return {"capture_from": max(orders.take_from, reports.step + ahead)}
 
     def _poll_request(
-        self,
-        committed: VersionPair,
-        orders: LeaderHeartbeat,
-        reports: MemberReports,
-        *,
-        ahead: int,
-        now_s: float,
+        self, orders: LeaderHeartbeat, reports: MemberReports, *, ahead: int, now_s: float
     ) -> dict[str, object]:
         assert self._give_up_s is not None
-        if committed[0] == orders.generation and committed[1] >= orders.capture_from:
+        committed = orders.committed
+        if committed is not None and committed >= (orders.generation, orders.capture_from):
             self._give_up_s = None
         elif now_s >= self._give_up_s:
+            self._give_up_s = None
             return self.order_committed(committed, orders, now_s=now_s)
         elif orders.abandoned_step >= orders.capture_from:
             return {"capture_from": max(orders.take_from, reports.step + ahead)}
         return {}
 
     def _poll_steps(
-        self,
-        committed: VersionPair,
-        orders: LeaderHeartbeat,
-        reports: MemberReports,
-        *,
-        now_s: float,
+        self, orders: LeaderHeartbeat, reports: MemberReports, *, now_s: float
     ) -> dict[str, object]:
-        if committed == self._polled:
+        committed = orders.committed
+        if committed is None or committed == self._polled:
             return {}
         self._polled = committed
         if committed[1] % self._settings.every_steps or not self._has_room(reports):

@@ -78,7 +78,14 @@ def test_whichever_rank_seals_first_or_last_each_file_is_its_own(
     throttle = Throttle(threading.Event())
     throttle.bytes_per_s = BYTES_PER_S
     writer = CheckpointWriter(WriterContext(RunId("run"), CopyBuffers(lambda: 1 << 40), throttle))
-    follow = CaptureFilter(Generation(0), lambda: False, lambda: False, 3.0)
+    follow = CaptureFilter(
+        Generation(0),
+        is_over=lambda: False,
+        hurries=lambda: False,
+        wait_s=3.0,
+        is_committed=lambda _: True,
+        from_step=0,
+    )
     ranks = tuple(one.rank for one in workers)
     order = WriteJob(str(tmp_path), ranks, RANKS, Retention(3), follow=follow)
     if first != last:

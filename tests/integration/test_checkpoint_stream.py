@@ -3,6 +3,7 @@
 The test acts as the worker: it copies piece by piece, with any speed and any errors.
 """
 
+import contextlib
 import gc
 import os
 import random
@@ -21,12 +22,14 @@ from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.checkpoint import live_capture as checkpoint_stream
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveSlot
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.slot_reader import newest_version
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
 from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -36,7 +39,7 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
     void_slots,
 )
-from tests.integration.test_checkpoint_nodes import WORLD, Make, image_of, make
+from tests.integration.test_checkpoint_nodes import WORLD, Make, Node, check_files, image_of, make
 
 __all__ = ["make"]
 
@@ -101,6 +104,7 @@ class Writing:
         self.folder = folder
         self.is_over = False
         self.hurries = False
+        self.is_committed: bool | None = True
         self.free_bytes = 1 << 40
         self.throttle = Throttle(threading.Event())
         self.workers = workers
@@ -109,10 +113,17 @@ class Writing:
         self._pool = ThreadPoolExecutor(1)
 
     def order(self, where: str, *, wait_s: float, generation: int) -> WriteJob:
+        newest = newest_version({one.rank: [one.fd] for one in self.workers}, 2)
         follow = CaptureFilter(
-            Generation(generation), lambda: self.is_over, lambda: self.hurries, wait_s
+            Generation(generation),
+            is_over=lambda: self.is_over,
+            hurries=lambda: self.hurries,
+            wait_s=wait_s,
+            is_committed=lambda _: self.is_committed,
+            from_step=newest.step + 1 if newest is not None else 0,
         )
-        return WriteJob(where, tuple(RANKS), 2, Retention(3), follow=follow)
+        is_live = follow if wait_s else None
+        return WriteJob(where, tuple(RANKS), 2, Retention(3), follow=is_live)
 
     def begin(
         self, where: str = "", *, wait_s: float = 5.0, generation: int = 0
@@ -231,6 +242,12 @@ def test_nothing_is_published_before_the_last_rank_has_sealed(
     assert future.result(TIMEOUT_S).version == at
 
 
+def report_seals(node: Node) -> None:
+    """Connect as the workers: the SMP counts what they have sealed."""
+    for rank in node.ranks:
+        node.connect("worker", rank)
+
+
 def give_back(workers: list[Worker], writing: Writing) -> None:
     """The first rank withdraws its seal while the second still copies."""
     workers[0].copy(version(0, 2), 1, HALF, NUM_PIECES)
@@ -311,6 +328,25 @@ def test_what_was_read_too_early_is_found_at_the_seal(
     assert loaded_step(str(writing.folder)) == 1
 
 
+def test_what_is_sealed_and_not_committed_is_not_published(
+    workers: list[Worker], writing: Writing
+) -> None:
+    for worker in workers:
+        worker.whole(version(0, 1), 0)
+    begin_all(workers, version(0, 2), 1, HALF)
+    writing.is_committed = None
+    future = writing.begin()
+    end_all(workers, version(0, 2), 1, HALF)
+    wait_until(lambda: len(list(writing.folder.glob(".tmp-*/rank*.digests"))) == 2, "all is whole")
+    time.sleep(0.05)
+    assert not future.done()
+    assert not list(writing.folder.glob("step-*"))
+    writing.is_committed = False
+    written = future.result(TIMEOUT_S)
+    # The test's slots still have it; a real SMP has voided it, or abandoned it.
+    assert written.ahead_s == 0.0
+
+
 def test_captures_of_other_generations_are_not_followed(
     workers: list[Worker], writing: Writing
 ) -> None:
@@ -388,7 +424,9 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
     node = make(*range(WORLD))
     passed_before = WORLD if point == "shard_written" else 1
     node.ready(crash_at=f"smp.checkpoint.{point}:{passed_before + 1}")
-    body = checkpoint_messages.WriteCheckpoint(str(directory), 2, live_capture_timeout_s=5.0)
+    body = checkpoint_messages.WriteCheckpoint(
+        str(directory), 2, live_capture_timeout_s=5.0, capture_from=(0, 2)
+    )
     first = node.ask(checkpoint_messages.WriteCheckpoint(str(directory), 2))
     assert isinstance(first, checkpoint_messages.CheckpointWritten)
     for rank in node.ranks:
@@ -399,6 +437,8 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
     select.select([], [], [], 0.1)
     assert not list(directory.glob("step-00000002*"))
     node.seal(second, slot=1)
+    with contextlib.suppress(PeerError):  # it may be dead already
+        report_seals(node)
     with pytest.raises(PeerError):
         node.answer()
     node.lose()
@@ -414,3 +454,76 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
         assert slot == 0
         assert bytes(arena.image(slot)) == image_of(rank, version(0, answer.step))
         arena.close()
+
+
+def begin_capture(node: Node, at: Version) -> None:
+    for rank in node.ranks:
+        arena = Arena(node.arenas[rank], writable=True)
+        header = SlotHeader(SlotState.COPYING, at.generation, at.step, arena.shape.image_bytes, 0, 0)
+        arena.begin_copy(1, header)
+        arena.close()
+
+
+@pytest.mark.parametrize("fate", ["committed", "abandoned", "generation over", "a node is lost"])
+def test_nodes_write_what_they_capture_and_publish_what_is_committed(
+    make: Make, tmp_path: Path, fate: str
+) -> None:
+    """The request is there before the capture, and names a step before it."""
+    directory, at = tmp_path / "checkpoints", version(0, 3)
+    nodes = [make(0, 1), make(2, 3)]
+    body = checkpoint_messages.WriteCheckpoint(
+        str(directory), 2, token="token", capture_from=(0, 2), live_capture_timeout_s=TIMEOUT_S
+    )
+    for node in nodes:
+        node.ready()
+        node.send(body)
+    for node in nodes:
+        begin_capture(node, at)
+    wait_until(lambda: len(list(directory.glob(".tmp-*"))) == 1, "one folder for all nodes")
+    for node in nodes:
+        node.seal(at, slot=1)
+    tables = lambda: len(list(directory.glob(".tmp-*/rank*.digests")))  # noqa: E731
+    wait_until(lambda: tables() == WORLD, "the files of all ranks are whole")
+    time.sleep(0.05)
+    assert not list(directory.glob(".tmp-*/part-*")), "and no part of it exists before the commit"
+    first, second = nodes
+    match fate:
+        case "committed":
+            for node in nodes:
+                node.send(smp_messages.CommitVersion(0, 3))
+        case "abandoned":
+            for node in nodes:
+                node.send(smp_messages.AbandonVersion(0, 3))
+        case "generation over":
+            for node in nodes:
+                node.begin(generation=1)
+        case _:
+            first.send(smp_messages.CommitVersion(0, 3))
+            second.lose()
+            nodes = [first]
+    answers = [node.answer() for node in nodes]
+    if fate == "committed":
+        paths = [one.path for one in answers if one.path]  # type: ignore[union-attr]
+        check_files(Path(paths[0]), at)
+        assert all(isinstance(one, checkpoint_messages.CheckpointWritten) for one in answers)
+    elif fate == "a node is lost":
+        (part,) = answers
+        assert isinstance(part, checkpoint_messages.CheckpointWritten)
+        assert part.missing_ranks == [2, 3]
+    else:
+        assert all(isinstance(one, checkpoint_messages.CheckpointFailed) for one in answers)
+    assert len(list(directory.glob("step-*"))) == (fate == "committed")
+
+
+def test_a_capture_that_does_not_begin_is_reported_by_a_node_of_several(
+    make: Make, tmp_path: Path
+) -> None:
+    """It does not know which version the others write instead."""
+    node = make(0, 1)
+    node.ready()
+    body = checkpoint_messages.WriteCheckpoint(
+        str(tmp_path / "x"), 2, token="token", capture_from=(0, 2), live_capture_timeout_s=0.1
+    )
+    answer = node.ask(body)
+    assert isinstance(answer, checkpoint_messages.CheckpointFailed)
+    assert "no snapshot from step 2 on" in answer.reason

@@ -84,6 +84,25 @@ def test_each_own_flag_sets_its_key(place: Path) -> None:
     assert made.debug
 
 
+@pytest.mark.parametrize(
+    ("words", "every_s", "every_steps"),
+    [
+        ("--checkpoint-every 1step", 600.0, 1),
+        ("--checkpoint-every 250steps", 600.0, 250),
+        ("--checkpoint-every 7 --checkpoint-every 2step", 600.0, 2),
+        ("--set checkpoint.every_steps=5 --checkpoint-every 7", 7, 0),
+    ],
+)
+def test_checkpoints_are_due_by_time_or_by_steps(
+    words: str, every_s: float, every_steps: int
+) -> None:
+    found = spec(f"{words} --checkpoint-dir c train.py")
+    assert found.profile.checkpoint.every_s == every_s
+    assert found.profile.checkpoint.every_steps == found.persist_every == every_steps
+    assert spec(f"{words} train.py").persist_every == 0, "without a directory"
+    assert "0step" in refused("--checkpoint-every 0step train.py")
+
+
 def test_flag_before_ftrun_variable_before_pet_variable() -> None:
     both = {"FTRUN_MAX_RESTARTS": "2", "PET_MAX_RESTARTS": "1"}
     assert spec("--max-restarts 0 train.py", both).max_restarts == 0

@@ -285,7 +285,8 @@ def test_the_next_snapshot_is_named_where_no_rank_has_been_yet() -> None:
 
 
 def test_now_and_then_the_newest_commit_goes_to_disk() -> None:
-    made = monitor(orders_checkpoints=True, checkpoint=CheckpointConfig(every_s=10.0))
+    settings = CheckpointConfig(every_s=10.0, live_capture_timeout_s=0.0)
+    made = monitor(orders_checkpoints=True, checkpoint=settings)
     made.begin(TWO, now_s=100.0)
 
     def commits(step: int, now_s: float) -> tuple[int, int] | None:
@@ -299,6 +300,20 @@ def test_now_and_then_the_newest_commit_goes_to_disk() -> None:
     assert commits(6, 126.0) == (1, 6), "it was due, and there was nothing new"
     assert commits(7, 135.9) == (1, 6)
     assert commits(7, 136.0) == (1, 7)
+
+
+def test_a_checkpoint_that_is_due_requests_a_snapshot_that_no_rank_has_passed() -> None:
+    made = monitor(orders_checkpoints=True, checkpoint=CheckpointConfig(every_s=10.0))
+    made.begin(TWO, now_s=100.0)
+    for node_id in "ab":
+        made.heartbeat_received(node_id, heartbeat(ready=(1, 5)), now_s=101.0)
+    assert made.orders.capture_from == -1
+    made.heartbeat_received("a", heartbeat(ready=(1, 5), step=8), now_s=110.0)
+    assert made.orders.capture_from >= 9
+    assert made.orders.checkpoint is None
+    made.heartbeat((1, 0), 2, is_suspended=False)
+    made.heartbeat_received("a", heartbeat(ready=(1, 5), step=8), now_s=110.1)
+    assert not made.has_new_orders(), "a heartbeat without news orders nothing"
 
 
 def test_a_leader_that_orders_no_checkpoint_names_none() -> None:

@@ -3,14 +3,23 @@
 The leader names the step of the next snapshot far enough ahead, and not much further.
 """
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from ftrun.config.profile import CheckpointConfig
 from ftrun.events import Progress
 from ftrun.ids import Step
-from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.recovery.snapshot_coordination import (
+    MAX_WRITES,
+    CheckpointSchedule,
+    MemberReports,
+    SnapshotAlignment,
+)
+from ftrun.wire.cluster.generation import VersionPair
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from tests.unit.recovery.made import plan
 
 heartbeats = st.builds(
@@ -158,3 +167,117 @@ def test_words_that_arrive_late_put_it_further_ahead_until_they_do_not() -> None
     assert ahead[:3] == [18, 18, 18]
     assert sorted(ahead, reverse=True) == ahead
     assert ahead[-1] <= 2
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+AHEAD = 3
+
+
+class Checkpoints:
+    """The schedule of a leader, with the reports of two members and the present orders."""
+
+    def __init__(self, *, is_on: bool = True, **changes: object) -> None:
+        settings = CheckpointConfig(every_s=10.0, live_capture_timeout_s=5.0)
+        settings = msgspec.structs.replace(settings, **changes)
+        self.made = CheckpointSchedule(settings, is_on=is_on)
+        self.made.begin(now_s=0.0)
+        self.reports = MemberReports()
+        self.reports.begin(plan(1, "ab"))
+        self.orders = LeaderHeartbeat(generation=1)
+        for node_id in "ab":
+            self.report(node_id)
+
+    def report(self, node_id: str, **changes: object) -> None:
+        found = Heartbeat(generation=1, attached=True, step=7, p99_s=2.0)
+        self.reports.take(node_id, msgspec.structs.replace(found, **changes))
+
+    def commit(self, at: VersionPair | None, **changes: object) -> None:
+        self.orders = msgspec.structs.replace(self.orders, committed=at, **changes)
+
+    def poll(self, now_s: float) -> dict[str, object]:
+        found = self.made.poll(self.orders, self.reports, ahead=AHEAD, now_s=now_s)
+        self.orders = msgspec.structs.replace(self.orders, **found)
+        return found
+
+
+def test_a_checkpoint_by_time_requests_a_snapshot_once() -> None:
+    made = Checkpoints()
+    assert made.poll(9.9) == {}
+    assert made.poll(10.0) == {"capture_from": 7 + AHEAD}, "also before the first commit"
+    assert made.poll(11.0) == {}
+    made.commit((1, 7 + AHEAD + 1))
+    assert made.poll(12.0) == {}
+    assert made.poll(19.9) == {}
+    made.commit((1, 12), take_from=30)
+    assert made.poll(20.0) == {"capture_from": 30}, "no rank takes one before"
+
+
+def test_a_version_before_the_request_does_not_answer_it() -> None:
+    made = Checkpoints()
+    made.commit((0, 4))
+    made.poll(10.0)
+    made.commit((0, 99))
+    assert made.poll(18.9) == {}
+    made.commit((1, 9))
+    assert made.poll(18.9) == {}
+    # Two steps of 2 s, and 5 s: then the newest committed version has to do.
+    assert made.poll(19.0) == {"checkpoint": (1, 9)}
+    assert made.poll(20.0) == {}
+
+
+def test_an_abandoned_request_is_made_again_further_ahead() -> None:
+    made = Checkpoints()
+    made.commit((0, 4))
+    made.poll(10.0)
+    made.commit((0, 4), abandoned_step=7 + AHEAD, take_from=15)
+    made.report("b", step=11)
+    assert made.poll(10.5) == {"capture_from": 15}
+    assert made.poll(10.6) == {}
+    assert made.poll(19.0) == {"checkpoint": (0, 4)}, "the limit counts from the first request"
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 5.0], ids=["off", "detached"])
+def test_without_a_capture_to_wait_for_the_committed_version_is_ordered(timeout_s: float) -> None:
+    made = Checkpoints(live_capture_timeout_s=timeout_s)
+    made.reports.attached = not timeout_s  # a script that saves by itself is not attached
+    assert made.poll(10.0) == {}
+    made.commit((1, 5))
+    assert made.poll(10.0) == {"checkpoint": (1, 5)}
+    assert made.poll(20.0) == {}, "there is nothing newer"
+    assert made.made.order_committed(None, made.orders, now_s=20.0) == {}
+
+
+def test_a_run_without_a_directory_orders_nothing() -> None:
+    made = Checkpoints(is_on=False)
+    made.commit((1, 5))
+    assert made.poll(99.0) == {}
+    assert made.made.order_committed((1, 5), made.orders, now_s=99.0) == {}
+
+
+def test_a_checkpoint_by_steps_is_ordered_if_all_members_have_room() -> None:
+    made = Checkpoints(every_steps=2)
+    made.commit((1, 5))
+    assert made.poll(0.1) == {}, "no multiple"
+    made.commit((1, 6))
+    assert made.poll(0.2) == {"checkpoint": (1, 6)}
+    assert made.poll(0.2) == {}, "once"
+    made.commit((1, 8))
+    assert made.poll(0.3) == {"checkpoint": (1, 8)}
+    made.commit((1, 10))
+    assert made.poll(0.4) == {}, "the members may not have received two orders"
+    for node_id in "ab":
+        made.report(node_id, checkpoint=(1, 8), num_writes=MAX_WRITES - 1)
+    made.commit((1, 12))
+    assert made.poll(0.5) == {"checkpoint": (1, 12)}
+    made.report("a", checkpoint=(1, 12), num_writes=1)
+    made.report("b", checkpoint=(1, 12), num_writes=MAX_WRITES)
+    made.commit((1, 14))
+    assert made.poll(0.6) == {}, "one member has no room"
+    made.report("b", checkpoint=(1, 12), num_writes=0)
+    assert made.poll(0.7) == {}, "a version that was skipped is not ordered later"
+    made.commit((1, 16))
+    assert made.poll(0.8) == {"checkpoint": (1, 16)}
+    made.reports.forget("b")
+    made.commit((1, 18))
+    assert made.poll(0.9) == {}, "a member has not reported"

@@ -80,6 +80,44 @@ def test_an_interval_holds_from_the_step_that_all_have_received(
     assert [step for step in range(20) if made.is_due(step)] == [*range(11), 12, 16]
 
 
+def test_a_request_is_answered_once_at_the_first_boundary_that_allows_it(
+    pages: tuple[SharedPage, SharedPage],
+) -> None:
+    made = SnapshotSchedule(SnapshotConfig(every=1000), *pages)
+    commands = pages[1]
+    assert not made.is_due(1)
+    commands.set(CommandField.CAPTURE_FROM, 3)
+    # Boundaries 3 and 4 are within an accumulation, and do not ask.
+    assert [step for step in (2, 5, 6, 7) if made.is_due(step)] == [5]
+    commands.set(CommandField.CAPTURE_FROM, 8)
+    commands.set(CommandField.TAKE_FROM, 10)
+    assert [step for step in range(8, 13) if made.is_due(step)] == [10]
+    assert made.drain_missed() == -1
+
+
+def test_a_request_that_comes_after_its_boundary_is_reported_as_missed(
+    pages: tuple[SharedPage, SharedPage],
+) -> None:
+    made = SnapshotSchedule(SnapshotConfig(every=1000), *pages)
+    assert not any(map(made.is_due, range(1, 6)))
+    pages[1].set(CommandField.CAPTURE_FROM, 5)  # other ranks have received it before boundary 5
+    assert not made.is_due(6)
+    assert (made.drain_missed(), made.drain_missed()) == (5, -1)
+    assert not made.is_due(7)
+    pages[1].set(CommandField.CAPTURE_FROM, 8)
+    assert made.is_due(8)
+
+
+def test_steps_that_are_persisted_get_a_snapshot_in_addition_to_the_interval(
+    pages: tuple[SharedPage, SharedPage],
+) -> None:
+    made = SnapshotSchedule(SnapshotConfig(every=6), *pages)
+    pages[1].set(CommandField.PERSIST_EVERY, 4)
+    assert [step for step in range(1, 17) if made.is_due(step)] == [4, 6, 8, 12, 16]
+    pages[1].set(CommandField.TAKE_FROM, 19)
+    assert [step for step in range(17, 25) if made.is_due(step)] == [20, 24]
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, AccumulationTracker]]:
     model = nn.Linear(3, 1)

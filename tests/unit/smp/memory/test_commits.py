@@ -114,3 +114,18 @@ def test_another_smp_does_not_count_a_commit_again() -> None:
     assert node.count == 1
     assert node.seal(SECOND, check(), check())
     assert node.count == 2
+
+
+def test_what_was_committed_stays_known_and_what_was_not_never_will_be() -> None:
+    node = Node()
+    known = lambda: [node.commits.is_committed(one) for one in (FIRST, SECOND, THIRD)]  # noqa: E731
+    assert known() == [None, None, None]
+    node.commits.sealed(RANKS[0], FIRST, check())
+    assert known() == [None, None, None]
+    assert node.seal(FIRST, check(), check())
+    assert known() == [True, None, None]
+    node.commits.skipped(SECOND)
+    assert known() == [True, False, None]
+    assert node.seal(FOURTH, check(), check())
+    assert known() == [True, False, False]
+    assert node.commits.is_committed(version(GENERATION + 1, 5)) is False
