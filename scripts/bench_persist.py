@@ -2,7 +2,7 @@
 """Measure checkpoint writes of committed snapshots; compare with dd, torch.save and dcp.save.
 
     python scripts/bench_persist.py --gb 2 --dir /data --json persist.json
-    python scripts/bench_persist.py --gb 0.1 --every-step    # only: what it costs to persist each step
+    python scripts/bench_persist.py --gb 0.1 --every-step  # only the cost of persisting each step
 
 All write the same bytes to the same file system, in turns. Each time ends when the files are on
 disk (fsync). The files are removed before the next turn. Each ratio is the median of the ratios of
@@ -20,9 +20,9 @@ Then a training of two ranks runs. Every few seconds a checkpoint is written at 
 between two. Steps are counted in whole intervals from one snapshot to the next, so that both have
 the same share of snapshots.
 
-With --every-step a training of two ranks runs three times in turns: without snapshots, with a snapshot
-of each step, and with a checkpoint of each step (--checkpoint-every 1step). step_slowdown is the mean
-step time of the third over that of the first, less 1; step_slowdown_of_disk that over the second.
+With --every-step a training of two ranks runs in turns: without snapshots, with a snapshot of each
+step, and with a checkpoint of each step (--checkpoint-every 1step). step_slowdown is the mean step
+time of the third over that of the first, less 1; step_slowdown_of_disk that over the second.
 Versions that the storage has no time for are skipped, and counted.
 
 With --replicated all ranks hold the same state, and each stores its share. bytes_over_state is the

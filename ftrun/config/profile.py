@@ -152,8 +152,8 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
         "of a checkpoint, or of a directory of them", min_length=1)] = "auto"
     every_s: Annotated[float, _meta("time between two checkpoints", gt=0)] = 600.0
     every_steps: Annotated[int, _meta(
-        "steps between two checkpoints, in place of every_s. These steps get a snapshot as well; 0: "
-        "every_s applies", ge=0)] = 0
+        "steps between two checkpoints, in place of every_s. These steps get a snapshot as well; "
+        "0: every_s applies", ge=0)] = 0
     keep: Annotated[int, _meta("number of checkpoints that stay, the newest included", ge=1)] = 2
     max_age_s: Annotated[float, _meta(
         "checkpoints older than this go as well, never the newest; 0: no age limit", ge=0)] = 0.0

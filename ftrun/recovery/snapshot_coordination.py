@@ -3,8 +3,8 @@
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats.
 Gives:    the furthest step, the version all are ready with, whether all wait at a boundary; a step
-          that no rank has reached yet, so that all ranks take the same snapshot; which version every
-        node writes to disk.
+          that no rank has reached yet, so that all ranks take the same snapshot; the version that
+          every node writes to disk.
 
 The cost of one heartbeat does not depend on the number of nodes, because sums are updated in place.
 Only rare queries, such as the longest requested interval, go through all nodes.

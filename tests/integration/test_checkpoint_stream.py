@@ -456,63 +456,91 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
         arena.close()
 
 
+CAPTURED = version(0, 3)
+
+
 def begin_capture(node: Node, at: Version) -> None:
     for rank in node.ranks:
         arena = Arena(node.arenas[rank], writable=True)
-        header = SlotHeader(SlotState.COPYING, at.generation, at.step, arena.shape.image_bytes, 0, 0)
+        header = SlotHeader(
+            SlotState.COPYING, at.generation, at.step, arena.shape.image_bytes, 0, 0
+        )
         arena.begin_copy(1, header)
         arena.close()
 
 
-@pytest.mark.parametrize("fate", ["committed", "abandoned", "generation over", "a node is lost"])
-def test_nodes_write_what_they_capture_and_publish_what_is_committed(
-    make: Make, tmp_path: Path, fate: str
-) -> None:
-    """The request is there before the capture, and names a step before it."""
-    directory, at = tmp_path / "checkpoints", version(0, 3)
+@pytest.fixture
+def captured(make: Make, tmp_path: Path) -> list[Node]:
+    """Two nodes that have written the files of a capture, which all ranks have sealed.
+
+    The request was there before the capture, and names a step before it.
+    """
     nodes = [make(0, 1), make(2, 3)]
     body = checkpoint_messages.WriteCheckpoint(
-        str(directory), 2, token="token", capture_from=(0, 2), live_capture_timeout_s=TIMEOUT_S
+        str(tmp_path), 2, token="token", capture_from=(0, 2), live_capture_timeout_s=TIMEOUT_S
     )
     for node in nodes:
         node.ready()
         node.send(body)
     for node in nodes:
-        begin_capture(node, at)
-    wait_until(lambda: len(list(directory.glob(".tmp-*"))) == 1, "one folder for all nodes")
+        begin_capture(node, CAPTURED)
+    wait_until(lambda: len(list(tmp_path.glob(".tmp-*"))) == 1, "one folder for all nodes")
     for node in nodes:
-        node.seal(at, slot=1)
-    tables = lambda: len(list(directory.glob(".tmp-*/rank*.digests")))  # noqa: E731
+        node.seal(CAPTURED, slot=1)
+    tables = lambda: len(list(tmp_path.glob(".tmp-*/rank*.digests")))  # noqa: E731
     wait_until(lambda: tables() == WORLD, "the files of all ranks are whole")
     time.sleep(0.05)
-    assert not list(directory.glob(".tmp-*/part-*")), "and no part of it exists before the commit"
-    first, second = nodes
-    match fate:
-        case "committed":
-            for node in nodes:
-                node.send(smp_messages.CommitVersion(0, 3))
-        case "abandoned":
-            for node in nodes:
-                node.send(smp_messages.AbandonVersion(0, 3))
-        case "generation over":
-            for node in nodes:
-                node.begin(generation=1)
-        case _:
-            first.send(smp_messages.CommitVersion(0, 3))
-            second.lose()
-            nodes = [first]
-    answers = [node.answer() for node in nodes]
-    if fate == "committed":
-        paths = [one.path for one in answers if one.path]  # type: ignore[union-attr]
-        check_files(Path(paths[0]), at)
-        assert all(isinstance(one, checkpoint_messages.CheckpointWritten) for one in answers)
-    elif fate == "a node is lost":
-        (part,) = answers
-        assert isinstance(part, checkpoint_messages.CheckpointWritten)
-        assert part.missing_ranks == [2, 3]
-    else:
-        assert all(isinstance(one, checkpoint_messages.CheckpointFailed) for one in answers)
-    assert len(list(directory.glob("step-*"))) == (fate == "committed")
+    assert not list(tmp_path.glob(".tmp-*/part-*")), "no part of it exists before the commit"
+    return nodes
+
+
+def written(node: Node) -> checkpoint_messages.CheckpointWritten:
+    answer = node.answer()
+    assert isinstance(answer, checkpoint_messages.CheckpointWritten), answer
+    return answer
+
+
+def test_nodes_publish_what_they_have_captured_once_it_is_committed(
+    captured: list[Node], tmp_path: Path
+) -> None:
+    first, second = captured
+    first.send(smp_messages.CommitVersion(0, 3))
+    assert written(first).missing_ranks == [2, 3]
+    assert not list(tmp_path.glob("step-*"))
+    second.send(smp_messages.CommitVersion(0, 3))
+    check_files(Path(written(second).path), CAPTURED)
+
+
+@pytest.mark.parametrize("is_abandoned", [True, False], ids=["abandoned", "its generation is over"])
+def test_nodes_publish_nothing_that_is_not_committed(
+    captured: list[Node], tmp_path: Path, is_abandoned: bool
+) -> None:
+    for node in captured:
+        if is_abandoned:
+            node.send(smp_messages.AbandonVersion(0, 3))
+        else:
+            node.begin(generation=1)
+    for node in captured:
+        answer = node.answer()
+        assert isinstance(answer, checkpoint_messages.CheckpointFailed)
+    assert not list(tmp_path.glob("step-*"))
+    assert not list(tmp_path.glob(".tmp-*/part-*"))
+
+
+def test_a_node_lost_before_the_commit_leaves_no_checkpoint(
+    captured: list[Node], make: Make, tmp_path: Path
+) -> None:
+    """Those that continue write their own, and remove the rest of this one."""
+    first, second = captured
+    second.lose()
+    first.send(smp_messages.CommitVersion(0, 3))
+    assert written(first).missing_ranks == [2, 3]
+    another = make(*range(WORLD))
+    another.ready(version(0, 4))
+    another.send(checkpoint_messages.WriteCheckpoint(str(tmp_path), 2, (0, 4), "another"))
+    check_files(Path(written(another).path), version(0, 4))
+    assert len(list(tmp_path.glob("step-*"))) == 1
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_capture_that_does_not_begin_is_reported_by_a_node_of_several(

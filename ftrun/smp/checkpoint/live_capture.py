@@ -59,7 +59,7 @@ The shorter limit applies when the run ends.
 """
 
 COMMIT_TIMEOUT_S = 600.0
-"""A sealed version that is neither committed nor abandoned for this number of seconds is given up."""
+"""A sealed version that is neither committed nor abandoned for this time is given up."""
 
 _NAP_S, _WAIT_NAP_S = 0.001, 0.005
 
@@ -272,9 +272,7 @@ def await_capture(
             return None
 
 
-def _started(
-    fds: ArenaFds, world_size: int, follow: CaptureFilter
-) -> Sequence[_Slot] | None:
+def _started(fds: ArenaFds, world_size: int, follow: CaptureFilter) -> Sequence[_Slot] | None:
     slots: dict[Version, dict[int, _Slot]] = {}
     for rank, some in sorted(fds.items()):
         for fd in some:

@@ -128,7 +128,7 @@ def choose_own(fds: ArenaFds, job: WriteJob, version: Version, throttle: Throttl
     """Return the named version with the slots of this node's ranks; raises CheckpointError."""
     if not job.ranks:
         raise CheckpointError("this node runs no ranks, so it has nothing to write")
-    own = {rank: fds.get(rank, ()) for rank in job.ranks}
+    own = {rank: fds.get(rank, []) for rank in job.ranks}
     return ChosenVersion(version, find_shards(own, version, job.world_size), throttle)
 
 

@@ -23,9 +23,9 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     """Generation and step of the version to write. Required if ranks are on several nodes: each
     node gets a request for the same version, in any order, and possibly more than once."""
     token: str = ""
-    """Equal on all nodes that write it together, and different in another life of the run or another
-    generation. Parts with different tokens are never merged. Empty: this node writes alone, and
-    excludes all other writers until it has finished."""
+    """Equal on all nodes that write it together, and different in another life of the run or
+    another generation. Parts with different tokens are never merged. Empty, without a version: this
+    node writes alone, and excludes all other writers until it has finished."""
     keep_s: float = 0.0  # older checkpoints are removed too, but never the newest. 0: no limit
     bytes_per_s: float = 0.0  # limit of this node's write rate; 0: no limit
     life: str = ""

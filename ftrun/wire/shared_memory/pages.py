@@ -113,7 +113,9 @@ class CommandField(IntEnum):
     RETAINED_GENERATION = 11  # version committed before this generation; retained until
     RETAINED_STEP = 12  # the generation commits one; may be older than the restored version
     REPLICA_SHARES = 13  # number of the decision to share replicas; 0: none yet; -1: whole copies
-    CAPTURE_FROM = 14  # one more snapshot at the first possible boundary from this step on; -1: none
+    CAPTURE_FROM = (
+        14  # one more snapshot at the first possible boundary from this step on; -1: none
+    )
     PERSIST_EVERY = 15  # multiples of this step get a snapshot too, for a checkpoint; 0: none
 
 
