@@ -196,7 +196,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     signal: int = 0
     signal_count: int = 0
     checkpoint: VersionPair | None = None  # every node writes its part of this version to disk
-    capture_from: int = -1  # ranks take a snapshot from this step on; nodes write it meanwhile
+    capture_from: int = -1  # from this step on ranks take a snapshot, which all nodes write
     moved: dict[str, int] = {}  # new ports of SMPs that do not listen on the plan's, by node id
     examine: bool = False  # ranks failed: every node reports its ranks' last collectives
     killed: bool = False  # all ranks of this generation must be killed
