@@ -297,6 +297,10 @@ class CheckpointError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.STATE_LOST
 
 
+class CheckpointSuperseded(CheckpointError):
+    """A checkpoint was not written, because later versions were captured or written first."""
+
+
 class NoUsableCheckpoint(CheckpointError):
     """Checkpoints exist, and this node can use none of them."""
 

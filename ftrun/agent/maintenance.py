@@ -57,7 +57,7 @@ class Maintenance:
         self.newest_order: Version | None = None
         """On several nodes: the newest version that the leader has ordered to be written."""
         self.num_skipped = 0
-        """Due versions that were not written, because earlier ones still were."""
+        """Due versions that were not written, because the storage is slower than they are due."""
         self._is_unordered = False
         """The newest due version is committed, and not ordered to be written."""
         self._run = run
@@ -308,6 +308,11 @@ class Maintenance:
     def _report_checkpoint(self) -> None:
         run = self._run
         new, run.smp.new_checkpoints = run.smp.new_checkpoints, []
+        superseded, run.smp.superseded = run.smp.superseded, []
+        if run.spec.persist_every:
+            self.num_skipped += len(superseded)
+        elif superseded:
+            run.smp.refused = superseded[-1]
         if run.smp.refused:
             run.journal.write(records.CheckpointFailedRecord(run.smp.refused))
             _log.warning("no checkpoint was written: %s", run.smp.refused)

@@ -54,6 +54,8 @@ class AgentSmpClient:
     """The memory comes from an earlier `ftrun` of this run."""
     refused: str = ""
     """Reason why the last checkpoint could not be written."""
+    superseded: list[str] = field(default_factory=list)
+    """Reasons why versions were not written, because later ones were captured or written."""
     memory: RetainedMemory = field(default_factory=RetainedMemory)
     needed: smp_messages.MemoryNeeded = field(default_factory=lambda: smp_messages.MemoryNeeded(0))
     """What snapshots need on this node, as the SMP reported it last."""
@@ -362,6 +364,9 @@ class AgentSmpClient:
                 self.last_part = None  # set only for a newer version that is incomplete
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
+            case checkpoint_messages.CheckpointFailed(is_superseded=True):
+                self._end_write(self.refused)
+                self.superseded.append(body.reason)
             case checkpoint_messages.CheckpointFailed():
                 self._end_write(body.reason)
             case _:

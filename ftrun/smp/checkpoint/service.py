@@ -21,6 +21,7 @@ from ftrun import clock
 from ftrun.errors import (
     CheckpointError,
     CheckpointsTaken,
+    CheckpointSuperseded,
     MemoryTooSmall,
     NoneOfThisRun,
     NoUsableCheckpoint,
@@ -195,7 +196,8 @@ class CheckpointService:
             done = at_low_priority(partial(self._written, lane, order, fds))
             answer = _answer(done, clock.now_s() - started_s)
         except CheckpointError as error:
-            answer = checkpoint_messages.CheckpointFailed(str(error))
+            is_superseded = isinstance(error, CheckpointSuperseded)
+            answer = checkpoint_messages.CheckpointFailed(str(error), is_superseded)
         finally:
             _free(lane.room)
         return partial(self._end, requester, lane, fds, answer)

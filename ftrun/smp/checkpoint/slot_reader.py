@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import CheckpointSuperseded, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import ShardFile
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Pace
@@ -44,14 +44,14 @@ _POLL_S = 0.01
 ArenaFds = Mapping[Rank, list[int]]
 
 
-class SlotOverwritten(CheckpointError):
+class SlotOverwritten(CheckpointSuperseded):
     """A slot was overwritten while it was read, or its capture was not completed."""
 
     def __init__(self, version: Version, reason: str = "") -> None:
+        what = f"was not written: {reason}" if reason else "was overwritten while it was read"
         super().__init__(
-            f"a slot with {version} was overwritten while it was read"
-            f"{reason and f' ({reason})'}. Request a later version; if this repeats, "
-            "take snapshots less often (--snapshot-every)"
+            f"the snapshot of {version} {what}. Request a later version; if this repeats, take "
+            "snapshots less often (--snapshot-every)"
         )
 
 

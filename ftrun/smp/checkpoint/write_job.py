@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ftrun.errors import CheckpointError
+from ftrun.errors import CheckpointError, CheckpointSuperseded
 from ftrun.ids import Rank, RunId, Version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, await_capture
@@ -209,7 +209,7 @@ def reported(job: WriteJob) -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not job.is_alone:
-            raise CheckpointError(
+            raise CheckpointSuperseded(
                 f"{error.filename} disappeared while the checkpoint was written: another node has "
                 "finished or removed it. Request it again"
             ) from error

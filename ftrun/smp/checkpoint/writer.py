@@ -43,7 +43,7 @@ from dataclasses import replace
 import msgspec
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, SnapshotCorrupt
+from ftrun.errors import CheckpointError, CheckpointSuperseded, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import (
     FORMAT,
@@ -244,7 +244,9 @@ class _Attempt:
         storage, blank, version = self.storage, self.blank, self.chosen.version
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
         if part_name(self.job.ranks) not in sizes:
-            raise CheckpointError(f"{path} was removed for a later version. Request a later one")
+            raise CheckpointSuperseded(
+                f"{path} was removed for a later version. Request a later one"
+            )
         shards, written_s, notes = _gather(storage, self.folder, sizes, blank)
         missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
         if missing:
@@ -307,7 +309,7 @@ def _explained(job: WriteJob) -> Iterator[None]:
         with reported(job):
             yield
     except CheckpointError as error:
-        if not is_url(job.where):
+        if not is_url(job.where) or isinstance(error, CheckpointSuperseded):
             raise
         raise CheckpointError(
             f"cannot write the checkpoint in {without_password(job.where)}: {error}. The "

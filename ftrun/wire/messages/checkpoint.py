@@ -58,6 +58,7 @@ class CheckpointFailed(Message, frozen=True, tag="CheckpointFailed"):
     """SMP -> agent: nothing is written. Not `Refused`: other replies may arrive before it."""
 
     reason: str
+    is_superseded: bool = False  # later versions were captured or written in the meantime
 
 
 class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):

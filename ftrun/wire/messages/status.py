@@ -106,7 +106,7 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
     age_s: float | None = None
     last_error: str = ""  # why the checkpoint after it was not written
     num_writes: int = 0  # checkpoints that are being written
-    skipped: int = 0  # due versions that were not written, because earlier ones still were
+    skipped: int = 0  # due versions that the storage had no time for
 
 
 class ProcessIds(msgspec.Struct, frozen=True):
