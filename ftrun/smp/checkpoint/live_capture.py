@@ -28,7 +28,7 @@ Rule 4: several nodes write the first capture from a step that no rank had reach
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -75,6 +75,7 @@ class CaptureFilter:
         wait_s: seconds that a capture may take to begin.
         is_committed: returns whether a version was committed; None: it may still be.
         from_step: the first capture from this step on is followed.
+        has_begun: set when that capture has begun, or is not awaited any more.
     """
 
     generation: Generation
@@ -83,6 +84,7 @@ class CaptureFilter:
     wait_s: float
     is_committed: Callable[[Version], bool | None]
     from_step: int
+    has_begun: threading.Event = field(default_factory=threading.Event)
 
 
 _Slot = tuple[int, int, SlotHeader, ArenaShape]
@@ -266,9 +268,11 @@ def await_capture(
     while True:
         found = _started(fds, world_size, follow)
         if found is not None:
+            follow.has_begun.set()
             return LiveCapture(found, follow, gap_s=gap_s, room=room, stop=stop)
         is_over = follow.is_over() or follow.hurries() or clock.now_s() > give_up_s
         if is_over or stop.wait(_WAIT_NAP_S):
+            follow.has_begun.set()
             return None
 
 

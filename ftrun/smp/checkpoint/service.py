@@ -35,7 +35,13 @@ from ftrun.smp.checkpoint.slot_reader import ArenaFds
 from ftrun.smp.checkpoint.storage.direct_file import KEEP_S, CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
 from ftrun.smp.checkpoint.storage.storage import Retention, open_storage, sweep_run
-from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, reported
+from ftrun.smp.checkpoint.write_job import (
+    VersionClaims,
+    WriteJob,
+    WriterContext,
+    WriteResult,
+    reported,
+)
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
@@ -54,12 +60,12 @@ _BUG = "internal error in ftrun; see the SMP's log"
 
 @dataclass
 class _Lane:
-    """A thread that writes, its memory for copies, and the descriptors of the jobs in it."""
+    """A thread that writes, its memory for copies, and the jobs in it with their descriptors."""
 
     name: str
     room: CopyBuffers
     writer: CheckpointWriter
-    jobs: list[ArenaFds] = field(default_factory=list)
+    jobs: list[tuple[WriteJob, ArenaFds]] = field(default_factory=list)
 
 
 class CheckpointService:
@@ -90,14 +96,14 @@ class CheckpointService:
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
         self._tidying = IntervalTimer(jobs, self._clean_up)
-        self._lanes = [self._lane(name) for name in LANES]
+        claims = VersionClaims()
+        self._lanes = [self._lane(name, claims) for name in LANES]
         memory.after_add = self._take_in
 
-    def _lane(self, name: str) -> _Lane:
+    def _lane(self, name: str, claims: VersionClaims) -> _Lane:
         room = CopyBuffers(lambda: available_memory().num_bytes)
-        return _Lane(
-            name, room, CheckpointWriter(WriterContext(self._run_id, room, self._throttle))
-        )
+        context = WriterContext(self._run_id, room, self._throttle, claims)
+        return _Lane(name, room, CheckpointWriter(context))
 
     def write(
         self,
@@ -108,8 +114,12 @@ class CheckpointService:
         """Write the named version, limited to the ranks on this node.
 
         Without a name it is the requested capture, or the newest that all ranks hold, if they are
-        all on this node.
+        all on this node. If an earlier order awaits a capture, that one gets it.
         """
+        if body.capture_from is not None and self._is_capture_awaited(body.capture_from[0]):
+            reason = "an earlier order awaits the requested snapshot"
+            requester.send(checkpoint_messages.CheckpointFailed(reason, is_superseded=True))
+            return
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
         order = WriteJob(
@@ -124,12 +134,19 @@ class CheckpointService:
         )
         fds = {rank: [os.dup(arena.fd) for arena in self._memory.of(rank)] for rank in order.ranks}
         lane = min(self._lanes, key=lambda one: len(one.jobs))
-        lane.jobs.append(fds)
+        lane.jobs.append((order, fds))
         failed = checkpoint_messages.CheckpointFailed(_BUG)
         self._jobs.submit(
             lane.name,
             partial(self._write, requester, lane, order, fds),
             failed=partial(self._end, requester, lane, fds, failed),
+        )
+
+    def _is_capture_awaited(self, generation: int) -> bool:
+        follows = [job.follow for lane in self._lanes for job, _ in lane.jobs]
+        return any(
+            one is not None and one.generation == generation and not one.has_begun.is_set()
+            for one in follows
         )
 
     def _capture(
@@ -150,7 +167,7 @@ class CheckpointService:
     def _take_in(self, arena: SmpArena) -> None:
         """Show a new arena to the jobs, because the capture that a job awaits may be in it."""
         for lane in self._lanes:
-            for fds in lane.jobs:
+            for _, fds in lane.jobs:
                 if (rank := Rank(arena.shape.rank)) in fds:
                     fds[rank].append(os.dup(arena.fd))
 
@@ -205,7 +222,7 @@ class CheckpointService:
     def _end(
         self, requester: Requester, lane: _Lane, fds: ArenaFds, answer: messages.AnyMessage
     ) -> None:
-        lane.jobs.remove(fds)
+        lane.jobs = [one for one in lane.jobs if one[1] is not fds]
         for fd in (fd for some in fds.values() for fd in some):
             os.close(fd)
         requester.send(answer)

@@ -7,9 +7,10 @@ Gives:    the version to write; after a failed attempt the next one, until one o
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ftrun.errors import CheckpointError, CheckpointSuperseded
 from ftrun.ids import Rank, RunId, Version
@@ -31,13 +32,37 @@ TRIES = 5
 _log = logging.getLogger(__name__)
 
 
+class VersionClaims:
+    """The versions that this node is writing. Two writes of one would use the same files."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: set[Version] = set()
+
+    @contextmanager
+    def claimed(self, version: Version) -> Iterator[None]:
+        """Raises CheckpointSuperseded if the version is being written."""
+        with self._lock:
+            if version in self._versions:
+                raise CheckpointSuperseded(f"the snapshot of {version} is being written already")
+            self._versions.add(version)
+        try:
+            yield
+        finally:
+            self._versions.discard(version)
+
+
 @dataclass(frozen=True, slots=True)
 class WriterContext:
-    """The resources of a writer; `throttle.stop` cancels a write."""
+    """The resources of a writer; `throttle.stop` cancels a write.
+
+    Writers of one node share `claims` and `throttle`, and have `room` of their own.
+    """
 
     run_id: RunId
     room: CopyBuffers
     throttle: Throttle
+    claims: VersionClaims = field(default_factory=VersionClaims)
 
     @property
     def gap_s(self) -> float:

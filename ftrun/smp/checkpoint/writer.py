@@ -117,6 +117,10 @@ class CheckpointWriter:
                 )
 
     def _write(self, attempt: "_Attempt") -> WriteResult:
+        with self._context.claims.claimed(attempt.chosen.version):
+            return self._written(attempt)
+
+    def _written(self, attempt: "_Attempt") -> WriteResult:
         storage, job, chosen = attempt.storage, attempt.job, attempt.chosen
         contents = _known_contents(chosen.shards, job.ranks, attempt.blank, self._last)
         with storage.lock():
