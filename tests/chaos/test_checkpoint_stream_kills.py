@@ -88,7 +88,7 @@ def test_what_is_written_while_it_is_captured_is_continued_from(
     """
     name = script(TRAIN)
     words = ("--checkpoint-dir", "saved", "--checkpoint-every", "0.5")
-    confidence = ("--set", "snapshot.every=8", "--set", "snapshot.verify_first=1")
+    confidence = ("--set", "snapshot.every=1000", "--set", "snapshot.verify_first=1")
     one = start("--nproc-per-node", "1", *words, *confidence, name, "400", "0.03")
 
     def num_ahead() -> int:

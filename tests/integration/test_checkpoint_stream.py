@@ -459,13 +459,13 @@ def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
 CAPTURED = version(0, 3)
 
 
-def begin_capture(node: Node, at: Version) -> None:
+def begin_capture(node: Node, at: Version, *, slot: int = 1) -> None:
     for rank in node.ranks:
         arena = Arena(node.arenas[rank], writable=True)
         header = SlotHeader(
             SlotState.COPYING, at.generation, at.step, arena.shape.image_bytes, 0, 0
         )
-        arena.begin_copy(1, header)
+        arena.begin_copy(slot, header)
         arena.close()
 
 
@@ -541,6 +541,56 @@ def test_a_node_lost_before_the_commit_leaves_no_checkpoint(
     check_files(Path(written(another).path), version(0, 4))
     assert len(list(tmp_path.glob("step-*"))) == 1
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_two_versions_are_written_while_the_next_one_is_captured(
+    make: Make, tmp_path: Path
+) -> None:
+    """The storage is slow; the third capture overwrites the slot of the first version."""
+    node = make(*range(WORLD))
+    node.ready()
+
+    def order(step: int) -> checkpoint_messages.WriteCheckpoint:
+        return checkpoint_messages.WriteCheckpoint(
+            str(tmp_path), 3, (0, step), "token", bytes_per_s=600_000.0
+        )
+
+    def num_files(step: int) -> int:
+        return len(list(tmp_path.glob(f".tmp-step-{step:08d}-*/rank*")))
+
+    node.send(order(1))
+    wait_until(lambda: num_files(1) > 0, "the first version is being written")
+    node.seal(version(0, 2), slot=1)
+    node.send(order(2))
+    wait_until(lambda: num_files(1) * num_files(2) > 0, "both versions are being written")
+    begin_capture(node, version(0, 3), slot=0)
+    assert num_files(1) * num_files(2) > 0
+    node.seal(version(0, 3), slot=0)
+    for step in (1, 2):
+        folder = Path(written(node).path)
+        for rank in node.ranks:
+            data = (folder / f"rank-{rank:05d}.safetensors").read_bytes()
+            assert data == image_of(rank, version(0, step))
+    check_files(folder, version(0, 2))
+
+
+def test_an_order_for_a_capture_that_another_order_awaits_is_answered_at_once(
+    make: Make, tmp_path: Path
+) -> None:
+    node = make(*range(WORLD))
+    node.ready()
+    for step in (2, 3):  # the leader repeats a request whose step was abandoned
+        node.send(
+            checkpoint_messages.WriteCheckpoint(
+                str(tmp_path), 2, token="token", capture_from=(0, step), live_capture_timeout_s=30.0
+            )
+        )
+    answer = node.answer()
+    assert isinstance(answer, checkpoint_messages.CheckpointFailed)
+    assert answer.is_superseded
+    node.seal(CAPTURED, slot=1)
+    report_seals(node)
+    check_files(Path(written(node).path), CAPTURED)
 
 
 def test_a_capture_that_does_not_begin_is_reported_by_a_node_of_several(

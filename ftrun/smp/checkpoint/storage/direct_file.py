@@ -76,21 +76,20 @@ class Throttle:
 
     def __call__(self, num_bytes: int) -> None:
         """Wait until this number of bytes may be written; raises CheckpointError when cancelled."""
-        wait_s = 0.0
-        while not self.stop.wait(min(wait_s, _NAP_S)):
-            if not (wait_s := self._admit(num_bytes)):
+        begin_s = self._reserve(num_bytes)
+        while True:
+            wait_s = begin_s - clock.now_s() if self.bytes_per_s else 0.0
+            if self.stop.wait(min(max(wait_s, 0.0), _NAP_S)):
+                raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
+            if wait_s <= _NAP_S:
                 return
-        raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
 
-    def _admit(self, num_bytes: int) -> float:
-        """Return how long to wait, in seconds; 0: the bytes are within the rate, and counted."""
+    def _reserve(self, num_bytes: int) -> float:
+        """Return when these bytes may be written: after those of earlier calls of all writers."""
         with self._lock:
-            rate, now_s = self.bytes_per_s, clock.now_s()
-            if rate and now_s < self._paid_s:
-                return self._paid_s - now_s
-            if rate:
-                self._paid_s = now_s + num_bytes / rate
-            return 0.0
+            begin_s = max(clock.now_s(), self._paid_s) if self.bytes_per_s else clock.now_s()
+            self._paid_s = begin_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+            return begin_s
 
 
 class DirectFile:
