@@ -101,13 +101,13 @@ class CheckpointWriter:
     def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
         """Write the own part, and the checkpoint if all parts exist; raises CheckpointError."""
         self._lives.add(job.life)
+        if job.version is None and not job.token:
+            job = replace(job, token=self._own, is_alone=True)
         context = self._context
         with _explained(job), open_storage(job.where, context.throttle.stop) as storage:
             if job.version is not None:
                 chosen = choose_own(fds, job, job.version, context.throttle)
                 return self._write(_Attempt(context, storage, job, chosen))
-            if not job.token:
-                job = replace(job, token=self._own, is_alone=True)
             with storage.exclusive() if job.is_alone else nullcontext():
                 return write_newest(
                     fds,
