@@ -311,7 +311,7 @@ class Maintenance:
         superseded, run.smp.superseded = run.smp.superseded, []
         if run.spec.persist_every:
             self.num_skipped += len(superseded)
-        elif superseded and not run.smp.num_writes:
+        elif superseded and not new and not run.smp.num_writes:
             run.smp.refused = superseded[-1]
         if run.smp.refused:
             run.journal.write(records.CheckpointFailedRecord(run.smp.refused))

@@ -213,6 +213,8 @@ def _write_captured(
     if capturing is None:
         if job.has_all_ranks:
             return None
+        if job.follow.hurries():
+            raise CheckpointSuperseded("the requested snapshot has not begun, and the run ends")
         raise CheckpointError(
             f"no snapshot from step {job.follow.from_step} on, which was requested for it, has "
             f"begun (limit {job.follow.wait_s:.0f} s). The newest committed version will be "
