@@ -148,6 +148,31 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
 
 
 @pytest.mark.full
+def test_a_lost_node_is_replaced_from_a_checkpoint_that_requested_its_snapshot(
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    """Snapshots are rarer than the run is long, so all are those that checkpoints request."""
+    names = ("rank0.jsonl", "rank1.jsonl")
+    expected = undisturbed.of(
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
+    )
+    flags = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 0.5)
+    rarely = ("--erasure", "none", "--snapshot-every", 100_000)
+    run = nodes(2, *flags, *rarely, others=1, spares=1, words=job_argv("fsdp2", tmp_path))
+    run.start_all()
+    written = "checkpoint_written"
+    run.wait_for("checkpoints", lambda: len({one["step"] for one in run.journals(written)}) >= 2)
+    lost = run.node_of(1)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    assert any(
+        line["reason"].startswith("checkpoint ") for line in run.journals("restore_point_chosen")
+    )
+
+
+@pytest.mark.full
 def test_more_lost_nodes_than_parity_tolerates_cost_the_steps_since_the_checkpoint(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
