@@ -450,6 +450,49 @@ def test_snapshot_takes_one_whatever_the_interval_is(run: Run) -> None:
             assert run.page.get(HeartbeatField.SEALED_COUNT) == 1
 
 
+def test_a_requested_snapshot_is_taken_after_an_accumulation_that_is_in_progress(run: Run) -> None:
+    run.settings = SnapshotConfig(every=1000, commit_timeout_s=TIMEOUT_S)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    taken = []
+    for at in session.steps(8):
+        taken.append(run.page.get(HeartbeatField.SEALED_STEP))
+        if at == 1:
+            run.commands.set(CommandField.CAPTURE_FROM, 2)
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        if at % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {*taken} <= {0, 4}, "one, at the first boundary that allows it"
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 2, "the other is the last one of all"
+
+
+def test_a_rank_that_gets_a_request_too_late_takes_none_and_reports_it(run: Run) -> None:
+    """The others may have taken one at that step, and would wait for its commit."""
+    run.be_led()
+    run.settings = SnapshotConfig(every=1000, commit_timeout_s=60)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(100):
+        if at == 3:
+            run.commands.set(CommandField.CAPTURE_FROM, 3)
+        if at == 6:
+            run.commands.set(CommandField.TAKE_FROM, 5)  # the leader has abandoned step 3
+            run.commands.set(CommandField.CAPTURE_FROM, 7)
+        if at == 8:
+            break
+        optimizer.zero_grad()
+        model(torch.rand(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    session.close()
+    reported = run.agent.receive(deadline_s=TIMEOUT_S).body
+    while not isinstance(reported, smp_messages.AbandonVersion):
+        reported = run.agent.receive(deadline_s=TIMEOUT_S).body
+    assert reported.step == 3
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 1
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 7
+
+
 def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
     run.settings = SnapshotConfig(every="auto", commit_timeout_s=TIMEOUT_S)
     model, optimizer = made()

@@ -13,10 +13,10 @@ writes the files of its ranks durably. It then writes its part, which lists thes
 whether the existing parts cover all ranks. Each node that finds them complete writes the index,
 which has the digests of tables and headers and a digest of itself. It then publishes the folder and
 points `latest` to it. Several nodes may do so at once. A node that has all ranks does the same with
-one part, and excludes other runs until it has finished.
+one part. The last checkpoint of a run on one node excludes other writers until it has finished.
 
-Training never waits for a storage, so a slot may be overwritten while it is read. If a capture
-begins soon enough, the snapshot is written while it is captured (`live_capture`). The rest of a
+Training never waits for a storage, so a slot may be overwritten while it is read. A snapshot that
+was requested for a checkpoint is written while it is captured (`live_capture`). The rest of a
 slot is copied before it is overwritten if memory allows (`slot_reader`). Otherwise it is written
 piece by piece. The digests are computed from the bytes written and compared with those of the
 capture, so a checkpoint cannot mix two versions.
