@@ -491,6 +491,12 @@ class SimulatedExecutor:
                     page.set(
                         CommandField.TAKE_FROM, max(command.step, page.get(CommandField.TAKE_FROM))
                     )
+            case do.WriteCapture():
+                page, ranks = self.node.page, self.node.ranks
+                if page is not None and ranks is not None and self.plan is not None:
+                    is_alone = len(self.plan.members) == 1
+                    step = ranks.step + 1 if is_alone else command.from_step
+                    page.set(CommandField.CAPTURE_FROM, step)
             case do.UpdatePeerPorts():
                 if self.plan is not None:
                     ports = {**self.plan.smp_ports, **command.ports}

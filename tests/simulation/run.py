@@ -82,6 +82,8 @@ class Simulation:
     ) -> None:
         self.scenario: Scenario = draw(seed, mode) if scenario is None else scenario
         self.world = World(seed)
+        self.num_requested = self.num_missed = 0
+        """Snapshots of nodes that a checkpoint has requested, taken and received too late."""
         self.network = network(self.world, unruly=self.scenario.unruly)
         self.invariants = Invariants(self)
         self.faults = Faults(self)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from made_settings import changed
 
@@ -27,6 +28,7 @@ CHUNK = 100
 AGAIN_EVERY = 20
 """One in this number of runs is run twice."""
 SOME = range(CHUNK // 2)
+REQUEST_SEEDS = 30
 RUNS_TO_FIND = 700
 """A variant must be found within this number of runs."""
 
@@ -42,6 +44,27 @@ for seed in range(20):
 @cache
 def chunk(first: int) -> tuple[Outcome, ...]:
     return tuple(checked(range(first, first + CHUNK)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", [0, 1000], ids=["drawn interval", "requests alone"])
+def test_snapshots_that_checkpoints_request_break_no_rule(every: int) -> None:
+    """`every`: steps between other snapshots; 0: as the seed draws it."""
+    num_requested = num_missed = 0
+    for seed in range(REQUEST_SEEDS):
+        for mode in MODES:
+            scenario = draw(seed, mode)
+            often = msgspec.structs.replace(scenario.settings.profile.checkpoint, every_s=1.5)
+            settings = changed(scenario.settings, checkpoint=often, orders_checkpoints=True)
+            scenario = replace(scenario, settings=settings, every=every or scenario.every)
+            found: list[Simulation] = []
+            outcome = run_seed(seed, mode, scenario=scenario, prepare=found.append)
+            assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}"
+            num_requested += found[0].num_requested
+            num_missed += found[0].num_missed
+    assert num_requested > REQUEST_SEEDS
+    assert num_missed, "no node has received a request too late"
 
 
 @pytest.mark.slow

@@ -58,6 +58,8 @@ class Ranks:
         late.
         """
         self.newest_seals: dict[Rank, int] = {}
+        self.answered = self.last_step = self.newest_taken = -1
+        """Requests of checkpoints, as `SnapshotSchedule` and `Capture` have them."""
 
     @property
     def sealed(self) -> tuple[int, int] | None:
@@ -148,12 +150,31 @@ class Group:
     def _capture(self, members: list[Ranks]) -> None:
         taken = version(self.plan.generation, self.step)
         for ranks in members:
-            if not is_due(ranks, self.step, self.simulation.scenario.every):
+            is_requested = self._is_requested(ranks, taken)
+            if not is_requested and not is_due(ranks, self.step, self.simulation.scenario.every):
                 continue
             if ranks.passes and ranks.stop_after != self.step:
                 ranks.passes -= 1
             else:
                 self._take(ranks, taken)
+
+    def _is_requested(self, ranks: Ranks, taken: Version) -> bool:
+        """As `ftrun.worker.capture.boundaries` does it; a step that was missed is reported."""
+        last, ranks.last_step = ranks.last_step, self.step
+        requested = ranks.page.get(CommandField.CAPTURE_FROM)
+        first = max(requested, ranks.page.get(CommandField.TAKE_FROM))
+        if requested <= ranks.answered or self.step < first:
+            return False
+        ranks.answered = requested
+        if last < first:
+            self.simulation.num_requested += 1
+            return True
+        self.simulation.num_missed += 1
+        smp = ranks.node.smp
+        if last > ranks.newest_taken and smp is not None and smp.is_alive:
+            ranks.commit_wait.skipped(last)
+            smp.skipped(version(taken.generation, last))
+        return False
 
     def _take(self, ranks: Ranks, taken: Version) -> None:
         """As `ftrun.worker.capture.capture` does it."""
@@ -168,6 +189,7 @@ class Group:
             smp.skipped(taken)
             return
         ranks.node.world.trace(ranks.node.node_id, f"captures {taken}")
+        ranks.newest_taken = int(taken.step)
         arenas = [smp.arena_for(rank) for rank in ranks.locals]
         places = [slot_to_overwrite(ranks, arena) for arena in arenas]
         for arena, position in zip(arenas, places, strict=True):
