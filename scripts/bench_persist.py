@@ -18,7 +18,7 @@ read back   the SMP's loader: into new arenas, all digests compared; relative to
 Then a training of two ranks runs. Every few seconds a checkpoint is written at a limit of
 --limit-mb a second. The result is the step time during a checkpoint divided by the step time
 between two. Steps are counted in whole intervals from one snapshot to the next, so that both have
-the same share of snapshots.
+the same share of snapshots, except that a checkpoint adds the one that it requests.
 
 With --every-step a training of two ranks runs in turns: without snapshots, with a snapshot of each
 step, and with a checkpoint of each step (--checkpoint-every 1step). step_slowdown is the mean step

@@ -492,11 +492,7 @@ class SimulatedExecutor:
                         CommandField.TAKE_FROM, max(command.step, page.get(CommandField.TAKE_FROM))
                     )
             case do.WriteCapture():
-                page, ranks = self.node.page, self.node.ranks
-                if page is not None and ranks is not None and self.plan is not None:
-                    is_alone = len(self.plan.members) == 1
-                    step = ranks.step + 1 if is_alone else command.from_step
-                    page.set(CommandField.CAPTURE_FROM, step)
+                self._request_capture(command.from_step)
             case do.UpdatePeerPorts():
                 if self.plan is not None:
                     ports = {**self.plan.smp_ports, **command.ports}
@@ -520,6 +516,12 @@ class SimulatedExecutor:
                 self._end(command)
         if self.agent.is_alive:
             self._next()
+
+    def _request_capture(self, from_step: int) -> None:
+        page, ranks = self.node.page, self.node.ranks
+        if page is not None and ranks is not None and self.plan is not None:
+            is_alone = len(self.plan.members) == 1
+            page.set(CommandField.CAPTURE_FROM, ranks.step + 1 if is_alone else from_step)
 
     def repeat(self) -> None:
         """As `CommandExecutor.repeat`."""
