@@ -33,11 +33,11 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         is_over = torch.tensor(float((args.folder / "go").exists()))
-        dist.all_reduce(loss.detach())
-        dist.all_reduce(is_over)  # the file may appear between the looks of two ranks
+        both = torch.stack([loss.detach(), is_over])
+        dist.all_reduce(both)  # ranks may look before and after the file appears, but end together
         optimizer.step()
         notes.write("step", step=step, generation=0)
-        if is_over:
+        if both[1]:
             return
 
 
