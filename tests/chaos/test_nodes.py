@@ -34,6 +34,7 @@ ALWAYS = [("lead-power-off", "fsdp2")]
 LOADED = 3.0
 """Factor on limits that hold for an idle machine."""
 LEAVES = ("drained", "ddp")
+CLOCK_STEP_S = 7200
 IN_FULL = [
     (name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in (*ALWAYS, LEAVES)
 ]
@@ -57,8 +58,9 @@ def nodes(tmp_path: Path) -> Iterator[Start]:
         others: int = 0,
         spares: int = 0,
         words: Sequence[object] = (),
+        clock_step_s: int = 0,
     ) -> NodesRun:
-        clusters.append(cluster := VirtualCluster(members + others))
+        clusters.append(cluster := VirtualCluster(members + others, clock_step_s=clock_step_s))
         cluster.up()
         words = words or job_argv("ddp", tmp_path)
         limit = Deadline(WAIT_S)
@@ -100,6 +102,57 @@ def test_a_node_that_gets_sigterm_costs_no_step_and_a_short_pause(
     assert (row.steps_lost, row.recoveries) == (0, 1)
     assert row.seconds is not None
     assert row.seconds < LOADED * FAULTS[name].most_s
+
+
+def test_clocks_that_differ_by_hours_change_nothing(
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    """A node of two members is lost and replaced; all monotonic clocks are hours apart."""
+    names = tuple(f"rank{rank}.jsonl" for rank in range(2))
+    expected = undisturbed.of(
+        DrillJob("ddp", tuple(job_argv("ddp", Path("FOLDER"))), names, STEPS), 2
+    )
+    run = nodes(2, others=1, spares=1, clock_step_s=CLOCK_STEP_S)
+    run.start_all()
+    run.wait_for_step(STEPS // 4)
+    clocks = [float(line["monotonic_s"]) for line in run.journals("agent_started")]
+    assert max(clocks) - min(clocks) > 1.9 * CLOCK_STEP_S
+    lost = run.node_of(1)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    assert {line["verdict"]["kind"] for line in run.journals("verdict")} == {"node lost"}
+    for line in run.journals("recovered"):
+        assert 0 <= sum(line["phases_s"].values()) < LOADED * 30, line
+
+
+def test_a_lost_node_is_restored_from_its_peers_although_no_storage_can_be_read(
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    names = tuple(f"rank{rank}.jsonl" for rank in range(2))
+    expected = undisturbed.of(
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
+    )
+    saved, away = tmp_path / "saved", tmp_path / "away"
+    flags = ("--erasure", "1+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.3)
+    run = nodes(2, *flags, others=1, spares=1, words=job_argv("fsdp2", tmp_path))
+    run.start_all()
+    run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
+    saved.rename(away)
+    saved.write_text("every access to a file below it fails")
+    lost = run.node_of(1)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    run.wait_for_generation(1)
+    run.wait_for_more_steps(3)
+    saved.unlink()
+    away.rename(saved)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    chosen = [line for line in run.journals("restore_point_chosen") if line["version"]]
+    assert chosen
+    assert all(line["reason"].endswith("every rank can be restored") for line in chosen), chosen
 
 
 @pytest.mark.full  # test_url_nodes.py resumes from a checkpoint, too
