@@ -4,6 +4,8 @@ Survives: the leader: the next one continues the count, and opens its own incide
 
 Rule 1: one incident at a time. A failure before its verification belongs to it.
 Rule 2: an incident is closed when all ranks are past the step they had reached, not when they run.
+Rule 3: if the loss has jumped by then, the incident stays open for up to 20 more steps, or until a
+        loss continues the earlier ones. Until then every failure belongs to it.
 """
 
 from collections import deque
@@ -40,6 +42,9 @@ from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
 KEPT = 20
 """Closed incidents that status still shows."""
 
+MAX_UNVERIFIED_STEPS = 20
+"""Steps for which a loss that has jumped keeps an incident open."""
+
 _KINDS = {
     ExitKind.OUT_OF_MEMORY: VerdictKind.OUT_OF_MEMORY,
     ExitKind.NODE_LOST: VerdictKind.NODE_LOST,
@@ -70,6 +75,8 @@ class Incident:
     """When the verdict on the newest fault was reached."""
     downtime: Downtime | None = None
     """Known after every rank has completed a step since the newest fault."""
+    jumped_step: int | None = None
+    """The first verified step at which the loss was not as before; None if it was."""
     downtime_before: Downtime | None = None
     """The sum for earlier faults of the same incident."""
 
@@ -134,7 +141,7 @@ class IncidentLog:
         if self.open is not None:
             self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
             self.open.generations.append(plan.generation)
-            self.open.downtime = None
+            self.open.downtime = self.open.jumped_step = None
 
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
         ranks = tuple(sorted(view.rank for view in finding.views if view.has_stepped))
@@ -252,7 +259,7 @@ class IncidentLog:
             self._go(LifecycleState.RUN, "every rank has made a step")
         elif self.life is LifecycleState.VERIFY and incident is not None:
             is_past = step > incident.best_step or not self._attached
-            if is_past and incident.downtime is not None:
+            if is_past and incident.downtime is not None and not self._waits(loss, step):
                 text = f"every rank is past step {max(incident.best_step, 0):,}"
                 self._go(LifecycleState.RUN, text)
                 self._close(loss, progress, now_s=now_s)
@@ -267,6 +274,20 @@ class IncidentLog:
             self._close(None, progress, now_s=now_s)
 
     # --- details ------------------------------------------------------------------------------
+
+    def _waits(self, loss: float | None, step: int) -> bool:
+        """Whether a loss that has jumped keeps the incident open; reports it once."""
+        incident = self.open
+        if incident is None or loss is None or self._losses.judge(loss) != "jumped":
+            return False
+        if incident.jumped_step is None:
+            incident.jumped_step = step
+            text = (
+                f"the loss has jumped from about {self._losses.usual:.4g} to {loss:.4g} after the "
+                f"restart; the incident stays open for up to {MAX_UNVERIFIED_STEPS} more steps"
+            )
+            self._note(AdditionalFinding(text, incident.number), announce=True)
+        return step < incident.jumped_step + MAX_UNVERIFIED_STEPS
 
     def _incident(self, text: str, progress: Progress, *, now_s: float) -> Incident:
         since_s = now_s if self._sign_s is None else min(self._sign_s, now_s)
