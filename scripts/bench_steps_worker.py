@@ -16,7 +16,7 @@ BATCH = 64
 
 
 def main() -> None:
-    args = arguments(__doc__, state_mb=float, attach=int)
+    args = arguments(__doc__, state_mb=float, attach=int, gradient_mb=float)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     notes = Notes(args.folder / f"rank{rank}.jsonl")
@@ -27,12 +27,15 @@ def main() -> None:
         for layer in model.layers:
             layer += rank * 1e-3
     data = torch.ones(BATCH, model.width)
+    gradients = torch.ones(int(args.gradient_mb * 1e6 / 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     for step in steps(model, optimizer, attach=bool(args.attach)):
         loss = model(data)
         optimizer.zero_grad()
         loss.backward()
         is_over = torch.tensor(float((args.folder / "go").exists()))
+        if len(gradients):
+            dist.all_reduce(gradients)
         both = torch.stack([loss.detach(), is_over])
         dist.all_reduce(both)  # ranks may look before and after the file appears, but end together
         optimizer.step()
