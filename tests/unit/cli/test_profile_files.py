@@ -120,6 +120,16 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path, text: str, said: str) -
     assert said in problems(profile(tmp_path, text))
 
 
+def test_error_patterns_are_regular_expressions_by_name(tmp_path: Path) -> None:
+    text = "monitor:\n  error_patterns: {quota: 'quota (used|exceeded)'}\n"
+    found = resolve(profile(tmp_path, text), variables={}).profile.monitor
+    assert found.error_patterns == {"quota": "quota (used|exceeded)"}
+    wrong = problems(profile(tmp_path, "monitor:\n  error_patterns: {quota: 'quota ('}\n"))
+    assert ":2: monitor.error_patterns: quota: 'quota (' is no regular expression: missing" in wrong
+    wrong = problems(profile(tmp_path, "monitor:\n  error_patterns: [quota]\n"))
+    assert "should be names with regular expressions, and is ['quota']" in wrong
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "snapshot:\n", "{}"])
 def test_empty_profile_is_one(tmp_path: Path, text: str) -> None:
     assert resolve(profile(tmp_path, text), variables={}).profile == Profile()
