@@ -8,8 +8,11 @@ Rule 2: classes are in the order of causes before consequences: a full disk befo
         that reports it, that before the connections which other ranks lose. The first class that
         fits is the class of the failure.
 Rule 3: the last line of a class is shown, because earlier ones may be warnings.
+Rule 4: patterns of the profile are wildcards. A regular expression may take hours for one line, and
+        the agent would stop with it.
 """
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -53,7 +56,8 @@ class ErrorClasses:
 
     def __init__(self, own: Mapping[str, str]) -> None:
         """`own`: the profile's; they come first, and replace classes of the same name."""
-        texts = {**own, **{name: one for name, one in CLASSES.items() if name not in own}}
+        wildcards = {name: fnmatch.translate(f"*{text}*") for name, text in own.items()}
+        texts = {**wildcards, **{name: one for name, one in CLASSES.items() if name not in own}}
         self._patterns = {name: re.compile(text) for name, text in texts.items()}
 
     def find(self, lines: Sequence[str], source: str) -> tuple[ErrorLine, ...]:

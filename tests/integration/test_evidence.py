@@ -38,7 +38,7 @@ print("done")
 def test_a_stopped_rank_and_one_that_reports_its_error(start: Start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "profile.yaml").write_text(
-        "monitor:\n  frozen_kill_after_s: 1\n  error_patterns: {storage quota: quota used up}\n"
+        "monitor:\n  frozen_kill_after_s: 1\n  error_patterns: {storage quota: quota*used}\n"
     )
     flags = ("--nproc-per-node", "2", "--redirects", "3", "--profile", "profile.yaml")
     run = start(*flags, "--set", "hang.action=evict", "train.py")

@@ -288,18 +288,9 @@ def _signal_problems(names: object) -> Iterator[str]:
             yield f"{name!r} cannot be forwarded{hint}"
 
 
-def _pattern_problems(patterns: object) -> Iterator[str]:
-    for name, pattern in patterns.items() if isinstance(patterns, dict) else ():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            yield f"{name}: {pattern!r} is no regular expression: {error}"
-
-
 _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
     ("erasure", "scheme"): _scheme_problems,
     ("stop", "forward_signals"): _signal_problems,
-    ("monitor", "error_patterns"): _pattern_problems,
 }
 """Rules that need a module which `ftrun.config` does not import."""
 

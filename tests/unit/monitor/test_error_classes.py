@@ -57,6 +57,13 @@ def test_classes_of_the_profile_come_first_and_replace_others() -> None:
     assert classes(LINES["disk full"], quota="No space left") == ["quota", "disk full"]
     assert classes(LINES["disk full"], **{"disk full": "quota is used"}) == []
     assert classes("my quota is used", **{"disk full": "quota is used"}) == ["disk full"]
+    assert classes("my quota of 5 TB is used up", quota="quota*used ?p") == ["quota"]
+
+
+def test_no_pattern_of_the_profile_can_stop_the_agent() -> None:
+    """It is no regular expression: this one would take longer than the run."""
+    line = "a" * MAX_LINE
+    assert classes(line, x="(a+)+$", y="*a" * 20 + "*b") == []
 
 
 def test_of_several_sources_the_first_line_of_a_class_counts_and_few_are_kept() -> None:
