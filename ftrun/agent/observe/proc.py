@@ -93,7 +93,7 @@ class SocketStats:
         self._scanned_s = float("-inf")
         self._before: dict[int, SocketCounters] = {}
         self._moved: dict[int, tuple[float, SocketCounters]] = {}
-        """Each connection when it last made progress, or had nothing in flight."""
+        """Each connection when it last made progress, or began to wait."""
 
     def poll(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
         """Changes since the last poll, for each remote address, in a stable order.
@@ -116,7 +116,7 @@ class SocketStats:
     ) -> dict[int, tuple[RankConnection, ...]]:
         """Connections of each process to other machines, the longest stalled first.
 
-        A stall is known from the last poll on that has seen progress.
+        A stall begins at the first poll that has seen it.
         """
         figures = self.figures(pids, now_s)
         self._note_progress(figures, now_s)
@@ -155,10 +155,11 @@ class SocketStats:
     def _note_progress(self, figures: Iterable[SocketCounters], now_s: float) -> None:
         before, self._moved = self._moved, {}
         for one in figures:
-            moved = before.get(one.inode)
-            if not one.is_waiting or moved is None or moved[1].bytes_acked != one.bytes_acked:
-                moved = now_s, one
-            self._moved[one.inode] = moved
+            at_s, moved = before.get(one.inode, (now_s, one))
+            # What was sent since the last poll may have been sent just now.
+            is_as_before = one.is_waiting and moved.is_waiting
+            is_stalled = is_as_before and moved.bytes_acked == one.bytes_acked
+            self._moved[one.inode] = (at_s, moved) if is_stalled else (now_s, one)
 
     def _connection(self, one: SocketCounters, now_s: float) -> RankConnection:
         moved_s, moved = self._moved[one.inode]
