@@ -198,7 +198,8 @@ class HungLinks:
             return lost.node_out
         known = verdict.nodes if verdict.act_immediately else before
         nodes = [one for one in known if plan.member(one) is not None]
-        return next((one for one in reversed(nodes) if one != plan.leader), "")
+        last = next((one for one in reversed(nodes) if one != plan.leader), "")
+        return last or (nodes[0] if nodes and verdict.act_immediately else "")
 
 
 def _no_first_step(

@@ -171,6 +171,14 @@ def test_a_connection_without_data_is_named_and_one_end_replaced() -> None:
     assert "nothing that rank 1 on b sends to rank 2 on c arrives" in run.reasons[0]
 
 
+def test_the_leader_is_replaced_if_nothing_that_it_sends_arrives() -> None:
+    run = Run()
+    for at_s in (50.0, 52.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False, lost=((0, 1), (0, 2), (0, 3)))
+    assert run.excluded() == {"a"}
+    assert "nothing that node a sends to nodes b, c, d arrives" in run.reasons[0]
+
+
 def test_a_connection_without_data_is_given_time_if_no_node_can_replace_an_end() -> None:
     run = Run(spares=0)
     for at_s in (50.0, 52.0, 80.0):
