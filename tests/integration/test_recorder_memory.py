@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from ftrun.agent.launch.process import ChildProcess
+from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.observe import recorder_memory
+from ftrun.agent.observe.ranks import Sampler
 from ftrun.agent.observe.recorder_memory import read_stopped
+from ftrun.ids import Generation, Rank
 from ftrun.monitor.flight_recorder import last_call_text, parse_trace
+from ftrun.wire.messages.worker import LaunchRequest
+from ftrun.wire.shared_memory.pages import SharedPage, create_page
 
 CALLS = """
 import os, sys, torch, torch.distributed as dist
@@ -72,6 +78,22 @@ def test_a_process_without_torch_and_one_that_has_ended_give_none() -> None:
         process.kill()
         process.wait()
     assert read_stopped(process.pid) is None
+
+
+def test_without_its_memory_a_stopped_rank_has_the_collective_of_its_last_sample() -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    try:
+        child = ChildProcess(process.pid, "rank 1")
+        request = LaunchRequest(Generation(0), Rank(1), 2, os.getpid(), "")
+        slot = LaunchSlot(request, SharedPage(create_page("rank-1")))
+        handle = WorkerHandle(0, child, slot, "warm")
+        sampler = Sampler()
+        assert sampler.last_call(handle) == ""
+        sampler._reported = {(slot.rank, "0"): 1057, (slot.rank + 1, "0"): 2000}
+        assert sampler.last_call(handle) == "its last sample has collective #1,057 of group 0"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_library_without_a_symbol_table_gives_an_error(tmp_path: Path) -> None:

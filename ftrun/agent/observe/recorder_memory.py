@@ -1,7 +1,9 @@
 """Reads torch's flight recorder out of the memory of a stopped rank, which answers no request.
 
 Runs in the thread of the rank observer, once for each stop of a rank. It reads /proc/PID/mem, which
-needs the rights that py-spy needs too. A collective costs nothing more than its record.
+needs the rights that py-spy needs too. A collective costs nothing in addition to its record, which
+takes 0.8 us. The first read takes 20 ms of CPU, for the symbol table of the library, each further
+one 1.5 ms for 128 calls (2026-11-29, 2 cores, torch 2.13).
 
 Source:   FlightRecorder.hpp of torch 2.13, libstdc++ and glibc on x86-64; the address is in the
           symbol table of libtorch_cpu.so, which torch's wheels have.
