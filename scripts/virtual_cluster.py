@@ -238,11 +238,16 @@ class VirtualCluster:
                 raise
 
     def cut(
-        self, node: int | str, *, peer: int | str | None = None, rail: int | None = None
+        self,
+        node: int | str,
+        *,
+        peer: int | str | None = None,
+        rail: int | None = None,
+        is_one_way: bool = False,
     ) -> None:
         """Cut its cables, or drop only the packets between it and `peer`. All processes stay alive.
 
-        `rail`: only on this one.
+        `rail`: only on this one. `is_one_way`: drop only what it sends to `peer`.
         """
         with self._changing(node) as (state, found):
             for port in link.ports(found, rail):
@@ -250,7 +255,7 @@ class VirtualCluster:
                     _switch(state).cut(port)
                     found.cables[port.rail].is_cut = True
                 else:
-                    link.part(found, find(state, peer), port.rail)
+                    link.part(found, find(state, peer), port.rail, is_one_way=is_one_way)
 
     def heal(
         self, node: int | str, *, peer: int | str | None = None, rail: int | None = None

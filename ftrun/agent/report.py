@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.observe.devices import RecentDeviceErrors
+from ftrun.agent.observe.evidence import PressureReader
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
@@ -28,6 +29,7 @@ class NodeReporter:
         self._exits: list[events.WorkerExit] = []
         self._differs: tuple[str, tuple[int, ...]] = ("", ())
         self._oom_kills = oom_kills()
+        self._pressure = PressureReader()
 
     def begin(self) -> None:
         """Drop the reports of the last generation."""
@@ -107,6 +109,7 @@ class NodeReporter:
             differing_ranks=self._differs[1],
             repeat_warning=generations.repeats.warning,
             capture_warning=workers.slow_capture(),
+            pressure=self._pressure.poll(now_s),
             restart=generations.restart_times(now_s) if runs else None,
         )
 

@@ -202,11 +202,19 @@ class IncidentLog:
         self._go(LifecycleState.RUN, "it is only reported")
         self._close(None, progress, now_s=now_s)
 
-    def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
-               now_s: float) -> None:  # fmt: skip
+    def failed(
+        self,
+        cause: WorkerExit,
+        nodes: Sequence[str],
+        progress: Progress,
+        *,
+        of_nodes: Sequence[str] = (),
+        now_s: float,
+    ) -> None:
+        """`of_nodes`: what is known of the state of the nodes, for the evidence."""
         incident = self._incident(cause.text, progress, now_s=now_s)
         if incident.verdict is None:
-            self.named(verdict_of(cause, nodes), (), now_s=now_s)
+            self.named(verdict_of(cause, nodes, of_nodes), (), now_s=now_s)
         elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.NUMERICAL_ANOMALY):
             self._note(AdditionalFinding(cause.text, incident.number))
 
@@ -315,6 +323,7 @@ class IncidentLog:
             incident.text,
             incident.number,
             verdict_kind=verdict.kind.value if verdict is not None else incident.kind,
+            error_class=verdict.error_class if verdict is not None else "",
             culprits=verdict.culprits if verdict is not None else (),
             nodes=verdict.nodes if verdict is not None else (),
             verified=IncidentVerification(is_past, self._losses.judge(loss)),
@@ -345,27 +354,34 @@ class IncidentLog:
         self._notes.append(JournalEntry(record, announce=announce))
 
 
-def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
+def verdict_of(cause: WorkerExit, nodes: Sequence[str], of_nodes: Sequence[str] = ()) -> Verdict:
     """The verdict on an ended rank: certain from the kernel's report, unless it left early."""
     kind = _KINDS.get(cause.kind, VerdictKind.CRASH)
     evidence = [cause.text]
     if cause.detail:
         evidence.append(cause.detail.strip().splitlines()[-1].strip())
+    evidence += [one.text for one in cause.errors]
     is_node = cause.kind is ExitKind.NODE_LOST
     return Verdict(
         kind=kind,
         culprits=() if is_node else (cause.rank,),
         nodes=tuple(nodes),
         text=cause.text,
-        evidence=tuple(evidence),
+        evidence=(*evidence, *of_nodes),
         confidence=Confidence.LIKELY if cause.kind is ExitKind.LEFT_EARLY else Confidence.CERTAIN,
         act_immediately=True,
         fingerprint=cause.fingerprint,
+        error_class=cause.errors[0].error_class if cause.errors else "",
     )
 
 
 def _cut(view: RankView, verdict: Verdict) -> RankView:
-    """A rank for the report; whole stacks only of culprits and of one victim."""
+    """A rank for the report; whole stacks only of culprits and of one victim.
+
+    Of its connections, those that have stalled.
+    """
+    stalled = tuple(one for one in view.connections if one.stalled_s)
+    view = msgspec.structs.replace(view, connections=stalled)
     if view.rank in (*verdict.culprits, *verdict.victims[:1]):
         return view
     return msgspec.structs.replace(view, stack=view.stack[:1])

@@ -167,6 +167,7 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
         actions=tuple(incident.actions),
         generations=tuple(incident.generations),
         detected_s=incident.detected_s,
+        error_class=verdict.error_class if verdict is not None else "",
     )
 
 
@@ -184,6 +185,7 @@ def _closed(at_s: float, closed: IncidentClosed, now_s: float) -> IncidentStatus
         detected_s=closed.detected_s,
         recovered_s=closed.recovered_s,
         steps_lost=closed.steps_lost,
+        error_class=closed.error_class,
     )
 
 

@@ -90,6 +90,7 @@ def incident_line(incident: IncidentStatus) -> str:
     text = clean(incident.text, _MAX_TEXT).replace("\n", " ")
     age = duration(incident.age_s)
     kind = incident.verdict_kind or "no verdict yet"
+    kind += f", {clean(incident.error_class, MAX_NAME)}" if incident.error_class else ""
     when = f"{incident.state.upper()} for {age}" if incident.is_open else f"{age} ago"
     return f"incident {incident.number}  {when}: {kind}{_cost(incident)}: {text}"
 

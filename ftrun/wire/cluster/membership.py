@@ -10,6 +10,7 @@ import msgspec
 from ftrun.errors import ExitCode
 from ftrun.events import WorkerExit
 from ftrun.monitor.node_fitness import NodeFitness
+from ftrun.monitor.slow.host_pressure import HostPressure
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.monitor.verdicts import RankView
 from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, NodeCard, VersionPair
@@ -176,6 +177,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
+    pressure: HostPressure | None = None  # on this node; None: its kernel reports none
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):

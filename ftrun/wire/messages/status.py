@@ -72,6 +72,7 @@ class IncidentStatus(msgspec.Struct, frozen=True):
     detected_s: float | None = None
     recovered_s: float | None = None
     steps_lost: int | None = None
+    error_class: str = ""  # of the lines that the culprit wrote; empty: none
 
     @property
     def is_open(self) -> bool:

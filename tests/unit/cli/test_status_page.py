@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftrun.cli.screen.status_page import page, rows_of
-from ftrun.wire.messages.status import StatusView
+from ftrun.cli.screen.status_page import incident_line, page, rows_of
+from ftrun.wire.messages.status import IncidentStatus, StatusView
 
 
 def rank(number: int, step: int = 1000, **changes: Any) -> dict[str, Any]:
@@ -146,6 +146,12 @@ def test_warnings_are_on_the_first_screen() -> None:
     found = texts(whole_run(2, 2, warnings=["node n1: repeated steps differ"]))
     assert found[1] == "WARNING: node n1: repeated steps differ"
     assert not any("WARNING" in line for line in texts(whole_run(2, 2)))
+
+
+def test_the_error_class_of_an_incident_follows_its_kind() -> None:
+    one = {"number": 5, "verdict_kind": "crash", "error_class": "disk full", "text": "it ended"}
+    line = incident_line(msgspec.convert(one, IncidentStatus))
+    assert line.endswith("crash, disk full: it ended")
 
 
 def test_an_open_incident_is_on_any_page() -> None:
