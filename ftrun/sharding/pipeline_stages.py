@@ -128,19 +128,23 @@ class RankNames:
         """
         if of is not None:
             return _within(name, of, self.whole(of))
-        stage = self._stage(name)
-        return name if stage is None else stage.whole(name)
+        for stage in self._matching(name):
+            name = stage.whole(name)
+        return name
 
     def own(self, name: str, *, of: str | None = None) -> str:
         if of is not None:
             return _within(name, of, self.own(of))
-        stage = self._stage(name)
-        return name if stage is None else stage.own(name)
+        for stage in self._matching(name):
+            name = stage.own(name)
+        return name
 
-    def _stage(self, name: str) -> StageNames | FixedStageNames | None:
+    def _matching(self, name: str) -> list[StageNames | FixedStageNames]:
+        """One for each axis, because each changes other numbers of the name."""
         found = [one for one in self._stages if one.placement.pattern.match(name) is not None]
-        # A name that two placements match is reported by the matching of rules.
-        return found[0] if len(found) == 1 else None
+        axes = [one.placement.axis for one in found]
+        # A name that two placements of an axis match is reported by the matching of rules.
+        return [one for one in found if axes.count(one.placement.axis) == 1]
 
 
 def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
@@ -164,7 +168,7 @@ def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
 
 
 def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
-    """Layers that a placement counts and that no rank has, in words.
+    """Layers that a placement counts and that no rank has, in words; it has others.
 
     `names` are those of all tensors in a pipeline of one stage.
     """
@@ -175,7 +179,7 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
             matched = [placement.pattern.match(name) for name in listed]
             there = {numbers[placement.word] for numbers in matched if numbers is not None}
             missing = sorted(set(range(placement.count)) - there - set(placement.empty))
-            if missing:
+            if missing and there:  # rules for several models may name what this one does not have
                 found.append(
                     f"{placement} declares {placement.count} layers, but no rank holds "
                     f"{_listed(missing)}: set their number (of:), the number of each stage "

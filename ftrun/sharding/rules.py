@@ -117,6 +117,11 @@ class NamePattern:
     text: str
 
     @cached_property
+    def is_special(self) -> bool:
+        """Whether it matches other names than its own text."""
+        return _SPECIAL.search(self.text) is not None
+
+    @cached_property
     def words(self) -> tuple[str, ...]:
         return tuple(match[1] for match in _SPECIAL.finditer(self.text) if match[1])
 
@@ -293,9 +298,9 @@ class StagePlacement:
         return f"unique {self.pattern} (line {self.line})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardingRules:
-    """One file of rules; `placements` places tensors that are not on all ranks."""
+    """One file of rules; `placements` places tensors that are not on all ranks, axis by axis."""
 
     source: str
     mesh: Mesh
@@ -307,10 +312,35 @@ class ShardingRules:
         return replace(self, mesh=mesh)
 
     def rules_of(self, name: str) -> list[ShardingRule]:
-        return [one for one in self.rules if one.pattern.match(name) is not None]
+        """In the order of the file."""
+        exact = self._by_name.get(name, ())
+        matching = [at for at in self._with_words if self.rules[at].pattern.match(name) is not None]
+        return [self.rules[at] for at in sorted([*exact, *matching])]
 
-    def placements_of(self, name: str) -> list[StagePlacement]:
-        return [one for one in self.placements if one.pattern.match(name) is not None]
+    def placements_by_axis(self, name: str) -> dict[str, list[StagePlacement]]:
+        found: dict[str, list[StagePlacement]] = {}
+        for one in self.placements:
+            if one.pattern.match(name) is not None:
+                found.setdefault(one.axis, []).append(one)
+        return found
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it only describes a mesh."""
+        return not self.rules and not self.placements
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[int]]:
+        """Positions of the rules for one name each; a file may have one for each tensor."""
+        found: dict[str, list[int]] = {}
+        for at, rule in enumerate(self.rules):
+            if not rule.pattern.is_special:
+                found.setdefault(rule.pattern.text, []).append(at)
+        return found
+
+    @cached_property
+    def _with_words(self) -> list[int]:
+        return [at for at, rule in enumerate(self.rules) if rule.pattern.is_special]
 
     @property
     def layout(self) -> tuple[object, ...]:

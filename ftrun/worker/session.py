@@ -74,8 +74,9 @@ def attach(  # noqa: PLR0913 - what a script has
         loader: the loader given to `Session.batches` or a `DataPosition`, or several of them.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
-        layout: file of layout rules, if ranks hold parts of plain tensors. A version with another
-            layout is read by these rules. Integrations pass the rules themselves.
+        layout: file of layout rules, or a packaged layout such as "megatron-core:layers=24,...",
+            if ranks hold parts of plain tensors. A version with another layout is read by these
+            rules. Integrations pass the rules themselves.
         mesh: axis sizes that differ from the file. Without a file: the arrangement of ranks, the
             slowest axis first, such as {"pp": 2, "dp": 2, "tp": 4}. Ranks read different data
             along axes whose name begins with dp, and are stages along pp.

@@ -108,8 +108,8 @@ CheckpointMessage = (
     | LoadCheckpoint | WriteCheckpoint
 )  # fmt: skip
 
-Format = Literal["safetensors", "dcp", "state_dict"]
-FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
+Format = Literal["safetensors", "dcp", "state_dict", "atoms"]
+FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict", "atoms")
 
 DTYPE_WORDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 """Target types of floating-point tensors, with the names that safetensors uses."""
@@ -163,6 +163,7 @@ class ExportReport(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()  # content that the format cannot represent, each item in words
     notes: tuple[str, ...] = ()  # further notes for the operator
     problem: str = ""  # why nothing was written, in words
+    exit_code: int = 1  # with a problem
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):

@@ -39,7 +39,6 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import RankState, fill_expanded, reporting_corruption
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import has_rules
 from ftrun.worker.state.optimizer_state import mapped
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.tensors import (
@@ -74,7 +73,7 @@ def open_resharded(
     try:
         with reporting_corruption(context):
             shards = CheckedShards(source, str(wanted))
-            if layout is not None and has_rules(layout):
+            if layout is not None and not layout.is_empty:
                 found = RuledState(shards, wanted, context.rank, layout)
             else:
                 mesh = ranks_alone(context.world_size) if layout is None else layout.mesh

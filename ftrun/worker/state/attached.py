@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ftrun.config.layout_file import layout_text
 from ftrun.errors import UsageError
 from ftrun.sharding.rule_parser import read_carried, read_rules
 from ftrun.sharding.rules import ShardingRules
@@ -228,10 +229,6 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
                     yield HeldTensor(holder, key, f"{path}.{key}", tensor, is_buffer)
 
 
-def has_rules(layout: ShardingRules) -> bool:
-    return bool(layout.rules or layout.placements)
-
-
 def is_layout_of(layout: ShardingRules, saved: Mapping[str, Any] | None) -> bool:
     """Whether a snapshot was saved with this layout; also if it was saved without any."""
     return saved is None or read_carried(saved).layout == layout.layout
@@ -243,7 +240,8 @@ def declared(
     """Read the rules of this run.
 
     Args:
-        path: the file of rules; None: there are no rules, and `mesh` has all axes.
+        path: the file of rules, or a packaged layout (`config.layout_file`); None: there are no
+            rules, and `mesh` has all axes.
         mesh: sizes of axes that differ from those in the file.
         world_size: world size of this run, to which the batch axis is resized; None: not known.
     """
@@ -265,7 +263,7 @@ def declared(
 def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:
     if path is not None:
         try:
-            return Path(path).read_text()
+            return layout_text(str(path))
         except OSError as error:
             raise UsageError(f"layout={str(path)!r}: {error.strerror}") from error
     if any(size < 1 for size in mesh.values()):
