@@ -61,6 +61,7 @@ def attach(  # noqa: PLR0913 - what a script has
     layout: str | Path | ShardingRules | None = None,
     mesh: Mapping[str, int] | None = None,
     cast: bool = False,
+    strict: bool = False,
     skip: Sequence[str] = (),
     **named: object,
 ) -> "Session":
@@ -83,6 +84,9 @@ def attach(  # noqa: PLR0913 - what a script has
         cast: if true, parameters and buffers that were saved in another floating dtype are rounded
             to their present dtype, and so is optimizer state that had the same dtype as its
             parameter. If false, another dtype is an error.
+        strict: if true, a restore into another layout is refused if the old ranks had different
+            values of an attached object, or stages had different values of tensors that are tied
+            here. If false, the log reports which one is used.
         skip: patterns over the names of tensors and keys, such as "model.rope.*". Matching values
             are left out of snapshots and keep the value that the script sets.
         named: all other objects with state: objects with state_dict and load_state_dict, tensors,
@@ -99,7 +103,8 @@ def attach(  # noqa: PLR0913 - what a script has
             "name. Call close() on the first session before the second attach"
         )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    attached = AttachedState(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
+    skipped = Skip([skip] if isinstance(skip, str) else skip)
+    attached = AttachedState(casts=cast, is_strict=strict, skip=skipped)
     _sort_in(attached, parts, named)
     context = worker_context()
     if isinstance(layout, ShardingRules):

@@ -133,9 +133,10 @@ class _Wanted:
         wanted = [(source.name, original) for source, original in pairs if source.name in names]
         changed = [found for one in wanted if (found := self._changed(*one)) is not None]
         # A tied tensor may have been saved under each of its names, by different stages.
-        tied = plain.decode(persistent.modules)["tied"].keys()
+        tied = plain.decode(persistent.modules)["tied"]
         self.world.count_as_used(tied)
-        lost = self.world.parameters - names - tied
+        self.world.check_agreement(tied, is_strict=tree.attached.is_strict)
+        lost = self.world.parameters - names - tied.keys()
         left = [name for name in self.world.needed if name in lost]
         check_fits([*changed, *((n, str(self.world.whole(n)), _NOTHING) for n in left)])
         for name, tensor in wanted:

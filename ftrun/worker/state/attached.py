@@ -160,6 +160,8 @@ class AttachedState:
     """The sharding of plain tensors and data over ranks, if the script declares it."""
     casts: bool = False
     """A value saved in another floating dtype is rounded to the dtype of its tensor."""
+    is_strict: bool = False
+    """A restore into another layout is refused if old ranks disagree on what to restore."""
 
     def add(self, name: str, thing: object) -> None:
         """Add one object to the dict of its kind."""

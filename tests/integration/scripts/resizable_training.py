@@ -250,7 +250,7 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
     if order.get("older"):
         _forget_parts()
     dies = order.get("dies", "") if rank == world_size - 1 else ""
-    session = ftrun.attach(**things)
+    session = ftrun.attach(**things, strict=bool(order.get("strict")))
     restored = state_of(things, session) if session.restored else None
     torch.save(restored, folder / f"restored.{generation}.{rank}.pt")
     if dies == "restored":
