@@ -26,7 +26,7 @@ import yaml
 from ftrun.sharding.partition import StoredRegion, StoredView, patches_of, round_up, view_of
 from ftrun.sharding.rank_values import RankValues, refs_changed
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import DimensionSplit, SharingKind, ranks_alone
+from ftrun.sharding.rules import DimensionSplit, Mesh, SharingKind, ranks_alone
 from ftrun.sharding.world_layout import (
     GlobalTensor,
     PlacedEntry,
@@ -79,7 +79,9 @@ class TensorFile:
 def one_rank(world: WorldLayout) -> WorldLayout:
     """The world of one rank that has all tensors whole, and rules that describe it."""
     stored = [
-        StoredEntry(name, one.dtype, _shape(one), None if one.owner is None else one.owner.parameter)
+        StoredEntry(
+            name, one.dtype, _shape(one), None if one.owner is None else one.owner.parameter
+        )
         for name, one in world.wholes.items()
     ]
     return read_world(read_rules(_rules_text(world), source="the atoms"), [stored])

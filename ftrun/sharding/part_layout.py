@@ -87,7 +87,10 @@ def _rules(
     if "layout" in parts:
         mesh = read_carried(plain.decode(parts["layout"])).mesh
     axes = [STAGES] if mesh.has_stages else []
-    held = [[one.name for one in head.layout.entries if not one.name.startswith(OURS)] for head in headers]
+    held = [
+        [one.name for one in head.layout.entries if not one.name.startswith(OURS)]
+        for head in headers
+    ]
     if "layout" not in parts and any(names != held[0] for names in held):
         axes = list(mesh.names)  # stages that declare no mesh
     stages = tuple(StagePlacement(NamePattern(""), 0, axis, (0,)) for axis in axes)
@@ -114,7 +117,9 @@ def _global(
         how = StateOwnership.NUMBER if math.prod(tensor.shape) == 1 else None
         is_like = tensor.shape == wholes[parameter].shape
         owner = OwningParameter(parameter, StateOwnership.LIKE if is_like else how)
-    held = {rank: some[tensor.name].shape for rank, some in enumerate(entries) if tensor.name in some}
+    held = {
+        rank: some[tensor.name].shape for rank, some in enumerate(entries) if tensor.name in some
+    }
     return GlobalTensor(
         tensor.name, tensor.dtype, tensor.shape, owner, {} if tensor.is_shared else held
     )

@@ -28,7 +28,8 @@ from ftrun.sharding.source_index import (
     gathered,
 )
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
-from ftrun.snapshot.boxes import Box, cut_to, item_at, overlap, strides_of, whole
+from ftrun.snapshot import boxes
+from ftrun.snapshot.boxes import Box, item_at, overlap, strides_of
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.snapshot.plain_values import join
 from ftrun.snapshot.shard_header import ShardHeader
@@ -153,7 +154,10 @@ def have_equal_content(one: WholeTensor, other: WholeTensor, shards: CheckedRead
     Reads them only if their digests do not prove that they are equal.
     """
     prints = [
-        [(c.box, shards.headers[c.holders[0].rank].fingerprint(c.holders[0].entry)) for c in t.chunks]
+        [
+            (c.box, shards.headers[c.holders[0].rank].fingerprint(c.holders[0].entry))
+            for c in t.chunks
+        ]
         for t in (one, other)
     ]
     if prints[0] == prints[1]:
@@ -168,8 +172,9 @@ def have_equal_content(one: WholeTensor, other: WholeTensor, shards: CheckedRead
         copies = tensor.copies_into(StoredRegion(tensor.name, box, 0, strides_of(box.shape)))
         return gathered(copies, box.num_items, item_bytes, read).tobytes()
 
-    boxes = cut_to(whole(one.shape), strides_of(one.shape), MOST_BYTES // item_bytes)
-    return all(part(one, box) == part(other, box) for box in boxes)
+    in_whole = boxes.whole(one.shape)
+    parts = boxes.cut_to(in_whole, strides_of(one.shape), MOST_BYTES // item_bytes)
+    return all(part(one, box) == part(other, box) for box in parts)
 
 
 def _compare(pairs: Sequence[tuple[str, Holder, Holder]], shards: CheckedReads) -> None:

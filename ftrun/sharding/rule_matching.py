@@ -5,7 +5,7 @@ shared as the parameter is. A single number, such as the step, is equal on all r
 parameter. A rule that names the state itself takes precedence.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -88,9 +88,10 @@ def match(
     twice: list[str] = []
     for name, _ in listed:
         matching, placements = rules.rules_of(name), rules.placements_by_axis(name)
+        several: list[Sequence[object]] = [matching, *placements.values()]
         twice += [
             f"{name} is matched by {' and by '.join(map(str, some))}"
-            for some in (matching, *placements.values())
+            for some in several
             if len(some) > 1
         ]
         if matching or placements:
@@ -115,7 +116,10 @@ def match(
 
 
 def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
-    """Whether a name is placed at these coordinates; axes with two matching placements count not."""
+    """Whether a name is placed at these coordinates.
+
+    An axis with two matching placements does not count.
+    """
     alone = {axis: some for axis, some in rules.placements_by_axis(name).items() if len(some) == 1}
     return all(
         where[one.axis] in one.coordinates(rules.mesh.size_of(one.axis))
@@ -125,7 +129,8 @@ def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
 
 def _placed(name: str, by_axis: Mapping[str, list[StagePlacement]]) -> tuple[PlacedName, ...]:
     return tuple(
-        PlacedName(first, tuple(first.pattern.numbers(name).items())) for first, *_ in by_axis.values()
+        PlacedName(first, tuple(first.pattern.numbers(name).items()))
+        for first, *_ in by_axis.values()
     )
 
 

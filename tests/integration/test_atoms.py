@@ -4,6 +4,7 @@ Checkpoints are real files, as in `test_convert`; the last test trains with FSDP
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ from ftrun.wire.messages.checkpoint import ExportReport
 from tests.integration.conftest import Run
 from tests.integration.documented import rule_file
 from tests.integration.test_convert import (
+    LARGE,
     World,
     arrays_of,
     assert_ranks,
     chunks,
     flipped,
     large,
-    LARGE,
     numbers,
     plain_of,
     rows,
@@ -66,6 +67,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(name).write_text(rule_file(name))
     Path("large.yaml").write_text(LARGE)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and its atoms, which no test changes."""
+    folder = tmp_path_factory.mktemp("refusing")
+    World(folder / "old", large(2, 2))
+    (folder / "large.yaml").write_text(LARGE)
+    words = (folder / "old", folder / "atoms", "--rules", folder / "large.yaml")
+    made("export", *map(str, words))
+    return folder
 
 
 def test_a_flat_buffer_becomes_whole_tensors_without_padding(here: Path) -> None:
@@ -216,7 +228,8 @@ def test_a_damaged_checkpoint_and_ranks_that_differ_make_no_atoms(here: Path) ->
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (("export", "old", "atoms"), "already exists|exists already"),
+        (("export", "old", "atoms"), "atoms exists already"),
+        (("export", "old", "new"), "it declares no layout rules: give them by --rules FILE"),
         (("union", "old", "new"), "union takes the folder that extract makes"),
         (("strip", "atoms", "new"), "strip takes the folder that union makes, and .* is atoms"),
         (("extract", "atoms", "new"), "extract takes a checkpoint, and .* is atoms"),
@@ -228,12 +241,11 @@ def test_a_damaged_checkpoint_and_ranks_that_differ_make_no_atoms(here: Path) ->
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    here: Path, words: Sequence[str], reported: str
+    here: Path, refusing: Path, words: Sequence[str], reported: str
 ) -> None:
-    World(here / "old", large(2, 2))
-    made("export", "old", "atoms", "--rules", "large.yaml")
-    with pytest.raises(AssertionError, match=reported):
-        made(*words)
+    for name in ("old", "atoms"):
+        (here / name).symlink_to(refusing / name)
+    assert re.search(reported, refused(*words)[1])
     assert not (here / "new").exists()
 
 

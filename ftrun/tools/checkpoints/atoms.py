@@ -27,7 +27,6 @@ from ftrun.cli.screen.atomic_output import check_free, staged_output
 from ftrun.cli.screen.text import listed, ranges
 from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
 from ftrun.sharding import atoms
-from ftrun.sharding.atoms import TensorFile
 from ftrun.sharding.partition import StoredRegion
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rules import SharingKind
@@ -58,6 +57,7 @@ from ftrun.tools.checkpoints.tensor_store import (
     join_shares,
     plan_of,
     shared_folder,
+    with_files,
     write_files,
     write_index,
 )
@@ -122,17 +122,20 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
         raise UsageError("--force replaces a folder, and shares add to it: remove the folder first")
     rules = None if arguments.rules is None else rules_file(arguments.rules)
     out = directory(arguments.out, "copy the new folder from a directory to it")
+    if share[1] == 1:
+        check_free(out, is_folder=True, may_replace=arguments.force, ours=_names_in(out))
     with opened_version(source_folder(arguments.source), rules) as source:
         plan = _planned(arguments.operation, source)
         mine = _of_share(plan, share)
         if isinstance(source.files, CheckpointReader):
             _check_replicas(source.files, source.world, mine)
         workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
-        missing = _write(mine, out, share, workers, may_replace=arguments.force)
+        missing = _write(mine, out, share, workers)
     files = mine.index.files
-    notes = list(mine.index.notes)
+    notes = mine.index.notes
     if missing:
-        notes.append(f"{out} is complete when shares {ranges(missing)} of {share[1]} are written")
+        left = f"{out} is complete when shares {ranges(missing)} of {share[1]} are written"
+        notes = (*notes, left)
     return ExportReport(
         str(source.folder),
         source.index.step,
@@ -141,7 +144,7 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
         tuple(f"{one.path}.safetensors" for one in files),
         num_tensors=len(files),
         num_bytes=sum(one.num_bytes for one in files),
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -195,15 +198,13 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
         one.rules.text,
         xxhash.xxh3_64_hexdigest(packed),
         _entries(one, source),
-        [],
+        (),
         notes=_notes(world),
     )
     if operation == "export":
         plans = _atoms(one, states)
         first = _first_holders(world)
-        jobs = [
-            FileJob(p, _of_source(p, first), one.wholes[p.entry].dtype) for p in plans
-        ]
+        jobs = [FileJob(p, _of_source(p, first), one.wholes[p.entry].dtype) for p in plans]
         index = _with_dtypes(index, plans)
         return StorePlan(index, jobs, Assembler(source.files, source.regions), packed)
     found = atoms.extract(world)
@@ -217,17 +218,17 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
         jobs.append(FileJob(plan_of(path, file), all_of_it, file.dtype))
     unions = atoms.union(world)
     plans = list(map(plan_of, atoms.paths_of(unions, states), unions))
-    index = msgspec.structs.replace(index, unions=plans)
+    index = msgspec.structs.replace(index, unions=tuple(plans))
     return StorePlan(index, jobs, Assembler(source.files, raw), packed)
 
 
 def _of_store(operation: str, store: TensorStore) -> StorePlan:
     old = {one.name: one.dtype for one in store.index.entries}
-    plans = store.index.unions
+    plans: Sequence[FilePlan] = store.index.unions
     if operation == "strip":
         plans = _atoms(store.world, plain.decode(store.values["optimizer_state"]))
     jobs = [FileJob(one, one.tensor_file().regions, old[one.entry]) for one in plans]
-    index = msgspec.structs.replace(store.index, stage=MADE[operation], files=[], unions=[])
+    index = msgspec.structs.replace(store.index, stage=MADE[operation], files=(), unions=())
     assembler = Assembler(store, store.regions())
     return StorePlan(_with_dtypes(index, plans), jobs, assembler, store.packed)
 
@@ -240,24 +241,22 @@ def _atoms(one: WorldLayout, states: Mapping[str, object]) -> list[FilePlan]:
     return list(map(plan_of, atoms.paths_of(files, states), files))
 
 
-def _entries(one: WorldLayout, source: OpenedVersion) -> list[SavedEntry]:
+def _entries(one: WorldLayout, source: OpenedVersion) -> tuple[SavedEntry, ...]:
     found = []
     for name, tensor in one.wholes.items():
         if tensor.dtype in UNKNOWN:
-            raise CheckpointError(
-                f"{name} cannot be written: safetensors files have no complex128"
-            )
+            raise CheckpointError(f"{name} cannot be written: safetensors files have no complex128")
         of = None if tensor.owner is None else tensor.owner.parameter
         is_lazy = source.when[name] is CopyTiming.LAZY
         shape = one.entries[0][name].shape
         found.append(SavedEntry(name, tensor.dtype, tensor.dtype, shape, of, is_lazy))
-    return found
+    return tuple(found)
 
 
 def _with_dtypes(index: StoreIndex, plans: Sequence[FilePlan]) -> StoreIndex:
     """The index with the dtypes of the files that are made."""
     new = {one.entry: one.dtype for one in plans}
-    entries = [msgspec.structs.replace(e, dtype=new[e.name]) for e in index.entries]
+    entries = tuple(msgspec.structs.replace(e, dtype=new[e.name]) for e in index.entries)
     return msgspec.structs.replace(index, entries=entries)
 
 
@@ -278,13 +277,13 @@ def _of_source(plan: FilePlan, first: Mapping[str, int]) -> list[StoredRegion]:
     return [replace(one, tensor=f"{plan.entry}@{first[plan.entry]}") for one in regions]
 
 
-def _notes(world: WorldLayout) -> list[str]:
+def _notes(world: WorldLayout) -> tuple[str, ...]:
     if world.mesh.size == 1:
-        return []
+        return ()
     notes = ["random states are those of rank 0; the ranks that load the atoms derive theirs"]
     if own := list(_first_holders(world)):
         notes.append(f"each rank has its own {listed(own, _SHOWN)}: those of the first rank")
-    return notes
+    return tuple(notes)
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -300,18 +299,18 @@ def _check_replicas(files: CheckpointReader, world: WorldLayout, mine: StorePlan
     wanted = {job.plan.entry for job in mine.jobs}
     some = {name: one for name, one in world.wholes.items() if name in wanted}
     if problems := differing(files, replace(world, wholes=some)):
+        if world.rules.is_empty:
+            problems.insert(0, "it declares no layout rules: give them by --rules FILE, if ranks "
+                            "hold parts of plain tensors")  # fmt: skip
         raise RulesMismatch(source=world.rules.source, problems=problems)
 
 
-def _write(
-    plan: StorePlan, out: Path, share: tuple[int, int], workers: int, *, may_replace: bool
-) -> list[int]:
+def _write(plan: StorePlan, out: Path, share: tuple[int, int], workers: int) -> list[int]:
     """Returns the shares that are missing; the files are in `plan.index` afterwards."""
     if share[1] > 1:
         with shared_folder(out) as folder:
             _write_files(plan, folder, workers)
             return join_shares(folder, share, plan.index, plan.values)
-    check_free(out, is_folder=True, may_replace=may_replace, ours=_names_in(out))
     with staged_output(out) as folder:
         folder.mkdir()
         _write_files(plan, folder, workers)
@@ -321,8 +320,7 @@ def _write(
 
 def _write_files(plan: StorePlan, folder: Path, workers: int) -> None:
     files = write_files(folder, plan.jobs, plan.assembler, workers=workers)
-    files.sort(key=lambda one: one.path)
-    plan.index = msgspec.structs.replace(plan.index, files=files)
+    plan.index = with_files(plan.index, files)
 
 
 def _names_in(out: Path) -> set[str]:

@@ -168,9 +168,7 @@ class ExportOptions:
     rules: Annotated[
         str | None, option("--rules", "atoms: layout rules, if it declares none", "FILE")
     ] = None
-    share: Annotated[
-        str, option("--share", "atoms: write a part, as worker 2 of 4", "I/N")
-    ] = "1/1"
+    share: Annotated[str, option("--share", "atoms: write a part, as worker 2 of 4", "I/N")] = "1/1"
 
 
 @app.command("export")
@@ -187,7 +185,9 @@ def _export(
     if options.kind == "atoms":
         if options.only or options.dtype:
             flag = "--only" if options.only else "--dtype"
-            raise UsageError(f"{flag} is not for atoms, which are whole, with 16-bit floats as fp32")
+            raise UsageError(
+                f"{flag} is not for atoms, which are whole, with 16-bit floats as fp32"
+            )
         words = ["--force"] if options.may_replace else []
         words += [f"--workers={options.num_writers or 0}", f"--share={options.share}"]
         words += [f"--rules={options.rules}"] if options.rules is not None else []
@@ -322,7 +322,9 @@ def _load(  # noqa: PLR0913 - its flags
         str | None, option("--rules", "layout rules of the run (default: any layout)", "FILE")
     ] = None,
     ranks: Annotated[int | None, option("--ranks", "number of ranks of the rules", "M")] = None,
-    mesh: Annotated[str | None, option("--mesh", "or: sizes of the axes: tp=4,dp=1", "AXES")] = None,
+    mesh: Annotated[
+        str | None, option("--mesh", "or: sizes of the axes: tp=4,dp=1", "AXES")
+    ] = None,
     workers: _Workers = 0,
     dtype: Annotated[
         list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")

@@ -69,7 +69,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--to")
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--ranks", type=int)
-    parser.add_argument("--mesh", default="")
+    parser.add_argument("--mesh")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dtype", action="append", default=[])
     return parser.parse_args(words)
@@ -148,12 +148,12 @@ def _facts(
 
 
 def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> ShardingRules:
-    given = [n for n in ("to", "ranks", "mesh") if getattr(arguments, n) not in (None, "")]
+    given = [n for n in ("to", "ranks", "mesh") if getattr(arguments, n) is not None]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} both define the new layout: give one")
     if arguments.to is not None:
         return rules_file(arguments.to)
-    if arguments.mesh:
+    if arguments.mesh is not None:
         return rules.on(rules.mesh.with_sizes(_sizes(arguments.mesh, rules)))
     if arguments.ranks is not None:
         mesh = rules.mesh.resized(arguments.ranks)

@@ -50,6 +50,14 @@ _AT_ONCE = 1 << 20
 """Items that are converted together, which bounds the temporary memory."""
 
 
+class CheckedFiles(Protocol):
+    """The files of a version, whose bytes are compared with their digests."""
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        """Returns bytes of an entry of a rank; CheckpointError: they are damaged."""
+        ...
+
+
 class Assembler:
     """Assembles parts of whole tensors from the files of a version, in any thread."""
 
@@ -77,14 +85,6 @@ class Assembler:
         item_bytes = ITEM_BYTES[copy.dtype]
         first, num_bytes = copy.first * item_bytes, copy.span * item_bytes
         return self._files.read(holder.rank, holder.entry.name, first, num_bytes)
-
-
-class CheckedFiles(Protocol):
-    """The files of a version, whose bytes are compared with their digests."""
-
-    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
-        """Returns bytes of an entry of a rank; CheckpointError: they are damaged."""
-        ...
 
 
 @dataclass(frozen=True)

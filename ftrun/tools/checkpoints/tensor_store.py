@@ -20,7 +20,7 @@ and state; parallel over tensors, balanced by size.
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,10 +100,10 @@ class StoreIndex(SealedContent, frozen=True):
     mesh: str  # of the checkpoint, in words
     rules: str  # of the world of one rank
     values_digest: str
-    entries: list[SavedEntry]
-    files: list[SavedFile]
-    unions: list[FilePlan] = []  # of fragments: the files that union makes
-    notes: list[str] = []
+    entries: tuple[SavedEntry, ...]
+    files: tuple[SavedFile, ...]
+    unions: tuple[FilePlan, ...] = ()  # of fragments: the files that union makes
+    notes: tuple[str, ...] = ()
 
 
 def plan_of(path: str, file: TensorFile) -> FilePlan:
@@ -250,6 +250,11 @@ def _write(folder: Path, job: FileJob, assembler: Assembler) -> SavedFile:
     return SavedFile(**fields, num_bytes=len(header) + len(data), digests=digests)
 
 
+def with_files(index: StoreIndex, files: Iterable[SavedFile]) -> StoreIndex:
+    in_order = sorted(files, key=lambda one: one.path)
+    return msgspec.structs.replace(index, files=tuple(in_order))
+
+
 def write_index(folder: Path, index: StoreIndex, values: bytes) -> None:
     """Makes the folder a store; the files are durable already."""
     _put(folder / VALUES_NAME, values)
@@ -293,8 +298,8 @@ def join_shares(
                 f"share {n} of {count} in {folder} is of another checkpoint or of other rules: "
                 "remove the folder, and begin with the first share"
             )
-    files = sorted((file for one in found for file in one.files), key=lambda file: file.path)
-    write_index(folder, msgspec.structs.replace(index, files=files), values)
+    files = (file for one in found for file in one.files)
+    write_index(folder, with_files(index, files), values)
     for n in range(1, count + 1):
         with contextlib.suppress(FileNotFoundError):
             (folder / _share_name(n, count)).unlink()
@@ -311,7 +316,7 @@ def _share_name(number: int, count: int) -> str:
 
 
 def _without_files(index: StoreIndex) -> StoreIndex:
-    return msgspec.structs.replace(index, files=[])
+    return msgspec.structs.replace(index, files=())
 
 
 def _put(path: Path, data: bytes) -> None:

@@ -208,14 +208,14 @@ class SourceState:
                 _log.warning("%s", text)
 
     def _differ(self, one: str, other: str) -> bool:
-        found = [self.index.tensor(name) for name in (one, other)]
-        if found[0] is None or found[1] is None:
+        mine, its = self.index.tensor(one), self.index.tensor(other)
+        if mine is None or its is None:
             return False
-        if (found[0].dtype, found[0].shape) != (found[1].dtype, found[1].shape):
+        if (mine.dtype, mine.shape) != (its.dtype, its.shape):
             return True
-        for tensor in found:
-            tensor.check_is_whole()
-        return not have_equal_content(found[0], found[1], self.shards)
+        mine.check_is_whole()
+        its.check_is_whole()
+        return not have_equal_content(mine, its, self.shards)
 
     def count_as_used(self, names: Iterable[str]) -> None:
         self._used.update(names)

@@ -293,7 +293,10 @@ shard:
 """
     world = read_world(
         read_rules(text, source="x"),
-        [[StoredEntry("w", "F32", shape)] for shape in ((2, 2), (2, 2), (2, 2), (2, 1), (2, 1), (2, 1))],
+        [
+            [StoredEntry("w", "F32", shape)]
+            for shape in ((2, 2), (2, 2), (2, 2), (2, 1), (2, 1), (2, 1))
+        ],
     )
     assert [file.shape for file in union(world)] == [(4, 9)]
 
@@ -305,3 +308,17 @@ def test_tensors_of_no_items_and_of_one(shape: tuple[int, ...]) -> None:
     world = read_world(rules, stored_of(arrays))
     stripped = extracted(world, arrays).made(union(world)).made(strip_padding(one_rank(world)))
     assert np.array_equal(stripped.arrays[0], arrays[0]["w"])
+
+
+def test_a_flat_buffer_of_one_stage() -> None:
+    text = """
+mesh: {pp: 2, dp: 2}
+flat: [{name: row, axis: dp, tensors: {a: [3]}}]
+unique: [{name: row, axis: pp, at: last}]
+"""
+    arrays: list[dict[str, Array]] = [{}, {}, {"row": np.array([1, 2])}, {"row": np.array([3, 0])}]
+    world = read_world(read_rules(text, source="x"), stored_of(arrays))
+    joined = extracted(world, arrays).made(union(world))
+    assert [a.tolist() for a in joined.arrays] == [[1, 2, 3, 0]]
+    (stripped,) = joined.made(strip_padding(one_rank(world))).files
+    assert (stripped.shape, stripped.num_bytes) == ((3,), 24)

@@ -52,7 +52,9 @@ class Megatron:
             words += ",prefix=model.{turn}"
         text = layout_text(f"megatron-core:{words}")
         layers = f"of: {sum(self.layers)}"
-        return read_rules(text.replace(layers, f"{layers}\n    sizes: {[*self.layers]}"), source="x")
+        return read_rules(
+            text.replace(layers, f"{layers}\n    sizes: {[*self.layers]}"), source="x"
+        )
 
     def ranks(self) -> list[dict[str, Array]]:
         """In Megatron's order tp-ep-dp-pp: tensor parallelism is the fastest."""
@@ -86,18 +88,20 @@ class Megatron:
         return np.split(words, self.tp)[tp]
 
     def _layer(self, seed: int, ep: int, tp: int) -> Iterator[tuple[str, Array]]:
-        yield "self_attention.linear_proj.weight", np.split(
-            made(seed, HIDDEN, HEADS * HEAD), self.tp, axis=1
-        )[tp]
+        yield (
+            "self_attention.linear_proj.weight",
+            np.split(made(seed, HIDDEN, HEADS * HEAD), self.tp, axis=1)[tp],
+        )
         # One group: HEADS / GROUPS queries, a key and a value.
         groups = made(seed + 1, GROUPS, (HEADS // GROUPS + 2) * HEAD, HIDDEN)
         yield "self_attention.linear_qkv.weight", np.split(groups, self.tp)[tp].reshape(-1, HIDDEN)
         yield "self_attention.linear_qkv.layer_norm_weight", made(seed + 2, HIDDEN)
         yield "self_attention.q_layernorm.weight", made(seed + 3, HEAD)
         if self.has_bias:
-            yield "self_attention.linear_qkv.bias", np.split(groups[:, :, 0].copy(), self.tp)[
-                tp
-            ].reshape(-1)
+            yield (
+                "self_attention.linear_qkv.bias",
+                np.split(groups[:, :, 0].copy(), self.tp)[tp].reshape(-1),
+            )
             yield "self_attention.linear_proj.bias", made(seed + 4, HIDDEN)
         if not self.experts:
             yield "mlp.linear_fc1.layer_norm_weight", made(seed + 5, HIDDEN)
@@ -121,8 +125,9 @@ class Megatron:
         yield "linear_fc1.weight", np.concatenate([np.split(h, self.tp)[tp] for h in halves])
         yield "linear_fc2.weight", np.split(made(seed + 1, HIDDEN, FFN), self.tp, axis=1)[tp]
         if self.has_bias:
-            yield "linear_fc1.bias", np.concatenate(
-                [np.split(h[:, 0].copy(), self.tp)[tp] for h in halves]
+            yield (
+                "linear_fc1.bias",
+                np.concatenate([np.split(h[:, 0].copy(), self.tp)[tp] for h in halves]),
             )
             yield "linear_fc2.bias", made(seed + 1, HIDDEN)
 
@@ -132,6 +137,8 @@ def made(seed: int, *shape: int) -> Array:
 
 
 DENSE = Megatron()
+PLAIN = Megatron(is_gated=False, has_bias=True)
+CHUNKS = Megatron((1, 1, 1, 1), turns=2)
 EXPERTS = Megatron(experts=8, ep=2, tp=1)
 
 
@@ -141,8 +148,8 @@ EXPERTS = Megatron(experts=8, ep=2, tp=1)
         (DENSE, replace(DENSE, tp=4)),
         (DENSE, replace(DENSE, pp=1, layers=(4,), tp=1, dp=3)),
         (DENSE, replace(DENSE, pp=3, layers=(1, 2, 1), tp=1)),
-        (replace(DENSE, is_gated=False, has_bias=True), Megatron((4,), 1, tp=1, is_gated=False, has_bias=True)),
-        (replace(DENSE, turns=2, layers=(1, 1, 1, 1)), replace(DENSE, turns=2, pp=1, layers=(2, 2))),
+        (PLAIN, replace(PLAIN, pp=1, layers=(4,), tp=1)),
+        (CHUNKS, replace(CHUNKS, pp=1, layers=(2, 2))),
         (EXPERTS, replace(EXPERTS, ep=4, pp=1, layers=(4,))),
         (EXPERTS, replace(EXPERTS, ep=1, tp=2, dp=2)),
         (replace(EXPERTS, is_grouped=True), replace(EXPERTS, is_grouped=True, ep=8, layers=(3, 1))),

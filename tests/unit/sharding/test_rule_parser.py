@@ -85,12 +85,33 @@ def test_everything_that_can_be_reported() -> None:
     assert str(layers) == "unique model.layers.{n}.* (line 36)"
 
 
+def test_a_buffer_for_each_tensor_and_a_number_of_equal_parts() -> None:
+    text = """
+mesh: {dp: 2}
+flat: [{axis: dp, pad_to: 4, each: {a: [3, 5], b: []}}]
+fragment: [{name: c, axis: dp, dim: 0, parts: 3, unit: 2}]
+"""
+    rules = read_rules(text, source="x").rules
+    flats = [one for one in rules if one.kind is SharingKind.FLAT]
+    (fused,) = (one for one in rules if one.kind is SharingKind.FRAGMENT)
+    assert [(str(one.pattern), one.flat) for one in flats] == [
+        ("a", FlatBuffer("dp", 4, (("a", (3, 5)),))),
+        ("b", FlatBuffer("dp", 4, (("b", ()),))),
+    ]
+    assert fused.cuts[0].parts == (FusedPart(unit=2),) * 3
+
+
 def test_a_snapshot_carries_its_rules_and_its_own_mesh() -> None:
     rules = read_rules(WHOLE, source="x.yaml")
     rules = rules.on(rules.mesh.with_sizes({"dp": 5}))
     back = read_carried(carried(rules))
     assert back.layout == rules.layout
     assert back.source == "x.yaml of the snapshot"
+
+
+def test_a_file_may_describe_a_mesh_only() -> None:
+    assert read_rules("mesh: {tp: 2}", source="x").is_empty
+    assert not read_rules("mesh: {tp: 2}\nown: [a]", source="x").is_empty
 
 
 def test_batches_differ_along_dp_by_default() -> None:
@@ -124,7 +145,9 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, unit: 2}]", "none of parts, unit"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0}]", "belongs under shard"),
-        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: 3}]", "a list of parts"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: {a: 1}}]",
+         "a list of parts"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: x}]", "a number, 1 or more"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: [{unit: 3}]}]",
          "the key weight in a part"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, sizes: 3}]", "a list of numbers"),
@@ -135,6 +158,10 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, share: 1}]", "expected true or false"),
         ("mesh: {tp: 2}\nflat: [{name: a, axis: tp, tensors: [w]}]", "expected tensors with their"),
         ("mesh: {tp: 2}\nflat: [{name: a, axis: tp, tensors: {w: 4}}]", "expected a shape"),
+        ("mesh: {tp: 2}\nflat: [{axis: tp, name: a}]", "either name: and tensors:, or each:"),
+        ("mesh: {tp: 2}\nflat: [{axis: tp, name: a, tensors: {w: [1]}, each: {w: [1]}}]",
+         "either name: and tensors:, or each:"),
+        ("mesh: {tp: 2}\nflat: [{axis: tp, name: a, each: {w: [1]}}]", "either name: and tensors:"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp}]", "either at: with coordinates, or of:"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, of: 3}]", "expected one number in the name"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: middle}]", "a number, and there is 'mid"),
