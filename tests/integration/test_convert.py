@@ -401,6 +401,33 @@ def test_any_number_of_workers_writes_the_same_bytes(convert: Converter) -> None
     assert len(made["1"]) == 12
 
 
+def test_several_hosts_write_the_files_of_one_checkpoint(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("--rules", convert.rules("large.yaml", LARGE), "--mesh", "tp=3,dp=2")
+    whole = convert("whole", *words)
+    first = converted(["old", "new", *words, "--share", "2/4"])
+    assert (first.problem, first.missing_shares) == ("", (1, 3, 4))
+    assert not (convert.folder / "new" / "latest").exists()
+    other = converted(["old", "new", *words, "--dtype", "bf16", "--share", "1/4"])
+    assert other.missing_shares == (2, 3, 4)  # of another conversion
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ftrun", "checkpoints", "convert", "old", "new", *words,
+             "--share", f"{number}/4", "--json"],
+            cwd=convert.folder,
+            stdout=subprocess.PIPE,
+        )
+        for number in (1, 3, 4)
+    ]  # fmt: skip
+    reports = [json.loads(one.communicate(timeout=60)[0]) for one in running]
+    assert [one["problem"] for one in reports] == [""] * 3
+    assert [] in [one["missing_shares"] for one in reports]
+    made = convert.folder / "new" / "latest"
+    assert digests(made) == digests(whole)
+    assert_ranks(arrays_of(made), large(2, 3))
+    assert not list(made.glob("part-*"))
+
+
 def test_there_and_back_is_what_it_was(convert: Converter) -> None:
     world = World(convert.folder / "old", large(2, 2))
     name = convert.rules("large.yaml", LARGE)
@@ -572,6 +599,9 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
         (LARGE, ["--dtype", "x*=bf16"], "names no floating tensor"),
         (LARGE, ["--ranks", "2", "--workers", "-1"], "at least 1"),
         (LARGE, ["--mesh", "tp=5", "--to", ""], "--to and --mesh"),
+        (LARGE, ["--ranks", "2", "--share", "0/2"], "--share is I/N"),
+        (LARGE, ["--ranks", "2", "--share", "3/3"], "there are 2 ranks to write"),
+        (LARGE, ["--ranks", "4", "--share", "1/2"], "files are linked: no --share"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

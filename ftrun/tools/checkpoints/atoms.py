@@ -11,7 +11,6 @@ Survives: a kill at any point; a share that was killed is written again.
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from ftrun.tools.checkpoints.source import (
     directory,
     opened_version,
     rules_file,
+    share_of,
     source_folder,
 )
 from ftrun.tools.checkpoints.tensor_store import (
@@ -72,7 +72,6 @@ MADE: dict[str, Stage] = {
 TAKEN: dict[str, Stage] = {"union": "fragments", "strip": "padded"}
 """What an operation takes, if that is no checkpoint."""
 _SHOWN = 5
-_SHARE = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 
 
 def main() -> int:
@@ -146,14 +145,6 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
         num_bytes=sum(one.num_bytes for one in files),
         notes=notes,
     )
-
-
-def share_of(text: str) -> tuple[int, int]:
-    """Number of a worker, from 1, and the number of workers."""
-    found = _SHARE.fullmatch(text)
-    if found is None or int(found[1]) > int(found[2]):
-        raise UsageError(f"--share is I/N, such as 2/4 for the second of four, not {text!r}")
-    return int(found[1]), int(found[2])
 
 
 # --- plans --------------------------------------------------------------------------------------

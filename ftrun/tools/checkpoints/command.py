@@ -17,7 +17,7 @@ from ftrun import clock
 from ftrun.cli.completion import AsJson, option, with_groups
 from ftrun.cli.launch.checkpoint_check import ask_catalog, report_of
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.screen.text import count, duration, seconds_of, size, size_of
+from ftrun.cli.screen.text import count, duration, ranges, seconds_of, size, size_of
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.wire.messages.checkpoint import (
     DTYPE_WORDS,
@@ -325,6 +325,7 @@ def _load(  # noqa: PLR0913 - its flags
     mesh: Annotated[
         str | None, option("--mesh", "or: sizes of the axes: tp=4,dp=1", "AXES")
     ] = None,
+    share: _Share = "1/1",
     workers: _Workers = 0,
     dtype: Annotated[
         list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
@@ -336,7 +337,8 @@ def _load(  # noqa: PLR0913 - its flags
     Without rules it has one rank: runs with DDP, FSDP2 and DTensors, and scripts that declare their
     layout, resume from it in any layout.
     """
-    words = ["--load", f"--workers={workers}", *(f"--dtype={one}" for one in dtype or [])]
+    words = ["--load", f"--workers={workers}", f"--share={share}"]
+    words += [f"--dtype={one}" for one in dtype or []]
     given = {"rules": rules, "ranks": ranks, "mesh": mesh}
     words += [f"--{name}={value}" for name, value in given.items() if value is not None]
     _run_conversion(*words, "--", atoms, out, as_json=as_json)
@@ -354,6 +356,7 @@ def _convert(  # noqa: PLR0913 - its flags
     to: Annotated[str | None, option("--to", "layout rules of the new one", "FILE")] = None,
     ranks: Annotated[int | None, option("--ranks", "or: the same with M ranks", "M")] = None,
     mesh: Annotated[str | None, option("--mesh", "or: the same on tp=4,dp=1", "AXES")] = None,
+    share: _Share = "1/1",
     workers: _Workers = 0,
     dtype: Annotated[
         list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
@@ -361,7 +364,8 @@ def _convert(  # noqa: PLR0913 - its flags
     as_json: AsJson = False,
 ) -> None:
     """Create a checkpoint with another layout, by layout rules (docs/layouts.md)."""
-    words = [f"--workers={workers}", *(f"--dtype={one}" for one in dtype or [])]
+    words = [f"--workers={workers}", f"--share={share}"]
+    words += [f"--dtype={one}" for one in dtype or []]
     given = {"rules": rules, "to": to, "ranks": ranks, "mesh": mesh}
     words += [f"--{name}={value}" for name, value in given.items() if value is not None]
     _run_conversion(*words, "--", source, out, as_json=as_json)
@@ -391,6 +395,10 @@ def _show_converted(found: ConvertReport) -> None:
             f"{_took(found.num_bytes, found.seconds)}"
         )
     render.write_plain(text)
-    render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
+    if found.missing_shares:
+        missing = ranges(found.missing_shares)
+        render.write_plain(f"{found.path}: a checkpoint when share {missing} is written")
+    else:
+        render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
     for note in found.notes:
         render.write_plain(f"  {note}")

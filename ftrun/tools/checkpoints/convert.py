@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from ftrun import clock
 from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
@@ -24,16 +25,25 @@ from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rules import NamePattern, ShardingRules
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out
-from ftrun.smp.checkpoint.index import FORMAT, CheckpointIndex, CheckpointPart, ShardFile, seal
+from ftrun.smp.checkpoint.index import (
+    FORMAT,
+    CheckpointIndex,
+    CheckpointPart,
+    ShardFile,
+    part_name,
+    seal,
+)
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
 from ftrun.smp.checkpoint.storage.storage import next_serial, sweep_started
+from ftrun.smp.checkpoint.writer import gather
 from ftrun.tools.checkpoints.convert_writer import Assembler, Conversion, WorldWriter
 from ftrun.tools.checkpoints.source import (
     OpenedVersion,
     directory,
     opened_version,
     rules_file,
+    share_of,
     source_folder,
 )
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
@@ -71,6 +81,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--mesh")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--share", default="1/1")
     parser.add_argument("--dtype", action="append", default=[])
     return parser.parse_args(words)
 
@@ -79,6 +90,7 @@ def _convert(arguments: argparse.Namespace) -> ConvertReport:
     given = None if arguments.rules is None else rules_file(arguments.rules)
     if arguments.workers < 0:
         raise UsageError(f"--workers is at least 1, or 0 for the default, not {arguments.workers}")
+    share_of(arguments.share)
     if given is not None:
         target_rules(arguments, given)  # reports mistakes before anything is read
     out = directory(arguments.out, "copy the new checkpoint from a directory to it")
@@ -108,10 +120,12 @@ def _converted(
             "layout resumes from DTensors directly, without conversion"
         )
     wanted = target_rules(arguments, given or before.rules)
-    after = lay_out(wanted, before)
+    after, share = lay_out(wanted, before), share_of(arguments.share)
     dtypes = new_dtypes(arguments.dtype, before, source.was)
     if isinstance(files, CheckpointReader):
         if before.rules.layout == wanted.layout and not dtypes:
+            if share[1] > 1:
+                raise UsageError("the layout is the same, so that files are linked: no --share")
             path, num_bytes = publish(source.index, out, LinkedFiles(files))
             return _facts(source, path, num_bytes, after, is_linked=True)
         if problems := differing(files, before):
@@ -120,8 +134,22 @@ def _converted(
     plain = [values.of(rank) for rank in range(after.mesh.size)]
     job = Conversion(before, after, dtypes, plain, source.when)
     writer = WorldWriter(job, Assembler(files, source.regions), workers=workers)
-    path, num_bytes = publish(source.index, out, writer)
-    return _facts(source, path, num_bytes, after, notes=values.notes())
+    if share[1] == 1:
+        path, num_bytes = publish(source.index, out, writer)
+        return _facts(source, path, num_bytes, after, notes=values.notes())
+    token = [source.digest, wanted.text, str(wanted.mesh), sorted(dtypes.items())]
+    part = CheckpointPart(
+        FORMAT,
+        source.index.run_id,
+        xxhash.xxh3_64_hexdigest(msgspec.json.encode(token)),
+        source.index.generation,
+        source.index.step,
+        after.mesh.size,
+        [],
+    )
+    path, num_bytes, missing = publish_share(part, share, out, writer)
+    found = _facts(source, path, num_bytes, after, notes=values.notes())
+    return msgspec.structs.replace(found, missing_shares=tuple(missing))
 
 
 def _facts(
@@ -263,6 +291,53 @@ def publish(
         storage.sync()
         storage.point_latest(final)
     return out / final, sum(one.num_bytes + 8 * one.num_pieces for one in files)
+
+
+def publish_share(
+    part: CheckpointPart, share: tuple[int, int], out: Path, writer: WorldWriter
+) -> tuple[Path, int, list[int]]:
+    """Writes the files of every N-th rank, and the checkpoint if the other shares exist.
+
+    Args:
+        part: without files. Its token is equal for all shares, and for no other conversion.
+        share: number I of the worker, from 1, and number N of workers.
+
+    Returns the path, the bytes of the share, and the missing shares. The path is the folder of the
+    shares if some are missing.
+    """
+    number, count = share
+    ranks = range(number - 1, part.world_size, count)
+    if not ranks:
+        raise UsageError(f"--share {number}/{count}: there are {part.world_size} ranks to write")
+    wanted = version(part.generation, part.step)
+    storage = LocalStorage(out, threading.Event())
+    name = storage.pending_name(part, is_alone=False)
+    with storage.lock():
+        storage.make(name)
+    files = writer.write(out / name, ranks)
+    storage.put(f"{name}/{part_name(ranks)}", seal(msgspec.structs.replace(part, shards=files)))
+    storage.sync(name)
+    num_bytes = sum(one.num_bytes + 8 * one.num_pieces for one in files)
+    with storage.lock():
+        found = storage.checkpoints()
+        sizes = storage.sizes(name)
+        if part_name(ranks) not in sizes:  # another worker has just joined all shares
+            return out / storage.latest_name(), num_bytes, []
+        shards, _, _ = gather(storage, name, sizes, part)
+        if missing := {rank % count + 1 for rank in range(part.world_size) if rank not in shards}:
+            return out / name, num_bytes, sorted(missing)
+        serial = next_serial(found, besides=name)
+        in_order = [shards[rank] for rank in range(part.world_size)]
+        index = CheckpointIndex(
+            FORMAT, serial, part.run_id, part.generation, part.step, part.world_size, in_order
+        )
+        storage.put(f"{name}/{INDEX_NAME}", seal(index))
+        storage.clean_up(name)
+        storage.sync(name)
+        final = storage.publish(name, wanted)
+        storage.sync()
+        storage.point_latest(final)
+    return out / final, num_bytes, []
 
 
 if __name__ == "__main__":

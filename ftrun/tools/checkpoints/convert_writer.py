@@ -16,7 +16,7 @@ Checkpointing (arXiv 2406.18820), without files in between.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -135,19 +135,20 @@ class WorldWriter:
         self._assembler = assembler
         self._workers = workers
 
-    def write(self, folder: Path) -> list[ShardFile]:
-        """Writes all files, durable; CheckpointError: the old checkpoint is damaged."""
+    def write(self, folder: Path, ranks_here: Container[int] = range(1 << 30)) -> list[ShardFile]:
+        """Writes the files of some ranks, durable; CheckpointError: the source is damaged."""
         found: list[ShardFile] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
-            for ranks in self._batches():
+            for ranks in self._batches(ranks_here):
                 found += self._write_ranks(folder, ranks, pool)
         return found
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self, ranks_here: Container[int]) -> Iterator[list[int]]:
         """Yields ranks whose files have the same layout, a few at a time."""
         alike: dict[tuple[LayoutEntry, ...], list[int]] = {}
         for rank, layout in enumerate(self._job.layouts):
-            alike.setdefault(layout.entries, []).append(rank)
+            if rank in ranks_here:
+                alike.setdefault(layout.entries, []).append(rank)
         for ranks in alike.values():
             yield from (ranks[at : at + MAX_FILES] for at in range(0, len(ranks), MAX_FILES))
 

@@ -4,10 +4,14 @@ The rules of a checkpoint are those that are given, or those that its snapshot c
 read as a checkpoint of one rank.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
+import xxhash
 
 from ftrun.config.layout_file import layout_text
 from ftrun.errors import CheckpointError, UsageError
@@ -24,6 +28,8 @@ from ftrun.tools.checkpoints.tensor_store import INDEX_NAME as STORE_INDEX
 from ftrun.tools.checkpoints.tensor_store import TensorStore
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.messages.checkpoint import INDEX_NAME
+
+_SHARE = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,14 @@ class OpenedVersion:
     @property
     def folder(self) -> Path:
         return self.files.folder
+
+    @property
+    def digest(self) -> str:
+        """Of the content."""
+        if isinstance(self.files, TensorStore):
+            return xxhash.xxh3_64_hexdigest(msgspec.json.encode(self.files.index))
+        contents = [one.content for one in self.index.shards]
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode(contents))
 
     def entry(self, rank: int, name: str) -> LayoutEntry:
         assert isinstance(self.files, CheckpointReader)
@@ -117,6 +131,14 @@ def directory(text: str, advice: str) -> Path:
             f"{advice}"
         )
     return Path(where).absolute()
+
+
+def share_of(text: str) -> tuple[int, int]:
+    """Number of a worker, from 1, and the number of workers."""
+    found = _SHARE.fullmatch(text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise UsageError(f"--share is I/N, such as 2/4 for the second of four, not {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def source_folder(text: str) -> Path:

@@ -207,6 +207,7 @@ class ConvertReport(msgspec.Struct, frozen=True):
     num_tensors: int = 0
     num_bytes: int = 0  # total size of its files
     is_linked: bool = False  # the layout is the same, so that nothing was converted
+    missing_shares: tuple[int, ...] = ()  # numbers of the workers that have not written yet
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     problem: str = ""  # why there is no result, in words

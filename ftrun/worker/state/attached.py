@@ -83,8 +83,9 @@ class Skip:
     They are exact names, or patterns in which `*` matches any text, dots included.
     """
 
-    def __init__(self, patterns: Iterable[str] = ()) -> None:
-        self._patterns = {one: _matcher_of(one) for one in patterns}
+    def __init__(self, patterns: str | Iterable[str] = ()) -> None:
+        given = [patterns] if isinstance(patterns, str) else patterns
+        self._patterns = {one: _matcher_of(one) for one in given}
         self._matched: set[str] = set()
         self.has_items = any("[" in one or "{" in one for one in self._patterns)
 
