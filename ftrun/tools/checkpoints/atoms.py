@@ -46,7 +46,6 @@ from ftrun.tools.checkpoints.source import (
     source_folder,
 )
 from ftrun.tools.checkpoints.tensor_store import (
-    INDEX_NAME,
     VALUES_NAME,
     FileJob,
     FilePlan,
@@ -62,7 +61,7 @@ from ftrun.tools.checkpoints.tensor_store import (
     write_index,
 )
 from ftrun.tools.export.safetensors import UNKNOWN
-from ftrun.wire.messages.checkpoint import ExportReport
+from ftrun.wire.messages.checkpoint import ATOMS_NAME, ExportReport
 
 MAX_WORKERS = 4
 MADE: dict[str, Stage] = {
@@ -316,10 +315,10 @@ def _write_files(plan: StorePlan, folder: Path, workers: int) -> None:
 
 def _names_in(out: Path) -> set[str]:
     """The names in a store that `--force` may replace."""
-    if not (out / INDEX_NAME).exists():
+    if not (out / ATOMS_NAME).exists():
         return set()
     folders = {Path(one.path).parts[0] for one in TensorStore(out).index.files}
-    return {INDEX_NAME, VALUES_NAME, *folders}
+    return {ATOMS_NAME, VALUES_NAME, *folders}
 
 
 if __name__ == "__main__":

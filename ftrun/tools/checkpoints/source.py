@@ -24,10 +24,9 @@ from ftrun.smp.checkpoint.index import FORMAT, LATEST_NAME, CheckpointIndex
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry
-from ftrun.tools.checkpoints.tensor_store import INDEX_NAME as STORE_INDEX
 from ftrun.tools.checkpoints.tensor_store import TensorStore
 from ftrun.urls import is_url, located, without_password
-from ftrun.wire.messages.checkpoint import INDEX_NAME
+from ftrun.wire.messages.checkpoint import ATOMS_NAME, INDEX_NAME
 
 _SHARE = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 
@@ -76,7 +75,7 @@ def opened_version(folder: Path, rules: ShardingRules | None) -> Iterator[Opened
     Args:
         rules: of the ranks that took it; None: those that it carries. A store needs none.
     """
-    if (folder / STORE_INDEX).exists():
+    if (folder / ATOMS_NAME).exists():
         yield of_store(TensorStore(folder))
         return
     with closing(CheckpointReader(folder)) as files:
@@ -144,7 +143,7 @@ def share_of(text: str) -> tuple[int, int]:
 def source_folder(text: str) -> Path:
     """The folder of a checkpoint, of the latest one in a directory, or of a store."""
     path = directory(text, "copy the checkpoint into a directory first")
-    if (path / INDEX_NAME).exists() or (path / STORE_INDEX).exists():
+    if (path / INDEX_NAME).exists() or (path / ATOMS_NAME).exists():
         return path
     latest = path / LATEST_NAME
     if latest.is_symlink():

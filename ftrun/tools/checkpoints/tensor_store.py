@@ -44,8 +44,8 @@ from ftrun.snapshot.boxes import Box
 from ftrun.snapshot.layout import ITEM_BYTES, CopyTiming, LayoutEntry
 from ftrun.tools.checkpoints.convert_writer import Assembler
 from ftrun.tools.export.safetensors import TensorDescription, header_of
+from ftrun.wire.messages.checkpoint import ATOMS_NAME
 
-INDEX_NAME = "atoms.json"
 VALUES_NAME = "values.msgpack"
 PIECE_BYTES = 1 << 20
 
@@ -119,7 +119,7 @@ class TensorStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = unsealed(_content(folder / INDEX_NAME), StoreIndex, what=str(folder))
+        self.index = unsealed(_content(folder / ATOMS_NAME), StoreIndex, what=str(folder))
         self.packed = _content(folder / VALUES_NAME)
         if xxhash.xxh3_64_hexdigest(self.packed) != self.index.values_digest:
             raise CheckpointError(f"{folder / VALUES_NAME} is damaged: its digest does not match")
@@ -128,7 +128,7 @@ class TensorStore:
 
     @cached_property
     def world(self) -> WorldLayout:
-        rules = read_rules(self.index.rules, source=f"{self.folder / INDEX_NAME}")
+        rules = read_rules(self.index.rules, source=f"{self.folder / ATOMS_NAME}")
         stored = [StoredEntry(e.name, e.dtype, e.shape, e.of) for e in self.index.entries]
         return read_world(rules, [stored])
 
@@ -258,7 +258,7 @@ def with_files(index: StoreIndex, files: Iterable[SavedFile]) -> StoreIndex:
 def write_index(folder: Path, index: StoreIndex, values: bytes) -> None:
     """Makes the folder a store; the files are durable already."""
     _put(folder / VALUES_NAME, values)
-    _put(folder / INDEX_NAME, seal(index))
+    _put(folder / ATOMS_NAME, seal(index))
     _sync(folder)
 
 
@@ -266,7 +266,7 @@ def write_index(folder: Path, index: StoreIndex, values: bytes) -> None:
 def shared_folder(out: Path) -> Iterator[Path]:
     """Yields the folder to which several workers write."""
     out.mkdir(exist_ok=True)
-    if (out / INDEX_NAME).exists():
+    if (out / ATOMS_NAME).exists():
         raise CheckpointError(f"{out} is complete already. Name another path, or remove it")
     yield out
     _sync(out)
@@ -287,7 +287,7 @@ def join_shares(
     _put(folder / _share_name(number, count), seal(index))
     missing = [n for n in range(1, count + 1) if not (folder / _share_name(n, count)).exists()]
     if missing:
-        return [] if (folder / INDEX_NAME).exists() else missing
+        return [] if (folder / ATOMS_NAME).exists() else missing
     try:
         found = [_share(folder, n, count) for n in range(1, count + 1)]
     except FileNotFoundError:  # another worker has just joined them

@@ -12,6 +12,7 @@ from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
 from ftrun.wire.messages.message import Message, VersionMessage
 
 INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
+ATOMS_NAME = "atoms.json"  # the same for atoms, and for what they are made from
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
