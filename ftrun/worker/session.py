@@ -82,8 +82,8 @@ def attach(  # noqa: PLR0913 - what a script has
             along axes whose name begins with dp, and are stages along pp.
         cast: if true, parameters and buffers that were saved in another floating dtype are rounded
             to their present dtype, and so is optimizer state in its parameter's dtype.
-        strict: if true, a restore into another layout is refused if old ranks had different values
-            of one object, or of tensors that are tied here. If false, the log reports that.
+        strict: if true, a restore into another layout without rules is refused if old ranks had
+            different values of one object, or of tensors that are tied here; else the log says so.
         skip: patterns over the names of tensors and keys, such as "model.rope.*". Matching values
             are left out of snapshots and keep the value that the script sets.
         named: all other objects with state: objects with state_dict and load_state_dict, tensors,

@@ -60,6 +60,10 @@ def tree(folder: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+def tree_names(folder: str) -> list[Path]:
+    return [path for path in Path(folder).rglob("*") if path.is_file()]
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -154,6 +158,23 @@ def test_several_processes_that_end_together_join_their_shares_once(here: Path) 
     assert tree("shared") == tree("one")
 
 
+def test_a_share_that_was_killed_is_written_again(here: Path) -> None:
+    World(here / "old", large(2, 2))
+    made("export", "old", "one", "--rules", "large.yaml")
+    words = ("export", "old", "shared", "--rules", "large.yaml")
+    made(*words, "--share", "1/2")
+    command = [sys.executable, "-m", "ftrun.tools.checkpoints.atoms", *words, "--share", "2/2"]
+    before = len(tree("shared"))
+    running = subprocess.Popen([*command, "--workers", "1"], stdout=subprocess.DEVNULL)
+    while len(tree_names("shared")) == before and running.poll() is None:
+        pass
+    running.kill()
+    running.wait()
+    if not (here / "shared" / "atoms.json").exists():  # else it was faster than the kill
+        made(*words, "--share", "2/2")
+    assert tree("shared") == tree("one")
+
+
 def test_shares_of_two_checkpoints_are_not_joined(here: Path) -> None:
     World(here / "old", large(2, 2))
     World(here / "other", large(1, 2))
@@ -178,6 +199,23 @@ def test_layers_of_stages_have_global_numbers_and_load_into_other_stages(here: P
     for rank, held in enumerate(chunks(3, 1, [2, 2, 1])):
         state = plain_of(new, rank)["optimizer_state"]["optimizer"]["state"]
         assert set(state) == set(held)
+
+
+def test_copies_that_diverged_become_their_mean_and_the_note_names_them(here: Path) -> None:
+    counts = [np.array([rank], np.int64) for rank in range(2)]
+    held = [{"model.w": numbers(4, start=3 * r), "model.count": counts[r]} for r in range(2)]
+    World(here / "old", held)
+    Path("average.yaml").write_text(rule_file("average.yaml"))
+    found = made("export", "old", "atoms", "--rules", "average.yaml")
+    assert "each rank has its own model.count: those of the first rank" in found.notes
+    assert any("copies have diverged of model.w, " in note for note in found.notes)
+    made("extract", "old", "parts", "--rules", "average.yaml")
+    made("union", "parts", "padded")
+    made("strip", "padded", "stripped")
+    assert tree("stripped") == tree("atoms")
+    new = arrays_of(loaded("--rules", "average.yaml", "--ranks", "3", "atoms", "new"))
+    mean = (held[0]["model.w"] + held[1]["model.w"]) / 2
+    assert_ranks(new, [{"model.w": mean, "model.count": counts[0]}] * 3)
 
 
 def test_half_precision_is_widened_and_comes_back_bit_for_bit(here: Path) -> None:
@@ -288,15 +326,16 @@ def test_the_commands(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_fsdp_resumes_from_atoms_on_another_number_of_ranks(here: Path) -> None:
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_training_resumes_from_atoms_on_another_number_of_ranks(here: Path, kind: str) -> None:
     def trained(ranks: int, folder: str) -> dict[str, Any]:
-        words = ("--nproc-per-node", str(ranks), "--checkpoint-dir", folder, str(SCRIPT), "fsdp")
+        words = ("--nproc-per-node", str(ranks), "--checkpoint-dir", folder, str(SCRIPT), kind)
         run = Run(here, *words, str(here), env={"OMP_NUM_THREADS": "1"})
         try:
             assert run.wait() == 0, run.text
         finally:
             run.end()
-        return dict(torch.load(here / "whole-fsdp.pt", weights_only=False))
+        return dict(torch.load(here / f"whole-{kind}.pt", weights_only=False))
 
     before = trained(2, "saved")
     ftrun("export", "saved", "atoms", "--format", "atoms")

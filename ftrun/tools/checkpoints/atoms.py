@@ -273,6 +273,9 @@ def _notes(world: WorldLayout) -> tuple[str, ...]:
     notes = ["random states are those of rank 0; the ranks that load the atoms derive theirs"]
     if own := list(_first_holders(world)):
         notes.append(f"each rank has its own {listed(own, _SHOWN)}: those of the first rank")
+    kinds = {name: one.rule.kind for name, one in world.sharing.items()}
+    if diverged := [name for name, kind in kinds.items() if kind is SharingKind.AVERAGE]:
+        notes.append(f"copies have diverged of {listed(diverged, _SHOWN)}: their mean")
     return tuple(notes)
 
 

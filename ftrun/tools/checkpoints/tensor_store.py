@@ -300,9 +300,9 @@ def join_shares(
             )
     files = (file for one in found for file in one.files)
     write_index(folder, with_files(index, files), values)
-    for n in range(1, count + 1):
-        with contextlib.suppress(FileNotFoundError):
-            (folder / _share_name(n, count)).unlink()
+    leftovers = folder.glob("*/.*.safetensors.*")  # of workers that were killed
+    for path in [*leftovers, *(folder / _share_name(n, count) for n in range(1, count + 1))]:
+        path.unlink(missing_ok=True)
     return []
 
 

@@ -164,7 +164,7 @@ class ExportReport(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()  # content that the format cannot represent, each item in words
     notes: tuple[str, ...] = ()  # further notes for the operator
     problem: str = ""  # why nothing was written, in words
-    exit_code: int = 1  # with a problem
+    exit_code: int = 0
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
