@@ -4,6 +4,8 @@ A layout with values, such as `megatron-core:layers=24,vocab=50257,tp=2`, is a f
 is replaced. A comment of the file lists the values, those with a default as `tp=1`:
 
     # values: layers vocab tp=1
+
+A line that ends with `# only tp=1` is left out if tp has another value.
 """
 
 import re
@@ -14,6 +16,7 @@ from ftrun.errors import UsageError
 
 PACKAGED = Path(__file__).parent / "layouts"
 _WITH_VALUES = re.compile(r"(.+?):(\w+=[^,]+(?:,\w+=[^,]+)*)")
+_ONLY = re.compile(r"# only (\w+)=(\w+)$")
 _DECLARED = re.compile(r"^# values: (.*)$", re.MULTILINE)
 
 
@@ -36,7 +39,15 @@ def layout_text(given: str) -> str:
     if missing := [key for key in needed if key not in values | defaults]:
         example = ",".join(f"{key}=..." for key in missing)
         raise UsageError(f"layout {name} needs {', '.join(missing)}: give {name}:{example}")
-    return Template(text).safe_substitute(defaults | values) if known else text
+    if not known:
+        return text
+    filled = defaults | values
+    lines = [
+        line
+        for line in text.splitlines()
+        if (only := _ONLY.search(line)) is None or filled.get(only[1]) == only[2]
+    ]
+    return Template("\n".join(lines)).safe_substitute(filled)
 
 
 def _path_of(name: str) -> Path:

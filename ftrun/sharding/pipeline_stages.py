@@ -64,6 +64,26 @@ class FixedStageNames:
         return self.placement.pattern.with_numbers(name, {**found, TURN: self._turn})
 
 
+class TiedStageNames:
+    """The names of a tensor that stages hold as a copy, at one coordinate."""
+
+    def __init__(self, placement: StagePlacement, coordinate: int) -> None:
+        assert placement.tied is not None
+        self.placement = placement
+        self._where = f"{placement.axis} {coordinate}"
+        names = (placement.pattern, 0) if coordinate == 0 else (placement.tied, placement.turns - 1)
+        self._own = names[0].filled({TURN: names[1]})
+
+    def whole(self, name: str) -> str:
+        """As `StageNames.whole`; raises SplitImpossible if it has another name here."""
+        if name != self._own:
+            raise SplitImpossible(f"{self._where} has it as {self._own} by {self.placement}")
+        return self.placement.pattern.filled({TURN: 0})
+
+    def own(self, name: str) -> str:
+        return self._own
+
+
 class StageNames:
     """Names of the layers of one placement with `count`, at one coordinate of its axis."""
 
@@ -114,10 +134,13 @@ class StageNames:
         return self.placement.pattern.with_numbers(name, {TURN: turn, self.placement.word: number})
 
 
+_Names = StageNames | FixedStageNames | TiedStageNames
+
+
 class RankNames:
     """The names of one rank's tensors, from the renaming placements at its coordinates."""
 
-    def __init__(self, stages: Sequence[StageNames | FixedStageNames] = ()) -> None:
+    def __init__(self, stages: Sequence[_Names] = ()) -> None:
         self._stages = stages
 
     def whole(self, name: str, *, of: str | None = None) -> str:
@@ -139,9 +162,9 @@ class RankNames:
             name = stage.own(name)
         return name
 
-    def _matching(self, name: str) -> list[StageNames | FixedStageNames]:
+    def _matching(self, name: str) -> list[_Names]:
         """One for each axis, because each changes other numbers of the name."""
-        found = [one for one in self._stages if one.placement.pattern.match(name) is not None]
+        found = [one for one in self._stages if one.placement.matches(name)]
         axes = [one.placement.axis for one in found]
         # A name that two placements of an axis match is reported by the matching of rules.
         return [one for one in found if axes.count(one.placement.axis) == 1]
@@ -188,7 +211,9 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _at(placement: StagePlacement, mesh: Mesh, coordinate: int) -> StageNames | FixedStageNames:
+def _at(placement: StagePlacement, mesh: Mesh, coordinate: int) -> _Names:
+    if placement.tied is not None:
+        return TiedStageNames(placement, coordinate)
     if placement.at is not None:
         return FixedStageNames(placement, coordinate)
     try:

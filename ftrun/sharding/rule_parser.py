@@ -34,7 +34,7 @@ _CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to",
 _FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
 _DEALT_KEYS = ("sizes", "numbered", "empty")
-_PLACEMENT_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
+_PLACEMENT_KEYS = ("name", "axis", "at", "of", "turns", "tied", *_DEALT_KEYS)
 _RULE_KEYS: dict[SharingKind, tuple[tuple[str, ...], list[str]]] = {
     SharingKind.AVERAGE: (("name", "axis"), ["name", "axis"]),
     SharingKind.FLAT: (("name", "axis", "pad_to", "tensors", "each"), ["axis"]),
@@ -168,6 +168,9 @@ class _Reader:
             at = tuple(self._coordinate(one) for one in self._one_or_more(parts["at"]))
             if dealt := [key for key in _DEALT_KEYS if key in parts]:
                 self._wrong(parts[dealt[0]], f"{dealt[0]} together with of:, not with at:")
+        elif "tied" in parts:
+            self._wrong(parts["tied"], "tied together with at:, not with of:")
+        tied = self._optional(parts, "tied", self._pattern, None)
         empty = self._optional(parts, "empty", self._integers, None)
         placement = StagePlacement(
             NamePattern(""),
@@ -179,6 +182,7 @@ class _Reader:
             self._optional(parts, "turns", self._positive, 1),
             self._optional(parts, "numbered", lambda one: self._word(one, _NUMBERED), False),
             empty or (),
+            tied,
         )
         return [self._placement(name, placement) for name in self._one_or_more(parts["name"])]
 
@@ -186,6 +190,11 @@ class _Reader:
         pattern = self._pattern(name)
         if placement.at is None and len([word for word in pattern.words if word != TURN]) != 1:
             self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
+        tied = placement.tied
+        if tied is not None and (
+            "*" in f"{pattern}{tied}" or {*pattern.words, *tied.words} - {TURN}
+        ):
+            self._wrong(name, "whole names, without * and numbers, for tied:")
         return replace(placement, pattern=pattern, line=name.start_mark.line + 1)
 
     # --- cuts --------------------------------------------------------------------------------

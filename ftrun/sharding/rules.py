@@ -148,6 +148,10 @@ class NamePattern:
             at = found.end(word)
         return made + name[at:]
 
+    def filled(self, numbers: Mapping[str, int]) -> str:
+        """The name that matches with these numbers; the pattern has no `*`."""
+        return _SPECIAL.sub(lambda found: str(numbers[found[1]]), self.text)
+
     @cached_property
     def _regex(self) -> re.Pattern[str]:
         made, at = "", 0
@@ -273,6 +277,7 @@ class StagePlacement:
         is_anew: names count from 0 within a run, or within a coordinate if they do not contain the
             turn.
         empty: numbers of layers without tensors.
+        tied: the name at all coordinates except the first; None: the same name.
     """
 
     pattern: NamePattern
@@ -284,6 +289,7 @@ class StagePlacement:
     turns: int = 1
     is_anew: bool = False
     empty: tuple[int, ...] = ()
+    tied: NamePattern | None = None
 
     @property
     def word(self) -> str:
@@ -292,7 +298,12 @@ class StagePlacement:
 
     @property
     def renames(self) -> bool:
-        return self.is_anew or TURN in self.pattern.words
+        return self.is_anew or TURN in self.pattern.words or self.tied is not None
+
+    def matches(self, name: str) -> bool:
+        """Whether this is a name of its tensors on some rank."""
+        patterns = (self.pattern,) if self.tied is None else (self.pattern, self.tied)
+        return any(one.match(name) is not None for one in patterns)
 
     def __str__(self) -> str:
         return f"unique {self.pattern} (line {self.line})"

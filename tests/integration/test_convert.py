@@ -395,7 +395,7 @@ def megatron(pipeline: int, tensor: int) -> list[dict[str, Array]]:
             gate, other = numbers(8, 2, start=50 * int(layer)), numbers(8, 2, start=900)
             halves = [np.split(half, tensor)[tp] for half in (gate, other)]
             held[f"model.decoder.layers.{number}.mlp.linear_fc1.weight"] = np.concatenate(halves)
-        if stage == pipeline - 1:
+        if stage == pipeline - 1 > 0:  # a copy of the embedding
             held["model.output_layer.weight"] = np.split(words, tensor)[tp]
         found.append(held)
     return found
@@ -408,6 +408,13 @@ def test_a_packaged_layout_is_named_with_its_values(convert: Converter) -> None:
     done = convert.command("old", "new", "--rules", f"{MEGATRON},pp=2", "--mesh", "pp=1,tp=4")
     assert done.returncode == 0, done.stderr
     assert_ranks(arrays_of(convert.folder / "new" / "latest"), megatron(1, 4))
+    ranks = megatron(2, 1)
+    ranks[1]["model.output_layer.weight"] = ranks[1]["model.output_layer.weight"] + 1
+    World(convert.folder / "old", ranks)
+    words = ("--rules", f"{MEGATRON},pp=2", "--mesh", "pp=1")
+    problem = converted([*words, "old", "other"]).problem
+    assert "model.embedding.word_embeddings.weight is F32" in problem
+    assert "ranks 0 and 1, which should be equal, differ" in problem
 
 
 def test_copies_that_went_their_own_ways_become_their_mean(convert: Converter) -> None:

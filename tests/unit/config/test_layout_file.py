@@ -33,6 +33,13 @@ def test_values_replace_words_and_defaults_are_used(tmp_path: Path) -> None:
         layout_text(f"{path}:layers=12,pp=3")
 
 
+def test_a_line_for_one_value_is_left_out_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# values: a=1\none # only a=1\ntwo # only a=2\n")
+    assert "two" not in layout_text(str(path))
+    assert layout_text(f"{path}:a=2") == "# values: a=1\ntwo # only a=2"
+
+
 def test_a_packaged_layout_has_a_name_unless_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

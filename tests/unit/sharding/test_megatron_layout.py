@@ -37,13 +37,14 @@ class Megatron:
     is_grouped: bool = False
     """TEGroupedMLP in place of SequentialMLP."""
     is_gated: bool = True
+    is_tied: bool = False
     has_bias: bool = False
 
     def rules(self) -> ShardingRules:
         values = {
             "layers": sum(self.layers), "vocab": VOCAB, "pp": self.pp, "dp": self.dp,
             "ep": self.ep, "tp": self.tp, "turns": self.turns,
-            "fc1": 2 if self.is_gated else 1,
+            "fc1": 2 if self.is_gated else 1, "tied": int(self.is_tied),
         }  # fmt: skip
         if self.experts:
             values["experts"] = self.experts
@@ -79,7 +80,10 @@ class Megatron:
                     yield f"{prefix}.decoder.layers.{number}.{name}", array
             if chunk == len(self.layers) - 1:
                 yield f"{prefix}.decoder.final_layernorm.weight", made(3, HIDDEN)
-                yield f"{prefix}.output_layer.weight", self._words(4, tp)
+                if not self.is_tied:
+                    yield f"{prefix}.output_layer.weight", self._words(4, tp)
+                elif chunk > 0:  # a single stage uses the embedding
+                    yield f"{prefix}.output_layer.weight", self._words(1, tp)
 
     def _words(self, seed: int, tp: int) -> Array:
         multiple = 128 * self.tp
@@ -137,6 +141,7 @@ def made(seed: int, *shape: int) -> Array:
 
 
 DENSE = Megatron()
+TIED = Megatron(is_tied=True)
 PLAIN = Megatron(is_gated=False, has_bias=True)
 CHUNKS = Megatron((1, 1, 1, 1), turns=2)
 EXPERTS = Megatron(experts=8, ep=2, tp=1)
@@ -150,6 +155,9 @@ EXPERTS = Megatron(experts=8, ep=2, tp=1)
         (DENSE, replace(DENSE, pp=3, layers=(1, 2, 1), tp=1)),
         (PLAIN, replace(PLAIN, pp=1, layers=(4,), tp=1)),
         (CHUNKS, replace(CHUNKS, pp=1, layers=(2, 2))),
+        (TIED, replace(TIED, pp=1, layers=(4,), tp=1)),
+        (replace(TIED, pp=1, layers=(4,)), replace(TIED, pp=4, layers=(1, 1, 1, 1))),
+        (replace(CHUNKS, is_tied=True), replace(TIED, turns=2, layers=(1, 1, 1, 0, 0, 1), pp=3)),
         (EXPERTS, replace(EXPERTS, ep=4, pp=1, layers=(4,))),
         (EXPERTS, replace(EXPERTS, ep=1, tp=2, dp=2)),
         (replace(EXPERTS, is_grouped=True), replace(EXPERTS, is_grouped=True, ep=8, layers=(3, 1))),
@@ -158,6 +166,7 @@ EXPERTS = Megatron(experts=8, ep=2, tp=1)
     ],
     ids=[
         "tp 2 to 4", "to one stage", "to three stages", "without gates", "model chunks",
+        "tied to one stage", "tied to four stages", "tied in model chunks",
         "ep 2 to 4", "ep to tp", "grouped", "experts in model chunks",
     ],
 )  # fmt: skip

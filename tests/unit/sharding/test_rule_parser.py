@@ -52,6 +52,7 @@ unique:
   - {name: [model.embed, model.tied], axis: pp, at: [first, last, 1]}
   - {name: "chunk{turn}.{n}", axis: pp, of: 9, turns: 2, numbered: anew, empty: [3]}
   - {name: "l.{n}", axis: pp, of: 9, numbered: through}
+  - {name: "{turn}.in", axis: pp, at: [first, last], tied: "{turn}.out", turns: 2}
 """
 
 
@@ -73,7 +74,8 @@ def test_everything_that_can_be_reported() -> None:
     )
     shapes = (("model.w", (4, 8)), ("model.b", (8,)), ("model.n", ()))
     assert by_name["row"].flat == FlatBuffer("dp", 2, shapes)
-    layers, embed, tied, chunks, through = rules.placements
+    layers, embed, tied, chunks, through, copies = rules.placements
+    assert (copies.renames, str(copies.tied), tied.tied) == (True, "{turn}.out", None)
     assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
     assert embed.at == tied.at == (0, -1, 1)
     assert (layers.turns, layers.is_anew, layers.empty) == (1, False, ())
@@ -170,6 +172,12 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("mesh: {tp: 2}\nunique: [{name: '{n}', axis: tp, of: 2, numbered: new}]",
          "through or anew, and there is 'new'"),
         ("mesh: {tp: 2}\nunique: [{name: '{n}.{n}', axis: tp, of: 2}]", "each number under a word"),
+        ("mesh: {tp: 2}\nunique: [{name: 'l.{n}', axis: tp, of: 2, tied: b}]",
+         "tied together with at:, not with of:"),
+        ("mesh: {tp: 2}\nunique: [{name: 'a.*', axis: tp, at: 0, tied: b}]",
+         "whole names, without * and numbers, for tied:"),
+        ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: 0, tied: 'b.{n}'}]",
+         "whole names, without * and numbers, for tied:"),
         ("mesh: {tp: 2}\nunique: [{name: '{turn}', axis: tp, of: 2}]", "expected one number in"),
         ("mesh: {tp: 2", "line 1, column 13: expected YAML (while parsing a flow mapping)"),
         ("mesh: *a", "line 1, column 7: expected YAML"),
