@@ -287,6 +287,12 @@ def test_what_makes_no_sense_is_refused(
     assert not (here / "new").exists()
 
 
+def test_without_a_link_the_newest_checkpoint_is_taken(here: Path) -> None:
+    World(here / "old", large(2, 2))
+    (here / "old" / "latest").unlink()
+    assert "step-00000042" in made("export", "old", "atoms", "--rules", "large.yaml").checkpoint
+
+
 def test_force_replaces_atoms_and_nothing_else(here: Path) -> None:
     World(here / "old", large(2, 2))
     words = ("export", "old", "atoms", "--rules", "large.yaml", "--force")

@@ -181,7 +181,7 @@ def _export(
     options: ExportOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Write one in a format that other programs read, or that any layout reads (atoms)."""
+    """Write one in another format, or as atoms for any layout (docs/checkpoints.md)."""
     if options.kind == "atoms":
         if options.only or options.dtype:
             flag = "--only" if options.only else "--dtype"
@@ -270,7 +270,7 @@ def _extract(
     workers: _Workers = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Write each rank's part of each tensor; the first step of export --format atoms."""
+    """Atoms, step 1 of 3: write each rank's part of each tensor."""
     words = [f"--share={share}", f"--workers={workers}"]
     words += [f"--rules={rules}"] if rules is not None else []
     _make_atoms("extract", *words, "--", checkpoint, out, as_json=as_json)
@@ -284,7 +284,7 @@ def _union(
     workers: _Workers = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Join the parts of each tensor, with the padding of the ranks; the second step."""
+    """Atoms, step 2 of 3: join the parts, with the padding of the ranks."""
     words = (f"--share={share}", f"--workers={workers}", "--", fragments, out)
     _make_atoms("union", *words, as_json=as_json)
 
@@ -297,7 +297,7 @@ def _strip(
     workers: _Workers = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Remove padding and split flat buffers, which gives atoms; the third step."""
+    """Atoms, step 3 of 3: remove padding and split flat buffers."""
     words = (f"--share={share}", f"--workers={workers}", "--", padded, out)
     _make_atoms("strip", *words, as_json=as_json)
 
@@ -332,10 +332,10 @@ def _load(  # noqa: PLR0913 - its flags
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a checkpoint from atoms, from which a run resumes.
+    """Create a checkpoint from atoms, for any layout.
 
-    Without rules it has one rank: runs with DDP, FSDP2 and DTensors, and scripts that declare their
-    layout, resume from it in any layout.
+    Without --rules it has one rank: runs with DDP, FSDP2 and DTensors, and scripts that declare
+    their layout, resume from it in any layout. With --rules it has that layout.
     """
     words = ["--load", f"--workers={workers}", f"--share={share}"]
     words += [f"--dtype={one}" for one in dtype or []]

@@ -5,6 +5,7 @@ read as a checkpoint of one rank.
 """
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from ftrun.sharding.rule_parser import read_carried, read_rules
 from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.source_index import RegionIndex
 from ftrun.sharding.world_layout import WorldLayout, read_world, stored_entries
-from ftrun.smp.checkpoint.index import FORMAT, LATEST_NAME, CheckpointIndex
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointIndex
 from ftrun.smp.checkpoint.reader import CheckpointReader
+from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.tools.checkpoints.tensor_store import TensorStore
@@ -141,13 +143,17 @@ def share_of(text: str) -> tuple[int, int]:
 
 
 def source_folder(text: str) -> Path:
-    """The folder of a checkpoint, of the latest one in a directory, or of a store."""
+    """The folder of a checkpoint, of a directory's latest one, or of a store.
+
+    Without a link to the latest one, as on file systems that have no links, the newest is taken.
+    """
     path = directory(text, "copy the checkpoint into a directory first")
     if (path / INDEX_NAME).exists() or (path / ATOMS_NAME).exists():
         return path
-    latest = path / LATEST_NAME
-    if latest.is_symlink():
-        return path / latest.readlink()
+    storage = LocalStorage(path, threading.Event())
+    names = [one.name for one in storage.checkpoints() if one.index is not None]
+    if name := storage.latest_name() or next(iter(names), ""):
+        return path / name
     if any(path.glob("share-*-of-*.json")):
         raise CheckpointError(f"{path} has some of the shares of a store: write the others first")
     raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a latest one")

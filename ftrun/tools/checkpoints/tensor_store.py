@@ -18,6 +18,7 @@ and state; parallel over tensors, balanced by size.
 """
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -149,7 +150,7 @@ class TensorStore:
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
         """Returns bytes of a file's data; `rank` is its position in the index."""
         file = self.index.files[rank]
-        size = file.tensor_file().num_bytes
+        size = math.prod(file.shape) * ITEM_BYTES[file.dtype]
         first = first_byte // PIECE_BYTES * PIECE_BYTES
         end = min(size, -(-(first_byte + num_bytes) // PIECE_BYTES) * PIECE_BYTES)
         key = (rank, first, end)
