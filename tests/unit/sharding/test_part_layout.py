@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ftrun.errors import RanksDiffer, RulesMismatch, TensorIncomplete
-from ftrun.sharding.atoms import extract, one_rank, strip_padding
+from ftrun.sharding.atoms import extract, one_rank, strip_padding, values_of_one_rank
 from ftrun.sharding.part_layout import world_of_parts
 from ftrun.sharding.rule_matching import OwningParameter, StateOwnership
 from ftrun.sharding.rule_parser import carried, read_rules
@@ -133,3 +133,43 @@ def test_what_is_no_one_tensor_is_refused() -> None:
         world_of(header(whole("w", 3)), header(whole("w", 4)))
     with pytest.raises(RulesMismatch, match=r"ftrun\.dcp"):
         world_of_parts([header(whole("w", 3))], [{}], source="it")
+
+
+def stage_parts(name: str, *, is_training: bool) -> dict[str, bytes]:
+    """The plain values of a stage that has one layer, with extra state and a mode of its own."""
+    module = name.rpartition(".")[0]
+    values: dict[str, object] = {
+        "groups": {"opt": [{"lr": 0.1, "params": [name]}]},
+        "optimizer_state": {"opt": {"state": {name: {"m": TensorRef(f"{name}.m", "sharded")}}}},
+        "extra_state": {module: {"calls": 3}},
+        "training": {module: is_training},
+        "learned_others": [],
+        "gradients": {"usual": True, "except": []},
+        "modules": {"names": ["model"], "tied": {}, "buffers": [], "no_buffers": []},
+        "frozen": [],
+        "rng": {"torch": name.encode()},
+        "generators": {},
+        "loaders": {},
+    }
+    return {key: plain.encode(value) for key, value in values.items()}
+
+
+@pytest.mark.parametrize("mesh", ["mesh: {pp: 2}", ""])
+def test_one_rank_has_the_plain_values_of_all_stages(mesh: str) -> None:
+    names = ["model.a.w", "model.b.w"]
+    headers = [header(whole(name, 3), whole(f"{name}.m", 3)) for name in names]
+    parts = [stage_parts(name, is_training=at > 0) for at, name in enumerate(names)]
+    if mesh:
+        for one in parts:
+            one["layout"] = plain.encode(carried(read_rules(mesh, source="x")))
+    world = world_of_parts(headers, parts, source="it")
+    found = values_of_one_rank(parts, world, one_rank(world))
+    made = {key: plain.decode(part) for key, part in found.items()}
+    assert made["groups"] == {"opt": [{"lr": 0.1, "params": names}]}
+    assert made["optimizer_state"]["opt"]["state"] == {
+        name: {"m": TensorRef(f"{name}.m")} for name in names
+    }
+    assert made["extra_state"] == {"model.a": {"calls": 3}, "model.b": {"calls": 3}}
+    assert made["training"] == {"model.a": False, "model.b": True}
+    assert made["rng"] == {"torch": b"model.a.w"}
+    assert read_rules(made["layout"]["text"], source="x").mesh.size == 1
