@@ -499,8 +499,8 @@ def test_several_hosts_write_the_files_of_one_checkpoint(convert: Converter) -> 
     assert other.missing_shares == (2, 3, 4)  # of another conversion
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "ftrun", "checkpoints", "convert", "old", "new", *words,
-             "--share", f"{number}/4", "--json"],
+            [sys.executable, "-m", "ftrun.tools.checkpoints.convert", "old", "new", *words,
+             "--share", f"{number}/4"],
             cwd=convert.folder,
             stdout=subprocess.PIPE,
         )

@@ -79,7 +79,7 @@ def loaded(stripped: Files, target: WorldLayout) -> list[dict[str, Array]]:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(models(), meshes, meshes)
 def test_the_four_operations_bring_any_world_to_any_other(
     model: list[Made], before: Mesh, after: Mesh
