@@ -388,7 +388,10 @@ def _laid_out(
         made: dict[tuple[object, ...], PlacedEntry] = {}
         try:
             for rank in _ranks_of(rules.mesh, sharing[name]):
-                previous_rank = counterpart.counterpart(rules.mesh, rank) if counterpart else rank
+                previous_rank = rank
+                if counterpart is not None:
+                    previous_rank = counterpart.counterpart(rules.mesh, rank)
+                    previous_rank = _owner_near(counterpart, previous_rank, whole.own_shapes)
                 placer = _Placer(rules, whole, sharing[name], rank)
                 key = placer.key(previous_rank)
                 if key not in made:
@@ -398,6 +401,14 @@ def _laid_out(
             notes.add(f"{name}: {error}")
     notes.check()
     return WorldLayout(rules, wholes, sharing, names, entries)
+
+
+def _owner_near(mesh: Mesh, rank: int, owners: Mapping[int, Shape]) -> int:
+    """The rank itself, or the owner at the nearest coordinates, such as on another stage."""
+    if not owners or rank in owners:
+        return rank
+    where = mesh.coordinates(rank).items()
+    return min(owners, key=lambda one: len(mesh.coordinates(one).items() - where))
 
 
 def joined_rows(world: WorldLayout, name: str) -> list[PlacedEntry]:
