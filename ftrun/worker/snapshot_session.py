@@ -33,7 +33,7 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import AttachedState, has_rules, is_layout_of
+from ftrun.worker.state.attached import AttachedState, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
 from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
@@ -129,7 +129,7 @@ class SnapshotSession:
     def _is_of_this_layout(self, saved: LocalState) -> bool:
         if (layout := self._attached.layout) is not None:
             is_same = is_layout_of(layout, saved.layout)
-            if has_rules(layout) or not is_same:
+            if not layout.is_empty or not is_same:
                 return is_same
         if self._context.world_size == 1:
             return True

@@ -37,7 +37,7 @@ _NAME = re.compile(r"step-(\d{8,})-g(-?\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
 Sizes = Mapping[str, int | None]
 """Of the files in a folder, by name; None if the storage does not report a size."""
 
-_T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
+_T = TypeVar("_T", bound="SealedContent")
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -62,10 +62,15 @@ class ShardFile(msgspec.Struct, frozen=True):
         return self.rank, self.num_bytes, self.layout_id, self.table_digest
 
 
-class CheckpointIndex(msgspec.Struct, frozen=True):
-    """The index of a checkpoint. `serial` grows with each index written to its directory."""
+class SealedContent(msgspec.Struct, frozen=True):
+    """What a file with its own digest contains."""
 
     format: int
+
+
+class CheckpointIndex(SealedContent, frozen=True):
+    """The index of a checkpoint. `serial` grows with each index written to its directory."""
+
     serial: int
     run_id: str
     generation: int
@@ -78,10 +83,9 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
     """Wall time; 0 if only the index file's own time is known."""
 
 
-class CheckpointPart(msgspec.Struct, frozen=True):
+class CheckpointPart(SealedContent, frozen=True):
     """What one node has written; generation -1: loaded from another checkpoint."""
 
-    format: int
     run_id: str
     token: str
     generation: int
@@ -103,20 +107,21 @@ class DigestedFile(msgspec.Struct, frozen=True):
     index: msgspec.Raw
 
 
-def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
+def seal(content: SealedContent) -> bytes:
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
 
 
 def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
-    return _parse(data, CheckpointIndex, what=f"{what}: its index")
+    return unsealed(data, CheckpointIndex, what=f"{what}: its index")
 
 
 def parse_part(data: bytes, *, what: str) -> CheckpointPart:
-    return _parse(data, CheckpointPart, what=f"{what}: the part")
+    return unsealed(data, CheckpointPart, what=f"{what}: the part")
 
 
-def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
+def unsealed(data: bytes, kind: type[_T], *, what: str) -> _T:
+    """Raises CheckpointError if the digest or the format is another one."""
     try:
         sealed = msgspec.json.decode(data, type=DigestedFile)
         if xxhash.xxh3_64_hexdigest(bytes(sealed.index)) != sealed.digest:

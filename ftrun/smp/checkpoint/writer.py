@@ -243,7 +243,7 @@ class _Attempt:
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
         if part_name(self.job.ranks) not in sizes:
             raise CheckpointError(f"{path} was removed for a later version. Request a later one")
-        shards, written_s, notes = _gather(storage, self.folder, sizes, blank)
+        shards, written_s, notes = gather(storage, self.folder, sizes, blank)
         missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
         if missing:
             before = earlier_of_run(found, blank.run_id, version)
@@ -349,7 +349,7 @@ def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
 # --- parts ------------------------------------------------------------------------------------
 
 
-def _gather(
+def gather(
     storage: Storage, folder: str, sizes: Sizes, like: CheckpointPart
 ) -> tuple[dict[int, ShardFile], float, list[str]]:
     """Return the files of each rank, the time of the newest part, and texts about rejected parts.

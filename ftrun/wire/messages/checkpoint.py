@@ -12,6 +12,7 @@ from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
 from ftrun.wire.messages.message import Message, VersionMessage
 
 INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
+ATOMS_NAME = "atoms.json"  # the same for atoms, and for what they are made from
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
@@ -108,8 +109,8 @@ CheckpointMessage = (
     | LoadCheckpoint | WriteCheckpoint
 )  # fmt: skip
 
-Format = Literal["safetensors", "dcp", "state_dict"]
-FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
+Format = Literal["safetensors", "dcp", "state_dict", "atoms"]
+FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict", "atoms")
 
 DTYPE_WORDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 """Target types of floating-point tensors, with the names that safetensors uses."""
@@ -163,6 +164,7 @@ class ExportReport(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()  # content that the format cannot represent, each item in words
     notes: tuple[str, ...] = ()  # further notes for the operator
     problem: str = ""  # why nothing was written, in words
+    exit_code: int = 0
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
@@ -206,6 +208,7 @@ class ConvertReport(msgspec.Struct, frozen=True):
     num_tensors: int = 0
     num_bytes: int = 0  # total size of its files
     is_linked: bool = False  # the layout is the same, so that nothing was converted
+    missing_shares: tuple[int, ...] = ()  # numbers of the workers that have not written yet
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     problem: str = ""  # why there is no result, in words

@@ -39,7 +39,6 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import RankState, fill_expanded, reporting_corruption
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import has_rules
 from ftrun.worker.state.optimizer_state import mapped
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.tensors import (
@@ -74,7 +73,7 @@ def open_resharded(
     try:
         with reporting_corruption(context):
             shards = CheckedShards(source, str(wanted))
-            if layout is not None and has_rules(layout):
+            if layout is not None and not layout.is_empty:
                 found = RuledState(shards, wanted, context.rank, layout)
             else:
                 mesh = ranks_alone(context.world_size) if layout is None else layout.mesh
@@ -134,9 +133,10 @@ class _Wanted:
         wanted = [(source.name, original) for source, original in pairs if source.name in names]
         changed = [found for one in wanted if (found := self._changed(*one)) is not None]
         # A tied tensor may have been saved under each of its names, by different stages.
-        tied = plain.decode(persistent.modules)["tied"].keys()
+        tied = plain.decode(persistent.modules)["tied"]
         self.world.count_as_used(tied)
-        lost = self.world.parameters - names - tied
+        self.world.check_agreement(tied, is_strict=tree.attached.is_strict)
+        lost = self.world.parameters - names - tied.keys()
         left = [name for name in self.world.needed if name in lost]
         check_fits([*changed, *((n, str(self.world.whole(n)), _NOTHING) for n in left)])
         for name, tensor in wanted:

@@ -11,20 +11,26 @@ Rule 3: state and flags of modules and of their tensors are taken from the same 
         other ranks if that one does not have the module.
 """
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import xxhash
 
-from ftrun.errors import LayoutUnknown, RanksDiffer
+from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotError
 from ftrun.ids import Rank, Version
 from ftrun.sharding.module_values import gradients_merged, merged, modules_with, parameters_of
 from ftrun.sharding.rank_values import DataShares, ranks
-from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
+from ftrun.sharding.replica_check import (
+    StateDifference,
+    TensorContent,
+    difference,
+    have_equal_content,
+)
 from ftrun.sharding.rule_parser import read_carried
-from ftrun.sharding.rules import Mesh, ranks_alone
+from ftrun.sharding.rules import STAGES, Mesh, ranks_alone
 from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef, refs_in
@@ -33,6 +39,8 @@ from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.shard import check_used
 from ftrun.worker.state.tensors import DTYPES, at_home, copyable
+
+_log = logging.getLogger(__name__)
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
 _SHOULD_AGREE = {
@@ -169,6 +177,45 @@ class SourceState:
     def check_all_used(self) -> None:
         self._used.update(self._referred(self._own, but="optimizer_state"))
         check_used({name: str(self.index.tensor(name)) for name in self.needed}, self._used)
+
+    def check_agreement(self, tied: Mapping[str, str], *, is_strict: bool) -> None:
+        """Report tensors that are tied here, and of which the old ranks saved different values.
+
+        Args:
+            tied: other names of tied tensors, with the name under which each is restored.
+            is_strict: raise a SnapshotError instead, also for objects of which the old ranks had
+                different values.
+        """
+        found = [
+            f"{other} and {name} are one tensor here, and the old ranks saved different values of "
+            f"them: {name} is used"
+            for other, name in tied.items()
+            if self._differ(other, name)
+        ]
+        if is_strict:
+            found += [
+                f"{one.path} is {one.one} on old rank 0 and {one.other} on another rank"
+                for one in self._differing.values()
+            ]
+            if found:
+                raise SnapshotError(
+                    f"{self.version} is not restored, because attach(strict=True): "
+                    f"{'; '.join(found)}. Restore it in the layout that took it, or without strict"
+                )
+        where = self._mesh.coordinates(self._rank)
+        if all(at == 0 for axis, at in where.items() if axis != STAGES):
+            for text in found:
+                _log.warning("%s", text)
+
+    def _differ(self, one: str, other: str) -> bool:
+        mine, its = self.index.tensor(one), self.index.tensor(other)
+        if mine is None or its is None:
+            return False
+        if (mine.dtype, mine.shape) != (its.dtype, its.shape):
+            return True
+        mine.check_is_whole()
+        its.check_is_whole()
+        return not have_equal_content(mine, its, self.shards)
 
     def count_as_used(self, names: Iterable[str]) -> None:
         self._used.update(names)
