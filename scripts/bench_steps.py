@@ -44,7 +44,7 @@ def main() -> int:
 
 def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     words = [WORKER, "--folder", folder, "--state-mb", args.state_mb]
-    words += ["--attach", int(name != "off")]
+    words += ["--attach", int(name != "off"), "--replicated", 0]
     flags = ["--set", f"erasure.scheme={SCHEME[name]}", "--snapshot-every", args.every]
     with VirtualCluster(NODES) as cluster:
         run = NodesRun(cluster, folder, words, args.deadline, members=NODES, flags=flags)

@@ -26,7 +26,15 @@ from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.rules import NamePattern, ShardingRules
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world, stored_entries
-from ftrun.smp.checkpoint.index import FORMAT, LATEST_NAME, CheckpointPart, ShardFile, seal
+from ftrun.smp.checkpoint.index import (
+    FORMAT,
+    LATEST_NAME,
+    CheckpointPart,
+    ShardFile,
+    format_of,
+    seal,
+    stored_bytes,
+)
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
 from ftrun.smp.checkpoint.storage.storage import next_serial, sweep_started
@@ -214,9 +222,8 @@ class LinkedFiles:
         self._source = source
 
     def write(self, folder: Path) -> list[ShardFile]:
-        for shard in self._source.index.shards:
-            for name in shard.names:
-                _link(self._source.folder / name, folder / name)
+        for name in {name for shard in self._source.index.shards for name in shard.names}:
+            _link(self._source.folder / name, folder / name)
         return self._source.index.shards
 
 
@@ -246,6 +253,7 @@ def publish(
             files = writer.write(out / name)
             made = msgspec.structs.replace(
                 index,
+                format=format_of(files),
                 serial=next_serial(found, besides=name),
                 world_size=len(files),
                 shards=sorted(files, key=lambda one: one.rank),
@@ -259,7 +267,7 @@ def publish(
         final = storage.publish(name, wanted)
         storage.sync()
         storage.point_latest(final)
-    return out / final, sum(one.num_bytes + 8 * one.num_pieces for one in files)
+    return out / final, stored_bytes(made)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints have these names and bytes, on every storage (format 1)."""
+"""Checkpoints have these names and bytes, on every storage (formats 1 and 2)."""
 
 import threading
 from pathlib import Path
