@@ -47,7 +47,7 @@ from ftrun.snapshot.write_shares import (
     own_ranges,
 )
 
-HURRIED_S = 1.0
+HURRIED_S = 2.0
 """Longest wait for other nodes when the run ends."""
 
 _NAP_S, _URL_NAP_S = 0.02, 0.5
