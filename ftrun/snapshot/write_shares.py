@@ -62,7 +62,7 @@ class OfferedSection(msgspec.Struct, frozen=True, array_like=True):
     cut_bytes: int
 
 
-class ShardOffer(msgspec.Struct, frozen=True, array_like=True):
+class RankOffer(msgspec.Struct, frozen=True, array_like=True):
     """What one rank can write."""
 
     rank: int
@@ -82,7 +82,7 @@ class _Copies:
 
 def offer_of(
     rank: int, layout: Layout, start: int, table: memoryview, table_digest: str
-) -> ShardOffer:
+) -> RankOffer:
     """`start`: offset of the data in the image; `table`: u64 digests of the pieces."""
     places = sections_of(layout)
     digests = memoryview(content_digests(places, table)).cast("Q")
@@ -99,11 +99,11 @@ def offer_of(
         for one, digest in zip(places, digests, strict=True)
         if one.section.num_bytes >= LEAST_BYTES and one.offset != plain.offset
     ]
-    return ShardOffer(rank, start + layout.data_bytes, table_digest, sections)
+    return RankOffer(rank, start + layout.data_bytes, table_digest, sections)
 
 
 def borrowed_bytes(
-    offers: Sequence[ShardOffer], ranks: Collection[int]
+    offers: Sequence[RankOffer], ranks: Collection[int]
 ) -> dict[int, list[BorrowedBytes]]:
     """What each of `ranks` leaves to files of other ranks, in the order of its image.
 
@@ -157,7 +157,7 @@ def located(extents: Sequence[FileExtent], first: int, num_bytes: int) -> Iterat
         index += 1
 
 
-def _groups(offers: Sequence[ShardOffer]) -> list[tuple[tuple[int, ...], list[_Copies]]]:
+def _groups(offers: Sequence[RankOffer]) -> list[tuple[tuple[int, ...], list[_Copies]]]:
     """The sections that several ranks hold, by these ranks; those with the fewest ranks first."""
     holders: dict[tuple[int, int], list[tuple[int, OfferedSection]]] = defaultdict(list)
     for offer in sorted(offers, key=lambda one: one.rank):
@@ -200,10 +200,11 @@ def _cut(
 def _quotas(loads: Sequence[int], total: int) -> list[int]:
     """How much of a total each adds to its load, so that the largest sum is small."""
     lowest = sorted(loads)
-    for count in range(len(lowest), 0, -1):
-        level, rest = divmod(total + sum(lowest[:count]), count)
-        if level >= lowest[count - 1]:
-            break
+    count, have = len(lowest), sum(lowest)
+    while total + have < count * lowest[count - 1]:  # the largest load is above the level
+        count -= 1
+        have -= lowest[count]
+    level, rest = divmod(total + have, count)
     found = [max(0, level - load) for load in loads]
     found[-1] += rest
     return found

@@ -7,8 +7,8 @@ Survives: a node that makes no offer, or a late one: this node then writes its i
 
     offer-00002    digest of the rest | NodeOffer, in msgpack
 
-A node puts its offer into the folder and waits for the others. The index tells readers which file
-has which bytes of an image (`ShardFile.extents`), and the checkpoint is not published before these
+A node puts its offer into the folder and waits for the others. The index records which file has
+which bytes of an image (`ShardFile.extents`), and the checkpoint is not published before these
 files are there.
 
 Rule 1: a node relies only on nodes whose offers it has read, and only if it has those of all ranks.
@@ -41,7 +41,7 @@ from ftrun.snapshot.write_shares import (
     MOST_RANKS,
     BorrowedBytes,
     FileExtent,
-    ShardOffer,
+    RankOffer,
     borrowed_bytes,
     offer_of,
     own_ranges,
@@ -59,7 +59,7 @@ class NodeOffer(msgspec.Struct, frozen=True):
     """What one node can write of a checkpoint; `key` as in its part."""
 
     key: tuple[str, str, int, int, int]
-    shards: list[ShardOffer]
+    shards: list[RankOffer]
 
 
 def divided(
@@ -243,19 +243,19 @@ def _evenly(shards: Sequence[_OpenShard], borrowed: Borrowed, num_writers: int) 
     return [_PartsFile(f"rank-{first:05d}-w{at}", some) for at, some in enumerate(found) if some]
 
 
-def _offer_of(shard: SealedSlot) -> ShardOffer:
+def _offer_of(shard: SealedSlot) -> RankOffer:
     shard.begin()
     layout, start = shard.layout()
     digest = f"{shard.header.table_digest:016x}"
     return offer_of(int(shard.shape.rank), layout, start, shard.table(), digest)
 
 
-def _packed(blank: CheckpointPart, shards: list[ShardOffer]) -> bytes:
+def _packed(blank: CheckpointPart, shards: list[RankOffer]) -> bytes:
     text = msgspec.msgpack.encode(NodeOffer(blank.key, shards))
     return xxhash.xxh3_64_digest(text) + text
 
 
-def _read(storage: Storage, name: str, blank: CheckpointPart) -> list[ShardOffer]:
+def _read(storage: Storage, name: str, blank: CheckpointPart) -> list[RankOffer]:
     """Nothing if it is damaged, or of another checkpoint."""
     data = storage.read(name) or b""
     text = data[8:]

@@ -275,7 +275,8 @@ class ShardVerifier:
             return list(self._problems_of(shard))
         except (OSError, CheckpointError) as error:
             reason = getattr(error, "strerror", None) or error
-            return [f"{shard.file} is not readable: {reason}"]
+            name = os.path.basename(getattr(error, "filename", None) or shard.file)
+            return [f"{name} is not readable: {reason}"]
 
     def _problems_of(self, shard: ShardFile) -> Iterator[str]:
         source = self._source

@@ -110,8 +110,11 @@ def test_url_of_two_nodes(arenas: Arenas, tmp_path: Path) -> None:
 
 
 SHARED = {
-    "index.json": "",
-    "rank-00000.digests": "",
+    "index.json": "9c049f44a52f5650",
+    "rank-00000.digests": "cf8f17973ec84d7c",
+    "rank-00000.59514b4a.pieces": "fe264e4ba5791426",
+    "rank-00001.digests": "cf8f17973ec84d7c",
+    "rank-00001.ca7a9d49.pieces": "5c68ca18767fbbc2",
 }
 """Both ranks hold the same tensor: each file has a part of it (format 2)."""
 
@@ -138,7 +141,7 @@ def test_offer_of_a_node(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(7, generation=3)
     write_shared(arenas, str(tmp_path), 0, 0.01)
     (offer,) = tmp_path.glob(".tmp-*/offer-00000")
-    assert xxhash.xxh3_64_hexdigest(offer.read_bytes()) == ""
+    assert xxhash.xxh3_64_hexdigest(offer.read_bytes()) == "6b3be5c5fadc7bd7"
 
 
 def copy_slot(found: Arenas) -> None:
