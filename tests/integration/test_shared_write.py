@@ -4,12 +4,14 @@ Each node is a writer with arenas of its own, in a thread; all share a directory
 """
 
 import gc
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +26,7 @@ from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.reader import CheckpointFiles, SourceShard
 from ftrun.smp.checkpoint.shared_load import LoadGroup
-from ftrun.smp.checkpoint.shared_write import Borrowed
+from ftrun.smp.checkpoint.shared_write import Borrowed, NodeOffer
 from ftrun.smp.checkpoint.slot_reader import SlotOverwritten
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.storage import Retention, open_storage
@@ -43,9 +45,10 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
     verify,
 )
+from tests.integration.conftest import in_full
 
-SHARED, OWN = 4_000_000, 70_000
-"""Numbers of four bytes: 16 MB that are equal on all ranks, and 0.28 MB of each rank's own."""
+SHARED, OWN = 1_500_000, 70_000
+"""Numbers of four bytes: 6 MB that are equal on all ranks, and 0.28 MB of each rank's own."""
 WAIT_S = 30.0
 
 
@@ -189,8 +192,11 @@ def data_files(path: Path) -> dict[str, int]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", [2, 3], indirect=True)
-@pytest.mark.parametrize("scheme", ["", "file://"], ids=["directory", "url"])
+@pytest.mark.parametrize(
+    ("nodes", "scheme"),
+    [(2, ""), pytest.param(3, "", marks=pytest.mark.full), (2, "file://")],
+    indirect=["nodes"],
+)
 def test_each_byte_is_written_once_and_every_image_comes_back(
     nodes: list[Node], tmp_path: Path, scheme: str
 ) -> None:
@@ -213,7 +219,7 @@ def test_each_byte_is_written_once_and_every_image_comes_back(
     assert not rest if not scheme else all(one.startswith(("part-", "offer-")) for one in rest)
 
 
-@pytest.mark.parametrize("writers", [1, 3])
+@pytest.mark.parametrize("writers", [*in_full(1), 3])
 def test_a_node_writes_the_set_number_of_files_of_equal_size(
     nodes: list[Node], tmp_path: Path, writers: int
 ) -> None:
@@ -274,6 +280,34 @@ def test_without_the_offer_of_another_node_a_node_writes_all_and_the_other_may_r
     (done,) = write([(second, second.job(str(tmp_path), 1))])
     assert not done.missing_ranks
     assert done.total_bytes < 3 * 4 * SHARED, "the second has left a part to the first"
+    check_restores(str(tmp_path), nodes, 1)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False], ids=["damaged", "of another life"])
+def test_an_offer_that_is_damaged_or_of_another_checkpoint_does_not_count(
+    nodes: list[Node], tmp_path: Path, is_damaged: bool
+) -> None:
+    first = nodes[0]
+    first.seal(1)
+    with ThreadPoolExecutor(1) as pool:
+        job = first.job(str(tmp_path), 1, wait_s=1.0)
+        writing = pool.submit(write, [(first, job)])
+        offer = folder_with_an_offer(tmp_path) / "offer-00002"
+        made = NodeOffer(("run", "another token", 0, 1, 4), [])
+        text = msgspec.msgpack.encode(made)
+        offer.write_bytes(b"12345678" + text if is_damaged else xxhash.xxh3_64_digest(text) + text)
+        (part,) = writing.result(WAIT_S)
+    assert part.total_bytes == sum(layout_of(rank).image_bytes for rank in first.ranks)
+
+
+@pytest.mark.parametrize("most_ranks", [*in_full(2), 3])
+def test_a_large_world_writes_a_copy_for_each_block_of_ranks(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_ranks: int
+) -> None:
+    """With blocks of three ranks, the second node has ranks of both blocks."""
+    monkeypatch.setattr(shared_write, "MOST_RANKS", most_ranks)
+    path, _ = write_all(nodes, str(tmp_path))
+    assert sum(data_files(path).values()) == state_bytes(nodes) + 4 * SHARED
     check_restores(str(tmp_path), nodes, 1)
 
 
@@ -381,7 +415,7 @@ def test_the_end_of_the_run_and_of_the_generation_end_the_wait(
         assert part.total_bytes == sum(layout_of(rank).image_bytes for rank in first.ranks)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+@pytest.mark.parametrize("damage", ["missing", *in_full("cut"), "flipped"])
 def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
     nodes: list[Node], tmp_path: Path, damage: str
 ) -> None:
@@ -394,7 +428,7 @@ def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
         os.truncate(file, file.stat().st_size // 2)
     else:
         with file.open("r+b") as opened:
-            opened.seek(2_000_000)
+            opened.seek(1_000_000)
             opened.write(bytes([opened.read(1)[0] ^ 1]))
     with open_storage(str(tmp_path), threading.Event()) as storage:
         problems = find_damage(storage, storage.describe(path.name))
@@ -408,18 +442,28 @@ def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
     assert file.name in loaded.rejected[path.name]
 
 
-def test_slots_that_change_while_several_threads_write_are_noticed(
-    nodes: list[Node], tmp_path: Path
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "no memory"])
+def test_slots_that_change_while_several_threads_write_are_copied_or_reported(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int
 ) -> None:
-    node = nodes[0]
-    node.free_bytes = 0
-    node.seal(1)
-    node.seal(2, slot=1)
-    job = replace(node.job(str(tmp_path), 1, writers=2), share_wait_s=0.0)
-    pace = node.writer._context.throttle
-    pace.bytes_per_s = 40e6
-    thread = threading.Thread(target=lambda: (threading.Event().wait(0.2), node.seal(3)))
-    thread.start()
-    with pytest.raises(SlotOverwritten):
-        node.writer.write(node.fds, job)
-    thread.join()
+    first, second = nodes
+    first.free_bytes = free_bytes
+    for node in nodes:
+        node.seal(1)
+    first.seal(2, slot=1)
+    true, calls = shared_write.append, itertools.count()
+
+    def append(*words: Any) -> xxhash.xxh3_64:
+        if next(calls) == 5:
+            first.seal(3)
+        return true(*words)
+
+    monkeypatch.setattr(shared_write, "append", append)
+    job = first.job(str(tmp_path), 1, wait_s=0.0, writers=2)
+    if not free_bytes:
+        with pytest.raises(SlotOverwritten):
+            write([(first, job)])
+        return
+    write([(first, job)])
+    write([(second, second.job(str(tmp_path), 1, wait_s=0.0))])
+    check_restores(str(tmp_path), nodes, 1)
