@@ -26,8 +26,8 @@ from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.reader import CheckpointFiles, SourceShard
 from ftrun.smp.checkpoint.shared_load import LoadGroup
-from ftrun.smp.checkpoint.shared_write import Borrowed, NodeOffer
-from ftrun.smp.checkpoint.slot_reader import SlotOverwritten
+from ftrun.smp.checkpoint.shared_write import Borrowed, NodeOffer, divided
+from ftrun.smp.checkpoint.slot_reader import SealedSlot, SlotOverwritten
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.storage import Retention, open_storage
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
@@ -42,6 +42,8 @@ from ftrun.wire.shared_memory.arena import (
     SlotHeader,
     SlotState,
     create_memfd,
+    read_shape,
+    read_slot_headers,
     table_digest,
     verify,
 )
@@ -94,10 +96,7 @@ class Node:
                 rank, self.world_size, layout.image_bytes, len(layout.pieces), 9 + rank
             )
             self.fds[rank] = [create_memfd(shape)]
-        context = WriterContext(
-            RunId("run"), CopyBuffers(lambda: self.free_bytes), Throttle(self.stop)
-        )
-        self.writer = CheckpointWriter(context)
+        self.writer = CheckpointWriter(context_of(self))
 
     def seal(self, step: int, *, slot: int = 0, sealed_s: float = 0.0) -> None:
         for rank in self.ranks:
@@ -125,6 +124,10 @@ class Node:
     def close(self) -> None:
         for fds in self.fds.values():
             os.close(fds[0])
+
+
+def context_of(node: Node) -> WriterContext:
+    return WriterContext(RunId("run"), CopyBuffers(lambda: node.free_bytes), Throttle(node.stop))
 
 
 @pytest.fixture
@@ -298,6 +301,24 @@ def test_an_offer_that_is_damaged_or_of_another_checkpoint_does_not_count(
         offer.write_bytes(b"12345678" + text if is_damaged else xxhash.xxh3_64_digest(text) + text)
         (part,) = writing.result(WAIT_S)
     assert part.total_bytes == sum(layout_of(rank).image_bytes for rank in first.ranks)
+
+
+def test_a_slot_that_is_being_filled_makes_no_offer(nodes: list[Node], tmp_path: Path) -> None:
+    node = nodes[0]
+    node.seal(1)
+    arena = Arena(node.fds[Rank(1)][0], writable=True)
+    arena.write_header(0, replace(arena.header(0), state=SlotState.COPYING))
+    arena.close()
+    shards = [
+        SealedSlot(fds[0], 0, read_slot_headers(fds[0])[0], read_shape(fds[0]))
+        for fds in node.fds.values()
+    ]
+    job = node.job(str(tmp_path), 1)
+    assert job.version is not None
+    blank = job.part(RunId("run"), job.version)
+    with open_storage(str(tmp_path), node.stop) as storage:
+        assert divided(storage, ".", shards, job, blank, context_of(node)) == {}
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("most_ranks", [*in_full(2), 3])

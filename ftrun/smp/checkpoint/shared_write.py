@@ -46,6 +46,7 @@ from ftrun.snapshot.write_shares import (
     offer_of,
     own_ranges,
 )
+from ftrun.wire.shared_memory.arena import SlotState
 
 HURRIED_S = 2.0
 """Longest wait for other nodes when the run ends."""
@@ -72,9 +73,10 @@ def divided(
 ) -> Borrowed:
     """What files of other ranks will have of these shards; nothing if not all nodes offer in time.
 
+    The digests of a slot that is still being filled are not known, so it is written whole.
     Raises SnapshotCorrupt, SlotOverwritten or CheckpointError.
     """
-    if not job.share_wait_s:
+    if not job.share_wait_s or any(one.header.state is not SlotState.SEALED for one in shards):
         return {}
     offers = {int(shard.shape.rank): _offer_of(shard) for shard in shards}
     blocks = {rank // MOST_RANKS for rank in job.ranks}
