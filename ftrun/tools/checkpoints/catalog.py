@@ -35,7 +35,7 @@ from ftrun.smp.checkpoint.index import (
 )
 from ftrun.smp.checkpoint.reader import CheckpointFiles, ShardImage
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
-from ftrun.smp.checkpoint.storage.storage import Retention, Storage, open_storage, prunable
+from ftrun.smp.checkpoint.storage.storage import Retention, Storage, open_storage, to_prune
 from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
@@ -82,7 +82,7 @@ def _do(arguments: argparse.Namespace, where: str) -> CatalogReport:
             return _list(storage, arguments.names)
         if arguments.verb == "verify":
             return _verify(storage, arguments.names)
-        retention = Retention(arguments.keep, arguments.keep_s)
+        retention = Retention(arguments.keep, arguments.keep_s, keep_bytes=arguments.keep_bytes)
         return _prune(storage, retention, is_real=not arguments.dry_run)
 
 
@@ -95,6 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keep", type=int, default=1)
     parser.add_argument("--keep-s", type=float, default=0.0)
+    parser.add_argument("--keep-bytes", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
 
@@ -174,12 +175,14 @@ def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogR
         newest = latest if latest in whole or not whole else whole[0]
         # A resume needs one without missing files, whatever else is kept.
         loadable = next((one.name for one in found if not _missing_files(storage, one)), newest)
-        doomed = prunable(storage, found, retention, newest=newest)
-        doomed = [one for one in doomed if one != loadable]
+        old = [one for one in to_prune(found, retention, newest=newest) if one != loadable]
+        being_read = [name for name in old if storage.is_being_read(name)]
+        doomed = [name for name in old if name not in being_read]
         if is_real:
             for name in doomed:
                 storage.remove(name)
-    return msgspec.structs.replace(_list(storage, ()), removed=tuple(doomed))
+    report = _list(storage, ())
+    return msgspec.structs.replace(report, removed=tuple(doomed), being_read=tuple(being_read))
 
 
 # --- one checkpoint ---------------------------------------------------------------------------

@@ -196,6 +196,7 @@ class CatalogReport(msgspec.Struct, frozen=True):
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
+    being_read: tuple[str, ...] = ()  # old ones that a process reads, and that are kept
     found: CheckpointLocation | None = None  # the single checkpoint that was requested
     owner: CheckpointOwner | None = None  # of the last run that wrote there; for the action `try`
     problem: str = ""  # why nothing could be done, in words
