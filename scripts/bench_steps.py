@@ -47,7 +47,8 @@ def main() -> int:
 
 def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     words = [WORKER, "--folder", folder, "--state-mb", args.state_mb]
-    words += ["--attach", int(name != "off"), "--gradient-mb", args.gradient_mb]
+    words += ["--attach", int(name != "off"), "--replicated", 0]
+    words += ["--gradient-mb", args.gradient_mb]
     flags = ["--set", f"erasure.scheme={SCHEME[name]}", "--snapshot-every", args.every]
     with VirtualCluster(NODES, rail_rate=args.rate) as cluster:
         run = NodesRun(cluster, folder, words, args.deadline, members=NODES, flags=flags)

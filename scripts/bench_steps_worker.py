@@ -1,7 +1,8 @@
 """The worker of bench_steps.py: ranks with a state of their own that step together.
 
-Each rank trains its own layers, so nothing is a replica and all of it is encoded. A small
-all-reduce keeps the ranks in step, as gradients do in a training.
+Each rank trains its own layers, so nothing is a replica and all of it is encoded; with --replicated
+1 all ranks train equal layers. A small all-reduce keeps the ranks in step, as gradients do in a
+training.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ BATCH = 64
 
 
 def main() -> None:
-    args = arguments(__doc__, state_mb=float, attach=int, gradient_mb=float)
+    args = arguments(__doc__, state_mb=float, attach=int, gradient_mb=float, replicated=int)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     notes = Notes(args.folder / f"rank{rank}.jsonl")
@@ -25,7 +26,7 @@ def main() -> None:
     model = Layers(int(args.state_mb * 1e6))
     with torch.no_grad():
         for layer in model.layers:
-            layer += rank * 1e-3
+            layer += 0 if args.replicated else rank * 1e-3
     data = torch.ones(BATCH, model.width)
     gradients = torch.ones(int(args.gradient_mb * 1e6 / 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)

@@ -158,6 +158,12 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
     keep: Annotated[int, _meta("number of checkpoints that stay, the newest included", ge=1)] = 2
     max_age_s: Annotated[float, _meta(
         "checkpoints older than this go as well, never the newest; 0: no age limit", ge=0)] = 0.0
+    keep_bytes: Annotated[int, _meta(
+        "the oldest checkpoints go while all in the directory have more bytes than this, never "
+        "the newest; 0: no limit", ge=0)] = 0
+    writers: Annotated[int, _meta(
+        "files of equal size that a node writes at once; 0: one for each rank, one after the other",
+        ge=0, le=64)] = 0
     max_bytes_per_s: Annotated[float, _meta(
         "highest write rate of each node; 0: no limit. The last checkpoint of a run is written "
         "without a limit", ge=0)] = 0.0

@@ -18,7 +18,9 @@ from drill_nodes import KINDS, STEPS, BaselineRuns, drill, job_argv
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
+from ftrun.smp.checkpoint.index import FORMAT, SHARED_FORMAT, parse_index
 from ftrun.tools.drill.jobs import DrillJob, difference, outcome_of
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from tests.kernel_hang import kernel_hang
 
 if reason := available():
@@ -201,19 +203,22 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("kind", "format_"), [("fsdp2", FORMAT), ("ddp", SHARED_FORMAT)])
 def test_more_lost_nodes_than_parity_tolerates_cost_the_steps_since_the_checkpoint(
-    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns, kind: str, format_: int
 ) -> None:
-    """Two of three members at once, with 2+1."""
+    """Two of three members at once, with 2+1. A checkpoint has the replicas of DDP once."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(3))
     expected = undisturbed.of(
-        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 3
+        DrillJob(kind, tuple(job_argv(kind, Path("FOLDER"))), names, STEPS), 3
     )
     saved = tmp_path / "saved"
     flags = ("--erasure", "2+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
-    run = nodes(3, *flags, others=2, spares=2, words=job_argv("fsdp2", tmp_path))
+    run = nodes(3, *flags, others=2, spares=2, words=job_argv(kind, tmp_path))
     run.start_all()
     run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
+    index = parse_index((saved / "latest" / INDEX_NAME).read_bytes(), what="it")
+    assert index.format == format_
     lost = [run.node_of(rank) for rank in (1, 2)]
     for node in lost:
         run.fault("kill", node)

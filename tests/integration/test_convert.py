@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ import pytest
 import xxhash
 
 from ftrun.errors import CheckpointError
-from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint.index import parse_index
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint.index import FORMAT, SHARED_FORMAT, parse_index
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import Retention
-from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
@@ -52,21 +54,26 @@ NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 
 
 class World:
-    """Arrays of all ranks, and a checkpoint of them. Names with prefix `model.` are learned."""
+    """Arrays of all ranks, and a checkpoint of them. Names with prefix `model.` are learned.
 
-    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Array]]) -> None:
+    `is_shared`: each rank is a node of its own, and equal bytes are written once.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Sequence[Mapping[str, Array]], *, is_shared: bool = False
+    ) -> None:
         self.folder = folder
         self.ranks = [self._with_state(held) for held in ranks]
         fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
-        throttle = Throttle(threading.Event())
-        writer = CheckpointWriter(
-            WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
-        )
         order = WriteJob(
             str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
         )
+        part = replace(order, version=version(3, 42), token="t", share_wait_s=30.0)
+        parts = [replace(part, ranks=(rank,)) for rank in fds]
         try:
-            self.path = Path(writer.write(fds, order).path)
+            with ThreadPoolExecutor(len(fds)) as pool:
+                done = list(pool.map(lambda job: write(fds, job), parts if is_shared else [order]))
+            (self.path,) = {Path(one.path) for one in done if not one.missing_ranks}
         finally:
             for (fd,) in fds.values():
                 os.close(fd)
@@ -129,6 +136,12 @@ class World:
         del image, table
         arena.close()
         return fd
+
+
+def write(fds: Mapping[Rank, list[int]], job: WriteJob) -> WriteResult:
+    throttle = Throttle(threading.Event())
+    context = WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
+    return CheckpointWriter(context).write({rank: fds[rank] for rank in job.ranks}, job)
 
 
 def arrays_of(folder: Path) -> list[dict[str, Array]]:
@@ -473,6 +486,48 @@ def large(data: int, tensor: int) -> list[dict[str, Array]]:
 def digests(folder: Path) -> dict[str, str]:
     paths = sorted(folder.glob("rank-*"))
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def test_bytes_that_several_ranks_have_in_one_file_are_converted_and_linked(
+    convert: Converter,
+) -> None:
+    world = World(convert.folder / "old", large(2, 2), is_shared=True)
+    name = convert.rules("large.yaml", LARGE)
+    found = convert("new", "--rules", name, "--mesh", "dp=1,tp=4")
+    assert_ranks(arrays_of(found), large(1, 4))
+    assert format_of(found) == FORMAT
+    linked = convert("linked", "--rules", name, "--mesh", "dp=2,tp=2")
+    assert format_of(linked) == SHARED_FORMAT
+    assert {p.name: p.stat().st_ino for p in linked.glob("rank-*")} == {
+        p.name: p.stat().st_ino for p in world.path.glob("rank-*")
+    }
+
+
+def format_of(folder: Path) -> int:
+    return parse_index((folder / INDEX_NAME).read_bytes(), what="it").format
+
+
+def test_bytes_that_several_ranks_have_in_one_file_are_exported(convert: Converter) -> None:
+    held = [{"model.w": numbers(300, 700), "model.small": numbers(9)}] * 2
+    world = World(convert.folder / "old", held, is_shared=True)
+    World(convert.folder / "whole", held)
+    assert format_of(world.path) == SHARED_FORMAT
+    made = []
+    for name in ("old", "whole"):
+        words = ["checkpoints", "export", name, f"{name}-out", "--format", "safetensors"]
+        subprocess.run([sys.executable, "-m", "ftrun", *words], check=True, timeout=60)
+        files = sorted((convert.folder / f"{name}-out").iterdir())
+        made.append({path.name: path.read_bytes() for path in files})
+    assert made[0] == made[1]
+    row = numbers(300, 700)[150].tobytes()
+    (damaged,) = (path for path in world.path.glob("*.pieces") if row in path.read_bytes())
+    damaged.write_bytes(damaged.read_bytes().replace(row, row[::-1]))
+    words = ["checkpoints", "export", "old", "again", "--format", "safetensors"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrun", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert damaged.name in done.stdout + done.stderr
 
 
 def test_any_number_of_workers_writes_the_same_bytes(convert: Converter) -> None:

@@ -30,6 +30,8 @@ START_WAIT_S = 20.0
 ANSWER_WAIT_S = 30.0
 CHECKPOINT_WAIT_S = 3600.0
 END_WAIT_S = 5.0
+SHARE_WAIT_S = 10.0
+"""Longest wait of an SMP for those that write the same checkpoint; then it writes all its bytes."""
 """Limit for the record of the run's end. Without the record, the next run has to check for some
 seconds whether this run is alive."""
 NOTHING = version(-9, -1)
@@ -261,6 +263,9 @@ class AgentSmpClient:
                 bytes_per_s=0.0 if is_urgent else settings.max_bytes_per_s,
                 life=life,
                 live_capture_timeout_s=0.0 if is_urgent else settings.live_capture_timeout_s,
+                keep_bytes=settings.keep_bytes,
+                share_timeout_s=SHARE_WAIT_S,
+                writers=settings.writers,
             )
             self.channel.send(body)
             self.writing = True

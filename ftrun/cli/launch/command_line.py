@@ -44,6 +44,8 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
             key="checkpoint.every_s"),
     CliFlag("checkpoint-keep", "number of checkpoints to keep (default 2)", "N",
             group=_CHECKPOINTS, key="checkpoint.keep"),
+    CliFlag("checkpoint-keep-bytes", "remove the oldest while all have more bytes (default 0)",
+            "BYTES", group=_CHECKPOINTS, key="checkpoint.keep_bytes"),
     CliFlag("spares", "warm standby nodes in addition to --nnodes", "S", group=_NODES),
     CliFlag("erasure", "snapshots survive the loss of any M of K+M nodes (default auto)",
             "K+M|none", group=_NODES, key="erasure.scheme"),

@@ -87,7 +87,7 @@ class CheckpointService:
             where=body.directory,
             ranks=tuple(sorted(tracker.ranks)),
             world_size=tracker.world_size,
-            retention=Retention(body.keep, body.keep_s),
+            retention=Retention(body.keep, body.keep_s, keep_bytes=body.keep_bytes),
             version=version(*body.version) if body.version is not None else None,
             token=body.token,
             life=body.life,
@@ -97,6 +97,8 @@ class CheckpointService:
                 hurries=self._hurries.is_set,
                 wait_s=body.live_capture_timeout_s,
             ),
+            share_wait_s=body.share_timeout_s if body.version is not None else 0.0,
+            num_writers=body.writers,
         )
         fds = {
             rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]

@@ -57,6 +57,10 @@ class WriteJob:
             hold.
         token: with a version: equal on all nodes that write this together, and on no others.
         follow: without a version: which running captures are written while they are captured.
+        share_wait_s: with a version: wait for the offers of the other nodes, so that equal bytes
+            are written once; 0: this node writes all of its bytes.
+        num_writers: files of equal size that are written at once; 0: a file for each rank, one
+            after the other.
     """
 
     where: str
@@ -67,6 +71,16 @@ class WriteJob:
     token: str = ""
     life: str = ""
     follow: CaptureFilter | None = None
+    share_wait_s: float = 0.0
+    num_writers: int = 0
+
+    @property
+    def hurries(self) -> bool:
+        return self.follow is not None and self.follow.hurries()
+
+    @property
+    def is_over(self) -> bool:
+        return self.follow is not None and self.follow.is_over()
 
     def gap_s(self, context: WriterContext) -> float:
         """Seconds that may pass without a read; a network may be slow."""
@@ -134,7 +148,7 @@ def write_newest(
     is made. Raises CheckpointError with the reason if nothing was written.
     """
     throttle, capturing = context.throttle, None
-    if job.follow is not None and job.follow.wait_s:
+    if job.follow is not None and job.follow.wait_s and not job.num_writers:
         capturing = await_capture(
             fds,
             job.world_size,

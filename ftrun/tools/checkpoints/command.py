@@ -93,16 +93,26 @@ def _prune(
     older_than: Annotated[
         str | None, option("--older-than", "remove those older than 7d, 12h too", "T")
     ] = None,
+    keep_size: Annotated[
+        str | None,
+        option("--keep-size", "remove the oldest while all have more, such as 500GB", "S"),
+    ] = None,
     is_dry: Annotated[bool, option("--dry-run", "only show what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints; the latest and the newest whole one are never removed."""
+    """Remove old checkpoints.
+
+    The latest, the newest whole one, and one that a process reads are not removed.
+    """
     if keep < 1:
         raise UsageError(f"--keep is at least 1, not {keep}; remove the directory to keep none")
     words = [f"--keep={keep}", *(["--dry-run"] if is_dry else [])]
     if older_than is not None:
         age_s = seconds_of(older_than, "--older-than", such_as="30m, 12h or 7d")
         words.append(f"--keep-s={age_s}")
+    if keep_size is not None:
+        num_bytes = size_of(keep_size, "--keep-size", such_as="500MB or 2TB")
+        words.append(f"--keep-bytes={num_bytes}")
     found = ask_catalog("prune", directory, *words)
     if as_json:
         _finish_as_json(found)
@@ -114,6 +124,8 @@ def _show_pruned(found: CatalogReport, *, is_dry: bool) -> None:
     would = "would be " if is_dry else ""
     for name in found.removed:
         render.write_plain(f"{would}removed  {name}")
+    for name in found.being_read:
+        render.write_plain(f"kept  {name}: a process reads it; prune again later")
     left = [one for one in found.checkpoints if one.name not in found.removed]
     damaged = [one for one in left if one.problems]
     for one in damaged:

@@ -30,8 +30,10 @@ from ftrun.smp.checkpoint.index import (
     CheckpointIndex,
     CheckpointPart,
     ShardFile,
+    format_of,
     part_name,
     seal,
+    stored_bytes,
 )
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
@@ -243,9 +245,8 @@ class LinkedFiles:
         self._source = source
 
     def write(self, folder: Path) -> list[ShardFile]:
-        for shard in self._source.index.shards:
-            for name in shard.names:
-                _link(self._source.folder / name, folder / name)
+        for name in {name for shard in self._source.index.shards for name in shard.names}:
+            _link(self._source.folder / name, folder / name)
         return self._source.index.shards
 
 
@@ -277,6 +278,7 @@ def publish(
             files = writer.write(out / name)
             made = msgspec.structs.replace(
                 index,
+                format=format_of(files),
                 serial=next_serial(found, besides=name),
                 world_size=len(files),
                 shards=sorted(files, key=lambda one: one.rank),
@@ -290,7 +292,7 @@ def publish(
         final = storage.publish(name, wanted)
         storage.sync()
         storage.point_latest(final)
-    return out / final, sum(one.num_bytes + 8 * one.num_pieces for one in files)
+    return out / final, stored_bytes(made)
 
 
 def publish_share(

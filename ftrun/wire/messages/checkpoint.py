@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from ftrun.snapshot.write_shares import FileExtent
 from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
 from ftrun.wire.messages.message import Message, VersionMessage
 
@@ -33,6 +34,11 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     """Without a version: if the capture of a snapshot begins within this time, that snapshot is
     written during its capture (live capture), instead of the newest committed version. 0: no live
     capture."""
+    keep_bytes: int = 0  # older checkpoints are removed while all have more bytes; 0: no limit
+    share_timeout_s: float = 0.0
+    """With a version: longest wait for the offers of the other nodes, so that bytes that several
+    nodes hold equally are written once. 0: this node writes all of its bytes."""
+    writers: int = 0  # files written at once, of equal size; 0: one per rank, one after the other
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
@@ -125,6 +131,7 @@ class ShardFileLocation(msgspec.Struct, frozen=True):
     num_bytes: int
     table_digest: str  # hexadecimal, as in the index
     header_digest: str
+    extents: list[FileExtent] = []  # with the paths of the files; empty: `path` is the whole image
 
 
 class CheckpointLocation(msgspec.Struct, frozen=True):
@@ -191,6 +198,7 @@ class CatalogReport(msgspec.Struct, frozen=True):
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
+    being_read: tuple[str, ...] = ()  # old ones that a process reads, and that are kept
     found: CheckpointLocation | None = None  # the single checkpoint that was requested
     owner: CheckpointOwner | None = None  # of the last run that wrote there; for the action `try`
     problem: str = ""  # why nothing could be done, in words

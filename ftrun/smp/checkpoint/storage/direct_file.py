@@ -67,6 +67,7 @@ class Throttle:
         self.bytes_per_s = 0.0
         """0: no limit. It may change during a write."""
         self.stop = stop
+        self._lock = threading.Lock()
         self._paid_s = 0.0
         """The time from which the bytes admitted so far are within the rate."""
 
@@ -79,7 +80,8 @@ class Throttle:
             if wait_s <= _NAP_S:
                 break
         if self.bytes_per_s:
-            self._paid_s = max(clock.now_s(), self._paid_s) + num_bytes / self.bytes_per_s
+            with self._lock:  # several files may be written at once
+                self._paid_s = max(clock.now_s(), self._paid_s) + num_bytes / self.bytes_per_s
 
 
 class DirectFile:
