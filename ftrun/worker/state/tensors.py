@@ -6,7 +6,7 @@ snapshot can be restored by the same number of ranks only.
 """
 
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -103,6 +103,15 @@ def is_accelerator(device: torch.device) -> bool:
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Make a device the current one in the block; its end makes no context on the one before."""
     return torch.accelerator.device_index(device.index)
+
+
+def drop_error(device: torch.device) -> None:
+    """Run a kernel, which takes the error that a failed allocation may have left in this thread.
+
+    CUDA keeps such an error, and torch reports it at the next kernel, which may be the script's.
+    """
+    with suppress(RuntimeError), on_device(device):
+        torch.ones(1, device=device)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -326,6 +335,7 @@ class HostCopy:
             with on_device(source.device):
                 self._event = stream.record_event()
         except (RuntimeError, NotImplementedError, ValueError):  # no page-locked memory or events
+            drop_error(source.device)
             self.tensor = source.cpu()
 
     @property

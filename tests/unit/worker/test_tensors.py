@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftrun.snapshot.boxes import TensorPart, whole
+from ftrun.worker.capture import device_copies
 from ftrun.worker.restore.early_restore import empty
 from ftrun.worker.restore.shard import fits
 from ftrun.worker.state.tensors import (
@@ -140,3 +141,17 @@ def test_packed_zeros_are_made_of_bytes() -> None:
     assert made.dtype == torch.float4_e2m1fn_x2
     assert not made.view(torch.uint8).any()
     assert zeros(3, torch.float32).tolist() == [0, 0, 0]
+
+
+def test_an_error_of_page_locked_memory_that_is_no_limit_is_shown_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here it is torch's, because this process has no accelerator."""
+    monkeypatch.setattr(device_copies, "_refusals", [])
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1, pin_memory=True)
+    assert not device_copies._host_memory(100, torch.device("cpu")).is_pinned()
+    reason = device_copies.slow_reason()
+    assert reason.startswith("page-locked memory cannot be allocated (")
+    assert str(caught.value)[:40] in reason
+    assert "ulimit" not in reason
