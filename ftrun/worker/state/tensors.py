@@ -75,6 +75,19 @@ def zeros(num_items: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(num_items, dtype=dtype, device="cpu")
 
 
+def uninitialized(
+    shape: Shape, dtype: torch.dtype, device: torch.device | str, stride: Shape = ()
+) -> torch.Tensor:
+    """Like torch.empty_strided; row-major without `stride`.
+
+    With `torch.use_deterministic_algorithms`, torch fills new memory, but no packed items.
+    """
+    items = torch.uint8 if dtype is PACKED else dtype
+    stride = stride or _row_major(shape)
+    made = torch.empty_strided(shape, stride, dtype=items, device=device)
+    return made.view(PACKED) if dtype is PACKED else made
+
+
 def address_of(tensor: torch.Tensor) -> int:
     return _local(tensor).data_ptr()
 
