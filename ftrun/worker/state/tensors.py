@@ -68,13 +68,6 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is PACKED else tensor
 
 
-def zeros(num_items: int, dtype: torch.dtype) -> torch.Tensor:
-    """In CPU memory; torch does not fill packed items."""
-    if dtype is PACKED:
-        return torch.zeros(num_items, dtype=torch.uint8, device="cpu").view(PACKED)
-    return torch.zeros(num_items, dtype=dtype, device="cpu")
-
-
 def uninitialized(
     shape: Shape, dtype: torch.dtype, device: torch.device | str, stride: Shape = ()
 ) -> torch.Tensor:
@@ -173,10 +166,6 @@ def home_of(kind: str) -> torch.device:
 @lru_cache(maxsize=16)
 def _log_missing(place: str) -> None:
     _log.warning("a tensor was saved on %s, which is not here: it is restored elsewhere", place)
-
-
-def at_home(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    return tensor.to(home_of(kind)) if "@" in kind else tensor
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
