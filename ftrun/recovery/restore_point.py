@@ -40,6 +40,8 @@ class RestoreChoice:
     world_size: int = 0
     """World size of the version; for another world size it is resharded."""
     sources: tuple[RestoreSource, ...] = ()
+    survives: int = 0
+    """Nodes of each source group that may still be lost."""
     wanted: Version | None = None
     """The newest version that was committed, or may have been, if it cannot be restored."""
     committed: Version | None = None
@@ -253,12 +255,13 @@ def choose(
         reason = f"{name}: every rank can be restored"
         is_older = wanted is not None and name < wanted
         lost = wanted if is_older else missed
+        survives = max(0, one.margin) if all(source.parity for source in found) else 0
         if lost is None:
-            return RestoreChoice(name, reason, size, tuple(found), committed=wanted)
+            return RestoreChoice(name, reason, size, tuple(found), survives, committed=wanted)
         was = "was" if is_older else "may have been"
         reason += f"; {lost} {was} committed and is lost: {'; '.join(problems[:2])}"
         newest = name if is_older else wanted
-        return RestoreChoice(name, reason, size, tuple(found), lost, newest, away)
+        return RestoreChoice(name, reason, size, tuple(found), survives, lost, newest, away)
     reason = "; ".join(problems[:2]) or "no node holds a snapshot"
     newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
     return RestoreChoice(None, reason, wanted=newest, committed=wanted, holders=away)

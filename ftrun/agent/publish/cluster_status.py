@@ -350,12 +350,15 @@ class _LedRun:
 
     def protection(self) -> dict[str, Any]:
         plan, committed = self.plan, self.control_loop.monitor.orders.committed
+        if committed is None and plan is not None and plan.sources:
+            committed = plan.restore
         members = (
             [] if plan is None else [self.heartbeats.get(node.node_id) for node in plan.members]
         )
-        survives = min(
-            (heartbeat.survives if heartbeat is not None else 0 for heartbeat in members), default=0
-        )
+        if plan is not None and self.earlier_protection is not None:
+            survives = self._left_of_earlier(plan)
+        else:
+            survives = min((one.survives if one is not None else 0 for one in members), default=0)
         reasons = [
             heartbeat.unprotected
             for heartbeat in members
@@ -368,6 +371,26 @@ class _LedRun:
             "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
             "parity": plan.parity if plan is not None else 0,
         }
+
+    @property
+    def earlier_protection(self) -> int | None:
+        """Generation that protected the restored version, until all members protect one here."""
+        plan = self.plan
+        if plan is None or plan.restore is None:
+            return None
+        beats = [self.heartbeats.get(node.node_id) for node in plan.members]
+        are_ready = all(
+            one is not None and one.generation == plan.generation and one.ready is not None
+            for one in beats
+        )
+        return None if are_ready else max((one.generation for one in plan.sources), default=-1)
+
+    def _left_of_earlier(self, plan: GenerationPlan) -> int:
+        """Nodes of each group of the restored version that may be lost, after later losses."""
+        lost = {peer.card.node_id for peer in self.leader.known if peer.lost}
+        lost &= {card.node_id for card in plan.voters}
+        since = max((len(lost & set(one.node_ids)) for one in plan.sources), default=0)
+        return max(0, plan.restore_survives - since)
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
         leader, plan = self.leader, self.plan
@@ -388,6 +411,7 @@ class _LedRun:
             groups=len(has["groups"]),
             committed=has["committed_version"][1] if has["committed_version"] is not None else None,
             unprotected=has["unprotected_reason"],
+            earlier=self.earlier_protection,
         )
         nodes = f"{num} node" + ("s" if num > 1 else "")
         if spares > 0:

@@ -16,6 +16,7 @@ from ftrun.agent.launch.worker_group import blocked_s, most
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, control_loop_status, rank_statuses
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
+from ftrun.ids import version
 from ftrun.journal import FILE_NAME
 from ftrun.membership.discovery import MemberRole
 from ftrun.recovery.supervisor import STOPPING, SupervisorState
@@ -31,6 +32,7 @@ from ftrun.wire.messages.status import (
     SnapshotStatus,
     StatusView,
 )
+from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
@@ -253,7 +255,9 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
         memory_bytes=arena_bytes + redundancy_bytes,
         redundancy_bytes=redundancy_bytes,
         needed_bytes=needed_bytes(
-            run.smp.needed, redundancy_bytes=redundancy_bytes, has_commit=committed is not None
+            run.smp.needed,
+            redundancy_bytes=redundancy_bytes,
+            has_commit=any(has_commit(commands, slot.request) for slot in run.workers.slots),
         ),
         taken=most(pages, HeartbeatField.SEALED_COUNT),
         skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
@@ -263,11 +267,26 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
     )
 
 
+def has_commit(commands: SharedPage | None, request: LaunchRequest) -> bool:
+    """Whether this generation has protected and committed a version, also the restored one.
+
+    A restored version of another world size stays protected where it is.
+    """
+    if commands is None or commands.get(CommandField.COMMITTED_STEP) < 0:
+        return False
+    newest = version(
+        commands.get(CommandField.COMMITTED_GENERATION), commands.get(CommandField.COMMITTED_STEP)
+    )
+    is_resized = request.restore_world_size not in (0, request.world_size)
+    is_elsewhere = is_resized and newest == request.restore
+    return commands.get(CommandField.COMMITTED_IN) >= request.generation and not is_elsewhere
+
+
 def needed_bytes(needed: MemoryNeeded, *, redundancy_bytes: int, has_commit: bool) -> int:
     """Bytes that snapshots need on this node in addition to those that they have.
 
-    Before the first commit this includes the upper bound of parity. After it, what other nodes need
-    here is allocated, and may be less.
+    Before the first commit of a generation, also of the version that it has restored, this includes
+    the upper bound of parity. After it, what other nodes need here is allocated, and may be less.
     """
     parity_bytes = 0 if has_commit else max(0, needed.parity_bytes - redundancy_bytes)
     return needed.arena_bytes + parity_bytes

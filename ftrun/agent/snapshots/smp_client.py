@@ -191,6 +191,7 @@ class AgentSmpClient:
 
     def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
+        self.survives = 0
         self.is_restored = self.restore_lost_links = False
         self._generation = body.generation
         self.own(body.local_ranks)

@@ -65,6 +65,7 @@ def make_plan(
         skip_batches=_skipped_batches(choice, previous, history),
         restore_world_size=choice.world_size,
         sources=list(choice.sources),
+        restore_survives=choice.survives,
         smp_ports={node_id: has.smp_port for node_id, has in promises.items()},
         history=history,
         decided_by=ballot.decided_by(),

@@ -189,6 +189,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     life: str = ""  # equal in all generations of a run; different if the run is started again
     witness: int = 0  # life of the outside witness, if it votes too; 0: none votes
     paths: NetworkPlan | None = None  # use of the paths, with `--network-plan on`
+    restore_survives: int = 0  # nodes of each group of `sources` that may still be lost
 
     @property
     def configuration_id(self) -> ConfigurationId:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotError
@@ -31,14 +30,15 @@ from ftrun.sharding.replica_check import (
 )
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import STAGES, Mesh, ranks_alone
-from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.sharding.source_index import BoxCopy, Holder, SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.boxes import strides_of
 from ftrun.snapshot.plain_values import TensorRef, refs_in
 from ftrun.worker.reshard.source import CheckedShards
-from ftrun.worker.reshard.tensor_reader import readable
+from ftrun.worker.reshard.tensor_reader import copy_boxes
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.shard import check_used
-from ftrun.worker.state.tensors import DTYPES, at_home, copyable
+from ftrun.worker.state.tensors import DTYPES, home_of
 
 _log = logging.getLogger(__name__)
 
@@ -164,15 +164,13 @@ class SourceState:
     def copy(self, rank: Rank, ref: TensorRef) -> object:
         entry = self.shards.headers[rank].entries[ref.name]
         self._used.add(ref.name)
-        dtype = DTYPES[entry.dtype]
-        raw = bytearray(self.shards.read(rank, entry.offset, entry.num_bytes))
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        copied = (readable(memoryview(raw), dtype) if raw else empty).view(entry.shape)
-        if ref.stride:
-            turned = early_restore.empty(entry.shape, dtype, "cpu", ref.stride)
-            copyable(turned).copy_(copyable(copied))
-            copied = turned
-        return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
+        shape, home = entry.shape, home_of(ref.kind)
+        made = early_restore.empty(shape, DTYPES[entry.dtype], home, ref.stride)
+        if entry.num_bytes:
+            holders = (Holder(rank, entry),)
+            copy = BoxCopy(holders, 0, strides_of(shape), 0, made.stride(), shape)
+            copy_boxes([(copy, made)], self.shards, is_announced=True, is_restore=True)
+        return made.numpy() if ref.kind == "array" else made
 
     def check_all_used(self) -> None:
         self._used.update(self._referred(self._own, but="optimizer_state"))

@@ -77,6 +77,7 @@ def test_a_version_survives_the_loss_of_any_m_nodes_and_no_more(
         assert found.version == version(0, 8)
         assert found.world_size == num_nodes
         assert found.sources == (source(group, parity=parity),)
+        assert found.survives == parity - len(lost)
     else:
         assert found.version is None
         assert not found.sources
@@ -108,6 +109,7 @@ def test_without_protection_the_slots_themselves_must_be_here() -> None:
     found = choose(bare((0, 8), "ab", "ab"), None)
     assert found.version == version(0, 8)
     assert found.sources == (RestoreSource(["a"], [[0]], 0, -1), RestoreSource(["b"], [[1]], 0, -1))
+    assert found.survives == 0
     lost = choose(bare((0, 8), "a", "ab"), None)
     assert lost.version is None
     assert "no present node holds rank 1, which is not protected" in lost.reason
