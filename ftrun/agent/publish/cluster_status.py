@@ -35,6 +35,7 @@ from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages.status import (
     CLOSED,
     ClusterStatus,
+    ExclusionStatus,
     IncidentStatus,
     NodeStatus,
     RankStatus,
@@ -128,7 +129,12 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
         ),
         warnings=_warnings(run.heartbeats),
         pause_reason=leader.pause.reason,
-        excluded=tuple(sorted(control_loop.monitor.excluded(now_s=run.now_s))),
+        exclusions=tuple(
+            ExclusionStatus(node_id, reason, left_s if left_s is None else round(left_s, 1))
+            for node_id, (left_s, reason) in sorted(
+                control_loop.monitor.failures.excluded(now_s=run.now_s).items()
+            )
+        ),
         unfit=dict(leader.screening.reported),
         network=leader.paths.status(plan, now_s=run.now_s),
     )

@@ -16,7 +16,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ftrun.cli.screen.status_page import StyledLine, every_steps, incident_line, mark_of
+from ftrun.cli.screen.status_page import (
+    StyledLine,
+    every_steps,
+    excluded_line,
+    incident_line,
+    mark_of,
+)
 from ftrun.cli.screen.text import duration, ranges, size, with_commas
 from ftrun.ids import version
 from ftrun.wire.messages.status import NodeStatus, RankStatus, RestartStatus, StatusView
@@ -294,7 +300,8 @@ def _incident_lines(view: StatusView, *, is_open: bool) -> list[str]:
 
 
 def _other_lines(view: StatusView) -> list[str]:
-    lines = []
+    excluded = view.cluster.exclusions if view.cluster is not None else ()
+    lines = [f"excluded    {excluded_line(one)}" for one in excluded]
     if (written := view.checkpoint) is not None:
         what = "none yet" if written.step is None else f"step {written.step:,}"
         age = "" if written.age_s is None else f", {duration(written.age_s)} old"

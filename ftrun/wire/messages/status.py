@@ -195,6 +195,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     ranks: tuple[RankStatus, ...] = ()
 
 
+class ExclusionStatus(msgspec.Struct, frozen=True):
+    """A node that gets no ranks."""
+
+    node_id: str
+    reason: str = ""
+    left_s: float | None = None  # seconds until it may run ranks; None: while it reports a fault
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """The whole run; complete if the leader built it."""
 
@@ -219,7 +227,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     restarts: tuple[RestartStatus, ...] = ()
     warnings: tuple[str, ...] = ()
     pause_reason: str = ""
-    excluded: tuple[str, ...] = ()
+    exclusions: tuple[ExclusionStatus, ...] = ()
     unfit: dict[str, str] = {}
     network: NetworkStatus | None = None
     note: str = ""
