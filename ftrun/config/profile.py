@@ -126,10 +126,11 @@ class HangConfig(_Section, frozen=True, kw_only=True):
 class SlowConfig(_Section, frozen=True, kw_only=True):
     """Ranks and links that are alive and delay all others."""
 
-    action: Annotated[Literal["report", "evict"], _meta(
-        "evict: at a step boundary, a spare takes the place of the slow node")] = "report"
+    action: Annotated[Literal["auto", "report", "evict"], _meta(
+        "auto: if the evidence names one node, a free spare takes its place at a step boundary; "
+        "evict: also for one end of a slow link; report: never")] = "auto"
     evict_after_s: Annotated[float, _meta(
-        "evict after the node was slow for this time without a pause", ge=0)] = 30.0
+        "auto, evict: after the node was slow for this time without a pause", ge=0)] = 30.0
 
 
 class NumericsConfig(_Section, frozen=True, kw_only=True):
