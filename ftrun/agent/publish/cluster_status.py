@@ -371,6 +371,7 @@ class _LedRun:
             "unprotected_reason": reasons[0] if reasons else "",
             "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
             "parity": plan.parity if plan is not None else 0,
+            "is_mirrored": plan is not None and plan.is_ring,
         }
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:

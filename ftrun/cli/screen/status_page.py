@@ -184,6 +184,7 @@ def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
     cluster = view.cluster
     if cluster is not None and cluster.tolerated_losses is not None:
         text += f"; survives any {count(cluster.tolerated_losses, 'node')} of each group"
+        text += " (a copy is on the next node)" if cluster.is_mirrored else ""
     of_run = cluster.unprotected_reason if cluster is not None else ""
     if reason := clean(has.unprotected_reason or of_run, 300):
         text += f"; UNPROTECTED: {reason}"

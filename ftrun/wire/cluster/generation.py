@@ -96,6 +96,7 @@ class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: list[list[int]]  # ranks that each of the nodes ran then
     parity: int
     generation: int
+    is_ring: bool = False
 
 
 class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,6 +186,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_port: int
     groups: list[list[str]] = []  # node ids, each list in the order of its protection group
     parity: int = 0
+    is_ring: bool = False  # each node of a group stores a copy of the state of the node before it
     skip_batches: int = 0  # number of batches that each rank skips after the restored version
     restore_world_size: int = 0  # number of ranks that took the restored version
     sources: list[RestoreSource] = []

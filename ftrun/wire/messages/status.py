@@ -222,6 +222,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     unprotected_reason: str = ""
     groups: tuple[tuple[str, ...], ...] = ()
     parity: int = 0
+    is_mirrored: bool = False  # each node of a group has a copy of the state of the node before it
     lifecycle: str | None = None
     incidents: tuple[IncidentStatus, ...] = ()
     restarts: tuple[RestartStatus, ...] = ()
