@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.observe.devices import RecentDeviceErrors
+from ftrun.agent.publish.versions import held_versions
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
@@ -108,6 +109,7 @@ class NodeReporter:
             repeat_warning=generations.repeats.warning,
             capture_warning=workers.slow_capture(),
             restart=generations.restart_times(now_s) if runs else None,
+            versions=() if run.rpc is None else held_versions(smp.memory, generations.number),
         )
 
     def _ready(self) -> VersionPair | None:

@@ -19,6 +19,7 @@ from ftrun.agent.publish.summary_line import (
     activity_text,
     next_loss_text,
 )
+from ftrun.agent.publish.versions import run_versions
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
 from ftrun.membership.discovery import MemberRole
@@ -41,6 +42,7 @@ from ftrun.wire.messages.status import (
     RankStatus,
     RestartBudgetStatus,
     RestartStatus,
+    VersionStatus,
     WitnessStatus,
 )
 
@@ -137,6 +139,7 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
         ),
         unfit=dict(leader.screening.reported),
         network=leader.paths.status(plan, now_s=run.now_s),
+        versions=run.versions(),
     )
 
 
@@ -373,6 +376,15 @@ class _LedRun:
             "parity": plan.parity if plan is not None else 0,
             "is_mirrored": plan is not None and plan.is_ring,
         }
+
+    def versions(self) -> tuple[VersionStatus, ...]:
+        plan, monitor = self.plan, self.control_loop.monitor
+        committed = monitor.orders.committed or (plan.restore if plan is not None else None)
+        protected = [committed] if committed and monitor.are_movable else []
+        if monitor.reports.are_protected():
+            protected += [one.ready for one in monitor.reports.current if one.ready is not None]
+        by_node = {node_id: one.versions for node_id, one in self.heartbeats.items()}
+        return run_versions(by_node, committed=committed, protected=protected)
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
         leader, plan = self.leader, self.plan

@@ -126,6 +126,16 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p99_s: float = 0.0
 
 
+class HeldVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One version in the memory of a node, for status."""
+
+    generation: int
+    step: int
+    state: str  # `capturing`, `sealed` or `void`; sealed: by all ranks of the node
+    age_s: float | None = None  # seconds since its last seal on this node; None: no rank sealed it
+    num_bytes: int = 0  # of its images on this node
+
+
 class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Phases of the last restart, known once every local rank has completed a step."""
 
@@ -176,6 +186,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
+    versions: tuple[HeldVersion, ...] = ()  # in the memory of this node
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
