@@ -321,5 +321,25 @@ def test_a_request_reaches_the_leader_and_a_check_precedes_the_return() -> None:
     assert leader.screening.unfit(set()) == {}
 
 
+def test_the_next_leader_excludes_the_same_nodes_for_the_rest_of_their_time() -> None:
+    made = with_spares("abcdef")
+    leader = made["a"].member.leader
+    assert leader is not None
+    leader.monitor.failures.bar("b", "it was slow", now_s=made.now_s)
+    made.kill("c")  # the next plan has the exclusion
+    made.passes(1.0)
+    assert set(made.running()) == set("ade")
+    made.passes(600.0)
+    made.kill("a")
+    made.passes(10.0)
+    successor = made[made.leader()].member.leader
+    assert successor is not None
+    assert successor is not leader
+    left_s, reason = successor.monitor.failures.excluded(now_s=made.now_s)["b"]
+    assert left_s == pytest.approx(3600.0 - 611.0, abs=2.0)
+    assert reason == "it was slow"
+    assert "b" not in made.running()
+
+
 def judged(number: int) -> NodeFitness:
     return judge(NodeMeasurements(), PreflightConfig(), number=number)
