@@ -241,6 +241,21 @@ class NodesRun(RankFiles):
         found = [line for node in self.processes for line in self.journal(node, kind)]
         return sorted(found, key=lambda line: float(line["monotonic_s"]))
 
+    def ask(self, node: int, *words: object) -> str:
+        """The output of a command of ftrun about this run, such as `status`, on one node."""
+        command = [sys.executable, "-m", "ftrun", *map(str, words)]
+        asked = self.cluster.run(
+            node, command, env=environment(), cwd=self.folder, stdout=subprocess.PIPE
+        )
+        output, _ = asked.communicate(timeout=60)
+        if asked.returncode:
+            raise BenchError(f"{' '.join(command)} on node{node} ended with {asked.returncode}")
+        return output.decode()
+
+    def status(self, node: int) -> Line:
+        found: Line = json.loads(self.ask(node, "status", RUN_ID, "--json", "--versions"))
+        return found
+
     def text(self, node: int) -> str:
         path = self._output(node)
         return path.read_text(errors="replace") if path.exists() else ""

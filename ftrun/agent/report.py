@@ -9,6 +9,7 @@ from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.observe.devices import RecentDeviceErrors
 from ftrun.agent.observe.evidence import PressureReader
+from ftrun.agent.publish.versions import held_versions
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
@@ -111,6 +112,7 @@ class NodeReporter:
             capture_warning=workers.slow_capture(),
             pressure=self._pressure.poll(now_s),
             restart=generations.restart_times(now_s) if runs else None,
+            versions=() if run.rpc is None else held_versions(smp.memory, generations.number),
         )
 
     def _ready(self) -> VersionPair | None:

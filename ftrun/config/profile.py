@@ -130,10 +130,11 @@ class HangConfig(_Section, frozen=True, kw_only=True):
 class SlowConfig(_Section, frozen=True, kw_only=True):
     """Ranks and links that are alive and delay all others."""
 
-    action: Annotated[Literal["report", "evict"], _meta(
-        "evict: at a step boundary, a spare takes the place of the slow node")] = "report"
+    action: Annotated[Literal["auto", "report", "evict"], _meta(
+        "auto: if the evidence names one node, a free spare takes its place at a step boundary; "
+        "evict: also for one end of a slow link; report: never")] = "auto"
     evict_after_s: Annotated[float, _meta(
-        "evict after the node was slow for this time without a pause", ge=0)] = 30.0
+        "auto, evict: after the node was slow for this time without a pause", ge=0)] = 30.0
 
 
 class NumericsConfig(_Section, frozen=True, kw_only=True):
@@ -242,19 +243,24 @@ class ErasureConfig(_Section, frozen=True, kw_only=True):
     """Protection of snapshots against the loss of nodes."""
 
     scheme: Annotated[str, _meta(
-        "K+M, up to 32+16: any M of K+M nodes may be lost; auto: by the number of nodes",
-        pattern=r"^(auto|none|[1-9][0-9]?\+[1-9][0-9]?)$",
-        wanted="auto, none or K+M, such as 4+2")] = "auto"
+        "K+M, up to 32+16: any M of K+M nodes may be lost; auto: by the number of nodes; mirror: "
+        "a copy of each node's state on the next node",
+        pattern=r"^(auto|none|mirror|[1-9][0-9]?\+[1-9][0-9]?)$",
+        wanted="auto, none, mirror or K+M, such as 4+2")] = "auto"
     mirror_max_bytes: Annotated[int, _meta(
         "state of a rank up to this size is mirrored to M nodes, not encoded", ge=0)] = 1 << 20
 
     @property
+    def is_mirror(self) -> bool:
+        return self.scheme == "mirror"
+
+    @property
     def data_and_parity(self) -> tuple[int | None, int | None]:
-        """K and M; (None, None) leaves both to ftrun, (None, 0) means no parity."""
+        """K and M; (None, None) leaves both to ftrun, (None, 0) is no parity, (None, 1) a copy."""
         if self.scheme == "auto":
             return None, None
-        if self.scheme == "none":
-            return None, 0
+        if self.scheme in ("none", "mirror"):
+            return None, int(self.is_mirror)
         data, _, parity = self.scheme.partition("+")
         return int(data), int(parity)
 

@@ -103,6 +103,10 @@ class NodeFit(NodeNote, frozen=True, tag="node_fit"):
     """A node may run ranks again."""
 
 
+class NodeReadmitted(NodeNote, frozen=True, tag="node_readmitted"):
+    """The exclusion of a node ended before its time."""
+
+
 class NodeBelowMedian(NodeNote, frozen=True, tag="node_below_median"):
     """The rates of a node are far below those of the others."""
 

@@ -39,6 +39,12 @@ class ExcludeNode:
 
     node_id: str
     reason: str
+    is_fault: bool = False
+    """The hardware of the node is at fault."""
+
+    @property
+    def text(self) -> str:
+        return f"node {self.node_id} is excluded: {self.reason}"
 
 
 # --- one node: a member's ---------------------------------------------------------------------

@@ -231,6 +231,38 @@ def test_more_lost_nodes_than_parity_tolerates_cost_the_steps_since_the_checkpoi
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("lost_ranks", "is_in_memory"), [((0, 2), True), ((1, 2), False)])
+def test_with_a_mirror_two_lost_nodes_cost_a_checkpoint_only_if_they_are_neighbours(
+    nodes: Start,
+    tmp_path: Path,
+    undisturbed: BaselineRuns,
+    lost_ranks: tuple[int, ...],
+    is_in_memory: bool,
+) -> None:
+    names = tuple(f"rank{rank}.jsonl" for rank in range(4))
+    expected = undisturbed.of(
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 4
+    )
+    saved = tmp_path / "saved"
+    flags = ("--erasure", "mirror", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
+    run = nodes(4, *flags, others=2, spares=2, words=job_argv("fsdp2", tmp_path))
+    run.start_all()
+    run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
+    run.wait_for_more_steps(5)
+    cluster = run.status(run.node_of(3))["cluster"]
+    assert cluster["is_mirrored"]
+    assert any("protected" in one["states"] for one in cluster["versions"])
+    lost = [run.node_of(rank) for rank in lost_ranks]
+    for node in lost:
+        run.fault("kill", node)
+    run.may_end(*lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    reasons = [line["reason"] for line in run.journals("restore_point_chosen")]
+    assert any(one.startswith("checkpoint ") for one in reasons) != is_in_memory, reasons
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), IN_FULL)
 def test_other_fault_changes_no_byte(
     name: str, kind: str, tmp_path: Path, undisturbed: BaselineRuns

@@ -19,6 +19,7 @@ from ftrun.agent.publish.summary_line import (
     activity_text,
     next_loss_text,
 )
+from ftrun.agent.publish.versions import earlier_protection, run_versions
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
 from ftrun.membership.discovery import MemberRole
@@ -35,11 +36,13 @@ from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages.status import (
     CLOSED,
     ClusterStatus,
+    ExclusionStatus,
     IncidentStatus,
     NodeStatus,
     RankStatus,
     RestartBudgetStatus,
     RestartStatus,
+    VersionStatus,
     WitnessStatus,
 )
 
@@ -128,9 +131,15 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
         ),
         warnings=_warnings(run.heartbeats),
         pause_reason=leader.pause.reason,
-        excluded=tuple(sorted(control_loop.monitor.excluded(now_s=run.now_s))),
+        exclusions=tuple(
+            ExclusionStatus(node_id, reason, left_s if left_s is None else round(left_s, 1))
+            for node_id, (left_s, reason) in sorted(
+                control_loop.monitor.failures.excluded(now_s=run.now_s).items()
+            )
+        ),
         unfit=dict(leader.screening.reported),
         network=leader.paths.status(plan, now_s=run.now_s),
+        versions=run.versions(),
     )
 
 
@@ -355,7 +364,7 @@ class _LedRun:
         members = (
             [] if plan is None else [self.heartbeats.get(node.node_id) for node in plan.members]
         )
-        if plan is not None and self.earlier_protection is not None:
+        if plan is not None and earlier_protection(plan, self.heartbeats) is not None:
             survives = self._left_of_earlier(plan)
         else:
             survives = min((one.survives if one is not None else 0 for one in members), default=0)
@@ -370,20 +379,8 @@ class _LedRun:
             "unprotected_reason": reasons[0] if reasons else "",
             "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
             "parity": plan.parity if plan is not None else 0,
+            "is_mirrored": plan is not None and plan.is_ring,
         }
-
-    @property
-    def earlier_protection(self) -> int | None:
-        """Generation that protected the restored version, until all members protect one here."""
-        plan = self.plan
-        if plan is None or plan.restore is None:
-            return None
-        beats = [self.heartbeats.get(node.node_id) for node in plan.members]
-        are_ready = all(
-            one is not None and one.generation == plan.generation and one.ready is not None
-            for one in beats
-        )
-        return None if are_ready else max((one.generation for one in plan.sources), default=-1)
 
     def _left_of_earlier(self, plan: GenerationPlan) -> int:
         """Nodes of each group of the restored version that may be lost, after later losses."""
@@ -391,6 +388,15 @@ class _LedRun:
         lost &= {card.node_id for card in plan.voters}
         since = max((len(lost & set(one.node_ids)) for one in plan.sources), default=0)
         return max(0, plan.restore_survives - since)
+
+    def versions(self) -> tuple[VersionStatus, ...]:
+        plan, monitor = self.plan, self.control_loop.monitor
+        committed = monitor.orders.committed or (plan.restore if plan is not None else None)
+        protected = [committed] if committed and monitor.are_movable else []
+        if monitor.reports.are_protected():
+            protected += [one.ready for one in monitor.reports.current if one.ready is not None]
+        by_node = {node_id: one.versions for node_id, one in self.heartbeats.items()}
+        return run_versions(by_node, committed=committed, protected=protected)
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
         leader, plan = self.leader, self.plan
@@ -411,7 +417,7 @@ class _LedRun:
             groups=len(has["groups"]),
             committed=has["committed_version"][1] if has["committed_version"] is not None else None,
             unprotected=has["unprotected_reason"],
-            earlier=self.earlier_protection,
+            earlier=earlier_protection(plan, self.heartbeats),
         )
         nodes = f"{num} node" + ("s" if num > 1 else "")
         if spares > 0:

@@ -16,6 +16,7 @@ from ftrun.agent.launch.worker_group import blocked_s, most
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, control_loop_status, rank_statuses
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
+from ftrun.agent.publish.versions import held_versions, run_versions
 from ftrun.ids import version
 from ftrun.journal import FILE_NAME
 from ftrun.membership.discovery import MemberRole
@@ -31,6 +32,7 @@ from ftrun.wire.messages.status import (
     RestartStatus,
     SnapshotStatus,
     StatusView,
+    VersionStatus,
 )
 from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
@@ -113,6 +115,7 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         warnings=cluster.warnings or view.warnings,
         ranks=tuple(_with_lateness(rank, late_s.get(rank.rank)) for rank in view.ranks),
         snapshots=_protected_as(view.snapshots, cluster),
+        versions=cluster.versions,
     )
 
 
@@ -185,7 +188,18 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
             smp=run.smp.child.pid if run.smp.child else None,
         ),
         journal=f"{run.spec.log_folder}/{FILE_NAME}",
+        versions=_versions(run) if run.rpc is None else (),
     )
+
+
+def _versions(run: "Run") -> tuple[VersionStatus, ...]:
+    """Of a run on one node; on several nodes the leader knows all."""
+    held = held_versions(run.smp.memory, run.generations.number)
+    committed, written = run.workers.committed(), run.smp.last_checkpoint
+    if committed is None and run.smp.committed is not None:
+        committed = (run.smp.committed.generation, run.smp.committed.step)
+    persisted = [(written.generation, written.step)] if written is not None else []
+    return run_versions({"": held}, committed=committed, persisted=persisted)
 
 
 def _restarts(run: "Run", now_s: float) -> tuple[RestartStatus, ...]:

@@ -47,8 +47,9 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
     CliFlag("checkpoint-keep-bytes", "remove the oldest while all have more bytes (default 0)",
             "BYTES", group=_CHECKPOINTS, key="checkpoint.keep_bytes"),
     CliFlag("spares", "warm standby nodes in addition to --nnodes", "S", group=_NODES),
-    CliFlag("erasure", "snapshots survive the loss of any M of K+M nodes (default auto)",
-            "K+M|none", group=_NODES, key="erasure.scheme"),
+    CliFlag("erasure", "snapshots survive the loss of any M of K+M nodes; mirror: copies on the "
+            "next node (default auto)",
+            "K+M|mirror|none", group=_NODES, key="erasure.scheme"),
     CliFlag("node-id", "name of this node (default: the machine's)", "NAME", group=_NODES),
     CliFlag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
     CliFlag("secret-file", "the run's secret; the same on each node", "FILE", group=_NODES,

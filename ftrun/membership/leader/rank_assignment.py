@@ -6,7 +6,7 @@ Rule 2: positions close up only if the number of nodes changes; their order stay
 Rule 3: an excluded or unfit node never is a member, even if too few nodes are left, except one
         that was excluded only because a failure repeated on it. An excluded node may still vote.
 Rule 4: a node whose agent makes no checks is admitted.
-Rule 5: after its hour of exclusion, a node must have completed a whole check since it was last seen
+Rule 5: after its exclusion, a node must have completed a whole check since it was last seen
         excluded. A restarted agent has made one, or is asked for it.
 
 Survives: nothing. The next leader learns of an unfit node from its promise or next heartbeat, and

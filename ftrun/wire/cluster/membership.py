@@ -127,6 +127,16 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p99_s: float = 0.0
 
 
+class HeldVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One version in the memory of a node, for status."""
+
+    generation: int
+    step: int
+    state: str  # `capturing`, `sealed` or `void`; sealed: by all ranks of the node
+    age_s: float | None = None  # seconds since its last seal on this node; None: no rank sealed it
+    num_bytes: int = 0  # of its images on this node
+
+
 class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Phases of the last restart, known once every local rank has completed a step."""
 
@@ -178,6 +188,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     restart: RestartTimes | None = None
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
     pressure: HostPressure | None = None  # on this node; None: its kernel reports none
+    versions: tuple[HeldVersion, ...] = ()  # in the memory of this node
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):

@@ -468,3 +468,27 @@ def test_parts_without_any_slot_are_something_that_is_held() -> None:
     assert found.version is None
     assert found.holders == {"b", "c"}
     assert "missing of the group a, b, c: a, b, c" in found.reason
+
+
+# --- a ring -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "margin"),
+    [("abcd", 1), ("abc", 0), ("ac", 0), ("bd", 0), ("ab", -1), ("ad", -1), ("a", -1)],
+)
+def test_a_ring_survives_losses_that_are_not_neighbours(here: str, margin: int) -> None:
+    found = choose(held((0, 9), here, "abcd", is_ring=True), plan(0, "abcd"))
+    assert (found.version is not None) == (margin >= 0)
+    if found.version is None:
+        assert found.reason.endswith("so no two neighbours may be missing")
+    else:
+        (one,) = found.sources
+        assert one == msgspec.structs.replace(source("abcd"), is_ring=True)
+
+
+def test_a_ring_and_a_code_of_the_same_nodes_are_different_protections() -> None:
+    ring = held((0, 9), "ac", "abcd", is_ring=True)
+    coded = held((0, 9), "ac", "abcd")
+    assert choose(both(ring, coded), plan(0, "abcd")).version == version(0, 9)
+    assert choose(coded, plan(0, "abcd")).version is None

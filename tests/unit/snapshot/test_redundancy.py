@@ -330,3 +330,36 @@ def test_a_plan_of_another_layout_is_refused() -> None:
         StripeSpace(plan, {0: pieces_of([10, 10, 11])}, 16)
     with pytest.raises(LayoutUnknown):
         StripeSpace(plan, {}, 16)
+
+
+def lost_sets(count: int) -> list[set[int]]:
+    """Every set of nodes of a ring of which no two are neighbours."""
+    every = [set(one) for size in range(1, count) for one in combinations(range(count), size)]
+    return [one for one in every if not any((at + 1) % count in one for at in one)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(contents, min_size=2, max_size=6), st.sampled_from([0, 1 << 15, 1 << 22]))
+def test_in_a_ring_every_byte_survives_losses_that_are_not_neighbours(
+    given_: list[dict[str, str]], limit: int
+) -> None:
+    manifests, count = nodes_of(given_), len(given_)
+    plan, groups = make_plan(manifests, parity=1, small_state_bytes=limit, is_ring=True)
+    check_covers(plan, manifests, 1)
+    for lost in lost_sets(count):
+        for group in groups:
+            left = {position for position, _ in group.holders} - lost
+            assert left, "a replica is lost with nodes that are no neighbours"
+        assert all((position + 1) % count not in lost for position in lost)
+    assert plan.block_bytes == block_bytes(max(plan.coded_bytes), 1)
+
+
+def test_in_a_ring_nodes_that_are_no_neighbours_hold_no_replica() -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "x"}, {"a": "z"}])
+    _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    assert [position for position, _ in groups[0].holders] == [0, 2]
+    _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16, is_ring=True)
+    assert groups == ()
+    beside = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "z"}, {"a": "x"}])
+    _, groups = make_plan(beside, parity=1, small_state_bytes=1 << 16, is_ring=True)
+    assert [position for position, _ in groups[0].holders] == [0, 3]
