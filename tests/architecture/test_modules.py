@@ -15,8 +15,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 13_700, "cli": 4_300, "config": 800, "erasure": 1_200, "integrations": 1_500,
-    "membership": 4_750, "monitor": 4_050, "network": 3_250, "records": 750, "recovery": 3_400,
+    "agent": 14_200, "cli": 4_300, "config": 800, "erasure": 1_200, "integrations": 1_500,
+    "membership": 4_950, "monitor": 4_200, "network": 3_250, "records": 750, "recovery": 3_400,
     "sharding": 2_950, "smp": 12_300, "snapshot": 2_000, "tools": 12_650, "wire": 5_450,
     "worker": 13_350, "ftrun": 1_700,
 }  # fmt: skip
