@@ -39,10 +39,15 @@ Line = dict[str, Any]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a node: this checkout, one thread, no variables of a run around this process."""
+    """For a node: this checkout, one thread, no variables of a run around this process.
+
+    A collective check costs each node about half a second of processor time. Tests of it ask for
+    one with a flag.
+    """
     own = ("FTRUN_", "PET_", "SLURM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    fixed["FTRUN_PREFLIGHT_COLLECTIVE_MB"] = "0"
     return {**kept, **fixed, **(extra or {})}
 
 

@@ -237,6 +237,9 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
         ge=0, le=1)] = 0.5
     retry_max_s: Annotated[float, _meta(
         "longest time until an unfit node checks itself again", gt=0)] = 60.0
+    collective_mb: Annotated[int, _meta(
+        "MB of the all-reduce among nodes that are new in a run, while their ranks start; on one "
+        "node among two processes; 0: none", ge=0, le=4096)] = 64
 
 
 class ErasureConfig(_Section, frozen=True, kw_only=True):

@@ -147,6 +147,7 @@ class LocalNode:
             lease=run.workers.lease,
             on_other_message=rpc.take,
             dialled=preflight.dialled,
+            serve_ring=preflight.collective.accept,
             each_turn=rpc.control_loop.poll,
         )
         control.thread = rpc.thread = thread
@@ -155,6 +156,7 @@ class LocalNode:
             identity, self.secret, post=control.post, send=thread.send
         ).take
         control.check_again = preflight.again
+        control.run_collective = preflight.collective.take
         if self.register is not None:
             witness = WitnessClient(self.register, self.card, control.post)
             control.witness_thread, control.ask_witness = witness, witness.ask

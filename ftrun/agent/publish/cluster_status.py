@@ -349,10 +349,14 @@ class _LedRun:
 
         late_s = lateness_of(self.control_loop)
         peers = sorted(self.leader.known, key=position)
+        found = [
+            _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s) for peer in peers
+        ]
+        wrong = self.control_loop.monitor.reports.wrong_sums
         return (
             *(
-                _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s)
-                for peer in peers
+                msgspec.structs.replace(one, preflight=wrong.get(one.node_id, one.preflight))
+                for one in found
             ),
             *(_gone(one, now_s) for one in self._earlier_nodes()),
         )

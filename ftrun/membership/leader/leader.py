@@ -87,7 +87,7 @@ class Leader:
         self._election = Proposer(me, settings, self.known)
         self._changes = BoundaryReconfiguration(settings, self.known, monitor)
         self._reconfiguration = VoterReconfiguration(settings, self.known)
-        self.screening = Admission(settings, self.known)
+        self.screening = Admission(settings, self.known, monitor.reports)
         self.paths = PathMonitor(me.node_id, settings, self.known)
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
@@ -420,7 +420,7 @@ class Leader:
         is_unresponsive = self.known.has_unresponsive(members, now_s=now_s)
         self.monitor.reports.has_unresponsive_member = is_unresponsive
         found += self._drain(now_s)
-        found += self.screening.poll(self.monitor.excluded(now_s=now_s))
+        found += self.screening.poll(self.monitor.excluded(now_s=now_s), now_s=now_s)
         found += self._election.repeat(now_s=now_s) + self._check(now_s)
         if self._check_lease(now_s):
             return found + self.heartbeat(now_s=now_s)
@@ -460,7 +460,7 @@ class Leader:
             return found
         excluded = self.screening.barred(self.monitor.excluded(now_s=now_s))
         found += self.paths.poll(self.plan, self.monitor.watching.slow, now_s=now_s)
-        self._changes.requested = self.paths.requested
+        self._changes.requested = self.paths.requested or self.screening.rings.requested
         reason = self._changes.poll(self.plan, excluded, now_s=now_s)
         if reason := self.paths.take_urgent_reason() or reason:
             return found + self._spread(now_s) + self.propose(reason, now_s=now_s)

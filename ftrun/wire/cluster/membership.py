@@ -191,6 +191,14 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     versions: tuple[HeldVersion, ...] = ()  # in the memory of this node
 
 
+class CollectiveRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Order to check sums and links by an all-reduce among these nodes, in this order."""
+
+    number: int  # of the check; a node takes part only in newer ones
+    nodes: list[NodeCard]
+    num_bytes: int
+
+
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     """Leader -> all nodes: state of the run, and orders for this generation."""
 
@@ -213,6 +221,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     checks: dict[str, int] = {}  # nodes outside the generation: number of the check to reach
     leave: tuple[str, ...] = ()  # draining nodes that may leave: nothing on them is needed any more
     incidents: int = 0  # number of incidents opened so far; the next leader continues this count
+    collective: CollectiveRing | None = None  # the collective check that is under way
     ended: bool = False
     exit_code: int = 0
     reason: str = ""
