@@ -77,6 +77,8 @@ class Incident:
     """Known after every rank has completed a step since the newest fault."""
     jumped_step: int | None = None
     """The first verified step at which the loss was not as before; None if it was."""
+    last_loss: float | None = None
+    """The loss that was judged last."""
     downtime_before: Downtime | None = None
     """The sum for earlier faults of the same incident."""
 
@@ -113,6 +115,16 @@ class IncidentLog:
         """Whether a suspicion was reported and is neither cleared nor acted on."""
         return self.life in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether every rank has completed a step since the newest fault of the open incident."""
+        return self.open is not None and self.open.downtime is not None
+
+    @property
+    def has_jumped(self) -> bool:
+        """Whether ranks are past their earlier step, and the loss keeps the incident open."""
+        return self.open is not None and self.open.jumped_step is not None
+
     # --- what happens -------------------------------------------------------------------------
 
     def sign(self, fault_s: float) -> None:
@@ -141,7 +153,7 @@ class IncidentLog:
         if self.open is not None:
             self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
             self.open.generations.append(plan.generation)
-            self.open.downtime = self.open.jumped_step = None
+            self.open.downtime = self.open.jumped_step = self.open.last_loss = None
 
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
         ranks = tuple(sorted(view.rank for view in finding.views if view.has_stepped))
@@ -286,7 +298,10 @@ class IncidentLog:
     def _waits(self, loss: float | None, step: int) -> bool:
         """Whether a loss that has jumped keeps the incident open; reports it once."""
         incident = self.open
-        if incident is None or loss is None or self._losses.judge(loss) != "jumped":
+        if incident is None or loss is None:
+            return False
+        incident.last_loss = loss
+        if self._losses.judge(loss) != "jumped":
             return False
         if incident.jumped_step is None:
             incident.jumped_step = step
@@ -313,6 +328,7 @@ class IncidentLog:
     def _close(self, loss: float | None, progress: Progress, *, now_s: float) -> None:
         incident, self.open = self.open, None
         assert incident is not None
+        loss = incident.last_loss if loss is None else loss
         verdict, restored = incident.verdict, incident.restored_step
         is_past = progress.step > incident.best_step
         lost = None

@@ -39,7 +39,7 @@ from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
 from ftrun.wire.transport.bulk_socket import BulkSocket, Bytes
 from ftrun.wire.transport.handshake import PeerIdentity, dial_handshake
 from ftrun.wire.transport.secret import Secret
-from ftrun.wire.transport.tcp import USER_TIMEOUT_S, keep_queue_short, pace, tune
+from ftrun.wire.transport.tcp import USER_TIMEOUT_S, pace, tune
 
 PROTECT, FETCH = "protect", "fetch"
 """Purposes of a link."""
@@ -318,8 +318,6 @@ class PeerLink:
         )
         tune(sock, bulk=True, user_timeout_s=timeout_s)
         self._paces_itself = not pace(sock, ends.pace_bytes_s)
-        if ends.other_traffic is not None:
-            keep_queue_short(sock)
         made = BulkSocket(sock, session, timeout_s=ends.timeout_s)
         made.send(ends.hello.generation, ends.hello)
         return made

@@ -19,7 +19,7 @@ from ftrun.agent.publish.summary_line import (
     activity_text,
     next_loss_text,
 )
-from ftrun.agent.publish.versions import earlier_protection, run_versions
+from ftrun.agent.publish.versions import earlier_protection, left_of_earlier, run_versions
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
 from ftrun.membership.discovery import MemberRole
@@ -368,8 +368,9 @@ class _LedRun:
         members = (
             [] if plan is None else [self.heartbeats.get(node.node_id) for node in plan.members]
         )
-        if plan is not None and earlier_protection(plan, self.heartbeats) is not None:
-            survives = self._left_of_earlier(plan)
+        if plan is not None and self._earlier(plan) is not None:
+            lost = {peer.card.node_id for peer in self.leader.known if peer.lost}
+            survives = left_of_earlier(plan, lost)
         else:
             survives = min((one.survives if one is not None else 0 for one in members), default=0)
         reasons = [
@@ -386,12 +387,9 @@ class _LedRun:
             "is_mirrored": plan is not None and plan.is_ring,
         }
 
-    def _left_of_earlier(self, plan: GenerationPlan) -> int:
-        """Nodes of each group of the restored version that may be lost, after later losses."""
-        lost = {peer.card.node_id for peer in self.leader.known if peer.lost}
-        lost &= {card.node_id for card in plan.voters}
-        since = max((len(lost & set(one.node_ids)) for one in plan.sources), default=0)
-        return max(0, plan.restore_survives - since)
+    def _earlier(self, plan: GenerationPlan) -> int | None:
+        committed = self.control_loop.monitor.orders.committed
+        return earlier_protection(plan, self.heartbeats, committed=committed)
 
     def versions(self) -> tuple[VersionStatus, ...]:
         plan, monitor = self.plan, self.control_loop.monitor
@@ -421,7 +419,7 @@ class _LedRun:
             groups=len(has["groups"]),
             committed=has["committed_version"][1] if has["committed_version"] is not None else None,
             unprotected=has["unprotected_reason"],
-            earlier=earlier_protection(plan, self.heartbeats),
+            earlier=self._earlier(plan),
         )
         nodes = f"{num} node" + ("s" if num > 1 else "")
         if spares > 0:

@@ -104,10 +104,13 @@ def _different(held: Mapping[str, HeldVersion]) -> dict[str, VersionState]:
 
 
 def earlier_protection(
-    plan: GenerationPlan | None, heartbeats: Mapping[str, Heartbeat]
+    plan: GenerationPlan, heartbeats: Mapping[str, Heartbeat], *, committed: VersionPair | None
 ) -> int | None:
-    """Generation that protected the restored version, until all members protect one here."""
-    if plan is None or plan.restore is None:
+    """Generation that protected the restored version, until all members protect one here.
+
+    None if this generation has committed another version.
+    """
+    if plan.restore is None or committed not in (None, plan.restore):
         return None
     beats = [heartbeats.get(node.node_id) for node in plan.members]
     are_ready = all(
@@ -115,3 +118,10 @@ def earlier_protection(
         for one in beats
     )
     return None if are_ready else max((one.generation for one in plan.sources), default=-1)
+
+
+def left_of_earlier(plan: GenerationPlan, lost: Collection[str]) -> int:
+    """Nodes of each group of the restored version that may be lost, after the loss of these."""
+    gone = {*lost} & {card.node_id for card in plan.voters}
+    since = max((len(gone & set(one.node_ids)) for one in plan.sources), default=0)
+    return max(0, plan.restore_survives - since)

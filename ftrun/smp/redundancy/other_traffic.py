@@ -18,6 +18,7 @@ import fcntl
 import socket
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from ftrun import clock
@@ -34,6 +35,8 @@ _LEAST_SHARE = 0.1
 """Other traffic below this part of the highest rate so far is no collective: acknowledgements of
 incoming bulk data, heartbeats."""
 _LEAST_BYTES_S = 1e6
+_DECAY = 0.999
+"""Of the highest rate, at each sample: by one half in 3.5 s."""
 _PAUSE_SHARE = 4.0
 _MAX_CREDIT_S = 1.0
 _SIOCGIFADDR = 0x8915
@@ -48,6 +51,12 @@ class YieldRule:
         self._credit_s = 0.0
         self._is_waiting = False
 
+    def waits_still(self, now_s: float) -> bool | None:
+        """The last answer; None if it is older than a sample."""
+        if self._last is not None and 0 <= now_s - self._last[0] < _SAMPLE_S:
+            return self._is_waiting
+        return None
+
     def waits(self, sent: int, own: int, *, now_s: float) -> bool:
         """Whether to send nothing for the next `_SAMPLE_S`.
 
@@ -57,15 +66,13 @@ class YieldRule:
             now_s: the time.
         """
         last = self._last
-        if last is None or not 0 <= now_s - last[0] < _GAP_S:
+        if last is None or not 0 < now_s - last[0] < _GAP_S:
             self._last, self._is_waiting = (now_s, sent, own), False
             return False
         passed_s = now_s - last[0]
-        if passed_s < _SAMPLE_S:
-            return self._is_waiting
         self._last = now_s, sent, own
         all_bytes, own_bytes = sent - last[1], own - last[2]
-        self._highest_bytes_s = max(self._highest_bytes_s, all_bytes / passed_s)
+        self._highest_bytes_s = max(_DECAY * self._highest_bytes_s, all_bytes / passed_s)
         if self._is_waiting:
             self._credit_s -= passed_s
         else:
@@ -102,7 +109,8 @@ class OtherTraffic:
             interface = self._sockets.pop(sock, None)
             if interface is not None:
                 past = self._past_bytes.get(interface, 0)
-                self._past_bytes[interface] = past + sock.wire_bytes
+                with suppress(OSError):  # its last bytes then count as other traffic, for a moment
+                    self._past_bytes[interface] = past + sock.wire_bytes
 
     def pause_s(self, sock: BulkSocket) -> float:
         """Seconds for which this connection sends no bulk data; 0: none."""
@@ -110,13 +118,20 @@ class OtherTraffic:
             interface = self._sockets.get(sock)
             if interface is None:
                 return 0.0
-            found = _interface_bytes().get(interface)
-            if found is None:
-                return 0.0
-            mine = (one.wire_bytes for one, at in self._sockets.items() if at == interface)
-            own = self._past_bytes.get(interface, 0) + sum(mine)
-            waits = self._rules[interface].waits(found, own, now_s=clock.now_s())
+            rule, now_s = self._rules[interface], clock.now_s()
+            waits = rule.waits_still(now_s)
+            if waits is None:
+                try:
+                    waits = rule.waits(*self._sent(interface), now_s=now_s)
+                except (OSError, ValueError, KeyError):  # protection is worth more than this
+                    waits = False
         return _SAMPLE_S if waits else 0.0
+
+    def _sent(self, interface: str) -> tuple[int, int]:
+        """Bytes that the interface has sent, and the part of it that are bulk data."""
+        mine = (one.wire_bytes for one, at in self._sockets.items() if at == interface)
+        own = self._past_bytes.get(interface, 0) + sum(mine)
+        return _interface_bytes()[interface], own
 
 
 def interface_of(address: str) -> str:

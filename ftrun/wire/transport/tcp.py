@@ -19,7 +19,7 @@ from ftrun.errors import AddressTaken, HowLost, PeerLost, UsageError
 USER_TIMEOUT_S = 3.0  # sent bytes that stay unacknowledged longer end a connection
 _BACKLOG = 128
 _SO_MAX_PACING_RATE = 47
-_UNSENT_BYTES = 1 << 18
+_PACED_UNSENT_BYTES = 1 << 18
 _BYTES_SENT_AT = 200  # offset of tcpi_bytes_sent, since Linux 4.19
 _LAST_ACK_AT = 56  # offset of tcpi_last_ack_recv in struct tcp_info, in ms
 _ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an unassigned address, to find the default route
@@ -143,23 +143,21 @@ def pace(sock: socket.socket, bytes_per_s: float) -> bool:
     reported = max(1, round(bytes_per_s)).to_bytes(8, sys.byteorder)
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, reported)
-        keep_queue_short(sock)
+        # A short kernel queue, because data that is not bulk would wait behind it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _PACED_UNSENT_BYTES)
     except OSError:
         return False
     return True
 
 
-def keep_queue_short(sock: socket.socket) -> None:
-    """Limit the data in the kernel that are not sent yet, because other data would wait."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
 def sent_bytes(sock: socket.socket) -> int:
-    """Bytes of data that this connection has sent, retransmissions included; 0 if unknown."""
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
-    except OSError:  # it was closed
-        return 0
+    """Bytes of data that this connection has sent, retransmissions included.
+
+    Raises OSError if it is closed or the kernel does not count them (before Linux 4.19).
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
+    if len(info) < _BYTES_SENT_AT + 8:
+        raise OSError(errno.ENOPROTOOPT, "the kernel does not count sent bytes")
     return int.from_bytes(info[_BYTES_SENT_AT:], sys.byteorder)
 
 

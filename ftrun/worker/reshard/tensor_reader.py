@@ -6,8 +6,8 @@ Gives:    the tensors, filled in place: plain ones whole, DTensors their local p
 All reads are announced in one order, that of the shards. Each run of items is read from one holder
 of its chunk. If a digest does not match, it is read from the next holder.
 
-A restore copies to a device through the page-locked buffers of the device. Nothing else uses them
-before `attach` ends.
+A restore copies to a device through the page-locked buffers of the device. No copy of a snapshot
+uses them then: a session restores before it captures, or waits for the capture first.
 """
 
 import logging
@@ -67,7 +67,7 @@ def copy_boxes(
         copies: and their targets.
         shards: their sources.
         is_announced: the caller has announced these reads, and further ones.
-        is_restore: `attach` calls, so that the buffers of devices are not in use.
+        is_restore: a session restores, so the buffers of devices are not in use.
     """
     parts = [(part, target) for copy, target in copies for part in copy.cut_to(MOST_BYTES)]
     reads = [(part.bytes_in(part.holders[0]), part, target) for part, target in parts]
@@ -75,23 +75,25 @@ def copy_boxes(
     if not is_announced:
         shards.expect([first for first, _, _ in reads])
     num_bytes, devices = 0, dict[torch.device, Device]()
-    for _, part, target in reads:
-        raw = _bytes(part, shards)
-        items = copyable(readable(raw, DTYPES[part.dtype]))
-        source = items.as_strided(part.shape, part.strides)
-        first = target.storage_offset() + part.to_first
-        into = copyable(target).as_strided(part.shape, part.to_strides, first)
-        device = _device_of(target, source.dtype) if is_restore else None
-        if device is None:
-            into.copy_(source)
-        else:
-            if device.device not in devices:
-                devices[device.device] = device
-                device.follow()
-            device.put(into, partial(_write, source))
-        num_bytes += len(raw)
-    for device in devices.values():
-        device.precede(device.record())
+    try:
+        for _, part, target in reads:
+            raw = _bytes(part, shards)
+            items = copyable(readable(raw, DTYPES[part.dtype]))
+            source = items.as_strided(part.shape, part.strides)
+            first = target.storage_offset() + part.to_first
+            into = copyable(target).as_strided(part.shape, part.to_strides, first)
+            device = _device_of(target, source.dtype) if is_restore else None
+            if device is None:
+                into.copy_(source)
+            else:
+                if device.device not in devices:
+                    devices[device.device] = device
+                    device.follow()
+                device.put(into, partial(_write, source))
+            num_bytes += len(raw)
+    finally:  # after an error too: the memory of a target may be freed
+        for device in devices.values():
+            device.precede(device.record())
     return num_bytes
 
 
