@@ -39,6 +39,19 @@ class ExitKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorLine:
+    """A line that a rank wrote, with the class of its pattern."""
+
+    error_class: str
+    line: str
+    source: str  # `exception`, `stderr.log` or `stdout.log`
+
+    @property
+    def text(self) -> str:
+        return f"{self.source} ({self.error_class}): {self.line}"
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerExit:
     """How and why one worker ended."""
 
@@ -49,6 +62,7 @@ class WorkerExit:
     detail: str = ""  # the user's part of the exception's traceback
     fingerprint: str = ""  # equal for two failures of the same kind at the same place
     failed_at_ns: int = 0  # on the monotonic clock; 0 if only the exit was observed
+    errors: tuple[ErrorLine, ...] = ()  # classes in what it wrote, the likely cause first
 
 
 @dataclass(frozen=True, slots=True)

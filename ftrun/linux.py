@@ -216,6 +216,20 @@ def cgroup_limit_left(controller: str) -> int | None:
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 
+def pressure_file(kind: str, root: Path = Path("/")) -> Path | None:
+    """Pressure stall information of `cpu`, `memory` or `io`, of this cgroup if it has its own.
+
+    None: the kernel has none.
+    """
+    for mount, inside, is_v2 in _cgroups(kind, root):
+        folder = mount / inside.lstrip("/")
+        found = (folder if folder.is_dir() else mount) / f"{kind}.pressure"
+        if is_v2 and found.exists():
+            return found
+    found = root / "proc/pressure" / kind
+    return found if found.exists() else None
+
+
 def _cgroup_limits(controller: str, root: Path) -> Iterator[tuple[int, str]]:
     """What the limits of this cgroup and all above it leave, with their names (v1, v2).
 

@@ -27,6 +27,9 @@ Versions that the storage has no time for are skipped, and counted.
 
 With --replicated all ranks hold the same state, and each stores its share. bytes_over_state is the
 size of the checkpoint divided by the state; writer_imbalance the largest file divided by the mean.
+
+With --nodes N only these two are measured, on a training of --ranks ranks on each of N nodes of a
+virtual cluster.
 """
 
 import argparse
@@ -45,6 +48,8 @@ from typing import Any
 
 import bench_common as bench
 import xxhash
+from nodes_run import NodesRun
+from virtual_cluster import VirtualCluster
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
@@ -79,6 +84,7 @@ EVERY_STEP: dict[str, list[object]] = {
 }
 FIRST_STEPS = 10
 """These are left out: they allocate memory, and verify the first snapshots."""
+CHECKPOINTS = 4
 _FREE = 4
 """Multiple of the bytes that must be free on disk and in memory."""
 
@@ -96,6 +102,7 @@ def main() -> int:
     parser.add_argument(
         "--replicated", action="store_true", help="all ranks hold the same state and share it"
     )
+    parser.option("--nodes", int, 1, "nodes of a virtual cluster; 1: none")
     parser.add_argument(
         "--every-step", action="store_true", help="measure a checkpoint of each step, nothing else"
     )
@@ -108,6 +115,12 @@ def main() -> int:
     num_bytes = int(args.gb * 1e9)
     if shutil.disk_usage(args.dir).free < _FREE * num_bytes:
         raise bench.BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
+    if args.nodes > 1:
+        with bench.scratch(args.dir) as disk:  # /dev/shm is each node's own
+            over_nodes = checkpoint_of_nodes(disk, args)
+        show_files(over_nodes)
+        bench.finish(args.json, over_nodes)
+        return 0
     layouts = layouts_of(num_bytes, args.ranks, is_replicated=args.replicated)
     with bench.scratch(args.dir) as disk, bench.scratch() as memory, arenas(layouts) as fds:
         figures = measure(fds, disk, memory, args)
@@ -235,7 +248,8 @@ def beside_steps(disk: Path, folder: Path, args: argparse.Namespace) -> dict[str
     flags += ["--checkpoint-dir", disk / "saved", "--snapshot-every", SNAPSHOT_EVERY]
     flags += ["--set", f"checkpoint.max_bytes_per_s={args.limit_mb * 1e6}"]
     flags += ["--set", f"checkpoint.every_s={2 * WRITING_S}"]
-    words = [WORKER, "--folder", folder, "--state-mb", half_mb, "--attach", 1]
+    words = [WORKER, "--folder", folder, "--state-mb", half_mb, "--attach", 1, "--replicated", 0]
+    words += ["--gradient-mb", 0]
     command = bench.ftrun_command(*flags, *words)
     with bench.launched("training", command, folder, args.deadline) as launcher:
         end_s = time.monotonic() + args.step_seconds
@@ -341,6 +355,37 @@ def rounds_s(at_s: dict[int, float], begin_s: float, end_s: float) -> list[float
     return [end - begin for begin, end in rounds if begin_s <= begin and end <= end_s]
 
 
+# --- over several nodes -----------------------------------------------------------------------
+
+
+def checkpoint_of_nodes(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The size of a checkpoint of a training over several nodes, and of its files."""
+    ranks = args.nodes * args.ranks
+    state_bytes = int(args.gb * 1e9)
+    own_mb = state_bytes / 1e6 / (1 if args.replicated else ranks)
+    words = [WORKER, "--folder", folder, "--state-mb", own_mb, "--attach", 1]
+    words += ["--replicated", int(args.replicated), "--gradient-mb", 0]
+    flags = ["--nproc-per-node", args.ranks, "--erasure", "none"]
+    flags += ["--checkpoint-dir", folder / "saved", "--checkpoint-every", WRITING_S]
+    with VirtualCluster(args.nodes) as cluster:
+        run = NodesRun(cluster, folder, words, args.deadline, members=args.nodes, flags=flags)
+        run.start_all()
+        # In the first ones the ranks of a node may still hold whole replicas.
+        run.wait_for("checkpoints", lambda: len(run.journals("checkpoint_written")) >= CHECKPOINTS)
+        path = (folder / "saved" / "latest").resolve()
+        sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+        run.finish()
+    files = [size for name, size in sizes.items() if not name.endswith((".digests", ".json"))]
+    return {
+        "nodes": args.nodes,
+        "ranks": ranks,
+        "state_bytes": state_bytes,
+        "written_bytes": files,
+        "bytes_over_state": sum(sizes.values()) / state_bytes,
+        "writer_imbalance": max(files) / mean(files),
+    }
+
+
 # --- what is written --------------------------------------------------------------------------
 
 
@@ -415,10 +460,7 @@ def show(figures: dict[str, Any]) -> None:
     ]  # fmt: skip
     gb = figures["total_bytes"] / 1e9
     bench.show_table(f"{gb:.2f} GB, on disk", ("way", "GB/s", "range", "over dd"), rows)
-    print(
-        f"\n  bytes over state {figures['bytes_over_state']:.4f}, largest rank over mean "
-        f"{figures['writer_imbalance']:.4f}"
-    )
+    show_files(figures)
     print(
         f"\n  writing over dd {figures['write_over_dd']:.2f}, over torch.save "
         f"{figures['write_over_torch_save']:.2f}, over dcp.save "
@@ -433,6 +475,13 @@ def show(figures: dict[str, Any]) -> None:
             f"{figures['step_slowdown_error']:.3f}; {inside} and {between} rounds of "
             f"{SNAPSHOT_EVERY} steps of {figures['step_s']:.2f} s"
         )
+
+
+def show_files(figures: dict[str, Any]) -> None:
+    print(
+        f"\n  bytes over state {figures['bytes_over_state']:.4f}, largest file over mean "
+        f"{figures['writer_imbalance']:.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ protected  the same, mirrored and encoded between the nodes
 The step time is a mean over an interval, because a snapshot costs time in a few steps and not in
 each. ftrun chooses the snapshot interval itself (`snapshot.every: auto`, 2 % of a step's time); the
 table shows it. The ranks, SMPs and agents of all four nodes share this machine's cores.
+
+With `--rate 1gbit --gradient-mb 8` each step sums gradients over links of that rate, which the
+protection shares: bulk data yield to the collective.
 """
 
 import argparse
@@ -44,9 +47,10 @@ def main() -> int:
 
 def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     words = [WORKER, "--folder", folder, "--state-mb", args.state_mb]
-    words += ["--attach", int(name != "off")]
+    words += ["--attach", int(name != "off"), "--replicated", 0]
+    words += ["--gradient-mb", args.gradient_mb]
     flags = ["--set", f"erasure.scheme={SCHEME[name]}", "--snapshot-every", args.every]
-    with VirtualCluster(NODES) as cluster:
+    with VirtualCluster(NODES, rail_rate=args.rate) as cluster:
         run = NodesRun(cluster, folder, words, args.deadline, members=NODES, flags=flags)
         run.start_all()
         run.wait_for_step(args.warm_up)
@@ -62,7 +66,9 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, floa
 def report(rows: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
     step_ms = {name: statistics.median(row["step_ms"] for row in rows[name]) for name in rows}
     bench.show_table(
-        f"{NODES} nodes, {args.state_mb:g} MB of its own on each, snapshots {args.every}",
+        f"{NODES} nodes, {args.state_mb:g} MB of its own on each, snapshots {args.every}"
+        + (f", {args.gradient_mb:g} MB of gradients" if args.gradient_mb else "")
+        + (f", links of {args.rate}" if args.rate else ""),
         ["", "step, ms", "over off", "min", "max"],
         [
             [
@@ -92,6 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.option("--seconds", float, 15, "seconds of each run")
     parser.option("--warm-up", int, 30, "steps before the measurement")
     parser.option("--every", str, "auto", "snapshot interval in steps, or auto")
+    parser.option("--gradient-mb", float, 0, "MB that each step sums over the nodes")
+    parser.option("--rate", str, "", "rate of each node's link, such as 1gbit")
     return parser.parsed("rounds", "seconds", "state_mb")
 
 

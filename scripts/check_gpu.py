@@ -6,8 +6,8 @@
 Needs a GPU and torch with CUDA; no network, no root; at most 9 minutes. Prints a line for each
 check, the important ones first, and exits with 1 if a required figure is missed. Each check has a
 time limit, and FILE is written after each. `--device fake` runs all of them on the device of the
-tests, and `--device cpu` those that need no device, to test the script. `--two` prints how to check
-two GPUs.
+tests, and `--device cpu` those that need no device, to test the script; figures are required of a
+GPU only.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from typing import Any
 
 import bench_common as bench
 from check_gpu_exact import exact
-from check_gpu_figures import conformance, cost, nvml, rates, ring
-from check_gpu_processes import memory, respawn, standby
+from check_gpu_figures import auto, collectives, conformance, cost, nvml, rates, ring
+from check_gpu_processes import memory, respawn, standby, two
 from check_gpu_runs import STOP_S, Check, Figures
 
-TOTAL_S = 530.0
+TOTAL_S = 510.0
 LIMITS_S = {
     "exact": 150.0,
     "standby": 40.0,
@@ -40,16 +40,14 @@ LIMITS_S = {
     "cost-2": 60.0,
     "ring": 75.0,
     "cost-8": 75.0,
+    "auto": 75.0,
+    "collectives": 40.0,
+    "two": 110.0,
     "rates": 30.0,
     "nvml": 20.0,
 }
-"""In the order of the checks. Their sum is above `TOTAL_S`, because few checks need all of it."""
-
-TWO_GPUS = """Two GPUs: on a machine with two free GPUs, from this checkout,
-  1. ftrun --nproc-per-node 2 scripts/train_gpt.py        DDP over NCCL
-  2. kill -9 a rank: both ranks restart on the newest snapshot within 5 s
-  3. kill -STOP a rank: ftrun status names it as the culprit of a hang
-This script does not run these, and says so in its result."""
+"""In the order of the checks. Their sum is above `TOTAL_S`, because few checks need all of it. The
+last one that runs has `STOP_S` in addition."""
 
 
 def checks_of(args: argparse.Namespace) -> dict[str, Callable[[Check], Figures]]:
@@ -64,10 +62,14 @@ def checks_of(args: argparse.Namespace) -> dict[str, Callable[[Check], Figures]]
         "cost-2": partial(cost, 2.0 if is_gpu else 0.05, 20 if is_gpu else 3),
         "ring": partial(ring, 8.0 if is_gpu else 0.02),
         "cost-8": partial(cost, 8.0 if is_gpu else 0.1, 6 if is_gpu else 3),
+        "auto": partial(auto, 2.0 if is_gpu else 0.02, 2 if is_gpu else 1),
+        "collectives": collectives,
+        "two": two,
         "rates": rates,
         "nvml": nvml,
     }
-    names = args.checks.split(",") if args.checks else checks
+    default = [name for name in checks if name != "two" or args.two]
+    names = args.checks.split(",") if args.checks else default
     return {name: checks[name] for name in names}
 
 
@@ -80,9 +82,6 @@ def main() -> int:
         words = [str(bench.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, words))
     figures: dict[str, Figures] = {}
-    if args.two:
-        print(TWO_GPUS)
-        figures["two"] = {"ok": None, "shown": {"not run": "needs two GPUs, and is done by hand"}}
     with bench.scratch() as folder:
         for name, check in checks_of(args).items():
             start_s = time.monotonic()
@@ -151,7 +150,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "fake", "cpu"], default="cuda")
     parser.add_argument("--checks", default="", help="only these, such as exact,standby")
     parser.add_argument("--variants", default="", help="only these variants of the check exact")
-    parser.add_argument("--two", action="store_true", help="print how to check two GPUs")
+    parser.add_argument(
+        "--two", action="store_true", help="also hangs of two ranks, on two GPUs: the check two"
+    )
+    parser.add_argument(
+        "--provoke-xid",
+        action="store_true",
+        help="in the check nvml, a process makes an illegal access: only on a machine of your own, "
+        "because the driver logs an error of the GPU",
+    )
     return parser.parsed()
 
 

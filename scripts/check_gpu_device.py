@@ -3,8 +3,10 @@
 All but NVML goes through `torch.accelerator`, so that the device of the tests runs it too.
 """
 
+import functools
 import gc
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from ftrun.agent.observe.device_memory import used_by_nvml
-from ftrun.agent.observe.devices import driver
+from ftrun.agent.observe.devices import Gpus, driver
 
 TESTS = Path(__file__).parents[1] / "tests"
 BACKENDS = {"cuda": "nccl", "fake": "fakeccl"}
@@ -23,6 +25,10 @@ BACKENDS = {"cuda": "nccl", "fake": "fakeccl"}
 
 SLOW_CYCLES = 20_000_000
 """About 10 ms: the device is behind the host at each boundary, so that a missing wait shows."""
+
+CYCLES_PER_S = 2_000_000_000
+XID_S = 2.0
+"""Required: the time after an illegal access in which the driver reports it."""
 
 MUCH = 1 << 27
 
@@ -56,6 +62,45 @@ def delay(device: str) -> None:
     """Let the device fall behind; the one of the tests always is."""
     if device == "cuda":
         torch.cuda._sleep(SLOW_CYCLES)
+
+
+def keep_spinning(device: str, for_s: float) -> None:
+    """Queue work on the current stream that takes this time, at most; no wait of the host."""
+    if device == "cuda":
+        torch.cuda._sleep(int(for_s * CYCLES_PER_S))
+        return
+    from fake_device import fake
+
+    current = torch.device(device, torch.accelerator.current_device_index())
+    fake.call_in_stream(current, functools.partial(time.sleep, for_s))
+
+
+def access_illegally(device: str) -> None:
+    """Write to memory of the device that is not allocated; the process cannot use it again."""
+    torch.zeros(1, device=device)
+    storage = torch._C._construct_storage_from_data_pointer(1 << 40, torch.device(device, 0), 4096)
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(1)
+    wait(device)
+
+
+def xid_facts(command: list[str]) -> dict[str, Any]:
+    """How a process with an illegal access ended, and what ftrun's observer of GPUs reports of it.
+
+    The observer begins before the process does, and ends `XID_S` after it.
+    """
+    gpus = Gpus()
+    gpus.poll()
+    child = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    reports, end_s = [], time.monotonic() + XID_S
+    while not reports and time.monotonic() < end_s:
+        reports = [one for one in gpus.poll() if "XID" in one.text]
+        time.sleep(0.05)
+    return {
+        "died": child.returncode,
+        "error": child.stderr[-300:],
+        "reports": [one.text for one in reports],
+        "is_fault": any(one.is_fault for one in reports),
+    }
 
 
 def new_graph(device: str) -> Any:

@@ -1,5 +1,6 @@
-"""Processes and device memory: standbys, respawns, and what is left of a killed rank."""
+"""Processes: standbys, respawns, what is left of a killed rank, and hangs of two ranks."""
 
+import math
 import os
 import signal
 import statistics
@@ -12,12 +13,27 @@ from typing import Any
 
 import bench_common as bench
 import psutil
+import torch
+from check_gpu_collectives import cases_of
 from check_gpu_runs import Check, Figures, Lines
 
 IDLE_NAMES = ("ftrun-zygote", "ftrun-standby")
 STEPS_BEFORE = 30
-RESPAWN_S = 5.0
-"""Required: from a kill to the end of the next step."""
+COLD_S, BOUND_S = 5.0, 2.5
+"""Required: from a kill to the end of the next step, without and with a bound standby."""
+
+RECORDED_FIELDS = frozenset({
+    "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id",
+    "profiling_name", "time_created_ns", "input_sizes", "output_sizes", "state", "retired",
+    "time_discovered_started_ns", "time_discovered_completed_ns", "timeout_ms", "is_p2p",
+})  # fmt: skip
+"""Required of an entry of the flight recorder, because ftrun reads them."""
+
+SAFE = ("nothing", "fr_trace_json", "dump_nccl_trace_json?includecollectives=false")
+"""Required: requests that ftrun makes during a capture do not end it."""
+
+HANG_SETTINGS = ("hang.suspect_after_s=3", "hang.no_activity_s=1", "hang.kill_after_s=8")
+CULPRIT = 1
 
 MEMORY_S = 5.0
 """Required: from a kill until the device memory is free."""
@@ -107,13 +123,28 @@ def respawn(check: Check, *, bound: bool = False) -> Figures:
     shown["unprotected"] = status.get("snapshots", {}).get("unprotected_reason", "no status")
     shown |= check.found("facts") | ({"failed": failed} if failed else {})
     times_s = shown["kill_to_step_s"]
-    ok = len(times_s) == num_kills and max(times_s) <= RESPAWN_S and not failed
-    ok &= (
-        not shown.get("dropped")
-        and not shown["unprotected"]
-        and all(step for step, _ in shown["status"])
-    )
-    return {"ok": ok, "shown": shown, "phases": phases}
+    ok = len(times_s) == num_kills and not failed and not shown.get("dropped")
+    ok &= not shown["unprotected"] and all(step for step, _ in shown["status"])
+    missed = missed_by_respawn(shown, BOUND_S if bound else COLD_S) if check.is_gpu else []
+    shown |= {"missed": "; ".join(missed)} if missed else {}
+    return {"ok": ok and not missed, "shown": shown, "phases": phases}
+
+
+def missed_by_respawn(shown: Figures, limit_s: float) -> list[str]:
+    """What is required of a GPU and missed: times, fields of the recorder, captures; in words."""
+    missed, longest_s = [], max(shown["kill_to_step_s"], default=math.inf)
+    if longest_s > limit_s:
+        missed.append(f"a kill to the next step takes {longest_s:g} s, more than {limit_s:g} s")
+    handlers = shown.get("handlers", ())
+    newest = [entry for name in handlers for entry in shown.get(name, {}).get("newest", ())]
+    lacking = sorted({key for one in newest for key in RECORDED_FIELDS - one.keys()})
+    if lacking or not newest:
+        missed.append(f"fields of the recorder: {', '.join(lacking) or 'no entry'}")
+    for request in SAFE:
+        is_made = request == "nothing" or request.partition("?")[0] in handlers
+        if is_made and (found := shown.get(f"capture during {request}")) != "intact":
+            missed.append(f"a capture during {request}: {found}")
+    return missed
 
 
 def kill_ranks(
@@ -156,6 +187,26 @@ def kill_ranks(
 def journal(check: Check, kind: str) -> Lines:
     lines = bench.read_journal(check.folder, check.run_id())
     return [line for line in lines if line["kind"] == kind]
+
+
+def two(check: Check) -> Figures:
+    """Two ranks hang in several ways, one after the other; each time ftrun names rank 1."""
+    count = torch.cuda.device_count() if check.is_gpu else 2
+    if count < 2:
+        return {"ok": None, "shown": {"not run": f"needs two GPUs, and {count} is here"}}
+    cases = cases_of(check.args.device)
+    words = ("two", "--variants", ",".join(cases))
+    error = check.run(check.ftrun(*words, ranks=2, settings=HANG_SETTINGS))
+    closed = [line for line in journal(check, "incident_closed") if line["generations"]]
+    verdicts = {one["incident"]: one["verdict"] for one in journal(check, "verdict")}
+    shown = {}
+    for case, line in zip(cases, closed, strict=False):
+        shown[case] = {key: line[key] for key in ("culprits", "detected_s", "recovered_s")}
+        shown[case] |= {"kind": line["verdict_kind"], "restored": line["restored"]}
+    are_named = [one["culprits"] == [CULPRIT] for one in shown.values()]
+    ok = not error and len(are_named) == len(cases) and all(are_named)
+    shown |= {"failed": error} if error else {}
+    return {"ok": ok, "shown": shown, "verdicts": verdicts}
 
 
 def memory(check: Check) -> Figures:

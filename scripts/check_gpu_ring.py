@@ -134,6 +134,7 @@ def measure(device: str, gb: float, notes: Notes) -> None:
     first_s, *times_s = (seconds_of(lambda: start().result()) for _ in range(1 + ROUNDS))
     rate = ring.num_bytes / 1e9 / statistics.median(times_s)
     facts = {"first_s": first_s, "is_pinned": ring.is_pinned(), "wrong": ring.differing()}
+    facts["has_two_threads"] = device_copies._second_thread() is not None
     notes.write("ring", found={"bytes": ring.num_bytes, "gb_per_s": rate, **facts})
     with one_thread():
         times_s = [seconds_of(lambda: start().result()) for _ in range(ROUNDS)]

@@ -44,19 +44,38 @@ class Check:
         *more: object,
         part: str = "",
         ranks: int = 1,
+        every: object = 1,
         settings: Sequence[str] = (),
     ) -> list[object]:
-        flags = ["--nproc-per-node", ranks, "--run-id", self.run_id(part), "--snapshot-every", 1]
+        """A worker under ftrun.
+
+        Args:
+            what: the part of the worker.
+            more: its other arguments.
+            part: folder of its files.
+            ranks: their number.
+            every: steps between two snapshots, or `auto`.
+            settings: `KEY=VALUE` of the profile.
+        """
+        flags = ["--nproc-per-node", ranks, "--run-id", self.run_id(part)]
+        flags += ["--snapshot-every", every]
         for setting in settings:
             flags += ["--set", setting]
         if self.args.device == "fake":  # torch knows it before a fork, as it knows a GPU
             flags += ["--preload", "fake_device.preloaded"]
         return [*ftrun_command(*flags), *self.plain(what, *more, part=part)[1:]]
 
-    def run(self, command: Sequence[object], part: str = "") -> str:
-        """Run a command to its end; empty, or its last output if it failed."""
+    def run(self, command: Sequence[object], part: str = "", **more: str) -> str:
+        """Run a command to its end; empty, or its last output if it failed.
+
+        Args:
+            command: its words.
+            part: folder of its files.
+            more: variables of the environment.
+        """
         folder = self.folder / part
         variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/c"}
+        variables |= more
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
             return "not started: the time of this check is over"
@@ -71,6 +90,6 @@ class Check:
         lines = NotesReader(self.folder / part / f"rank{rank}.jsonl").read()
         return [line for line in lines if kind in (None, line["kind"])]
 
-    def found(self, kind: str) -> Figures:
+    def found(self, kind: str, part: str = "") -> Figures:
         """All figures that a worker wrote before its end."""
-        return {key: one for line in self.lines(kind) for key, one in line["found"].items()}
+        return {key: one for line in self.lines(kind, part) for key, one in line["found"].items()}

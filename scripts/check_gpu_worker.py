@@ -1,7 +1,7 @@
 """The worker of check_gpu.py: small trainings that kill themselves, and measurements.
 
-Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`; alone: `reference`, `rates`, `ring`,
-`nvml` and `conformance`. All write lines to rank<N>.jsonl.
+Under ftrun: `exact`, `idle`, `memory`, `respawn`, `cost`, `auto`, `two`; alone: `reference`,
+`rates`, `ring`, `nvml`, `xid`, `collectives` and `conformance`. All write lines to rank<N>.jsonl.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -19,8 +20,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from bench_notes import Notes
+from check_gpu_collectives import cost as collective_cost
+from check_gpu_collectives import two
 from check_gpu_device import (
     BACKENDS,
+    access_illegally,
     assumptions,
     captured,
     free_bytes,
@@ -31,6 +35,7 @@ from check_gpu_device import (
     pinning,
     rates,
     wait,
+    xid_facts,
 )
 from check_gpu_ring import measure as ring
 from check_gpu_training import KILL_AT, Training, page, page_facts
@@ -40,11 +45,16 @@ from torch.utils.data import DataLoader, Dataset
 
 import ftrun
 from ftrun import process_tree
-from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 from ftrun.wire.transport.channel import short_socket_path
 from ftrun.worker.context import worker_context
+from ftrun.worker.session import Session
 
 T = TypeVar("T")
+
+SETTLE_S = 30.0
+LEAST_STEPS = 100
+"""Steps in which the share of snapshots is measured."""
 
 LIST_S = 6.0
 """A list of timed steps ends after this time, so that a slow device has all lists."""
@@ -123,6 +133,40 @@ class Costs:
         self.sealed(session.step_done, shared)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def measure_auto(self, periods: int, notes: Notes) -> None:
+        """Steps between snapshots whose interval ftrun has chosen, over whole periods."""
+        session, context = ftrun.attach(self.layers, self.optimizer), worker_context()
+        assert context is not None
+        shared, commands = context.page, context.commands
+        self.timed(session.begin)
+        self.calibrate()
+        quiet_s = several(20, lambda: self.timed(lambda: session.step_done(snapshot=False))[1])
+
+        def chosen() -> int:
+            is_used = session.step > commands.get(CommandField.EVERY_FROM_STEP)
+            return commands.get(CommandField.SNAPSHOT_EVERY) if is_used else 0
+
+        end_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < end_s:  # until an interval is used from one snapshot to the next
+            before = chosen()
+            self.period(session, shared)
+            if before and before == chosen():
+                break
+        periods_s: list[list[float]] = []
+        while len(periods_s) < periods or sum(map(len, periods_s)) < LEAST_STEPS:
+            periods_s.append(self.period(session, shared))
+            quiet_s += periods_s[-1][2:-2]
+            steps_s = [one for some in periods_s for one in some]
+            found = {"every": [*map(len, periods_s)], "steps_s": steps_s, "quiet_s": quiet_s}
+            notes.write("auto", found=found)
+
+    def period(self, session: Session, shared: SharedPage) -> list[float]:
+        """Steps until the next snapshot is sealed; the seconds of each."""
+        count, found = shared.get(HeartbeatField.SEALED_COUNT), list[float]()
+        while shared.get(HeartbeatField.SEALED_COUNT) == count:
+            found.append(self.timed(session.step_done)[1])
+        return found
 
     def sealed(self, boundary: Callable[[], None], shared: SharedPage) -> float:
         """Seconds from a boundary to the end of its copy, while nothing else runs."""
@@ -298,6 +342,11 @@ def main() -> None:
     parts: dict[str, Callable[[], object]] = {
         "idle": lambda: time.sleep(args.seconds),
         "cost": lambda: Costs(args).measure(args.rounds, notes),
+        "auto": lambda: Costs(args).measure_auto(args.rounds, notes),
+        "collectives": lambda: collective_cost(device, notes),
+        "two": lambda: two(device, args.variants.split(","), notes),
+        "xid": lambda: notes.write("xid", found=xid_facts(illegal_access(args))),
+        "illegal": lambda: access_illegally(device),
         "rates": lambda: plain_copies(device, notes),
         "ring": lambda: ring(device, args.gb, notes),
         "nvml": lambda: notes.write("nvml", found=nvml_facts()),
@@ -308,6 +357,12 @@ def main() -> None:
         "reference": lambda: exact(args, notes, -1),
     }
     parts[args.what]()
+
+
+def illegal_access(args: argparse.Namespace) -> list[str]:
+    """The command of a process that makes one."""
+    words = [__file__, "illegal", "--folder", str(args.folder), "--device", args.device]
+    return [sys.executable, *words]
 
 
 def exact(args: argparse.Namespace, notes: Notes, kill_at: int) -> None:

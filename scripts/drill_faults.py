@@ -176,6 +176,19 @@ def pair_cut(it: Breaking) -> None:
         raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, generation {it.run.generation}")
 
 
+def one_way_cut(it: Breaking) -> None:
+    """Ranks train over eth1, where node 1 reaches node 2 no more. Agents and SMPs use eth0."""
+    it.begin({node: {"GLOO_SOCKET_IFNAME": "eth1"} for node in range(4)})
+    it.hit("cut", 1, peer=2, rail=1, is_one_way=True)
+    it.recovered()
+    named = it.run.journals("verdict")[0]["verdict"]
+    wanted = "nothing that rank 1 on node1 sends to rank 2 on node2 arrives"
+    if wanted not in named["text"] or named["culprits"] or named["nodes"] != ["node1", "node2"]:
+        raise BenchError(f"what node1 sends to node2 is dropped, and the verdict is {named}")
+    if it.run.generation != 1 or it.run.node_of(2) != 3:
+        raise BenchError(f"rank 2 is on node{it.run.node_of(2)}, generation {it.run.generation}")
+
+
 def leader_cut(it: Breaking) -> None:
     """The others continue; the old leader suspends its ranks, and returns as a spare."""
     it.begin()
@@ -346,6 +359,7 @@ class Fault:
     act: Callable[[Breaking], None]
     members: int = 2
     spares: int = 1
+    rails: int = 1
     flags: tuple[str, ...] = ()
     pace: float = 1.0
     """Factor on the step time of the job, for faults that need much time before its end."""
@@ -360,6 +374,7 @@ _ALL = (
     Fault("cut", "a node's cable, for good", cut),
     Fault("pair-cut", "the link between the two members, for good", pair_cut),
     Fault("pair-cut-unprotected", "the same, without erasure coding", pair_cut, flags=UNPROTECTED),
+    Fault("one-way-cut", "one direction between two of three members", one_way_cut, 3, rails=2),
     Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
     Fault(
         "one-by-one",

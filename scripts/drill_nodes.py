@@ -145,7 +145,7 @@ def _break(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns, fou
     names = tuple(f"rank{rank}.jsonl" for rank in range(fault.members))
     job = DrillJob(kind, tuple(job_argv(kind, Path("FOLDER"))), names, STEPS)
     expected = undisturbed.of(job, fault.members)
-    with VirtualCluster(fault.members + fault.spares) as cluster:
+    with VirtualCluster(fault.members + fault.spares, rails=fault.rails) as cluster:
         run = NodesRun(
             cluster,
             folder,

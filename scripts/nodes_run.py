@@ -39,10 +39,15 @@ Line = dict[str, Any]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a node: this checkout, one thread, no variables of a run around this process."""
+    """For a node: this checkout, one thread, no variables of a run around this process.
+
+    A collective check costs each node about half a second of processor time. Tests of it ask for
+    one with a flag.
+    """
     own = ("FTRUN_", "PET_", "SLURM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    fixed["FTRUN_PREFLIGHT_COLLECTIVE_MB"] = "0"
     return {**kept, **fixed, **(extra or {})}
 
 
@@ -240,6 +245,21 @@ class NodesRun(RankFiles):
         """Of all nodes, in the order of time."""
         found = [line for node in self.processes for line in self.journal(node, kind)]
         return sorted(found, key=lambda line: float(line["monotonic_s"]))
+
+    def ask(self, node: int, *words: object) -> str:
+        """The output of a command of ftrun about this run, such as `status`, on one node."""
+        command = [sys.executable, "-m", "ftrun", *map(str, words)]
+        asked = self.cluster.run(
+            node, command, env=environment(), cwd=self.folder, stdout=subprocess.PIPE
+        )
+        output, _ = asked.communicate(timeout=60)
+        if asked.returncode:
+            raise BenchError(f"{' '.join(command)} on node{node} ended with {asked.returncode}")
+        return output.decode()
+
+    def status(self, node: int) -> Line:
+        found: Line = json.loads(self.ask(node, "status", RUN_ID, "--json", "--versions"))
+        return found
 
     def text(self, node: int) -> str:
         path = self._output(node)

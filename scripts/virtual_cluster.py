@@ -98,13 +98,16 @@ class VirtualCluster:
         name: str = "",
         shm: str = "2g",
         kept: bool = False,
+        clock_step_s: int = 0,
         **network: Any,
     ) -> None:
         """Prepares a cluster; it starts with `up`, or with a `with` block.
 
         `shm`: size of each node's /dev/shm (bytes, or with k, m, g); it takes memory when used.
-        `kept`: it outlives this process. `network`: rails=2, leaves=2, uplink="400mbit" ..., see
-        Network. Raises: ClusterError: a number, name, size or rate is wrong.
+        `kept`: it outlives this process. `clock_step_s`: the monotonic clocks of each node are
+        this far ahead of those of the node before it. `network`: rails=2, leaves=2,
+        uplink="400mbit" ..., see Network. Raises: ClusterError: a number, name, size or rate is
+        wrong.
         """
         if not 1 <= nodes <= link.MAX_NODES:
             raise ClusterError(f"{nodes} nodes: 1 to {link.MAX_NODES} are possible")
@@ -115,6 +118,7 @@ class VirtualCluster:
         self._count = nodes
         self._shm = shm
         self._kept = kept
+        self._clock_step_s = clock_step_s
         self._holders: dict[str, Holder] = {}
 
     @staticmethod
@@ -234,11 +238,16 @@ class VirtualCluster:
                 raise
 
     def cut(
-        self, node: int | str, *, peer: int | str | None = None, rail: int | None = None
+        self,
+        node: int | str,
+        *,
+        peer: int | str | None = None,
+        rail: int | None = None,
+        is_one_way: bool = False,
     ) -> None:
         """Cut its cables, or drop only the packets between it and `peer`. All processes stay alive.
 
-        `rail`: only on this one.
+        `rail`: only on this one. `is_one_way`: drop only what it sends to `peer`.
         """
         with self._changing(node) as (state, found):
             for port in link.ports(found, rail):
@@ -246,7 +255,7 @@ class VirtualCluster:
                     _switch(state).cut(port)
                     found.cables[port.rail].is_cut = True
                 else:
-                    link.part(found, find(state, peer), port.rail)
+                    link.part(found, find(state, peer), port.rail, is_one_way=is_one_way)
 
     def heal(
         self, node: int | str, *, peer: int | str | None = None, rail: int | None = None
@@ -377,7 +386,8 @@ class VirtualCluster:
     def _init_command(self, node: Node) -> list[str]:
         hosts = str(self._folder / "hosts")
         addresses = " ".join(cable.address for cable in node.cables)
-        return node_of.init_command(node.name, hosts, self._shm, addresses)
+        clock_s = self._clock_step_s * int(node.name.removeprefix("node"))
+        return node_of.init_command(node.name, hosts, self._shm, addresses, clock_s=clock_s)
 
     def _hold(self, name: str, command: list[str]) -> Holder:
         log = self._folder / f"{name}.log"

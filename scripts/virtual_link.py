@@ -210,11 +210,11 @@ def _uplinks(network: Network, rail: int) -> list[tuple[str, str]]:
     return [(f"u{leaf}-{rail}", f"d{leaf}-{rail}") for leaf in leaves]
 
 
-def part(one: Node, other: Node, rail: int) -> None:
-    """Drop all packets between these two over this rail."""
+def part(one: Node, other: Node, rail: int, *, is_one_way: bool = False) -> None:
+    """Drop all packets between these two over this rail; one way: from the first to the other."""
     if one is other:
         raise ClusterError(f"{one.name} cannot be cut from itself")
-    for near, far in ((one, other), (other, one)):
+    for near, far in ((one, other), *(() if is_one_way else ((other, one),))):
         _close_to(alive(near), far.cables[rail].address, device_of(rail))
         cable = near.cables[rail]
         cable.cut_from = sorted({*cable.cut_from, far.name})

@@ -103,10 +103,14 @@ def _wait_for(descriptor: int, what: str) -> None:
 # --- the processes that hold namespaces ------------------------------------------------------
 
 
-def init_command(*words: str) -> list[str]:
-    """The first process of a node: name, hosts file, size of /dev/shm, addresses."""
+def init_command(*words: str, clock_s: int) -> list[str]:
+    """The first process of a node: name, hosts file, size of /dev/shm, addresses.
+
+    `clock_s`: the monotonic clocks of the node are this far ahead.
+    """
     # Only the second unshare is in the node: no process outside holds its network.
-    outer = ["unshare", "--pid", "--fork", "--"]
+    clocks = ["--time", "--monotonic", str(clock_s), "--boottime", str(clock_s)]
+    outer = ["unshare", "--pid", "--fork", *(clocks if clock_s else []), "--"]
     inner = ["unshare", "--net", "--mount", "--uts", "--ipc", "--"]
     return [*outer, *inner, "sh", str(_INIT), *words]
 
@@ -185,7 +189,10 @@ def start_in(
     init: Process, argv: Sequence[str], *, env: dict[str, str], cwd: str, **options: Any
 ) -> "subprocess.Popen[Any]":
     """Start a command in the node of `init`, as a child of the caller. `options`: Popen's."""
-    enter = ["nsenter", "--target", str(init.pid), "--net", "--mount", "--uts", "--ipc", "--"]
+    spaces = ["--net", "--mount", "--uts", "--ipc"]
+    if os.path.exists("/proc/self/ns/time"):
+        spaces.append("--time")
+    enter = ["nsenter", "--target", str(init.pid), *spaces, "--"]
     # A working directory from outside would be unreachable inside: the command enters it by path.
     enter += ["sh", "-c", 'cd "$0" && exec "$@"', cwd]
     with _children_born_in(init):

@@ -27,7 +27,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
 from ftrun.records.run import AgentStarted, ErrorRecord, InternalErrorRecord
-from ftrun.records.snapshots import MemoryAdopted
+from ftrun.records.snapshots import MemoryAdopted, RunStateRejected
 from ftrun.wire.run_environment import RunFolder
 
 
@@ -149,7 +149,12 @@ def _take_over(smp: AgentSmpClient, journal: Journal, spec: RunSpec) -> Persiste
         except PeerError:
             smp.lost()
             smp.start()
-    state = newer(decode_state(left or b""), from_stub)
+    from_smp = decode_state(left or b"")
+    for holder, found in (("SMP", from_smp), ("stub", from_stub)):
+        if found is None:
+            text = f"the state of the run in the {holder} has another form, and is not used"
+            journal.write(RunStateRejected(f"{text}: ftrun was replaced while the run was alive"))
+    state = newer(from_smp or PersistedAgentState(), from_stub or PersistedAgentState())
     if state.plan is not None:
         generation = state.plan.generation
         own = spec.nodes.node_id if spec.nodes is not None else None

@@ -217,7 +217,9 @@ class Run:
         if not self.node.is_alone:
             # Each node has its own journal. The merged journal is next to them, on the leader.
             self.rpc = ClusterRpc(self.control_loop, self.journal, logs.parent)
-        self.rank_observer = RankObserver(self.workers.unused_fds, spec.profile.hang, logs / DUMPS)
+        self.rank_observer = RankObserver(
+            self.workers.unused_fds, spec.profile.hang, logs / DUMPS, self.workers.written_errors
+        )
         self.signals = RunSignals(spec, journal=self.journal, workers=self.workers)
         self.device_memory = DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s)
         self.maintenance = Maintenance(self)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
-from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
+from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, SHARE_WAIT_S
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
 from ftrun.monitor.worker_exits import exit_text
@@ -237,6 +237,9 @@ class Maintenance:
             life=generations.life,
             live_capture_timeout_s=wait_s,
             capture_from=(generations.number, capture_from) if capture_from >= 0 else None,
+            keep_bytes=settings.keep_bytes,
+            share_timeout_s=0.0 if run.spec.nodes is None else SHARE_WAIT_S,
+            writers=settings.writers,
         )
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:

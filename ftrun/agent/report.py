@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.observe.devices import RecentDeviceErrors
+from ftrun.agent.observe.evidence import PressureReader
+from ftrun.agent.publish.versions import held_versions
 from ftrun.ids import Version
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
@@ -29,6 +31,7 @@ class NodeReporter:
         self._exits: list[events.WorkerExit] = []
         self._differs: tuple[str, tuple[int, ...]] = ("", ())
         self._oom_kills = oom_kills()
+        self._pressure = PressureReader()
 
     def begin(self) -> None:
         """Drop the reports of the last generation."""
@@ -110,7 +113,9 @@ class NodeReporter:
             capture_warning=workers.slow_capture(),
             checkpoint=_pair(run.maintenance.newest_order),
             num_writes=smp.num_writes,
+            pressure=self._pressure.poll(now_s),
             restart=generations.restart_times(now_s) if runs else None,
+            versions=() if run.rpc is None else held_versions(smp.memory, generations.number),
         )
 
     def _ready(self) -> VersionPair | None:

@@ -40,7 +40,7 @@ from ftrun.ids import RunId
 from ftrun.urls import is_url, located
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.finished_run import has_finished, read_owner
-from ftrun.wire.messages.checkpoint import INDEX_NAME
+from ftrun.wire.messages.checkpoint import ATOMS_NAME, INDEX_NAME
 from ftrun.wire.run_environment import (
     LOG_FOLDER,
     RunFolder,
@@ -168,6 +168,7 @@ def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
         return None
     if is_url(directory):
         return check_writable(directory)
+    _check_no_atoms(f"--checkpoint-dir {directory}", Path(directory))
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -197,10 +198,19 @@ def check_resume(spec: RunSpec) -> None:
             f"{flag}: {path} {what}. Name a checkpoint (DIR/step-...), a directory of them, or "
             "auto or never; ftrun checkpoints list DIR lists them"
         )
+    _check_no_atoms(flag, found)
     if not (found / INDEX_NAME).exists() and not any(found.glob(f"step-*/{INDEX_NAME}")):
         raise UsageError(
             f"{flag}: there is no checkpoint of ftrun in {path}, neither {INDEX_NAME} nor "
             "step-.../. Nothing was started"
+        )
+
+
+def _check_no_atoms(flag: str, folder: Path) -> None:
+    if (folder / ATOMS_NAME).exists():
+        raise UsageError(
+            f"{flag}: {folder} holds atoms, and a run resumes from a checkpoint. ftrun checkpoints "
+            f"load {folder} DIR makes one of them in DIR. Nothing was started"
         )
 
 

@@ -61,6 +61,7 @@ class NodesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     slurm_topology: str = ""  # content of that file, if it is Slurm's topology.conf
     erasure_data: int | None = None  # K; None: ftrun chooses
     erasure_parity: int | None = None  # M; None: ftrun chooses; 0: no parity
+    erasure_ring: bool = False  # each node stores a copy of the state of the node before it; M is 1
 
     @property
     def size(self) -> ClusterSize:

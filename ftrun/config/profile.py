@@ -97,6 +97,10 @@ class MonitorConfig(_Section, frozen=True, kw_only=True):
         "a rank stopped (SIGSTOP) for this time is killed and replaced", gt=0)] = 5.0
     no_progress_report_after_s: Annotated[float, _meta(
         "a rank without a step for this time is reported in the journal", gt=0)] = 60.0
+    error_patterns: Annotated[dict[str, str], _meta(
+        "more error classes, such as {quota: 'quota*exceeded'}, searched in the lines that a "
+        "failed rank wrote, with * and ? as in file names; they are evidence and decide nothing",
+        wanted="names with patterns")] = field(default_factory=dict)
 
 
 class HangConfig(_Section, frozen=True, kw_only=True):
@@ -126,10 +130,11 @@ class HangConfig(_Section, frozen=True, kw_only=True):
 class SlowConfig(_Section, frozen=True, kw_only=True):
     """Ranks and links that are alive and delay all others."""
 
-    action: Annotated[Literal["report", "evict"], _meta(
-        "evict: at a step boundary, a spare takes the place of the slow node")] = "report"
+    action: Annotated[Literal["auto", "report", "evict"], _meta(
+        "auto: if the evidence names one node, a free spare takes its place at a step boundary; "
+        "evict: also for one end of a slow link; report: never")] = "auto"
     evict_after_s: Annotated[float, _meta(
-        "evict after the node was slow for this time without a pause", ge=0)] = 30.0
+        "auto, evict: after the node was slow for this time without a pause", ge=0)] = 30.0
 
 
 class NumericsConfig(_Section, frozen=True, kw_only=True):
@@ -157,6 +162,12 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
     keep: Annotated[int, _meta("number of checkpoints that stay, the newest included", ge=1)] = 2
     max_age_s: Annotated[float, _meta(
         "checkpoints older than this go as well, never the newest; 0: no age limit", ge=0)] = 0.0
+    keep_bytes: Annotated[int, _meta(
+        "the oldest checkpoints go while all in the directory have more bytes than this, never "
+        "the newest; 0: no limit", ge=0)] = 0
+    writers: Annotated[int, _meta(
+        "files of equal size that a node writes at once; 0: one for each rank, one after the other",
+        ge=0, le=64)] = 0
     max_bytes_per_s: Annotated[float, _meta(
         "highest write rate of each node; 0: no limit. The last checkpoint of a run is written "
         "without a limit", ge=0)] = 0.0
@@ -230,25 +241,33 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
         ge=0, le=1)] = 0.5
     retry_max_s: Annotated[float, _meta(
         "longest time until an unfit node checks itself again", gt=0)] = 60.0
+    collective_mb: Annotated[int, _meta(
+        "MB of the all-reduce among nodes that are new in a run, while their ranks start; on one "
+        "node among two processes; 0: none", ge=0, le=4096)] = 64
 
 
 class ErasureConfig(_Section, frozen=True, kw_only=True):
     """Protection of snapshots against the loss of nodes."""
 
     scheme: Annotated[str, _meta(
-        "K+M, up to 32+16: any M of K+M nodes may be lost; auto: by the number of nodes",
-        pattern=r"^(auto|none|[1-9][0-9]?\+[1-9][0-9]?)$",
-        wanted="auto, none or K+M, such as 4+2")] = "auto"
+        "K+M, up to 32+16: any M of K+M nodes may be lost; auto: by the number of nodes; mirror: "
+        "a copy of each node's state on the next node",
+        pattern=r"^(auto|none|mirror|[1-9][0-9]?\+[1-9][0-9]?)$",
+        wanted="auto, none, mirror or K+M, such as 4+2")] = "auto"
     mirror_max_bytes: Annotated[int, _meta(
         "state of a rank up to this size is mirrored to M nodes, not encoded", ge=0)] = 1 << 20
 
     @property
+    def is_mirror(self) -> bool:
+        return self.scheme == "mirror"
+
+    @property
     def data_and_parity(self) -> tuple[int | None, int | None]:
-        """K and M; (None, None) leaves both to ftrun, (None, 0) means no parity."""
+        """K and M; (None, None) leaves both to ftrun, (None, 0) is no parity, (None, 1) a copy."""
         if self.scheme == "auto":
             return None, None
-        if self.scheme == "none":
-            return None, 0
+        if self.scheme in ("none", "mirror"):
+            return None, int(self.is_mirror)
         data, _, parity = self.scheme.partition("+")
         return int(data), int(parity)
 

@@ -12,15 +12,18 @@ in runs below 8 nodes, two from 8 on.
 Rule 1: groups differ by at most one node, and no group is too small to be protected if there are
         enough nodes. Otherwise there are fewer groups, each with more data nodes than requested.
 Rule 2: the nodes of a fault domain are spread over the groups as evenly as possible.
-Rule 3: a node that stays keeps its group and its position, so protected state stays readable.
+Rule 3: neighbours in a ring are of different fault domains, where that is possible.
+Rule 4: a node that stays keeps its group and its position, so protected state stays readable.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import xxhash
 
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
+from ftrun.erasure.stripes import RingStripes, Stripes
 from ftrun.errors import InternalError
 
 GROUP_NODES = 8
@@ -29,24 +32,34 @@ TWO_PARITY_FROM = 8
 
 @dataclass(frozen=True, slots=True)
 class ProtectionGroup:
-    """Nodes that protect each other, and how many of them may be lost."""
+    """Nodes that protect each other, and how many of them may be lost.
+
+    In a ring, each node has a copy of the state of the node before it; its parity is 1.
+    """
 
     nodes: tuple[str, ...]
     parity: int
+    is_ring: bool = False
 
     @property
     def data(self) -> int:
         """k: data blocks of a stripe. Below 1, parity cannot protect the group."""
-        return len(self.nodes) - self.parity
+        return 1 if self.is_ring else len(self.nodes) - self.parity
 
     @property
     def is_protected(self) -> bool:
-        return self.parity >= 1 and self.data >= 1
+        return 1 <= self.parity < len(self.nodes)
+
+    def stripes(self, block_bytes: int) -> Stripes:
+        count = len(self.nodes)
+        if self.is_ring:
+            return RingStripes(count, block_bytes)
+        return Stripes(count, self.parity, block_bytes)
 
     @property
     def id(self) -> int:
         """u64 digest of these nodes in this order with this parity; fragments carry it."""
-        words = [str(self.parity), *self.nodes]
+        words = [f"{self.parity}{' ring' if self.is_ring else ''}", *self.nodes]
         return xxhash.xxh3_64_intdigest("".join(f"{len(word)}:{word}" for word in words).encode())
 
 
@@ -55,7 +68,12 @@ def default_parity(num_nodes: int) -> int:
 
 
 def make_groups(
-    nodes: Sequence[str], *, data: int | None, parity: int, domains: Mapping[str, str] | None = None
+    nodes: Sequence[str],
+    *,
+    data: int | None,
+    parity: int,
+    domains: Mapping[str, str] | None = None,
+    is_ring: bool = False,
 ) -> list[ProtectionGroup]:
     """Divides all nodes into new groups.
 
@@ -64,6 +82,7 @@ def make_groups(
         data: k, data blocks of a stripe if the groups have equal sizes; None: chosen here.
         parity: m; 0: no parity.
         domains: fault domain by node; a node without an entry is a domain of its own.
+        is_ring: each group is a ring; with parity 1, and `data` None.
     """
     if len(set(nodes)) != len(nodes):
         raise InternalError(f"a node is named twice among {', '.join(nodes)}")
@@ -81,10 +100,10 @@ def make_groups(
     places = {node: position for position, node in enumerate(nodes)}
     # Round robin: the nodes of a domain follow each other, so two groups differ by at most one of
     # its nodes.
-    return [
-        ProtectionGroup(tuple(sorted(ordered[first::count], key=places.__getitem__)), parity)
-        for first in range(count)
-    ]
+    members_of = [sorted(ordered[first::count], key=places.__getitem__) for first in range(count)]
+    if is_ring:
+        members_of = [_apart(one, domains or {}) for one in members_of]
+    return [ProtectionGroup(tuple(one), parity, is_ring) for one in members_of]
 
 
 def next_groups(
@@ -95,6 +114,7 @@ def next_groups(
     data: int | None,
     parity: int,
     domains: Mapping[str, str] | None = None,
+    is_ring: bool = False,
 ) -> list[ProtectionGroup]:
     """Groups of a new generation: the previous ones if replacements make them fit, else new ones.
 
@@ -107,13 +127,27 @@ def next_groups(
     of_previous = {node for group in previous for node in group.nodes}
     mine = {old: new for old, new in replaced.items() if old in of_previous - {*nodes}}
     after = {mine.get(node, node) for node in of_previous}
-    is_kept = len(after) == len(of_previous) and all(group.parity == parity for group in previous)
+    code = (parity, is_ring)
+    is_kept = len(after) == len(of_previous)
+    is_kept = is_kept and all((group.parity, group.is_ring) == code for group in previous)
     if previous and is_kept and after == {*nodes}:
         return [
             replace(group, nodes=tuple(mine.get(node, node) for node in group.nodes))
             for group in previous
         ]
-    return make_groups(nodes, data=data, parity=parity, domains=domains)
+    return make_groups(nodes, data=data, parity=parity, domains=domains, is_ring=is_ring)
+
+
+def _apart(nodes: list[str], domains: Mapping[str, str]) -> list[str]:
+    """Reorders a ring in which neighbours share a domain: each domain takes every second place."""
+    of = {node: domains.get(node, node) for node in nodes}
+    if all(of[node] != of[nodes[at - 1]] for at, node in enumerate(nodes)):
+        return nodes
+    sizes = Counter(of.values())
+    ordered = sorted(nodes, key=lambda node: (-sizes[of[node]], of[node]))
+    half = (len(nodes) + 1) // 2
+    even, odd = ordered[:half], ordered[half:]
+    return [node for at in range(half) for node in (*even[at : at + 1], *odd[at : at + 1])]
 
 
 def _num_groups(num_nodes: int, data: int | None, parity: int) -> int:

@@ -110,6 +110,38 @@ class Stripes:
         return turns * self.m + sum(t < rest for t in self._parity_turns[node])
 
 
+class RingStripes(Stripes):
+    """Each block is a stripe: one node has it, and the next node of the ring has a copy.
+
+        n = 4, m = 1    node 0   node 1   node 2   node 3
+        stripe 0        data     copy
+        stripe 1                 data     copy
+        stripe 2                          data     copy
+        stripe 3        copy                       data      and so on, from the top
+
+    A copy is the parity of one data block. The state survives the loss of nodes of which no two are
+    neighbours in the ring.
+    """
+
+    def __init__(self, n: int, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__(n, 1, block_bytes)
+        self.k = 1
+        self._data_turns = [[node] for node in range(n)]
+        self._parity_turns = [[(node - 1) % n] for node in range(n)]
+
+    def parity_nodes(self, stripe: int) -> tuple[int, ...]:
+        return ((stripe + 1) % self.n,)
+
+    def data_nodes(self, stripe: int) -> tuple[int, ...]:
+        return (stripe % self.n,)
+
+    def index(self, stripe: int, node: int) -> int:
+        return (node - stripe) % self.n
+
+    def node_at(self, stripe: int, index: int) -> int:
+        return (stripe + index) % self.n
+
+
 def _dense(stripe: int, n: int, own: list[int]) -> int | None:
     """Index of a stripe among a node's `own` stripes, over all turns; None if not among them."""
     turn, at = divmod(stripe, n)

@@ -56,6 +56,7 @@ from ftrun.wire.cluster.messages import (
     ProbePathRequest,
     ProbePathResult,
     RailUnresponsive,
+    ReadmitNode,
 )
 
 
@@ -264,6 +265,9 @@ class Member:
                 return leader.heartbeat_received(sender, body, now_s=now_s)
             case ProbeLinkResult() | ProbePathResult() | RailUnresponsive():
                 return leader.reported(sender, body, now_s=now_s)
+            case ReadmitNode():
+                failures, reason = leader.monitor.failures, "an operator has requested it"
+                return [*failures.readmit(body.node_id, reason)]
             case _:
                 return []
 

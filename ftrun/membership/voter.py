@@ -41,6 +41,7 @@ from ftrun.recovery.commands import (
     Quiesce,
     RepeatNodeCheck,
     RequestFinalSnapshot,
+    RunCollectiveCheck,
     Send,
     SetFirstSnapshotStep,
     SetSnapshotInterval,
@@ -106,7 +107,7 @@ class Voter:
         self._joined: ConfigurationId = (-1, 0)
         """The newest voter revision whose acceptance is persisted."""
         self._prepare: tuple[str, Prepare] | None = None
-        self._checks_asked = 0
+        self._checks_asked = self._collective_asked = 0
         self._done = LeaderHeartbeat(generation=-1)
         """The leader's orders that were executed, in the generation they name."""
         if kept is not None:
@@ -322,6 +323,10 @@ class Voter:
         return self.me.node_id in body.leave and not self.is_member and needs_no_vote
 
     def _check_again(self, body: LeaderHeartbeat) -> list[Command]:
+        ring = body.collective
+        if ring is not None and ring.number > self._collective_asked and self.me in ring.nodes:
+            self._collective_asked = ring.number
+            return [RunCollectiveCheck(ring)]
         wanted, known = body.checks.get(self.me.node_id, 0), self.fitness
         if known is None or wanted <= max(known.number, self._checks_asked):
             return []

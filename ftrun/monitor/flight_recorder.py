@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ftrun.monitor.page_values import Backends, decode_groups
-from ftrun.monitor.verdicts import CollectiveCall, OpenMessage, ProcessGroupView
+from ftrun.monitor.verdicts import CollectiveCall, OpenMessage, ProcessGroupView, group_text
 
 SHOWN_CALLS = 8
 _MESSAGE = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)$")
@@ -48,6 +48,8 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     pg_id: int | None = None
     p2p_seq_id: int = 0
     op_id: int = 0
+    time_discovered_completed_ns: int | None = None
+    """When torch noticed its end, on the wall clock; 0 or None: it did not, as with gloo."""
 
     @property
     def group(self) -> str:
@@ -107,6 +109,23 @@ def trace_of(dump: object) -> Trace | None:
         return msgspec.convert(dump, Trace, strict=False)
     except msgspec.MsgspecError:
         return None
+
+
+def last_call_text(trace: Trace, *, now_ns: float) -> str:
+    """The newest call in a trace, in words that continue "its last collective is"; empty: none."""
+    one = max(trace.entries, key=lambda one: one.time_created_ns, default=None)
+    if one is None:
+        return ""
+    seq = one.p2p_seq_id if one.is_p2p else one.collective_seq_id
+    over_ns = one.time_discovered_completed_ns
+    end = "and has not left"
+    if one.is_over(has_states=False):
+        end = "and has left"
+        end += f" for {max(0.0, (now_ns - over_ns) / 1e9):.1f} s" if over_ns else ""
+    return (
+        f"{one.op} #{seq:,} of {group_text(*one.process_group)}, which it entered "
+        f"{_age_s(one, now_ns):.1f} s ago {end}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +232,7 @@ def _view(
         messages=messages,
         is_on_device=source.is_on_device,
         has_started=has_started,
+        left_s=_left_s(collectives, now_ns),
     )
 
 
@@ -228,6 +248,11 @@ def _open_messages(
         key = (named[1], ranks[int(named[2])])
         found.setdefault(key, OpenMessage(*key, one.p2p_seq_id, _age_s(one, now_ns)))
     return tuple(found.values())
+
+
+def _left_s(collectives: Iterable[RecordedCollective], now_ns: float) -> float:
+    newest_ns = max((one.time_discovered_completed_ns or 0 for one in collectives), default=0)
+    return round(max(0.0, (now_ns - newest_ns) / 1e9), 2) if newest_ns else 0.0
 
 
 def _age_s(entry: RecordedCollective, now_ns: float) -> float:

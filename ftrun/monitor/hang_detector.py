@@ -10,7 +10,10 @@ Rule 2: A verdict states what cannot be determined: several culprits, and `possi
 
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
+
 from ftrun.config.profile import HangConfig
+from ftrun.monitor.connections import stalled_connections, with_stalled
 from ftrun.monitor.verdicts import (
     COMPUTES,
     Confidence,
@@ -19,6 +22,7 @@ from ftrun.monitor.verdicts import (
     Verdict,
     VerdictKind,
     function_of,
+    group_text,
     nodes_of,
     rank_on_node,
     ranks_text,
@@ -50,6 +54,25 @@ def find_hang(
 
     A rank that has made a step within `limit_s` is not late.
     """
+    found = _judged(views, node_of, settings, limit_s)
+    if found is None:
+        return None
+    stalled = stalled_connections(views, node_of, limit_s=settings.no_activity_s)
+    return _with_errors(with_stalled(found, stalled, views), views)
+
+
+def _with_errors(verdict: Verdict, views: Mapping[int, RankView]) -> Verdict:
+    """With what the culprits have written, or the ranks that wait if there is no culprit."""
+    ranks = [rank for rank in verdict.culprits or verdict.victims if views[rank].errors]
+    lines = [f"rank {rank}: {one.text}" for rank in ranks for one in views[rank].errors[:1]]
+    first = views[ranks[0]].errors[0].error_class if ranks else ""
+    evidence = (*verdict.evidence, *lines[:_MANY])
+    return msgspec.structs.replace(verdict, evidence=evidence, error_class=first)
+
+
+def _judged(
+    views: Mapping[int, RankView], node_of: Mapping[int, str], settings: HangConfig, limit_s: float
+) -> Verdict | None:
     late = [view for view in views.values() if is_late(view, limit_s)]
     if not late:
         return None
@@ -270,7 +293,10 @@ def _of_device(rank: int, waits: WaitGraph) -> list[str]:
     call, others = _call_of(behind.group), behind.completed_by or behind.started_by
     does = "completed" if behind.completed_by else "started"
     verb = "has" if len(others) == 1 else "have"
-    return [f"{ranks_text(others)} {verb} {does} {call}, and rank {rank} has only called it"]
+    groups = (group for one in behind.completed_by for group in waits.views[one].groups)
+    left_s = max((one.left_s for one in groups if one.name == behind.group.name), default=0.0)
+    ago = f" {left_s:.1f} s ago" if left_s else ""
+    return [f"{ranks_text(others)} {verb} {does} {call}{ago}, and rank {rank} has only called it"]
 
 
 def _of_state(view: RankView, settings: HangConfig) -> list[str]:
@@ -279,7 +305,8 @@ def _of_state(view: RankView, settings: HangConfig) -> list[str]:
         return [f"{subject} ended with exit code 0 after step {view.step:,}"]
     found = [f"{subject} has made no step for {view.unresponsive_s:.1f} s (step {view.step:,})"]
     if view.process in ("T", "t"):
-        return [*found, f"{subject}'s process is stopped (state {view.process})"]
+        found.append(f"{subject}'s process is stopped (state {view.process})")
+        return [*found, *(f"{subject}: {note}" for note in view.recorder_notes)]
     if view.process == "D":
         where = f" in {view.blocked_in}" if view.blocked_in else ""
         found.append(f"{subject}'s process is in an uninterruptible sleep (state D){where}")
@@ -462,6 +489,4 @@ def _waited_s(group: ProcessGroupView) -> float:
 
 
 def _group_name(group: ProcessGroupView) -> str:
-    if group.desc in ("", "undefined"):
-        return f"group {group.name}"
-    return "the default group" if group.desc == "default_pg" else f"group {group.desc}"
+    return group_text(group.name, group.desc)

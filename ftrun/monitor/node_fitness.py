@@ -14,6 +14,7 @@ from enum import Enum
 import msgspec
 
 from ftrun.config.profile import PreflightConfig
+from ftrun.monitor.slow.collective_check import CollectiveResult
 
 MIN_OTHERS = 2
 """With fewer other nodes, the comparison cannot show which node is the slow one."""
@@ -54,6 +55,8 @@ class NodeMeasurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: int = 0
     gpu_faults: tuple[str, ...] = ()
     gpu_remarks: tuple[str, ...] = ()
+    collective: CollectiveResult | None = None
+    """Of the newest collective check; None: this agent has taken part in none."""
     not_done: str = ""
     """What could not be measured, and why."""
     took_s: float = 0.0

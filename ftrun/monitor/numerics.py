@@ -203,13 +203,21 @@ class LossContinuity:
         if not self._found or self._found[-1][0] != step:
             self._found.append((step, loss))
 
+    @property
+    def _before(self) -> list[float]:
+        return [one for _, one in self._found if math.isfinite(one)]
+
+    @property
+    def usual(self) -> float:
+        return median(self._before) if self._before else math.nan
+
     def judge(self, loss: float | None) -> str:
         """`continuous`, `jumped`, or `not reported`."""
         if loss is None:
             return "not reported"
         if not math.isfinite(loss):
             return "jumped"
-        before = [one for _, one in self._found if math.isfinite(one)]
+        before = self._before
         if len(before) < _ENOUGH_LOSSES:
             return "not reported"
         middle, spread = _middle_and_spread(before)

@@ -9,6 +9,8 @@ from enum import Enum
 
 import msgspec
 
+from ftrun.events import ErrorLine
+
 
 class VerdictKind(Enum):
     """Kinds of problems; docs/verdicts.md has a section for each."""
@@ -63,6 +65,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """The evidence is positive: a longer wait would not change the diagnosis."""
     fingerprint: str = ""
     """Identifies a fault: equal for verdicts on the same fault at the same location."""
+    error_class: str = ""
+    """Of the lines that the culprit wrote: evidence, on which nothing depends; empty: none."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -80,6 +84,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def nodes_of(ranks: Iterable[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
     """The nodes of these ranks, each once, in the order of the ranks."""
     return tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of))
+
+
+def group_text(name: str, desc: str) -> str:
+    """A process group: `the default group`, `group dp`."""
+    if desc in ("", "undefined"):
+        return f"group {name}"
+    return "the default group" if desc == "default_pg" else f"group {desc}"
 
 
 def rank_on_node(rank: int, node_of: Mapping[int, str]) -> str:
@@ -163,6 +174,8 @@ class ProcessGroupView(msgspec.Struct, frozen=True):
     """The collectives run on a device, after the host has called them."""
     has_started: bool | None = None
     """The oldest open collective runs on the device; None: starts are not recorded."""
+    left_s: float = 0.0
+    """Seconds since the end of the newest completed collective was noticed; 0: not recorded."""
 
     @property
     def entered(self) -> int:
@@ -180,6 +193,19 @@ class ProcessGroupView(msgspec.Struct, frozen=True):
 
     def call(self, seq: int) -> CollectiveCall | None:
         return next((one for one in self.calls if one.seq == seq), None)
+
+
+class RankConnection(msgspec.Struct, frozen=True):
+    """One TCP connection of a rank to another machine; counts start at its creation."""
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    stalled_s: float = 0.0
+    """Seconds in which bytes were to be sent and none was acknowledged; 0: none waits."""
+    acked_bytes: int = 0
+    received_bytes: int = 0
+    retransmits: int = 0
+    """Segments sent again in `stalled_s`; 0: this node drops what it sends."""
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -221,6 +247,10 @@ class RankView(msgspec.Struct, frozen=True):
     child: str = ""
     """Describes a child process that is stopped or hangs in the kernel, such as a DataLoader
     worker."""
+    connections: tuple[RankConnection, ...] = ()
+    """To other machines, the longest stalled first; of many connections only a part."""
+    errors: tuple[ErrorLine, ...] = ()
+    """Error classes in its logs, read once in a hang."""
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:

@@ -37,6 +37,8 @@ class ExitFacts:
     """Out-of-memory kills on this node since the last check; None if unreadable."""
     stopped_s: float | None = None
     """Seconds for which the worker was stopped before ftrun killed it for that."""
+    last_call: str = ""
+    """The newest collective of a stopped worker, in words; empty: not known."""
     full_disk: str = ""
     """Folder of its output and its error file, if their disk is full."""
     corrupt: str = ""
@@ -51,7 +53,7 @@ def explain(facts: ExitFacts) -> WorkerExit:
         return WorkerExit(rank, ExitKind.CORRUPT_SNAPSHOT, status, text, fingerprint="corrupt")
     if facts.stopped_s is not None:
         text = f"{subject} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s, and ftrun killed it"
-        return WorkerExit(rank, ExitKind.STOPPED, status, text, fingerprint="stopped")
+        return WorkerExit(rank, ExitKind.STOPPED, status, text, facts.last_call, "stopped")
     if status == 0:
         return WorkerExit(rank, ExitKind.FINISHED, 0, f"{subject} has finished")
     if status < 0:

@@ -94,6 +94,7 @@ class IncidentClosed(IncidentNote, frozen=True, tag="incident_closed"):
     steps_lost: Whole | None = None
     restored: Whole | None = None  # step from which the ranks began again
     generations: tuple[int, ...] = ()  # generations that were started because of it
+    error_class: str = ""  # of the lines that the culprit wrote; empty: none
 
 
 class LifecycleChanged(Note, frozen=True, tag="lifecycle_changed"):

@@ -103,8 +103,24 @@ class NodeFit(NodeNote, frozen=True, tag="node_fit"):
     """A node may run ranks again."""
 
 
+class NodeReadmitted(NodeNote, frozen=True, tag="node_readmitted"):
+    """The exclusion of a node ended before its time."""
+
+
 class NodeBelowMedian(NodeNote, frozen=True, tag="node_below_median"):
     """The rates of a node are far below those of the others."""
+
+
+class CollectiveFinished(Note, frozen=True, tag="collective_finished"):
+    """An all-reduce among new nodes has ended."""
+
+    nodes: tuple[str, ...]
+    is_complete: bool
+    is_wrong: bool
+
+
+class WrongSumFound(NodeNote, frozen=True, tag="wrong_sum_found"):
+    """A node has computed a wrong sum, or a link from it has changed bytes."""
 
 
 class PathsProbed(Note, frozen=True, tag="paths_probed"):

@@ -11,6 +11,10 @@ class MemoryAdopted(Record, frozen=True, tag="memory_adopted"):
     generation: int
 
 
+class RunStateRejected(ReasonRecord, frozen=True, tag="run_state_rejected"):
+    """The run's persisted state has the form of another version of ftrun."""
+
+
 class SmpReady(Record, frozen=True, tag="smp_ready"):
     """An SMP answers."""
 

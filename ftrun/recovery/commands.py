@@ -21,6 +21,7 @@ from ftrun.records.recovery import SignalWorkers as SignalWorkers
 from ftrun.records.recovery import SuspendRanks as SuspendRanks
 from ftrun.records.recovery import UpdatePeerPorts as UpdatePeerPorts
 from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.membership import CollectiveRing
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
 # --- a whole run: the supervisor's ------------------------------------------------------------
@@ -39,6 +40,12 @@ class ExcludeNode:
 
     node_id: str
     reason: str
+    is_fault: bool = False
+    """The hardware of the node is at fault."""
+
+    @property
+    def text(self) -> str:
+        return f"node {self.node_id} is excluded: {self.reason}"
 
 
 # --- one node: a member's ---------------------------------------------------------------------
@@ -120,6 +127,13 @@ class SetSnapshotInterval:
 @dataclass(frozen=True, slots=True)
 class InspectRanks:
     """A rank has failed: report the last calls of this node's ranks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCollectiveCheck:
+    """Take part in this check. Answer: `NodeChecked` with the result among its figures."""
+
+    ring: CollectiveRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +255,7 @@ NodeCommand = (
     | EndRun
     | JournalEntry
 )
-Command = NetworkCommand | NodeCommand | RepeatNodeCheck | ProbePath | QueryWitness
+CheckCommand = RepeatNodeCheck | RunCollectiveCheck
+Command = NetworkCommand | NodeCommand | CheckCommand | ProbePath | QueryWitness
 """A node check runs in its own thread, as do path probes and witness queries: the executor runs
 none of them."""

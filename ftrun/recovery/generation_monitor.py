@@ -31,11 +31,12 @@ from ftrun.events import (
     WorkersExited,
 )
 from ftrun.ids import Generation, Rank, version
-from ftrun.monitor.verdicts import Verdict
+from ftrun.monitor.verdicts import Verdict, VerdictKind
 from ftrun.monitor.worker_exits import may_be_a_consequence, node_lost, restore_failed
 from ftrun.recovery.commands import (
     EndRun,
     ExcludeNode,
+    JournalEntry,
     KillWorkers,
     RequestFinalSnapshot,
     Send,
@@ -55,7 +56,12 @@ from ftrun.recovery.snapshot_coordination import (
     StepRate,
 )
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
-from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan
+from ftrun.wire.cluster.generation import (
+    ConfigurationId,
+    FailureHistory,
+    GenerationPlan,
+    NodeCard,
+)
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
@@ -99,7 +105,8 @@ class GenerationMonitor:
         self._exits: dict[Rank, WorkerExit] = {}
         self._waiting: list[WorkerExit] = []
         self._stops_handled = 0
-        self.failures = NodeFailures(settings.profile.nodes.max_failures_per_hour)
+        per_hour = settings.profile.nodes.max_failures_per_hour
+        self.failures = NodeFailures(per_hour, self.reports)
         self._problems: set[str] = set()
         self._is_boundary_reported = False
         self._waits_until_s = 0.0
@@ -109,16 +116,24 @@ class GenerationMonitor:
     def incidents(self) -> IncidentLog:
         return self.watching.incidents
 
-    def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
+    def succeed(
+        self,
+        history: FailureHistory,
+        *,
+        now_s: float,
+        known_s: float,
+        newest: GenerationPlan | None = None,
+    ) -> None:
         """Takes over the history that the last leader knew at `known_s`; may be called again.
 
-        Ages that count towards a limit do not include the time since `known_s`: the strict choice.
+        Ages that count towards the budget do not include the time since `known_s`: the strict
+        choice. `newest` is the plan of this history.
         """
         self.past.succeed(history.past_restarts, history.gone, known_s=known_s)
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
         self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
-        self.failures.succeed(history.node_failures, history.barred, now_s=now_s)
+        self.failures.succeed(history, newest, known_s=known_s)
 
     def history(self, *, now_s: float) -> FailureHistory:
         known = self.supervisor.history(now_s=now_s)
@@ -126,6 +141,7 @@ class GenerationMonitor:
             known,
             node_failures=self.failures.ages_s(now_s=now_s),
             barred=self.failures.barred_ages_s(now_s=now_s),
+            exclusions=self.failures.reasons(now_s=now_s),
             incidents=self.incidents.count,
             hung_nodes=[*self.watching.hung.nodes],
             longest_start_s=self.watching.hung.longest_s,
@@ -148,20 +164,25 @@ class GenerationMonitor:
 
         A member with a fault keeps its ranks until another node can run them.
         """
-        faulty = {one for one in self.reports.faults if self.reports.member(one) is None}
-        return self.failures.excluded(now_s=now_s) | faulty
+        return set(self.failures.excluded(now_s=now_s))
 
     @property
     def suspects(self) -> set[str]:
         """Nodes that are excluded only because a failure repeated on them."""
         return self.supervisor.suspects - self.reports.faults.keys()
 
-    def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
+    def bar(self, node_ids: Iterable[str], reason: str, *, now_s: float) -> None:
         for node_id in node_ids:
-            self.failures.bar(node_id, now_s=now_s)
+            self.failures.bar(node_id, reason, now_s=now_s)
+
+    def returns(self, card: NodeCard, *, now_s: float) -> list[JournalEntry]:
+        """Records that a node has joined."""
+        self.past.returns(card.node_id)
+        return self.failures.returns(card, now_s=now_s)
 
     def evict(self, verdict: Verdict, node_id: str, reason: str, *, now_s: float) -> None:
-        self.failures.bar(node_id, now_s=now_s)
+        is_fault = verdict.kind is VerdictKind.FAILING_NODE
+        self.failures.bar(node_id, verdict.text, is_fault=is_fault, now_s=now_s)
         self.incidents.found(verdict, (), self.reports.progress, now_s=now_s)
         self.incidents.acted("evict", reason)
 
@@ -175,6 +196,7 @@ class GenerationMonitor:
 
     def begin(self, plan: GenerationPlan, *, now_s: float) -> list[SupervisorCommand]:
         self.take_over(plan, since_s=now_s)
+        self.failures.newest = None
         self.orders = LeaderHeartbeat(generation=plan.generation)
         self._exits.clear()
         self._waiting.clear()
@@ -363,7 +385,7 @@ class GenerationMonitor:
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
         if node_id and can_replace:
-            self.failures.bar(node_id, now_s=now_s)
+            self.failures.bar(node_id, "it was replaced after a hang", now_s=now_s)
             self.incidents.acted("evict", f"node {node_id} is replaced")
         self._take_exits(found, now_s)
 
@@ -476,6 +498,7 @@ class GenerationMonitor:
             elif isinstance(command, StartGeneration):
                 self.incidents.acted("respawn", command.reason)
             elif isinstance(command, ExcludeNode):
-                self.failures.bar(command.node_id, now_s=now_s)
-                self.incidents.acted("evict", command.reason)
+                node_id, is_fault = command.node_id, command.is_fault
+                self.failures.bar(node_id, command.reason, is_fault=is_fault, now_s=now_s)
+                self.incidents.acted("evict", command.text)
         return found

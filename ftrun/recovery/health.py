@@ -14,6 +14,7 @@ from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.numerics import NumericsDetector, RankNumerics
+from ftrun.monitor.slow.host_pressure import HostPressure
 from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_text
 from ftrun.monitor.worker_exits import first_cause, hidden_cause
 from ftrun.recovery.commands import Send
@@ -214,14 +215,22 @@ class HealthMonitor:
         if failed:
             cause = first_cause(failed)
             nodes = [node.node_id for node in plan.members if cause.rank in node.ranks]
-            self.incidents.failed(cause, nodes, self._reports.progress, now_s=now_s)
+            progress, known = self._reports.progress, self._of_nodes(nodes)
+            self.incidents.failed(cause, nodes, progress, of_nodes=known, now_s=now_s)
 
     def _with_troubles(self, verdict: Verdict) -> Verdict:
-        """Adds the recent error counts of network cards and GPUs of the named nodes."""
-        heartbeats = self._reports.heartbeats
-        nodes = [node_id for node_id in verdict.nodes if node_id in heartbeats]
-        reported = [f"{node}: {text}" for node in nodes for text in heartbeats[node].troubles]
-        return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *reported))
+        found = (*verdict.evidence, *self._of_nodes(verdict.nodes))
+        return msgspec.structs.replace(verdict, evidence=found)
+
+    def _of_nodes(self, nodes: Sequence[str]) -> list[str]:
+        """Recent error counts of network cards and GPUs, and the pressure, of these nodes."""
+        known = [(node, self._reports.heartbeats.get(node)) for node in nodes]
+        return [
+            f"{node}: {text}"
+            for node, heartbeat in known
+            if heartbeat is not None
+            for text in (*heartbeat.troubles, *(heartbeat.pressure or HostPressure()).texts)
+        ]
 
 
 def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:

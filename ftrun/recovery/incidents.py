@@ -4,6 +4,8 @@ Survives: the leader: the next one continues the count, and opens its own incide
 
 Rule 1: one incident at a time. A failure before its verification belongs to it.
 Rule 2: an incident is closed when all ranks are past the step they had reached, not when they run.
+Rule 3: if the loss has jumped by then, the incident stays open for up to 20 more steps, or until a
+        loss continues the earlier ones. Until then every failure belongs to it.
 """
 
 from collections import deque
@@ -40,6 +42,9 @@ from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
 KEPT = 20
 """Closed incidents that status still shows."""
 
+MAX_UNVERIFIED_STEPS = 20
+"""Steps for which a loss that has jumped keeps an incident open."""
+
 _KINDS = {
     ExitKind.OUT_OF_MEMORY: VerdictKind.OUT_OF_MEMORY,
     ExitKind.NODE_LOST: VerdictKind.NODE_LOST,
@@ -70,6 +75,10 @@ class Incident:
     """When the verdict on the newest fault was reached."""
     downtime: Downtime | None = None
     """Known after every rank has completed a step since the newest fault."""
+    jumped_step: int | None = None
+    """The first verified step at which the loss was not as before; None if it was."""
+    last_loss: float | None = None
+    """The loss that was judged last."""
     downtime_before: Downtime | None = None
     """The sum for earlier faults of the same incident."""
 
@@ -106,6 +115,16 @@ class IncidentLog:
         """Whether a suspicion was reported and is neither cleared nor acted on."""
         return self.life in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether every rank has completed a step since the newest fault of the open incident."""
+        return self.open is not None and self.open.downtime is not None
+
+    @property
+    def has_jumped(self) -> bool:
+        """Whether ranks are past their earlier step, and the loss keeps the incident open."""
+        return self.open is not None and self.open.jumped_step is not None
+
     # --- what happens -------------------------------------------------------------------------
 
     def sign(self, fault_s: float) -> None:
@@ -134,7 +153,7 @@ class IncidentLog:
         if self.open is not None:
             self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
             self.open.generations.append(plan.generation)
-            self.open.downtime = None
+            self.open.downtime = self.open.jumped_step = self.open.last_loss = None
 
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
         ranks = tuple(sorted(view.rank for view in finding.views if view.has_stepped))
@@ -195,11 +214,19 @@ class IncidentLog:
         self._go(LifecycleState.RUN, "it is only reported")
         self._close(None, progress, now_s=now_s)
 
-    def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
-               now_s: float) -> None:  # fmt: skip
+    def failed(
+        self,
+        cause: WorkerExit,
+        nodes: Sequence[str],
+        progress: Progress,
+        *,
+        of_nodes: Sequence[str] = (),
+        now_s: float,
+    ) -> None:
+        """`of_nodes`: what is known of the state of the nodes, for the evidence."""
         incident = self._incident(cause.text, progress, now_s=now_s)
         if incident.verdict is None:
-            self.named(verdict_of(cause, nodes), (), now_s=now_s)
+            self.named(verdict_of(cause, nodes, of_nodes), (), now_s=now_s)
         elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.NUMERICAL_ANOMALY):
             self._note(AdditionalFinding(cause.text, incident.number))
 
@@ -252,7 +279,7 @@ class IncidentLog:
             self._go(LifecycleState.RUN, "every rank has made a step")
         elif self.life is LifecycleState.VERIFY and incident is not None:
             is_past = step > incident.best_step or not self._attached
-            if is_past and incident.downtime is not None:
+            if is_past and incident.downtime is not None and not self._waits(loss, step):
                 text = f"every rank is past step {max(incident.best_step, 0):,}"
                 self._go(LifecycleState.RUN, text)
                 self._close(loss, progress, now_s=now_s)
@@ -267,6 +294,23 @@ class IncidentLog:
             self._close(None, progress, now_s=now_s)
 
     # --- details ------------------------------------------------------------------------------
+
+    def _waits(self, loss: float | None, step: int) -> bool:
+        """Whether a loss that has jumped keeps the incident open; reports it once."""
+        incident = self.open
+        if incident is None or loss is None:
+            return False
+        incident.last_loss = loss
+        if self._losses.judge(loss) != "jumped":
+            return False
+        if incident.jumped_step is None:
+            incident.jumped_step = step
+            text = (
+                f"the loss has jumped from about {self._losses.usual:.4g} to {loss:.4g} after the "
+                f"restart; the incident stays open for up to {MAX_UNVERIFIED_STEPS} more steps"
+            )
+            self._note(AdditionalFinding(text, incident.number), announce=True)
+        return step < incident.jumped_step + MAX_UNVERIFIED_STEPS
 
     def _incident(self, text: str, progress: Progress, *, now_s: float) -> Incident:
         since_s = now_s if self._sign_s is None else min(self._sign_s, now_s)
@@ -284,6 +328,7 @@ class IncidentLog:
     def _close(self, loss: float | None, progress: Progress, *, now_s: float) -> None:
         incident, self.open = self.open, None
         assert incident is not None
+        loss = incident.last_loss if loss is None else loss
         verdict, restored = incident.verdict, incident.restored_step
         is_past = progress.step > incident.best_step
         lost = None
@@ -294,6 +339,7 @@ class IncidentLog:
             incident.text,
             incident.number,
             verdict_kind=verdict.kind.value if verdict is not None else incident.kind,
+            error_class=verdict.error_class if verdict is not None else "",
             culprits=verdict.culprits if verdict is not None else (),
             nodes=verdict.nodes if verdict is not None else (),
             verified=IncidentVerification(is_past, self._losses.judge(loss)),
@@ -324,27 +370,34 @@ class IncidentLog:
         self._notes.append(JournalEntry(record, announce=announce))
 
 
-def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
+def verdict_of(cause: WorkerExit, nodes: Sequence[str], of_nodes: Sequence[str] = ()) -> Verdict:
     """The verdict on an ended rank: certain from the kernel's report, unless it left early."""
     kind = _KINDS.get(cause.kind, VerdictKind.CRASH)
     evidence = [cause.text]
     if cause.detail:
         evidence.append(cause.detail.strip().splitlines()[-1].strip())
+    evidence += [one.text for one in cause.errors]
     is_node = cause.kind is ExitKind.NODE_LOST
     return Verdict(
         kind=kind,
         culprits=() if is_node else (cause.rank,),
         nodes=tuple(nodes),
         text=cause.text,
-        evidence=tuple(evidence),
+        evidence=(*evidence, *of_nodes),
         confidence=Confidence.LIKELY if cause.kind is ExitKind.LEFT_EARLY else Confidence.CERTAIN,
         act_immediately=True,
         fingerprint=cause.fingerprint,
+        error_class=cause.errors[0].error_class if cause.errors else "",
     )
 
 
 def _cut(view: RankView, verdict: Verdict) -> RankView:
-    """A rank for the report; whole stacks only of culprits and of one victim."""
+    """A rank for the report; whole stacks only of culprits and of one victim.
+
+    Of its connections, those that have stalled.
+    """
+    stalled = tuple(one for one in view.connections if one.stalled_s)
+    view = msgspec.structs.replace(view, connections=stalled)
     if view.rank in (*verdict.culprits, *verdict.victims[:1]):
         return view
     return msgspec.structs.replace(view, stack=view.stack[:1])

@@ -189,15 +189,17 @@ class HungLinks:
     ) -> str:
         """The node to replace for this hang; empty: none.
 
-        After a hang without a lost link, the same nodes are restarted first. If no step follows,
-        one of the nodes is replaced.
+        If neither a link is lost nor the verdict has proof, the same nodes are restarted first. If
+        no step follows, one of the nodes is replaced.
         """
         before, self.nodes = self.nodes, verdict.nodes
         lost = lost_links(reports.heartbeats, plan, cut)
         if lost is not None:
             return lost.node_out
-        nodes = [one for one in before if plan.member(one) is not None]
-        return next((one for one in reversed(nodes) if one != plan.leader), "")
+        known = verdict.nodes if verdict.act_immediately else before
+        nodes = [one for one in known if plan.member(one) is not None]
+        last = next((one for one in reversed(nodes) if one != plan.leader), "")
+        return last or (nodes[0] if nodes and verdict.act_immediately else "")
 
 
 def _no_first_step(

@@ -3,14 +3,17 @@
 A leader hands it to the next one, of bounded size, with ages instead of times.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ftrun.records.membership import NodeLeft, NodeLost
+from ftrun.records.membership import NodeLeft, NodeLost, NodeReadmitted
 from ftrun.recovery.commands import JournalEntry
+from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import (
     DepartedNode,
+    Exclusion,
+    FailureHistory,
     GenerationPlan,
     NodeCard,
     PastRestart,
@@ -157,33 +160,78 @@ _HOUR_S = 3600.0
 
 
 class NodeFailures:
-    """The losses of the last hour, by node id; nodes lost too often or barred are excluded."""
+    """The exclusions of nodes: lost too often within an hour, barred, or with a hardware fault."""
 
-    def __init__(self, per_hour: int) -> None:
+    def __init__(self, per_hour: int, reports: MemberReports) -> None:
+        self.newest: GenerationPlan | None = None
+        """A plan of an earlier leader that may have been chosen: its members may run ranks."""
         self._per_hour = per_hour
+        self._reports = reports
         self._lost_s: dict[str, list[float]] = {}
-        self._barred_s: dict[str, float] = {}
+        self._barred: dict[str, tuple[float, Exclusion]] = {}
+        """Nodes that were excluded while they were present: when, and why."""
         self._past_lost_s: dict[str, list[float]] = {}
         """Losses that an earlier leader recorded."""
-        self._past_barred_s: dict[str, float] = {}
+        self._past_barred: dict[str, tuple[float, Exclusion]] = {}
 
     def succeed(
-        self, lost: Mapping[str, Sequence[float]], barred: Mapping[str, float], *, now_s: float
+        self, history: FailureHistory, newest: GenerationPlan | None = None, *, known_s: float
     ) -> None:
-        self._past_lost_s = {one: [now_s - age_s for age_s in ages] for one, ages in lost.items()}
-        self._past_barred_s = {one: now_s - age_s for one, age_s in barred.items()}
+        """Takes over what the last leader knew at `known_s`."""
+        self.newest = newest
+        lost = history.node_failures.items()
+        self._past_lost_s = {one: [known_s - age_s for age_s in ages] for one, ages in lost}
+        reasons = history.exclusions
+        self._past_barred = {
+            one: (known_s - age_s, reasons.get(one, Exclusion("a failure")))
+            for one, age_s in history.barred.items()
+        }
 
     def note(self, node_id: str, *, now_s: float) -> None:
         self._lost_s.setdefault(node_id, []).append(now_s)
 
-    def bar(self, node_id: str, *, now_s: float) -> None:
+    def bar(self, node_id: str, reason: str, *, is_fault: bool = False, now_s: float) -> None:
         """Excludes a node at once; after an hour and a whole check of itself it may return."""
-        self._barred_s[node_id] = now_s
+        node = self._reports.member(node_id)
+        incarnation = node.card.incarnation if node is not None else 0
+        self._barred[node_id] = (now_s, Exclusion(reason[:_MAX_TEXT], incarnation, is_fault))
 
-    def excluded(self, *, now_s: float) -> set[str]:
-        lost = self.ages_s(now_s=now_s).items()
-        often = {node_id for node_id, ages_s in lost if len(ages_s) >= self._per_hour}
-        return often | set(self.barred_ages_s(now_s=now_s))
+    def returns(self, card: NodeCard, *, now_s: float) -> list[JournalEntry]:
+        """Readmits a node on which ftrun was started again after a hardware fault."""
+        _, found = self._all_barred(now_s).get(card.node_id, (0.0, None))
+        is_repaired = found is not None and found.is_fault and card.is_first
+        if not is_repaired or found is None or card.incarnation == found.incarnation:
+            return []
+        return self.readmit(card.node_id, "ftrun was started on it after a hardware fault")
+
+    def readmit(self, node_id: str, reason: str) -> list[JournalEntry]:
+        """Ends an exclusion; the node may run ranks after a whole check of itself."""
+        for known in (self._lost_s, self._past_lost_s, self._barred, self._past_barred):
+            known.pop(node_id, None)
+        text = f"node {node_id} is readmitted: {reason}. It may run ranks when its check passes"
+        return [JournalEntry(NodeReadmitted(text, node_id), announce=True)]
+
+    def excluded(self, *, now_s: float) -> dict[str, tuple[float | None, str]]:
+        """Seconds until each excluded node may run ranks again, and the reason.
+
+        None: while the node reports a hardware fault. A member with a fault is not excluded.
+        """
+        found: dict[str, tuple[float | None, str]] = {}
+        for node_id, ages_s in self.ages_s(now_s=now_s).items():
+            if len(ages_s) >= self._per_hour:
+                # The node returns when its number of failures falls below the limit.
+                left_s = _HOUR_S - sorted(ages_s)[self._per_hour - 1]
+                noun = "failure" if len(ages_s) == 1 else "failures"
+                found[node_id] = (left_s, f"{len(ages_s)} {noun} in an hour")
+        for node_id, (at_s, one) in self._all_barred(now_s).items():
+            left_s, (known_s, _) = _HOUR_S - (now_s - at_s), found.get(node_id, (0.0, ""))
+            if left_s >= (known_s or 0.0):
+                found[node_id] = (left_s, one.reason)
+        for node_id, fault in self._reports.faults.items():
+            may_run = self.newest is not None and self.newest.member(node_id) is not None
+            if not may_run and self._reports.member(node_id) is None:
+                found[node_id] = (None, f"it reports a hardware fault: {fault}")
+        return found
 
     def ages_s(self, *, now_s: float) -> dict[str, list[float]]:
         """Seconds since each loss of the last hour, by node id."""
@@ -199,5 +247,11 @@ class NodeFailures:
         return {one for one, ages in self.ages_s(now_s=now_s).items() if min(ages) < within_s}
 
     def barred_ages_s(self, *, now_s: float) -> dict[str, float]:
-        times = {**self._past_barred_s, **self._barred_s}
-        return {one: now_s - at_s for one, at_s in times.items() if now_s - at_s < _HOUR_S}
+        return {one: now_s - at_s for one, (at_s, _) in self._all_barred(now_s).items()}
+
+    def reasons(self, *, now_s: float) -> dict[str, Exclusion]:
+        return {one: found for one, (_, found) in self._all_barred(now_s).items()}
+
+    def _all_barred(self, now_s: float) -> dict[str, tuple[float, Exclusion]]:
+        known = {**self._past_barred, **self._barred}
+        return {one: found for one, found in known.items() if now_s - found[0] < _HOUR_S}

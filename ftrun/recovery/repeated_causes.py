@@ -57,8 +57,11 @@ class Placement:
         """The node with a hardware fault that explains this failure, and the fault; else empty.
 
         A peer may notice the failure before the ranks of the node itself. An error text counts for
-        a limited number of nodes, because a program may cause it on all.
+        a limited number of nodes, because a program may cause it on all. The end of an agent shows
+        nothing about a device.
         """
+        if cause.kind is ExitKind.NODE_LOST:
+            return "", ""
         node_id = next((one for one in sorted(self.faults) if one in self.node_of.values()), "")
         if node_id:
             return node_id, self.faults[node_id]

@@ -40,6 +40,8 @@ class RestoreChoice:
     world_size: int = 0
     """World size of the version; for another world size it is resharded."""
     sources: tuple[RestoreSource, ...] = ()
+    survives: int = 0
+    """Nodes of each source group that may still be lost."""
     wanted: Version | None = None
     """The newest version that was committed, or may have been, if it cannot be restored."""
     committed: Version | None = None
@@ -71,6 +73,20 @@ class _Group:
             )
         ]
 
+    def margin(self, slots: Slots) -> int:
+        """Nodes that may still be lost; negative if its state cannot be rebuilt.
+
+        In a ring, the state of two neighbours is lost with both.
+        """
+        missing = self.missing(slots)
+        if not self.name.is_ring:
+            return self.name.parity - len(missing)
+        names = [member.node_id for member in self.name.members]
+        after = {one: names[(at + 1) % len(names)] for at, one in enumerate(names)}
+        if any(after[one] in missing for one in missing):
+            return -1
+        return 0 if missing else 1
+
     @property
     def is_committed(self) -> bool:
         """Whether all of its nodes held their parts, including nodes that are missing now."""
@@ -96,6 +112,7 @@ class _Group:
             [list(member.ranks) for member in members],
             self.name.parity,
             self.name.protected_in,
+            self.name.is_ring,
         )
 
 
@@ -111,7 +128,7 @@ class _Held:
 
     def add_part(self, node_id: str, part: ProtectionPart) -> None:
         members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
-        name = f"{part.protected_in}/{part.parity}/{members}"
+        name = f"{part.protected_in}/{part.parity}/{part.is_ring}/{members}"
         parts = self.groups.setdefault(name, _Group(part)).parts
         # A node that rebuilds its part holds it twice: the complete one counts.
         parts[node_id] = max(
@@ -150,7 +167,7 @@ class _Held:
         groups = self._covering()
         if len({rank for group in groups for rank in group.ranks}) < self.world_size:
             return -1
-        return min(group.name.parity - len(group.missing(self.slots)) for group in groups)
+        return min(group.margin(self.slots) for group in groups)
 
     def rating(self) -> tuple[Version, int, bool, int]:
         """Highest for the version to try first; of equals the last committed protection.
@@ -185,7 +202,7 @@ class _Held:
 
         One that lacks a mirror of a lost rank rebuilds nothing, and comes last.
         """
-        margin = group.name.parity - len(group.missing(self.slots))
+        margin = group.margin(self.slots)
         lacks_mirror = not group.has_mirrors_of_lost(self.slots)
         return (lacks_mirror, -margin, not group.is_committed, -group.name.protected_in)
 
@@ -196,12 +213,15 @@ class _Held:
         if group is None:
             return f"no present node holds {ranks} {names}, which {are} not protected"
         gone = group.missing(self.slots)
-        if len(gone) <= group.name.parity:
+        if group.margin(self.slots) >= 0:
             return f"{ranks} {names} cannot be rebuilt: not all nodes have protected this version"
         members = ", ".join(member.node_id for member in group.name.members)
+        limit = f"at most {group.name.parity} may be missing"
+        if group.name.is_ring:
+            limit = "each has a copy of the state before it, so no two neighbours may be missing"
         return (
             f"{ranks} {names} cannot be rebuilt: missing of the group {members}: "
-            f"{', '.join(gone)}; at most {group.name.parity} may be missing"
+            f"{', '.join(gone)}; {limit}"
         )
 
 
@@ -253,12 +273,13 @@ def choose(
         reason = f"{name}: every rank can be restored"
         is_older = wanted is not None and name < wanted
         lost = wanted if is_older else missed
+        survives = max(0, one.margin) if all(source.parity for source in found) else 0
         if lost is None:
-            return RestoreChoice(name, reason, size, tuple(found), committed=wanted)
+            return RestoreChoice(name, reason, size, tuple(found), survives, committed=wanted)
         was = "was" if is_older else "may have been"
         reason += f"; {lost} {was} committed and is lost: {'; '.join(problems[:2])}"
         newest = name if is_older else wanted
-        return RestoreChoice(name, reason, size, tuple(found), lost, newest, away)
+        return RestoreChoice(name, reason, size, tuple(found), survives, lost, newest, away)
     reason = "; ".join(problems[:2]) or "no node holds a snapshot"
     newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
     return RestoreChoice(None, reason, wanted=newest, committed=wanted, holders=away)

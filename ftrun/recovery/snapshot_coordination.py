@@ -43,8 +43,9 @@ class MemberReports:
     def __init__(self) -> None:
         self.heartbeats: dict[str, Heartbeat] = {}
         """By node id, of any generation."""
-        self.faults: dict[str, str] = {}
-        """Hardware faults that nodes report, in words, by node id."""
+        self.wrong_sums: dict[str, str] = {}
+        """Nodes that computed wrong sums in a collective check, in words, by node id."""
+        self._reported_faults: dict[str, str] = {}
         self.step = 0
         """The largest step boundary that any rank has passed."""
         self.steps_here = 0
@@ -89,9 +90,9 @@ class MemberReports:
                 self._ready[ready] -= 1
         self.heartbeats[node_id] = heartbeat
         if heartbeat.fault:
-            self.faults[node_id] = heartbeat.fault
+            self._reported_faults[node_id] = heartbeat.fault
         else:
-            self.faults.pop(node_id, None)
+            self._reported_faults.pop(node_id, None)
         return self._count(node_id, heartbeat)
 
     def forget(self, node_id: str) -> None:
@@ -115,6 +116,11 @@ class MemberReports:
         if heartbeat.committed is not None:
             self.committed = max(self.committed or heartbeat.committed, heartbeat.committed)
         return True
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Hardware faults that nodes report, or that others have found, in words, by node id."""
+        return {**self.wrong_sums, **self._reported_faults}
 
     @property
     def current(self) -> list[Heartbeat]:

@@ -221,7 +221,7 @@ class Supervisor:
         is_final = self._is_final(cause, is_reported=node_id in place.faults)
         can_move = place.can_replace and (place.is_protected or node_id in self._faulty)
         if is_final is None and fault and can_move and self.budget.limit > 0:
-            return self._exclude(cause, node_id, fault)
+            return self._exclude(cause, ExcludeNode(node_id, fault, is_fault=True))
         found = Repetition(0)
         if fault:
             self._causes.note_uncounted(key, now_s=now_s)
@@ -234,7 +234,7 @@ class Supervisor:
         if found.exclude:
             self.suspects.add(found.exclude)
             text = f"the same failure occurred on it {found.count} times without progress"
-            return self._exclude(cause, found.exclude, text)
+            return self._exclude(cause, ExcludeNode(found.exclude, text))
         self.restarts += 1
         reason = cause.text
         if fault:
@@ -257,12 +257,11 @@ class Supervisor:
         )
         return [KillWorkers(cause.text)]
 
-    def _exclude(self, cause: WorkerExit, node_id: str, reason: str) -> list[SupervisorCommand]:
+    def _exclude(self, cause: WorkerExit, command: ExcludeNode) -> list[SupervisorCommand]:
         self.restarts += 1
         self._without_progress = 0
         self.state = SupervisorState.STARTING
-        text = f"node {node_id} is excluded: {reason}"
-        return [KillWorkers(cause.text), ExcludeNode(node_id, text), StartGeneration(text)]
+        return [KillWorkers(cause.text), command, StartGeneration(command.text)]
 
     def _restart_in_place(self, cause: WorkerExit, node_id: str, fault: str) -> str:
         missing = "the state is not protected" if self.placement.can_replace else "no spare is free"

@@ -115,8 +115,9 @@ class HangSuspicions:
         if lost is not None and not may_take_long:
             late = [rank for rank, view in sorted(views.items()) if _no_progress(view)]
             verdict = with_lost_links(verdict, lost, late)
-            if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION and not can_replace:
-                verdict = msgspec.structs.replace(verdict, act_immediately=False)
+        is_link = verdict is not None and verdict.kind is VerdictKind.HANG_IN_COMMUNICATION
+        if verdict is not None and is_link and not can_replace:
+            verdict = msgspec.structs.replace(verdict, act_immediately=False)
         is_due = unresponsive_s >= (deadlines.leave_s if may_take_long else deadlines.kill_s)
         if verdict is None and is_due and not _make_steps(views, deadlines.sample_s):
             verdict = _unknown(views, unresponsive_s)

@@ -64,6 +64,26 @@ class FixedStageNames:
         return self.placement.pattern.with_numbers(name, {**found, TURN: self._turn})
 
 
+class TiedStageNames:
+    """The names of a tensor that stages hold as a copy, at one coordinate."""
+
+    def __init__(self, placement: StagePlacement, coordinate: int) -> None:
+        assert placement.tied is not None
+        self.placement = placement
+        self._where = f"{placement.axis} {coordinate}"
+        names = (placement.pattern, 0) if coordinate == 0 else (placement.tied, placement.turns - 1)
+        self._own = names[0].filled({TURN: names[1]})
+
+    def whole(self, name: str) -> str:
+        """As `StageNames.whole`; raises SplitImpossible if it has another name here."""
+        if name != self._own:
+            raise SplitImpossible(f"{self._where} has it as {self._own} by {self.placement}")
+        return self.placement.pattern.filled({TURN: 0})
+
+    def own(self, name: str) -> str:
+        return self._own
+
+
 class StageNames:
     """Names of the layers of one placement with `count`, at one coordinate of its axis."""
 
@@ -114,10 +134,13 @@ class StageNames:
         return self.placement.pattern.with_numbers(name, {TURN: turn, self.placement.word: number})
 
 
+_Names = StageNames | FixedStageNames | TiedStageNames
+
+
 class RankNames:
     """The names of one rank's tensors, from the renaming placements at its coordinates."""
 
-    def __init__(self, stages: Sequence[StageNames | FixedStageNames] = ()) -> None:
+    def __init__(self, stages: Sequence[_Names] = ()) -> None:
         self._stages = stages
 
     def whole(self, name: str, *, of: str | None = None) -> str:
@@ -128,19 +151,23 @@ class RankNames:
         """
         if of is not None:
             return _within(name, of, self.whole(of))
-        stage = self._stage(name)
-        return name if stage is None else stage.whole(name)
+        for stage in self._matching(name):
+            name = stage.whole(name)
+        return name
 
     def own(self, name: str, *, of: str | None = None) -> str:
         if of is not None:
             return _within(name, of, self.own(of))
-        stage = self._stage(name)
-        return name if stage is None else stage.own(name)
+        for stage in self._matching(name):
+            name = stage.own(name)
+        return name
 
-    def _stage(self, name: str) -> StageNames | FixedStageNames | None:
-        found = [one for one in self._stages if one.placement.pattern.match(name) is not None]
-        # A name that two placements match is reported by the matching of rules.
-        return found[0] if len(found) == 1 else None
+    def _matching(self, name: str) -> list[_Names]:
+        """One for each axis, because each changes other numbers of the name."""
+        found = [one for one in self._stages if one.placement.matches(name)]
+        axes = [one.placement.axis for one in found]
+        # A name that two placements of an axis match is reported by the matching of rules.
+        return [one for one in found if axes.count(one.placement.axis) == 1]
 
 
 def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
@@ -164,7 +191,7 @@ def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
 
 
 def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
-    """Layers that a placement counts and that no rank has, in words.
+    """Layers that a placement counts and that no rank has, in words; it has others.
 
     `names` are those of all tensors in a pipeline of one stage.
     """
@@ -175,7 +202,7 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
             matched = [placement.pattern.match(name) for name in listed]
             there = {numbers[placement.word] for numbers in matched if numbers is not None}
             missing = sorted(set(range(placement.count)) - there - set(placement.empty))
-            if missing:
+            if missing and there:  # rules for several models may name what this one does not have
                 found.append(
                     f"{placement} declares {placement.count} layers, but no rank holds "
                     f"{_listed(missing)}: set their number (of:), the number of each stage "
@@ -184,7 +211,9 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _at(placement: StagePlacement, mesh: Mesh, coordinate: int) -> StageNames | FixedStageNames:
+def _at(placement: StagePlacement, mesh: Mesh, coordinate: int) -> _Names:
+    if placement.tied is not None:
+        return TiedStageNames(placement, coordinate)
     if placement.at is not None:
         return FixedStageNames(placement, coordinate)
     try:

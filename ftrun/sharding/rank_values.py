@@ -224,12 +224,16 @@ def modules_renamed(modules: Plain, rename: RenameParameter) -> Plain:
 
 
 def _renamed(values: Any, rename: RenameParameter) -> Any:
+    return refs_changed(values, lambda ref: replace(ref, name=rename(ref.name)))
+
+
+def refs_changed(values: Any, change: Callable[[TensorRef], TensorRef]) -> Any:
     if isinstance(values, TensorRef):
-        return replace(values, name=rename(values.name))
+        return change(values)
     if isinstance(values, dict):
-        return {key: _renamed(value, rename) for key, value in values.items()}
+        return {key: refs_changed(value, change) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(_renamed(value, rename) for value in values)
+        return type(values)(refs_changed(value, change) for value in values)
     return values
 
 

@@ -5,7 +5,7 @@ shared as the parameter is. A single number, such as the step, is equal on all r
 parameter. A rule that names the state itself takes precedence.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,19 +39,21 @@ class OwningParameter:
 
 
 @dataclass(frozen=True, slots=True)
-class MatchedRule:
-    """The rule and the placement of one name, and the numbers in it by word of the placement."""
+class PlacedName:
+    """A placement of one name, and the numbers in it by word of the placement."""
 
-    rule: ShardingRule
-    placement: StagePlacement | None = None
-    numbers: tuple[tuple[str, int], ...] = ()
+    placement: StagePlacement
+    numbers: tuple[tuple[str, int], ...]
 
-    def placements(self, size: int) -> frozenset[int]:
+    @property
+    def axis(self) -> str:
+        return self.placement.axis
+
+    def coordinates(self, size: int) -> frozenset[int]:
         """Coordinates of the tensor along the placement's axis, which has `size` coordinates.
 
         Raises SplitImpossible if there is no such coordinate or number.
         """
-        assert self.placement is not None
         if self.placement.at is not None:
             found = frozenset(at % size if at < 0 else at for at in self.placement.at)
             if max(found) >= size:
@@ -66,6 +68,14 @@ class MatchedRule:
         return frozenset(at % size for at, run in enumerate(runs) if number in run)
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedRule:
+    """The rule of one name, and its placements: at most one for each axis of the mesh."""
+
+    rule: ShardingRule
+    places: tuple[PlacedName, ...] = ()
+
+
 def match(
     rules: ShardingRules, names: Iterable[tuple[str, OwningParameter | None]]
 ) -> dict[str, MatchedRule]:
@@ -77,15 +87,16 @@ def match(
     found: dict[str, MatchedRule] = {}
     twice: list[str] = []
     for name, _ in listed:
-        matching, placements = rules.rules_of(name), rules.placements_of(name)
+        matching, placements = rules.rules_of(name), rules.placements_by_axis(name)
+        several: list[Sequence[object]] = [matching, *placements.values()]
         twice += [
             f"{name} is matched by {' and by '.join(map(str, some))}"
-            for some in (matching, placements)
+            for some in several
             if len(some) > 1
         ]
         if matching or placements:
             rule = matching[0] if matching else REPLICATED
-            found[name] = _placed(rule, placements[0], name) if placements else MatchedRule(rule)
+            found[name] = MatchedRule(rule, _placed(name, placements))
     unmatched = []
     for name, owner in listed:
         if name in found:
@@ -105,17 +116,22 @@ def match(
 
 
 def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
-    """Whether a name is placed at these coordinates; True if not exactly one placement matches."""
-    placements = rules.placements_of(name)
-    if len(placements) != 1:
-        return True
-    axis = placements[0].axis
-    found = _placed(REPLICATED, placements[0], name)
-    return where[axis] in found.placements(rules.mesh.size_of(axis))
+    """Whether a name is placed at these coordinates.
+
+    An axis with two matching placements does not count.
+    """
+    alone = {axis: some for axis, some in rules.placements_by_axis(name).items() if len(some) == 1}
+    return all(
+        where[one.axis] in one.coordinates(rules.mesh.size_of(one.axis))
+        for one in _placed(name, alone)
+    )
 
 
-def _placed(rule: ShardingRule, placement: StagePlacement, name: str) -> MatchedRule:
-    return MatchedRule(rule, placement, tuple(placement.pattern.numbers(name).items()))
+def _placed(name: str, by_axis: Mapping[str, list[StagePlacement]]) -> tuple[PlacedName, ...]:
+    return tuple(
+        PlacedName(first, tuple(first.pattern.numbers(name).items()))
+        for first, *_ in by_axis.values()
+    )
 
 
 def _inherited(found: dict[str, MatchedRule], owner: OwningParameter | None) -> MatchedRule | None:
@@ -124,4 +140,4 @@ def _inherited(found: dict[str, MatchedRule], owner: OwningParameter | None) -> 
     parents = found[owner.parameter]
     if owner.how is StateOwnership.LIKE or parents.rule.kind is SharingKind.OWN:
         return parents
-    return MatchedRule(REPLICATED, parents.placement, parents.numbers)
+    return MatchedRule(REPLICATED, parents.places)

@@ -34,10 +34,10 @@ _CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to",
 _FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
 _DEALT_KEYS = ("sizes", "numbered", "empty")
-_PLACEMENT_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
+_PLACEMENT_KEYS = ("name", "axis", "at", "of", "turns", "tied", *_DEALT_KEYS)
 _RULE_KEYS: dict[SharingKind, tuple[tuple[str, ...], list[str]]] = {
     SharingKind.AVERAGE: (("name", "axis"), ["name", "axis"]),
-    SharingKind.FLAT: (("name", "axis", "pad_to", "tensors"), ["name", "axis", "tensors"]),
+    SharingKind.FLAT: (("name", "axis", "pad_to", "tensors", "each"), ["axis"]),
 }
 """Possible and needed keys of a rule; other kinds have cuts."""
 _UNEVEN = {one.value: one for one in UnevenPolicy}
@@ -116,13 +116,12 @@ class _Reader:
             return [self._rule(kind, one) for one in self._plain_names(node)]
         keys, needed = _RULE_KEYS.get(kind, (("name", "cuts", *_CUT_KEYS), ["name"]))
         parts = self._mapping(node, f"a rule under {kind.value}", keys, needed)
+        if kind is SharingKind.FLAT:
+            return self._flat_rules(node, parts)
         names = self._one_or_more(parts["name"])
         if kind is SharingKind.AVERAGE:
             axis = self._axis(parts["axis"])
             return [self._rule(kind, name, axis=axis) for name in names]
-        if kind is SharingKind.FLAT:
-            flat = self._flat(parts)
-            return [self._rule(kind, name, flat=flat) for name in names]
         cuts = self._cuts(kind, node, parts)
         return [self._rule(kind, name, cuts=cuts) for name in names]
 
@@ -138,14 +137,26 @@ class _Reader:
         pattern = self._pattern(name)
         return ShardingRule(kind, pattern, name.start_mark.line + 1, cuts, flat, axis)
 
-    def _flat(self, parts: dict[str, yaml.Node]) -> FlatBuffer:
-        what = "tensors with their shapes, such as {model.w: [4, 8]}"
-        tensors = tuple(
-            (key, tuple(self._integer(one) for one in self._items(value, "a shape")))
-            for key, _, value in self._pairs(parts["tensors"], what)
-        )
+    def _flat_rules(self, node: yaml.Node, parts: dict[str, yaml.Node]) -> list[ShardingRule]:
+        """One buffer with several tensors, or a buffer for each of them."""
+        axis = self._axis(parts["axis"])
         pad_to = self._optional(parts, "pad_to", self._positive, 1)
-        return FlatBuffer(self._axis(parts["axis"]), pad_to, tensors)
+        if {"name", "tensors"} <= parts.keys() and "each" not in parts:
+            tensors = tuple((name.value, shape) for name, shape in self._shapes(parts["tensors"]))
+            names = [(name, tensors) for name in self._one_or_more(parts["name"])]
+        elif "each" in parts and not {"name", "tensors"} & parts.keys():
+            names = [(name, ((name.value, shape),)) for name, shape in self._shapes(parts["each"])]
+        else:
+            self._wrong(node, "either name: and tensors:, or each:")
+        flats = [(name, FlatBuffer(axis, pad_to, tensors)) for name, tensors in names]
+        return [self._rule(SharingKind.FLAT, name, flat=flat) for name, flat in flats]
+
+    def _shapes(self, node: yaml.Node) -> list[tuple[yaml.Node, tuple[int, ...]]]:
+        what = "tensors with their shapes, such as {model.w: [4, 8]}"
+        return [
+            (name, tuple(self._integer(one) for one in self._items(value, "a shape")))
+            for _, name, value in self._pairs(node, what)
+        ]
 
     def _placements(self, node: yaml.Node) -> list[StagePlacement]:
         parts = self._mapping(node, "a rule under unique", _PLACEMENT_KEYS, ["name", "axis"])
@@ -157,6 +168,9 @@ class _Reader:
             at = tuple(self._coordinate(one) for one in self._one_or_more(parts["at"]))
             if dealt := [key for key in _DEALT_KEYS if key in parts]:
                 self._wrong(parts[dealt[0]], f"{dealt[0]} together with of:, not with at:")
+        elif "tied" in parts:
+            self._wrong(parts["tied"], "tied together with at:, not with of:")
+        tied = self._optional(parts, "tied", self._pattern, None)
         empty = self._optional(parts, "empty", self._integers, None)
         placement = StagePlacement(
             NamePattern(""),
@@ -168,6 +182,7 @@ class _Reader:
             self._optional(parts, "turns", self._positive, 1),
             self._optional(parts, "numbered", lambda one: self._word(one, _NUMBERED), False),
             empty or (),
+            tied,
         )
         return [self._placement(name, placement) for name in self._one_or_more(parts["name"])]
 
@@ -175,6 +190,11 @@ class _Reader:
         pattern = self._pattern(name)
         if placement.at is None and len([word for word in pattern.words if word != TURN]) != 1:
             self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
+        tied = placement.tied
+        if tied is not None and (
+            "*" in f"{pattern}{tied}" or {*pattern.words, *tied.words} - {TURN}
+        ):
+            self._wrong(name, "whole names, without * and numbers, for tied:")
         return replace(placement, pattern=pattern, line=name.start_mark.line + 1)
 
     # --- cuts --------------------------------------------------------------------------------
@@ -207,8 +227,7 @@ class _Reader:
         common = self._part(parts, 1, FusedPart())
         fused: list[FusedPart] = []
         if "parts" in parts:
-            items = self._items(parts["parts"], "a list of parts")
-            fused = [self._fused(one, common) for one in items]
+            fused = self._fused_parts(parts["parts"], common)
         return DimensionSplit(
             axis=self._axis(parts["axis"]),
             dim=self._integer(parts["dim"], least=None),
@@ -219,6 +238,12 @@ class _Reader:
                 parts, "uneven", lambda one: self._word(one, _UNEVEN), UnevenPolicy.BALANCED
             ),
         )
+
+    def _fused_parts(self, node: yaml.Node, common: FusedPart) -> list[FusedPart]:
+        """A list, or the number of equal parts."""
+        if isinstance(node, yaml.ScalarNode):
+            return [common] * self._positive(node)
+        return [self._fused(one, common) for one in self._items(node, "a list of parts")]
 
     def _fused(self, node: yaml.Node, common: FusedPart) -> FusedPart:
         if isinstance(node, yaml.MappingNode):

@@ -117,6 +117,11 @@ class NamePattern:
     text: str
 
     @cached_property
+    def is_special(self) -> bool:
+        """Whether it matches other names than its own text."""
+        return _SPECIAL.search(self.text) is not None
+
+    @cached_property
     def words(self) -> tuple[str, ...]:
         return tuple(match[1] for match in _SPECIAL.finditer(self.text) if match[1])
 
@@ -142,6 +147,10 @@ class NamePattern:
             made += f"{name[at : found.start(word)]}{numbers[word]}"
             at = found.end(word)
         return made + name[at:]
+
+    def filled(self, numbers: Mapping[str, int]) -> str:
+        """The name that matches with these numbers; the pattern has no `*`."""
+        return _SPECIAL.sub(lambda found: str(numbers[found[1]]), self.text)
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
@@ -268,6 +277,7 @@ class StagePlacement:
         is_anew: names count from 0 within a run, or within a coordinate if they do not contain the
             turn.
         empty: numbers of layers without tensors.
+        tied: the name at all coordinates except the first; None: the same name.
     """
 
     pattern: NamePattern
@@ -279,6 +289,7 @@ class StagePlacement:
     turns: int = 1
     is_anew: bool = False
     empty: tuple[int, ...] = ()
+    tied: NamePattern | None = None
 
     @property
     def word(self) -> str:
@@ -287,15 +298,20 @@ class StagePlacement:
 
     @property
     def renames(self) -> bool:
-        return self.is_anew or TURN in self.pattern.words
+        return self.is_anew or TURN in self.pattern.words or self.tied is not None
+
+    def matches(self, name: str) -> bool:
+        """Whether this is a name of its tensors on some rank."""
+        patterns = (self.pattern,) if self.tied is None else (self.pattern, self.tied)
+        return any(one.match(name) is not None for one in patterns)
 
     def __str__(self) -> str:
         return f"unique {self.pattern} (line {self.line})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardingRules:
-    """One file of rules; `placements` places tensors that are not on all ranks."""
+    """One file of rules; `placements` places tensors that are not on all ranks, axis by axis."""
 
     source: str
     mesh: Mesh
@@ -307,10 +323,35 @@ class ShardingRules:
         return replace(self, mesh=mesh)
 
     def rules_of(self, name: str) -> list[ShardingRule]:
-        return [one for one in self.rules if one.pattern.match(name) is not None]
+        """In the order of the file."""
+        exact = self._by_name.get(name, ())
+        matching = [at for at in self._with_words if self.rules[at].pattern.match(name) is not None]
+        return [self.rules[at] for at in sorted([*exact, *matching])]
 
-    def placements_of(self, name: str) -> list[StagePlacement]:
-        return [one for one in self.placements if one.pattern.match(name) is not None]
+    def placements_by_axis(self, name: str) -> dict[str, list[StagePlacement]]:
+        found: dict[str, list[StagePlacement]] = {}
+        for one in self.placements:
+            if one.pattern.match(name) is not None:
+                found.setdefault(one.axis, []).append(one)
+        return found
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it only describes a mesh."""
+        return not self.rules and not self.placements
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[int]]:
+        """Positions of the rules for one name each; a file may have one for each tensor."""
+        found: dict[str, list[int]] = {}
+        for at, rule in enumerate(self.rules):
+            if not rule.pattern.is_special:
+                found.setdefault(rule.pattern.text, []).append(at)
+        return found
+
+    @cached_property
+    def _with_words(self) -> list[int]:
+        return [at for at, rule in enumerate(self.rules) if rule.pattern.is_special]
 
     @property
     def layout(self) -> tuple[object, ...]:

@@ -230,15 +230,10 @@ def stored_entries(
     Raises RulesMismatch for parts of tensors, which rules do not describe, or if no session saved
     them.
     """
-    if not all("optimizer_state" in one for one in parts):
-        problem = (
-            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load loads it into "
-            "any layout, without rules and without conversion"
-        )
-        raise RulesMismatch(source=source, problems=[problem])
+    check_is_of_session(parts, source=source)
     found, sharded = [], []
     for head, plain_parts in zip(headers, parts, strict=True):
-        owners = _owners(plain_parts)
+        owners = parameters_by_state(plain_parts)
         entries = [one for one in head.layout.entries if not one.name.startswith(OURS)]
         sharded += [one.name for one in entries if one.part is not None]
         found.append([StoredEntry(e.name, e.dtype, e.shape, owners.get(e.name)) for e in entries])
@@ -257,7 +252,17 @@ def stored_entries(
 # --- the previous world -------------------------------------------------------------------------
 
 
-def _owners(parts: Mapping[str, bytes]) -> dict[str, str]:
+def check_is_of_session(parts: Sequence[Mapping[str, bytes]], *, source: str) -> None:
+    """Raises RulesMismatch if no session saved these plain values."""
+    if not all("optimizer_state" in one for one in parts):
+        problem = (
+            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load loads it into "
+            "any layout, without rules and without conversion"
+        )
+        raise RulesMismatch(source=source, problems=[problem])
+
+
+def parameters_by_state(parts: Mapping[str, bytes]) -> dict[str, str]:
     found: dict[str, str] = {}
     for saved in plain.decode(parts["optimizer_state"]).values():
         for parameter, values in saved["state"].items():
@@ -353,11 +358,13 @@ def _check_dim(cut: DimensionSplit, shape: Shape) -> None:
 
 
 def _ranks_of(mesh: Mesh, sharing: MatchedRule) -> Iterable[int]:
-    if sharing.placement is None:
+    if not sharing.places:
         return range(mesh.size)
-    axis = sharing.placement.axis
-    places = sharing.placements(mesh.size_of(axis))
-    return [rank for rank in range(mesh.size) if mesh.coordinates(rank)[axis] in places]
+    places = {one.axis: one.coordinates(mesh.size_of(one.axis)) for one in sharing.places}
+    at = map(mesh.coordinates, range(mesh.size))
+    return [
+        rank for rank, where in enumerate(at) if all(where[a] in some for a, some in places.items())
+    ]
 
 
 def _laid_out(
@@ -381,7 +388,10 @@ def _laid_out(
         made: dict[tuple[object, ...], PlacedEntry] = {}
         try:
             for rank in _ranks_of(rules.mesh, sharing[name]):
-                previous_rank = counterpart.counterpart(rules.mesh, rank) if counterpart else rank
+                previous_rank = rank
+                if counterpart is not None:
+                    previous_rank = counterpart.counterpart(rules.mesh, rank)
+                    previous_rank = _owner_near(counterpart, previous_rank, whole.own_shapes)
                 placer = _Placer(rules, whole, sharing[name], rank)
                 key = placer.key(previous_rank)
                 if key not in made:
@@ -391,6 +401,35 @@ def _laid_out(
             notes.add(f"{name}: {error}")
     notes.check()
     return WorldLayout(rules, wholes, sharing, names, entries)
+
+
+def _owner_near(mesh: Mesh, rank: int, owners: Mapping[int, Shape]) -> int:
+    """The rank itself, or the owner at the nearest coordinates, such as on another stage."""
+    if not owners or rank in owners:
+        return rank
+    where = mesh.coordinates(rank).items()
+    return min(owners, key=lambda one: len(mesh.coordinates(one).items() - where))
+
+
+def joined_rows(world: WorldLayout, name: str) -> list[PlacedEntry]:
+    """The flat buffers of a name, each joined along its axis, with its padding.
+
+    There is one for each coordinate of the other axes that split the tensors in it.
+    """
+    rule = world.sharing[name].rule
+    assert rule.flat is not None
+    axis = rule.flat.axis
+    rules = world.rules.on(world.mesh.with_sizes({axis: 1}))
+    made: dict[tuple[object, ...], PlacedEntry] = {}
+    for rank, entries in enumerate(world.entries):
+        if name in entries:
+            num_items = entries[name].num_items * world.mesh.size_of(axis)
+            row = replace(rule, flat=replace(rule.flat, pad_to=num_items))
+            where = {**world.mesh.coordinates(rank), axis: 0}
+            at = rules.mesh.rank_at(where)
+            placer = _Placer(rules, world.wholes[name], MatchedRule(row), at)
+            made.setdefault(placer.key(0), placer.placed(copies=False, previous_rank=0))
+    return list(made.values())
 
 
 class _Placer:

@@ -91,7 +91,7 @@ class MessageHandler:
             raise ProtocolError(f"the command page cannot be mapped: {error}") from error
         group = protecting_of(body)
         if body.generation > before:
-            self.memory.forget_promises()
+            self.memory.forget_requests()
         self.requests.begin(parity_share(group))
         self.group_work.begin_generation(body, group, page)
         self.checkpoints.own(body.claim)

@@ -5,7 +5,8 @@ Takes in: frames, and streams that make frames when the socket has room.
 Gives:    bytes on a socket; reports of a lost link and of a restored one.
 
 Rule 1: only the link's own thread waits for the network. A sender queues a frame and returns.
-Rule 2: messages precede bulk data, so credits and replies never wait behind bulk data.
+Rule 2: messages precede bulk data, so credits and replies never wait behind bulk data. Bulk data
+        of a protect link yield to collectives on the same interface (redundancy/other_traffic.py).
 Rule 3: nothing is read from this socket. If it becomes readable, the peer has closed it.
 Rule 4: a fetch link whose connection is lost redials over every rail before its node is reported
         lost. The node is lost if it refuses the new connection or accepts none within the patience.
@@ -30,6 +31,7 @@ from typing import Protocol
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
 from ftrun.smp.jobs import lower_thread_priority
+from ftrun.smp.redundancy.other_traffic import OtherTraffic
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello
 from ftrun.wire.messages.smp import NodeAddress
@@ -154,6 +156,7 @@ class LinkEndpoints:
     Args:
         timeout_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data in bytes per second; 0: no limit.
+        other_traffic: to which bulk data yield; None: to none.
     """
 
     own: PeerIdentity
@@ -163,6 +166,7 @@ class LinkEndpoints:
     timeout_s: float
     pace_bytes_s: float = 0.0
     own_rails: Sequence[Rail] = ()
+    other_traffic: OtherTraffic | None = None
 
     @property
     def addresses(self) -> list[PeerAddress]:
@@ -194,6 +198,8 @@ class PeerLink:
             dials_again_first=ends.hello.purpose == FETCH, timeout_s=ends.timeout_s
         )
         self._paces_itself = False
+        self._yield_s = 0.0
+        """How long bulk data wait now for other traffic."""
         self.num_bytes = 0
         self._thread = threading.Thread(
             target=self._run, name=f"ftrun-to-{ends.position.node_id}"[:15], daemon=True
@@ -329,6 +335,8 @@ class PeerLink:
             self._socket = made
             if self._is_closed:
                 made.interrupt()
+        if self._ends.other_traffic is not None:
+            self._ends.other_traffic.add(made)
 
     def _send_all(self) -> None:
         """Send until the link is closed; raises PeerError if the connection is lost."""
@@ -340,7 +348,7 @@ class PeerLink:
         while not self._is_closed:
             frame = self._next()
             if frame is None:
-                for fd, _ in poll.poll():
+                for fd, _ in poll.poll(1000 * self._yield_s or None):
                     if fd != self._wake_fd:
                         raise PeerLost(peer=made.peer, how="closed")
                 self._drain_wake()
@@ -360,6 +368,12 @@ class PeerLink:
             if self._messages:
                 return self._messages.popleft()
             streams = list(self._streams)
+        traffic, made = self._ends.other_traffic, self._socket
+        self._yield_s = 0.0
+        if streams and traffic is not None and made is not None:
+            self._yield_s = traffic.pause_s(made)
+        if self._yield_s:
+            return None
         for stream in streams:
             frame = stream.take()
             with self._lock:
@@ -376,7 +390,7 @@ class PeerLink:
         with self._lock:
             made, self._socket = self._socket, None
         if made is not None:
-            made.close()
+            self._close_socket(made)
         self._forget()
         reason = "" if self._is_closed else self._rules.disconnected(cause)
         if reason:
@@ -389,8 +403,13 @@ class PeerLink:
             os.close(self._wake_fd)
             self._wake_fd = -1
         if made is not None:
-            made.close()
+            self._close_socket(made)
         self._forget()
+
+    def _close_socket(self, made: BulkSocket) -> None:
+        if self._ends.other_traffic is not None:
+            self._ends.other_traffic.remove(made)
+        made.close()
 
     def _forget(self) -> None:
         with self._lock:

@@ -29,6 +29,7 @@ from ftrun.errors import (
 )
 from ftrun.smp.jobs import lower_thread_priority
 from ftrun.smp.peer_link import FETCH, PROTECT, LinkEndpoints, PeerLink, admits
+from ftrun.smp.redundancy.other_traffic import OtherTraffic
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import LinkHello, TransferEnvelope
 from ftrun.wire.messages.smp import NodeAddress
@@ -101,6 +102,7 @@ class PeerListener:
         self._links: dict[tuple[str, str], PeerLink] = {}
         self._incoming: dict[tuple[str, str], IncomingLink] = {}
         self._seen: set[tuple[str, str]] = set()
+        self._other_traffic = OtherTraffic()
         self._doors = Doors(_MAX_HANDSHAKES)
         self._reported: set[str] = set()
 
@@ -157,6 +159,7 @@ class PeerListener:
                     session.timeout_s,
                     pace_bytes_s,
                     session.own_rails,
+                    self._other_traffic if purpose == PROTECT else None,
                 )
                 link = PeerLink(
                     ends,

@@ -32,6 +32,7 @@ from ftrun.wire.transport.channel import Channel, ReceivedMessage, accept, liste
 
 _OfWorker = (
     worker_messages.ReserveMemory
+    | worker_messages.PrepareArena
     | worker_messages.RequestArena
     | worker_messages.RequestShares
     | worker_messages.ShardSealed
@@ -260,6 +261,8 @@ class SmpServer:
         match body:
             case worker_messages.ReserveMemory():
                 handler.requests.reserve(requester, body)
+            case worker_messages.PrepareArena():
+                handler.requests.prepare(requester, body)
             case worker_messages.RequestArena():
                 handler.requests.request(requester, body)
             case worker_messages.ShardSealed():

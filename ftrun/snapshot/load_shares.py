@@ -5,7 +5,7 @@ Rule 1: a digest identifies a piece. If two ranks have the same digest, they hav
 Rule 2: a node reads what only it needs. What several nodes need is cut into as many runs of equal
         bytes, in the order of the first one's file. Each node reads one run, so all read at once
         and no piece is read twice.
-Rule 3: a node reads only the files of its own ranks.
+Rule 3: a node reads only the images of its own ranks.
 Source: the redundancy-bypassing load of Universal Checkpointing (arXiv 2406.18820).
 """
 

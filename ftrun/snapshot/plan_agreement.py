@@ -48,13 +48,20 @@ class GroupPlan:
     """The plan of a group, as seen by the node at `position`; see `make_plan`."""
 
     def __init__(
-        self, *, position: int, num_nodes: int, parity: int, small_state_bytes: int
+        self,
+        *,
+        position: int,
+        num_nodes: int,
+        parity: int,
+        small_state_bytes: int,
+        is_ring: bool = False,
     ) -> None:
         self.plan: RedundancyPlan | None = None
         self._place = position
         self._num_nodes = num_nodes
         self._parity = parity
         self._small_state_bytes = small_state_bytes
+        self._is_ring = is_ring
         self._groups: Groups = ()
         self._shapes: list[tuple[object, ...]] = []
         self._distrusted: set[int] = set()
@@ -88,6 +95,7 @@ class GroupPlan:
             parity=self._parity,
             small_state_bytes=self._small_state_bytes,
             distrusted=self._distrusted,
+            is_ring=self._is_ring,
         )
         self._shapes = [_shape(one) for one in ordered]
         return PlanDecision(self.plan, needs_manifests=True, differ=frozenset(differ))

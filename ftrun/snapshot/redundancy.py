@@ -14,13 +14,16 @@ Rule 2: the unique state of a rank, up to a limit, is mirrored whole to the next
 Rule 3: everything else is erasure-coded. A node's coded runs, rank after rank, form one row of
         bytes that is cut into blocks (`StripeSpace`).
 Rule 4: a section that has differed once is coded for the rest of the generation.
+Rule 5: in a ring (parity 1, each node has a copy of the state of the node before it), a section
+        counts as a replica only if two neighbours hold it. It then survives each loss of nodes
+        that the copies survive.
 
 Source: natural replicas that need no parity are from ARC; see docs/papers.md.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,6 +110,7 @@ def make_plan(
     parity: int,
     small_state_bytes: int,
     distrusted: Collection[int] = (),
+    is_ring: bool = False,
 ) -> tuple[RedundancyPlan, Groups]:
     """The plan, and the replicas that it relies on.
 
@@ -114,8 +118,16 @@ def make_plan(
         manifests: of one version, by position in the group; more than `parity` of them.
         small_state_bytes: largest unique state of a rank that is mirrored.
         distrusted: keys of sections that are coded whatever their content.
+        is_ring: the nodes are a ring (rule 5).
     """
-    groups = _replicas(manifests, parity, frozenset(distrusted))
+    count = len(manifests)
+
+    def are_enough(places: Collection[int]) -> bool:
+        if is_ring:
+            return any((one + 1) % count in places for one in places)
+        return len(places) > parity
+
+    groups = _replicas(manifests, are_enough, frozenset(distrusted))
     sets: list[list[int]] = []
     homes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for group in groups:
@@ -129,7 +141,8 @@ def make_plan(
         for position, node in enumerate(manifests)
     ]
     longest = max(node.coded_bytes for node in nodes)
-    return RedundancyPlan(parity, block_bytes(longest, len(nodes) - parity), nodes, sets), groups
+    k = 1 if is_ring else count - parity
+    return RedundancyPlan(parity, block_bytes(longest, k), nodes, sets), groups
 
 
 def block_bytes(longest_bytes: int, k: int) -> int:
@@ -182,7 +195,11 @@ def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:
     }
 
 
-def _replicas(manifests: Sequence[NodeManifest], parity: int, distrusted: frozenset[int]) -> Groups:
+def _replicas(
+    manifests: Sequence[NodeManifest],
+    are_enough: Callable[[Collection[int]], bool],
+    distrusted: frozenset[int],
+) -> Groups:
     holders: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for position, node in enumerate(manifests):
         for rank in node.ranks:
@@ -191,7 +208,7 @@ def _replicas(manifests: Sequence[NodeManifest], parity: int, distrusted: frozen
                     holders[section.key, rank.digest_of(index)].append((position, rank.rank))
     grouped: dict[tuple[tuple[int, int], ...], list[int]] = defaultdict(list)
     for (key, _), held_by in holders.items():
-        if len({position for position, _ in held_by}) > parity:
+        if are_enough({position for position, _ in held_by}):
             grouped[tuple(sorted(held_by))].append(key)
     return tuple(
         ReplicaSet(held_by, tuple(sorted(keys))) for held_by, keys in sorted(grouped.items())

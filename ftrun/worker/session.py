@@ -61,6 +61,7 @@ def attach(  # noqa: PLR0913 - what a script has
     layout: str | Path | ShardingRules | None = None,
     mesh: Mapping[str, int] | None = None,
     cast: bool = False,
+    strict: bool = False,
     skip: Sequence[str] = (),
     **named: object,
 ) -> "Session":
@@ -74,14 +75,15 @@ def attach(  # noqa: PLR0913 - what a script has
         loader: the loader given to `Session.batches` or a `DataPosition`, or several of them.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
-        layout: file of layout rules, if ranks hold parts of plain tensors. A version with another
-            layout is read by these rules. Integrations pass the rules themselves.
+        layout: file of layout rules, or a packaged layout, if ranks hold parts of plain tensors. A
+            version of another layout is read by these rules. Integrations pass the rules.
         mesh: axis sizes that differ from the file. Without a file: the arrangement of ranks, the
             slowest axis first, such as {"pp": 2, "dp": 2, "tp": 4}. Ranks read different data
             along axes whose name begins with dp, and are stages along pp.
         cast: if true, parameters and buffers that were saved in another floating dtype are rounded
-            to their present dtype, and so is optimizer state that had the same dtype as its
-            parameter. If false, another dtype is an error.
+            to their present dtype, and so is optimizer state in its parameter's dtype.
+        strict: if true, a restore into another layout without rules is refused if old ranks had
+            different values of one object, or of tensors that are tied here; else the log says so.
         skip: patterns over the names of tensors and keys, such as "model.rope.*". Matching values
             are left out of snapshots and keep the value that the script sets.
         named: all other objects with state: objects with state_dict and load_state_dict, tensors,
@@ -98,7 +100,7 @@ def attach(  # noqa: PLR0913 - what a script has
             "name. Call close() on the first session before the second attach"
         )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    attached = AttachedState(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
+    attached = AttachedState(casts=cast, is_strict=strict, skip=Skip(skip))
     _sort_in(attached, parts, named)
     context = worker_context()
     if isinstance(layout, ShardingRules):

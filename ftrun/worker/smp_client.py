@@ -30,6 +30,7 @@ from ftrun.wire.messages.worker import (
     MemoryRefused,
     OpenShards,
     PiecesFetched,
+    PrepareArena,
     RequestArena,
     RequestShares,
     ReserveMemory,
@@ -95,6 +96,15 @@ class WorkerSmpClient:
         deadline_s = _WITHDRAW_S if is_between_steps else _RESERVE_S
         _raise_if_refused(self._ask(body, deadline_s=deadline_s), frozen_bytes)
 
+    def prepare_arena(self, *, image_bytes: int, num_pieces: int) -> int:
+        """Return the descriptor of memory for an arena; the caller closes it.
+
+        Raises MemoryTooSmall, or ProtocolError if the rank needs none.
+        """
+        context = self._context
+        body = PrepareArena(context.rank, context.world_size, image_bytes, num_pieces)
+        return self._arena(body, arena_bytes(image_bytes, num_pieces))
+
     def request_arena(
         self, *, image_bytes: int, num_pieces: int, layout_id: int, frozen_bytes: int = 0
     ) -> int:
@@ -103,10 +113,11 @@ class WorkerSmpClient:
         The deadline allows for a slow node that makes the arenas of all its ranks.
         """
         context = self._context
-        received = self._ask(
-            RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id),
-            deadline_s=allocation_limit_s(arena_bytes(image_bytes, num_pieces)),
-        )
+        body = RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id)
+        return self._arena(body, arena_bytes(image_bytes, num_pieces), frozen_bytes)
+
+    def _arena(self, body: AnyMessage, total_bytes: int, frozen_bytes: int = 0) -> int:
+        received = self._ask(body, deadline_s=allocation_limit_s(total_bytes))
         _raise_if_refused(received, frozen_bytes)
         if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for memory")

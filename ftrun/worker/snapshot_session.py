@@ -17,6 +17,7 @@ import torch
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
+from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.replica_shares import Group
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
@@ -24,7 +25,7 @@ from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
 from ftrun.worker.capture.capture import Capture
 from ftrun.worker.capture.device_order import StepStreams
-from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
+from ftrun.worker.capture.slots import expected_layout, frozen_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import graph_captures, heartbeat, lease
 from ftrun.worker.replicas.shares import ReplicaShares
@@ -32,7 +33,7 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import AttachedState, has_rules, is_layout_of
+from ftrun.worker.state.attached import AttachedState, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
 from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
@@ -128,7 +129,7 @@ class SnapshotSession:
     def _is_of_this_layout(self, saved: LocalState) -> bool:
         if (layout := self._attached.layout) is not None:
             is_same = is_layout_of(layout, saved.layout)
-            if has_rules(layout) or not is_same:
+            if not layout.is_empty or not is_same:
                 return is_same
         if self._context.world_size == 1:
             return True
@@ -159,8 +160,7 @@ class SnapshotSession:
         if not context.settings.enabled:
             return
         state = self._checked.begin(extra())  # raises ValueNotStorable
-        if self._inherited is None:
-            self._reserve(state)
+        expected = self._reserve(state) if self._inherited is None else None
         is_undeclared = self._attached.layout is None
         shares = ReplicaShares(
             context, self._link, restored=self._members, is_allowed=is_undeclared
@@ -170,6 +170,8 @@ class SnapshotSession:
         atexit.register(self._capture.finish)
         if self._inherited is not None:
             self._capture.warm(self._inherited)
+        if expected is not None:
+            self._capture.prepare(expected)
 
     def put_back_random_states(self) -> None:
         if self._saved is not None:
@@ -204,17 +206,24 @@ class SnapshotSession:
             self._saved.close()
         self._saved = self._marks = self._settings = None
 
-    def _reserve(self, state: BoundaryState) -> None:
-        """Request memory for the state. If it does not fit, snapshots are still attempted."""
+    def _reserve(self, state: BoundaryState) -> Layout | None:
+        """Request memory for the state; return its layout if there is memory for it.
+
+        If it does not fit, snapshots are still attempted.
+        """
         context = self._context
+        expected = expected_layout(self._tree, state)
         try:
-            self._link.reserve(needed_bytes(self._tree, state), frozen_bytes=frozen_bytes(state))
+            self._link.reserve(expected.image_bytes, frozen_bytes=frozen_bytes(state))
         except MemoryTooSmall as error:
             context.unprotected.add("memory", str(error))
             if context.settings.required:
                 raise
         except PeerError as error:
             _log.warning("memory is not reserved: %s", error)
+        else:
+            return expected
+        return None
 
     # --- loop ------------------------------------------------------------------------------
 

@@ -103,6 +103,19 @@ def test_a_failure_has_a_row_of_six_cells_and_a_test_or_a_dash() -> None:
         assert cells[5] == "-" or all("::test_" in word for word in words(cells[5])), cells
 
 
+def test_a_feature_of_a_paper_names_its_module_and_its_test_if_it_works() -> None:
+    found = [cells for cells in rows(DOCS["papers.md"]) if cells[0].isdigit()]
+    assert len(found) == 77
+    for number, feature, modules, tests, state in found:
+        where = f"{number} {feature}"
+        assert re.match(r"works|partial: |not built|not claimed|not on CPU: ", state), where
+        if state.startswith("works"):
+            assert words(modules), where
+            assert words(tests), where
+        assert all(word.startswith("ftrun/") for word in words(modules)), where
+        assert all("::test_" in word for word in words(tests)), where
+
+
 def test_crash_points_are_those_of_the_code() -> None:
     _, _, section = DOCS["failure-modes.md"].partition("## Crash points")
     reported: set[str] = set()

@@ -18,7 +18,9 @@ from drill_nodes import KINDS, STEPS, BaselineRuns, drill, job_argv
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
+from ftrun.smp.checkpoint.index import FORMAT, SHARED_FORMAT, parse_index
 from ftrun.tools.drill.jobs import DrillJob, difference, outcome_of
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from tests.kernel_hang import kernel_hang
 
 if reason := available():
@@ -34,6 +36,7 @@ ALWAYS = [("lead-power-off", "fsdp2")]
 LOADED = 3.0
 """Factor on limits that hold for an idle machine."""
 LEAVES = ("drained", "ddp")
+CLOCK_STEP_S = 7200
 IN_FULL = [
     (name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in (*ALWAYS, LEAVES)
 ]
@@ -57,8 +60,9 @@ def nodes(tmp_path: Path) -> Iterator[Start]:
         others: int = 0,
         spares: int = 0,
         words: Sequence[object] = (),
+        clock_step_s: int = 0,
     ) -> NodesRun:
-        clusters.append(cluster := VirtualCluster(members + others))
+        clusters.append(cluster := VirtualCluster(members + others, clock_step_s=clock_step_s))
         cluster.up()
         words = words or job_argv("ddp", tmp_path)
         limit = Deadline(WAIT_S)
@@ -100,6 +104,57 @@ def test_a_node_that_gets_sigterm_costs_no_step_and_a_short_pause(
     assert (row.steps_lost, row.recoveries) == (0, 1)
     assert row.seconds is not None
     assert row.seconds < LOADED * FAULTS[name].most_s
+
+
+def test_clocks_that_differ_by_hours_change_nothing(
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    """A node of two members is lost and replaced; all monotonic clocks are hours apart."""
+    names = tuple(f"rank{rank}.jsonl" for rank in range(2))
+    expected = undisturbed.of(
+        DrillJob("ddp", tuple(job_argv("ddp", Path("FOLDER"))), names, STEPS), 2
+    )
+    run = nodes(2, others=1, spares=1, clock_step_s=CLOCK_STEP_S)
+    run.start_all()
+    run.wait_for_step(STEPS // 4)
+    clocks = [float(line["monotonic_s"]) for line in run.journals("agent_started")]
+    assert max(clocks) - min(clocks) > 1.9 * CLOCK_STEP_S
+    lost = run.node_of(1)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    assert {line["verdict"]["kind"] for line in run.journals("verdict")} == {"node lost"}
+    for line in run.journals("recovered"):
+        assert 0 <= sum(line["phases_s"].values()) < LOADED * 30, line
+
+
+def test_a_lost_node_is_restored_from_its_peers_although_no_storage_can_be_read(
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    names = tuple(f"rank{rank}.jsonl" for rank in range(2))
+    expected = undisturbed.of(
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
+    )
+    saved, away = tmp_path / "saved", tmp_path / "away"
+    flags = ("--erasure", "1+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.3)
+    run = nodes(2, *flags, others=1, spares=1, words=job_argv("fsdp2", tmp_path))
+    run.start_all()
+    run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
+    saved.rename(away)
+    saved.write_text("every access to a file below it fails")
+    lost = run.node_of(1)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    run.wait_for_generation(1)
+    run.wait_for_more_steps(3)
+    saved.unlink()
+    away.rename(saved)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    chosen = [line for line in run.journals("restore_point_chosen") if line["version"]]
+    assert chosen
+    assert all(line["reason"].endswith("every rank can be restored") for line in chosen), chosen
 
 
 @pytest.mark.full  # test_url_nodes.py resumes from a checkpoint, too
@@ -173,19 +228,22 @@ def test_a_lost_node_is_replaced_from_a_checkpoint_that_requested_its_snapshot(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("kind", "format_"), [("fsdp2", FORMAT), ("ddp", SHARED_FORMAT)])
 def test_more_lost_nodes_than_parity_tolerates_cost_the_steps_since_the_checkpoint(
-    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns, kind: str, format_: int
 ) -> None:
-    """Two of three members at once, with 2+1."""
+    """Two of three members at once, with 2+1. A checkpoint has the replicas of DDP once."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(3))
     expected = undisturbed.of(
-        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 3
+        DrillJob(kind, tuple(job_argv(kind, Path("FOLDER"))), names, STEPS), 3
     )
     saved = tmp_path / "saved"
     flags = ("--erasure", "2+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
-    run = nodes(3, *flags, others=2, spares=2, words=job_argv("fsdp2", tmp_path))
+    run = nodes(3, *flags, others=2, spares=2, words=job_argv(kind, tmp_path))
     run.start_all()
     run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
+    index = parse_index((saved / "latest" / INDEX_NAME).read_bytes(), what="it")
+    assert index.format == format_
     lost = [run.node_of(rank) for rank in (1, 2)]
     for node in lost:
         run.fault("kill", node)
@@ -195,6 +253,38 @@ def test_more_lost_nodes_than_parity_tolerates_cost_the_steps_since_the_checkpoi
     assert any(
         line["reason"].startswith("checkpoint ") for line in run.journals("restore_point_chosen")
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("lost_ranks", "is_in_memory"), [((0, 2), True), ((1, 2), False)])
+def test_with_a_mirror_two_lost_nodes_cost_a_checkpoint_only_if_they_are_neighbours(
+    nodes: Start,
+    tmp_path: Path,
+    undisturbed: BaselineRuns,
+    lost_ranks: tuple[int, ...],
+    is_in_memory: bool,
+) -> None:
+    names = tuple(f"rank{rank}.jsonl" for rank in range(4))
+    expected = undisturbed.of(
+        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 4
+    )
+    saved = tmp_path / "saved"
+    flags = ("--erasure", "mirror", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
+    run = nodes(4, *flags, others=2, spares=2, words=job_argv("fsdp2", tmp_path))
+    run.start_all()
+    run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
+    run.wait_for_more_steps(5)
+    cluster = run.status(run.node_of(3))["cluster"]
+    assert cluster["is_mirrored"]
+    assert any("protected" in one["states"] for one in cluster["versions"])
+    lost = [run.node_of(rank) for rank in lost_ranks]
+    for node in lost:
+        run.fault("kill", node)
+    run.may_end(*lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    reasons = [line["reason"] for line in run.journals("restore_point_chosen")]
+    assert any(one.startswith("checkpoint ") for one in reasons) != is_in_memory, reasons
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from fake_nvml.fake import STATE, FakeGpus, folder
 from ftrun.errors import ExitCode
 from ftrun.ids import RunId
 from ftrun.wire.messages.envelope import Hello
+from ftrun.wire.messages.smp import PersistRunState
 from ftrun.wire.run_environment import run_folder
 from ftrun.wire.transport.channel import connect
 from tests.chaos.conftest import STEPS, Checked, let_end, wait_for_memory, wait_until_gone
@@ -100,6 +101,27 @@ def test_an_agent_that_the_smp_has_dropped_connects_again(
     undisturbed.check(run)
     assert not run.journal("smp_exited"), "no second SMP is started"
     assert run.journal("checkpoint_written")[-1]["step"] == STEPS
+
+
+@pytest.mark.full
+def test_a_state_of_another_version_is_reported_and_the_stub_s_is_used(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start("--snapshot-every", "1", *train)
+    wait_for_memory(run, 5)
+    os.kill(run.pid_of("agent"), signal.SIGSTOP)  # it would repair the state in the SMP
+    path, hello = run_folder(RunId(run.run_id)).smp_socket, Hello("agent", os.getpid())
+    smp = connect(path, run_id=run.run_id, peer="the SMP", hello=hello, deadline_s=WAIT_S)
+    smp.ask(PersistRunState(b'{"plan": {"of": "another version"}}'), deadline_s=WAIT_S)
+    smp.close()
+    os.kill(run.pid_of("agent"), signal.SIGKILL)
+    run.wait_until("another agent", lambda: len(run.journal("generation_started")) > 1)
+    let_end(run)
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
+    (line,) = run.journal("run_state_rejected")
+    assert str(line["reason"]).startswith("the state of the run in the SMP has another form")
+    assert run.journal("memory_adopted")
 
 
 @pytest.mark.full

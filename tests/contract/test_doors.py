@@ -90,7 +90,9 @@ def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of an agent with few slots."""
     monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", SLOTS)
     taken: SimpleQueue[AuthenticatedConnection | ConnectFailed] = SimpleQueue()
-    accepting = Handshakes(identity("a"), SECRET, take=taken.put, dialled=lambda *_: None)
+    accepting = Handshakes(
+        identity("a"), SECRET, take=taken.put, dialled=lambda *_: None, serve_ring=lambda _: None
+    )
     with contextlib.closing(listen_tcp(HOST, 0)) as listener:
         is_over = threading.Event()
 

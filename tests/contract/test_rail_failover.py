@@ -201,6 +201,7 @@ def made_agent(
         lease=lambda _: None,
         on_other_message=lambda _, message: (excluded or asides.append)(message),
         dialled=lambda *who: dialled.pop()(*who) if dialled else None,
+        serve_ring=lambda _: None,
     )
     thread.start()
     stack.callback(thread.close)

@@ -47,7 +47,8 @@ class Run:
         self.variables = {
             key: value for key, value in os.environ.items() if not key.startswith("FTRUN_")
         }
-        self.variables |= {"PYTHONUNBUFFERED": "1", **(env or {})}
+        few = {"PYTHONUNBUFFERED": "1", "FTRUN_PREFLIGHT_COLLECTIVE_MB": "0"}
+        self.variables |= {**few, **(env or {})}
         self.argv = argv
         self.start()
 

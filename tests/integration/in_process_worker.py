@@ -104,8 +104,8 @@ class Run:
         """The next generation's session; it restores the committed version, if there is one."""
         return self.session_of(self.next_context(), **given)
 
-    def next_context(self) -> WorkerContext:
-        """Begin the next generation."""
+    def next_context(self, world_size: int = 1) -> WorkerContext:
+        """Begin the next generation; this is rank 0 of it."""
         for one in self.sessions:
             one.close()
         generation = len(self.sessions)
@@ -113,13 +113,16 @@ class Run:
             done = self.committed_version()
             self.page = self._heartbeat_page()
             self.ask(smp_messages.VoidAfter(done.generation, done.step))
-            self.begin(generation, done)
+            self.begin(generation, done, world_size)
+        is_same = generation and world_size == 1
         request = launch_request(
             generation=generation,
+            world_size=world_size,
             smp_socket=str(self.socket),
             restore=done if generation else None,
+            restore_world_size=1,
             snapshot=self.settings,
-            descriptors={"arena": self.arena_fd()} if generation else {},
+            descriptors={"arena": self.arena_fd()} if is_same else {},
         )
         return WorkerContext(RUN, request, page=self.page, commands=self.commands)
 
@@ -129,6 +132,7 @@ class Run:
         if early_restore._started is None:  # as the process of a rank does when it starts
             early_restore.begin(context)
         attached = AttachedState(skip=Skip(given.pop("skip", ())))  # type: ignore[arg-type]
+        attached.layout = given.pop("layout", None)  # type: ignore[assignment]
         for argument, thing in given.items():
             models = ("model", "optimizer", "scheduler")
             found = by_name(argument, thing) if argument in models else {argument: thing}
@@ -138,18 +142,19 @@ class Run:
         self.sessions.append(made)
         return made
 
-    def begin(self, generation: int, restored: Version | None = None) -> None:
+    def begin(self, generation: int, restored: Version | None = None, world_size: int = 1) -> None:
         if self.group:
             self.command_fd = self._held(create_command_page())
             self.commands = SharedPage(self.command_fd)
         body = smp_messages.BeginGeneration(
             generation,
-            1,
-            [0],
+            world_size,
+            list(range(world_size)),
             group=self.group,
             node_id="n0",
             parity=1,
             restored=(restored.generation, restored.step) if restored else None,
+            restored_world_size=1,
         )
         self.agent.generation = generation
         self.ask(body, self.command_fd)

@@ -297,6 +297,28 @@ def test_of_another_world_size_all_ranks_are_loaded(arenas: Arenas, tmp_path: Pa
     check(found, 4)
 
 
+def test_a_checkpoint_is_not_pruned_while_it_is_loaded(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    path = write(arenas, tmp_path)
+    storage = LocalStorage(tmp_path, threading.Event())
+    seen = []
+    job = LoadJob(2, RANKS, lambda _: seen.append(storage.is_being_read(path.name)))
+    check(load_checkpoint(str(tmp_path), job, threading.Event()), 4)
+    assert seen == [True]
+    assert not storage.is_being_read(path.name)
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied first", "piece by piece"])
+def test_several_writers_of_one_node(arenas: Arenas, tmp_path: Path, free_bytes: int) -> None:
+    arenas.seal(4)
+    job = replace(order(tmp_path), num_writers=3)
+    path = Path(writer(free_bytes=free_bytes).write(arenas.fds, job).path)
+    sizes = [one.stat().st_size for one in path.glob("*.pieces")]
+    assert len(sizes) == 3
+    assert sum(sizes) == 2 * LAYOUT.image_bytes
+    assert check(load(tmp_path), 4) == []
+
+
 def test_too_little_memory_is_an_error_of_its_own(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
     write(arenas, tmp_path)

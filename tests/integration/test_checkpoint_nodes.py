@@ -24,7 +24,7 @@ import xxhash
 
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
-from ftrun.smp.checkpoint.index import parse_index
+from ftrun.smp.checkpoint.index import file_sizes, parse_index
 from ftrun.smp.checkpoint.storage.local import LOCK_NAME
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import checkpoint as checkpoint_messages
@@ -181,7 +181,7 @@ class Node:
     ) -> messages.AnyMessage:
         return self.ask(order(directory, at, keep=keep))
 
-    def load(self, directory: Path) -> messages.AnyMessage:
+    def load(self, directory: Path | str) -> messages.AnyMessage:
         return self.ask(checkpoint_messages.LoadCheckpoint(str(directory), WORLD, self.ranks))
 
     def kill(self) -> None:
@@ -230,10 +230,10 @@ def directory(tmp_path: Path) -> Path:
 
 
 def order(
-    directory: Path | str, at: Version, *, keep: int = 2, token: str = ""
+    directory: Path | str, at: Version, *, keep: int = 2, token: str = "", wait_s: float = 0.0
 ) -> checkpoint_messages.WriteCheckpoint:
     return checkpoint_messages.WriteCheckpoint(
-        str(directory), keep, (at.generation, at.step), token
+        str(directory), keep, (at.generation, at.step), token, share_timeout_s=wait_s
     )
 
 
@@ -599,6 +599,75 @@ def test_an_smp_killed_at_any_point_writes_again_and_one_of_them_finishes(
         part(first.write(where, version(0, 9), keep=1))
         path = finished(second.write(where, version(0, 9), keep=1))
         assert listing(directory) == ["latest", path.name], point
+
+
+def equal_layout(rank: int) -> Layout:
+    entry = LayoutEntry("weight", "F32", (1_000_000,), CopyTiming.LAZY)
+    return make_layout([entry], plain_bytes=10, metadata={"ftrun.rank": str(rank)})
+
+
+def equal_image(rank: int, at: Version, salt: str = "") -> bytes:
+    """Bytes that are equal on all ranks, and differ from piece to piece."""
+    layout = equal_layout(rank)
+    parts = (xxhash.xxh3_128_digest(f"{at} {n}".encode()) * 4096 for n in range(99))
+    return layout.header + b"".join(parts)[: layout.data_bytes]
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scheme", ["", "file://"], ids=["directory", "url"])
+def test_an_smp_killed_while_it_writes_its_share_leaves_the_checkpoint_before(
+    make: Make, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "layout_of", equal_layout)
+    monkeypatch.setattr(sys.modules[__name__], "image_of", equal_image)
+    first, second = make(0, 1), make(2, 3)
+    points = [name for name in OF_THE_FIRST if name != "smp.checkpoint.part_written"]
+    for point in [*(f"{name}:1" for name in points), "smp.checkpoint.shard_written:2"]:
+        directory = tmp_path / point
+        where = f"{scheme}{directory}"
+        for node in (first, second):
+            node.kill()
+            node.ready()
+        path = write_at_once([first, second], where, FIRST)
+        index = parse_index((path / INDEX_NAME).read_bytes(), what="it")
+        stored = sum((path / name).stat().st_size for name in file_sizes(index.shards))
+        images = [equal_layout(rank).image_bytes for rank in range(WORLD)]
+        assert stored == sum(images) - (WORLD - 1) * 4_000_000, "no byte twice"
+        second.kill()
+        second.start(crash_at=point)
+        second.begin()
+        for node in (first, second):
+            node.seal(version(0, 2), slot=1)
+        for node in (first, second):
+            node.send(order(where, version(0, 2), wait_s=3.0))
+        assert part(first.answer()).missing_ranks == [2, 3], point
+        assert second.process is not None
+        assert second.process.wait(TIMEOUT_S) == -signal.SIGKILL, point
+        check_whole(make, where, FIRST)
+        second.kill()
+        second.start()
+        second.begin()
+        write_at_once([first, second], where, version(0, 2))
+        check_whole(make, where, version(0, 2))
+
+
+def write_at_once(nodes: list[Node], where: str, at: Version) -> Path:
+    for node in nodes:
+        node.send(order(where, at, wait_s=TIMEOUT_S))
+    answers = [node.answer() for node in nodes]
+    (path,) = {finished(one) for one in answers if not getattr(one, "is_part", True)}
+    return path
+
+
+def check_whole(make: Make, where: str, at: Version) -> None:
+    """All ranks come back bit for bit."""
+    node = make(*range(WORLD))
+    node.start()
+    check_loaded(node, node.load(where), at)
+    node.lose()
 
 
 def write_two(first: Node, second: Node, where: str, comes_last: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import open_storage
 from ftrun.tools.checkpoints.catalog import find_damage
 from tests.integration.test_checkpoint_files import Arenas, arenas, load, write
@@ -104,6 +105,17 @@ def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(catalog: Path) -> 
     assert found.version.step == 3
     for fd in found.fds:
         os.close(fd)
+
+
+def test_prune_by_size_leaves_the_newest_and_what_is_being_read(catalog: Path) -> None:
+    words = ("prune", str(catalog), "--keep", "9", "--keep-size", "1")
+    with LocalStorage(catalog, threading.Event()).reading(OLDER):
+        reported = ftrun(*words)
+    assert "removed  step-00000001-g0" in reported
+    assert f"kept  {OLDER}: a process reads it" in reported
+    assert "1 removed, 2 left" in reported
+    assert f"removed  {OLDER}" in ftrun(*words)
+    assert "0 removed, 1 left" in ftrun(*words)
 
 
 def test_prune_keeps_the_newest_whole_one_if_the_latest_lacks_a_file(catalog: Path) -> None:

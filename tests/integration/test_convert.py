@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ import pytest
 import xxhash
 
 from ftrun.errors import CheckpointError
-from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint.index import parse_index
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint.index import FORMAT, SHARED_FORMAT, parse_index
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import Retention
-from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
@@ -52,21 +54,26 @@ NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 
 
 class World:
-    """Arrays of all ranks, and a checkpoint of them. Names with prefix `model.` are learned."""
+    """Arrays of all ranks, and a checkpoint of them. Names with prefix `model.` are learned.
 
-    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Array]]) -> None:
+    `is_shared`: each rank is a node of its own, and equal bytes are written once.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Sequence[Mapping[str, Array]], *, is_shared: bool = False
+    ) -> None:
         self.folder = folder
         self.ranks = [self._with_state(held) for held in ranks]
         fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
-        throttle = Throttle(threading.Event())
-        writer = CheckpointWriter(
-            WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
-        )
         order = WriteJob(
             str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
         )
+        part = replace(order, version=version(3, 42), token="t", share_wait_s=30.0)
+        parts = [replace(part, ranks=(rank,)) for rank in fds]
         try:
-            self.path = Path(writer.write(fds, order).path)
+            with ThreadPoolExecutor(len(fds)) as pool:
+                done = list(pool.map(lambda job: write(fds, job), parts if is_shared else [order]))
+            (self.path,) = {Path(one.path) for one in done if not one.missing_ranks}
         finally:
             for (fd,) in fds.values():
                 os.close(fd)
@@ -129,6 +136,12 @@ class World:
         del image, table
         arena.close()
         return fd
+
+
+def write(fds: Mapping[Rank, list[int]], job: WriteJob) -> WriteResult:
+    throttle = Throttle(threading.Event())
+    context = WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
+    return CheckpointWriter(context).write({rank: fds[rank] for rank in job.ranks}, job)
 
 
 def arrays_of(folder: Path) -> list[dict[str, Array]]:
@@ -330,6 +343,93 @@ def test_a_stage_with_another_number_of_layers_is_reported(convert: Converter) -
     )
 
 
+def experts(pipeline: int, expert: int, tensor: int) -> list[dict[str, Array]]:
+    """The arrays that experts.yaml describes, on this number of ranks."""
+    found = []
+    for rank in range(pipeline * expert * tensor):
+        stage, ep, tp = rank // (expert * tensor), rank // tensor % expert, rank % tensor
+        held = {}
+        for number, layer in enumerate(np.array_split(np.arange(3), pipeline)[stage]):
+            name, start = f"model.layers.{number}", 1000 * int(layer)
+            held[f"{name}.router"] = numbers(4, 6, start=start)
+            for at, one in enumerate(np.array_split(np.arange(4), expert)[ep]):
+                up = numbers(4, 6, start=start + 100 + 24 * int(one))
+                held[f"{name}.experts.{at}.up"] = np.array_split(up, tensor)[tp]
+            grouped = np.array_split(numbers(4, 5, 8, start=start + 300), expert)[ep]
+            held[f"{name}.grouped"] = np.array_split(grouped, tensor, 2)[tp]
+            rows = numbers(4, 4, 6, start=start + 500)
+            part = np.array_split(np.array_split(rows, expert)[ep], tensor, 1)[tp]
+            held[f"{name}.fused"] = part.reshape(-1, 6)
+        found.append(held)
+    return found
+
+
+def test_experts_move_to_other_ranks_and_stages(convert: Converter) -> None:
+    World(convert.folder / "old", experts(2, 2, 2))
+    name = convert.rules("experts.yaml")
+    for sizes in ((1, 4, 1), (3, 1, 4)):
+        words = "pp={},ep={},tp={}".format(*sizes)
+        found = convert(f"new-{sizes[0]}", "--rules", name, "--mesh", words)
+        assert_ranks(arrays_of(found), experts(*sizes))
+        held = experts(*sizes)[-1]
+        state = plain_of(found, len(experts(*sizes)) - 1)["optimizer_state"]["optimizer"]["state"]
+        assert set(state) == set(held)
+        assert all(values["mean"].name == f"state.{n}.mean" for n, values in state.items())
+
+
+def zero3(ranks: int) -> list[dict[str, Array]]:
+    """The arrays that zero3.yaml describes, on this number of ranks."""
+    wholes = {"model.up": numbers(10, 6), "model.bias": numbers(5, start=1000)}
+    flat = {name: whole.reshape(-1) for name, whole in wholes.items()}
+    rows = {name: np.pad(row, (0, -len(row) % ranks)) for name, row in flat.items()}
+    return [{n: np.split(row, ranks)[rank] for n, row in rows.items()} for rank in range(ranks)]
+
+
+def test_parameters_that_are_padded_alone(convert: Converter) -> None:
+    World(convert.folder / "old", zero3(3))
+    name = convert.rules("zero3.yaml")
+    for ranks in (2, 7):
+        found = convert(f"new-{ranks}", "--rules", name, "--ranks", str(ranks))
+        assert_ranks(arrays_of(found), zero3(ranks))
+
+
+MEGATRON = "megatron-core:layers=2,vocab=200,divisible=16"
+
+
+def megatron(pipeline: int, tensor: int) -> list[dict[str, Array]]:
+    found = []
+    for rank in range(pipeline * tensor):
+        stage, tp = divmod(rank, tensor)
+        held = {}
+        words = np.pad(numbers(200, 2), [(0, -200 % (16 * tensor)), (0, 0)])
+        if stage == 0:
+            held["model.embedding.word_embeddings.weight"] = np.split(words, tensor)[tp]
+        for number, layer in enumerate(np.array_split(np.arange(2), pipeline)[stage]):
+            gate, other = numbers(8, 2, start=50 * int(layer)), numbers(8, 2, start=900)
+            halves = [np.split(half, tensor)[tp] for half in (gate, other)]
+            held[f"model.decoder.layers.{number}.mlp.linear_fc1.weight"] = np.concatenate(halves)
+        if stage == pipeline - 1 > 0:  # a copy of the embedding
+            held["model.output_layer.weight"] = np.split(words, tensor)[tp]
+        found.append(held)
+    return found
+
+
+def test_a_packaged_layout_is_named_with_its_values(convert: Converter) -> None:
+    World(convert.folder / "old", megatron(2, 1))
+    code, problem = convert.refused("--rules", "megatron-core:layers=2", "--ranks", "2")
+    assert (code, "needs vocab" in problem) == (2, True)
+    done = convert.command("old", "new", "--rules", f"{MEGATRON},pp=2", "--mesh", "pp=1,tp=4")
+    assert done.returncode == 0, done.stderr
+    assert_ranks(arrays_of(convert.folder / "new" / "latest"), megatron(1, 4))
+    ranks = megatron(2, 1)
+    ranks[1]["model.output_layer.weight"] = ranks[1]["model.output_layer.weight"] + 1
+    World(convert.folder / "old", ranks)
+    words = ("--rules", f"{MEGATRON},pp=2", "--mesh", "pp=1")
+    problem = converted([*words, "old", "other"]).problem
+    assert "model.embedding.word_embeddings.weight is F32" in problem
+    assert "ranks 0 and 1, which should be equal, differ" in problem
+
+
 def test_copies_that_went_their_own_ways_become_their_mean(convert: Converter) -> None:
     counts = [np.array([rank], np.int64) for rank in range(2)]
     held = [
@@ -388,6 +488,48 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
+def test_bytes_that_several_ranks_have_in_one_file_are_converted_and_linked(
+    convert: Converter,
+) -> None:
+    world = World(convert.folder / "old", large(2, 2), is_shared=True)
+    name = convert.rules("large.yaml", LARGE)
+    found = convert("new", "--rules", name, "--mesh", "dp=1,tp=4")
+    assert_ranks(arrays_of(found), large(1, 4))
+    assert format_of(found) == FORMAT
+    linked = convert("linked", "--rules", name, "--mesh", "dp=2,tp=2")
+    assert format_of(linked) == SHARED_FORMAT
+    assert {p.name: p.stat().st_ino for p in linked.glob("rank-*")} == {
+        p.name: p.stat().st_ino for p in world.path.glob("rank-*")
+    }
+
+
+def format_of(folder: Path) -> int:
+    return parse_index((folder / INDEX_NAME).read_bytes(), what="it").format
+
+
+def test_bytes_that_several_ranks_have_in_one_file_are_exported(convert: Converter) -> None:
+    held = [{"model.w": numbers(300, 700), "model.small": numbers(9)}] * 2
+    world = World(convert.folder / "old", held, is_shared=True)
+    World(convert.folder / "whole", held)
+    assert format_of(world.path) == SHARED_FORMAT
+    made = []
+    for name in ("old", "whole"):
+        words = ["checkpoints", "export", name, f"{name}-out", "--format", "safetensors"]
+        subprocess.run([sys.executable, "-m", "ftrun", *words], check=True, timeout=60)
+        files = sorted((convert.folder / f"{name}-out").iterdir())
+        made.append({path.name: path.read_bytes() for path in files})
+    assert made[0] == made[1]
+    row = numbers(300, 700)[150].tobytes()
+    (damaged,) = (path for path in world.path.glob("*.pieces") if row in path.read_bytes())
+    damaged.write_bytes(damaged.read_bytes().replace(row, row[::-1]))
+    words = ["checkpoints", "export", "old", "again", "--format", "safetensors"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrun", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert damaged.name in done.stdout + done.stderr
+
+
 def test_any_number_of_workers_writes_the_same_bytes(convert: Converter) -> None:
     World(convert.folder / "old", large(2, 2))
     name = convert.rules("large.yaml", LARGE)
@@ -399,6 +541,33 @@ def test_any_number_of_workers_writes_the_same_bytes(convert: Converter) -> None
     assert_ranks(arrays_of(found), large(2, 3))
     assert made["1"] == made["2"] == made["7"]
     assert len(made["1"]) == 12
+
+
+def test_several_hosts_write_the_files_of_one_checkpoint(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("--rules", convert.rules("large.yaml", LARGE), "--mesh", "tp=3,dp=2")
+    whole = convert("whole", *words)
+    first = converted(["old", "new", *words, "--share", "2/4"])
+    assert (first.problem, first.missing_shares) == ("", (1, 3, 4))
+    assert not (convert.folder / "new" / "latest").exists()
+    other = converted(["old", "new", *words, "--dtype", "bf16", "--share", "1/4"])
+    assert other.missing_shares == (2, 3, 4)  # of another conversion
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ftrun.tools.checkpoints.convert", "old", "new", *words,
+             "--share", f"{number}/4"],
+            cwd=convert.folder,
+            stdout=subprocess.PIPE,
+        )
+        for number in (1, 3, 4)
+    ]  # fmt: skip
+    reports = [json.loads(one.communicate(timeout=60)[0]) for one in running]
+    assert [one["problem"] for one in reports] == [""] * 3
+    assert [] in [one["missing_shares"] for one in reports]
+    made = convert.folder / "new" / "latest"
+    assert digests(made) == digests(whole)
+    assert_ranks(arrays_of(made), large(2, 3))
+    assert not list(made.glob("part-*"))
 
 
 def test_there_and_back_is_what_it_was(convert: Converter) -> None:
@@ -572,6 +741,9 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
         (LARGE, ["--dtype", "x*=bf16"], "names no floating tensor"),
         (LARGE, ["--ranks", "2", "--workers", "-1"], "at least 1"),
         (LARGE, ["--mesh", "tp=5", "--to", ""], "--to and --mesh"),
+        (LARGE, ["--ranks", "2", "--share", "0/2"], "--share is I/N"),
+        (LARGE, ["--ranks", "2", "--share", "3/3"], "there are 2 ranks to write"),
+        (LARGE, ["--ranks", "4", "--share", "1/2"], "files are linked: no --share"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

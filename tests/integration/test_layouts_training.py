@@ -35,9 +35,12 @@ def trained(start: Start, folder: str, ranks: int, size: int, steps: int, rules:
 def converted(
     folder: Path, source: str, out: str, *words: str, rules: str = "tensor-parallel.yaml"
 ) -> str:
-    command = [sys.executable, "-m", "ftrun", "checkpoints", "convert", source, out]
+    return checkpoints(folder, "convert", source, out, "--rules", rules, *words)
+
+
+def checkpoints(folder: Path, *words: str) -> str:
     done = subprocess.run(
-        [*command, "--rules", rules, *words],
+        [sys.executable, "-m", "ftrun", "checkpoints", *words],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -118,6 +121,25 @@ def test_a_converted_checkpoint_reports_its_new_layout(start: Start, tmp_path: P
     run = trained(start, "one", 2, 2, 5, rules.name)
     assert reported(run, "begins") == last
     assert run.text.count("not bitwise") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_run_continues_from_atoms_in_any_layout(start: Start, tmp_path: Path) -> None:
+    """It declares its layout, so it needs no rules to make or to load them; or it does not."""
+    rules = tmp_path / "tensor-parallel.yaml"
+    rules.write_text(rule_file("tensor-parallel.yaml"))
+    last = reported(trained(start, "saved", 4, 2, 3, rules.name), "ends")
+    assert len(last) == 1
+    checkpoints(tmp_path, "export", "saved", "atoms", "--format", "atoms")
+    checkpoints(tmp_path, "load", "atoms", "whole")
+    run = trained(start, "whole", 3, 3, 5, rules.name)
+    assert reported(run, "begins") == last, run.text
+    words = ("--rules", rules.name, "--mesh", "dp=2,tp=1")
+    checkpoints(tmp_path, "load", "atoms", "cut", *words)
+    run = trained(start, "cut", 2, 1, 5)
+    assert reported(run, "begins") == last, run.text
+    assert "not bitwise" not in run.text
 
 
 @pytest.mark.full

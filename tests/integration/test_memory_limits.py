@@ -96,6 +96,35 @@ class Training:
         del self.model.seen
 
 
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_the_first_arena_is_made_of_the_memory_that_attach_prepares(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, is_expected: bool
+) -> None:
+    """Unless the state is larger than expected: then it gets new memory."""
+    monkeypatch.setattr(slots, "_PREPARED_BYTES", 0)
+    if not is_expected:
+        monkeypatch.setattr(slots, "_state_copies", lambda optimizer: 0)
+    inodes: dict[str, list[int]] = {"prepare_arena": [], "request_arena": []}
+
+    def noted(name: str) -> Callable[..., int]:
+        ask = getattr(memory_link.WorkerSmpClient, name)
+
+        def asked(self: memory_link.WorkerSmpClient, **how: int) -> int:
+            fd = int(ask(self, **how))
+            inodes[name].append(os.fstat(fd).st_ino)
+            return fd
+
+        return asked
+
+    for name in inodes:
+        monkeypatch.setattr(memory_link.WorkerSmpClient, name, noted(name))
+    training = Training(run)
+    training.steps(3)
+    assert training.committed() == 2
+    (prepared,), (used,) = inodes["prepare_arena"], inodes["request_arena"]
+    assert (prepared == used) is is_expected
+
+
 def test_memory_that_is_refused_costs_snapshots_until_it_is_there(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

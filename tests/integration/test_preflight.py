@@ -105,6 +105,75 @@ def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
     run.finish()
 
 
+def collective(run: NodesRun) -> dict[str, Any] | None:
+    """The leader's record of the first collective check, once it has ended."""
+    return next(iter(run.journals("collective_finished")), None)
+
+
+def test_a_node_that_computes_a_wrong_sum_is_named_and_the_spare_runs_its_ranks(
+    nodes: Start,
+) -> None:
+    run = nodes(2, 1, "--allow-faults", "--set", "preflight.collective_mb=8")
+    run.start_all({1: {"FTRUN_WRONG_SUM": "1"}})
+    run.wait_for("the move", lambda: run.generation > 0 and run.node_of(1) == 2)
+    found = collective(run)
+    assert found is not None
+    assert (found["is_complete"], found["is_wrong"]) == (True, True)
+    assert found["nodes"] == ["node0", "node1", "node2"]
+    (wrong,) = run.journals("wrong_sum_found")
+    assert wrong["node_id"] == "node1"
+    assert wrong["text"].startswith("node node1: it computed a wrong sum, found by node")
+    assert [run.node_of(rank) for rank in (0, 1)] == [0, 2]
+    reasons = [one["reason"] for one in run.journals("generation_chosen")]
+    assert any("node node1 is evicted: node node1 has a hardware fault" in one for one in reasons)
+    assert "node1" in run.journals("verdict")[0]["text"]
+    checks = {node["node_id"]: node["preflight"] for node in status(run, 0)["nodes"]}
+    assert checks["node1"].startswith("it computed a wrong sum, found by node")
+    # The restart that it has caused, and restarts in place, check nothing again.
+    run.signal(run.node_of(0), "rank")
+    run.wait_for_generation(run.generation + 1)
+    run.finish()
+    assert len(run.journals("collective_finished")) == 1
+
+
+@pytest.mark.full
+def test_a_spare_runs_the_ranks_of_a_node_whose_links_are_far_slower(nodes: Start) -> None:
+    run = nodes(2, 1, "--set", "preflight.collective_mb=8")
+    run.cluster.slow(1, "16mbit")
+    run.start_all()
+    run.wait_for("the move", lambda: run.generation > 0 and run.node_of(1) == 2)
+    (slow,) = [one for one in run.journals("node_below_median") if "collective" in one["text"]]
+    assert slow["node_id"] == "node1"
+    run.finish()
+    assert run.journals("wrong_sum_found") == []
+
+
+@pytest.mark.full
+def test_a_node_that_is_killed_in_the_middle_of_the_check_is_not_wrong(nodes: Start) -> None:
+    run = nodes(2, 1, "--set", "preflight.collective_mb=2000")
+    run.start_all()
+    run.wait_for("the check", lambda: all(computes(run, node) for node in range(3)))
+    run.fault("kill", 1)
+    run.wait_for("both checks", lambda: len(run.journals("collective_finished")) == 2)
+    first, second = run.journals("collective_finished")
+    assert (first["is_complete"], first["is_wrong"]) == (False, False)
+    assert "node1 has sent no result" in first["text"]
+    assert second["nodes"] == ["node0", "node2"]
+    assert (second["is_complete"], second["is_wrong"]) == (True, False), second
+    run.finish()
+    assert [run.node_of(rank) for rank in (0, 1)] == [0, 2]
+    assert run.journals("wrong_sum_found") == run.journals("node_below_median") == []
+
+
+def computes(run: NodesRun, node: int) -> bool:
+    """Whether a process of the check runs there."""
+    for process in run.processes_of(node):
+        with contextlib.suppress(OSError):
+            if b"cluster.collective" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                return True
+    return False
+
+
 @pytest.mark.full
 def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> None:
     run = nodes(2, 0, "--set", "preflight.retry_max_s=0.5")
@@ -114,7 +183,7 @@ def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> No
         run.start(1, {"FTRUN_PREFLIGHT_MIN_OPEN_FILES": str(most)})
     run.wait_for("the pause", lambda: run.journals("run_paused"))
     assert "unfit: node1 (" in run.journals("run_paused")[0]["text"]
-    assert "open files are allowed (ulimit -n)" in run.journals("run_paused")[0]["text"]
+    assert "open files are allowed (ulimit -n; minimum" in run.journals("run_paused")[0]["text"]
     agent = run.pid_of(1, "agent")
     resource.prlimit(agent, resource.RLIMIT_NOFILE, (most, most))
     run.wait_for_step(3)

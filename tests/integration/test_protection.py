@@ -323,6 +323,7 @@ class Cluster:
 
     folder: Path
     parity: int = 1
+    is_ring: bool = False
     model: Model = field(default_factory=Model)
     small_state_bytes: int = 1 << 14
     secret: bytes | None = bytes(range(SECRET_BYTES))
@@ -379,6 +380,7 @@ class Cluster:
                 group=self.places,
                 node_id=node.node_id,
                 parity=self.parity,
+                is_ring=self.is_ring,
                 small_state_bytes=self.small_state_bytes,
                 restored=(restored.generation, restored.step) if restored else None,
                 protected_in=protected_in,
@@ -482,7 +484,9 @@ class Cluster:
     ) -> None:
         """Put a new SMP in the place of each lost node, and begin from a version."""
         made_in = self.protected_in(wanted) if protected_in is None else protected_in
-        self.previous_group = smp_messages.PreviousGroup(self.places, self.parity, made_in)
+        self.previous_group = smp_messages.PreviousGroup(
+            self.places, self.parity, made_in, self.is_ring
+        )
         for node in self.nodes:
             for worker in node.workers:
                 worker.channel.close()
@@ -609,6 +613,52 @@ def test_one_node_too_many_is_refused_in_words(cluster: Cluster) -> None:
     for word in ("rank 2", "node n2", str(at), "n1", "2 of the 4", "3 are needed"):
         assert word in failed.reason, failed.reason
     assert failed.generation == cluster.generation
+
+
+def test_in_a_ring_nodes_that_are_no_neighbours_may_go(cluster: Cluster) -> None:
+    cluster.is_ring = True
+    cluster.start(4)
+    cluster.begin()
+    cluster.employ()
+    at = cluster.protect(1, 2)
+    cluster.lose(1)
+    cluster.restore(at)
+    cluster.check(at)
+    cluster.wait_ready(at)
+    cluster.commit(at)
+    cluster.employ()
+    again = cluster.protect(3)
+    cluster.lose(0, 2)
+    cluster.restore(again)
+    cluster.check(again)
+
+
+def test_in_a_ring_a_node_that_is_lost_with_its_copy_is_refused_in_words(cluster: Cluster) -> None:
+    cluster.is_ring = True
+    cluster.start(4)
+    cluster.begin()
+    cluster.employ()
+    at = cluster.protect(1)
+    cluster.lose(1, 2)
+    cluster.restore(at, fails=(1,))
+    (failed,) = cluster.nodes[1].has_reported(smp_messages.RestoreFailed)
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    for word in ("rank 1", "node n1", str(at), "a copy is on n2"):
+        assert word in failed.reason, failed.reason
+
+
+@pytest.mark.full
+def test_a_ring_takes_the_memory_of_one_more_copy(cluster: Cluster) -> None:
+    cluster.is_ring = True
+    cluster.start(3)
+    cluster.begin()
+    cluster.employ()
+    cluster.protect(1, 2)
+    image_bytes = cluster.model.layout(0).image_bytes
+    for node in cluster.nodes:
+        parity_bytes = node.work()["parity_bytes"]
+        assert isinstance(parity_bytes, int)
+        assert image_bytes < parity_bytes / 2 < 1.3 * image_bytes
 
 
 def test_replicas_cross_no_byte(cluster: Cluster) -> None:

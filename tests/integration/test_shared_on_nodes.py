@@ -32,6 +32,8 @@ class Replicas(Model):
 
     members: tuple[tuple[Rank, ...], ...] = ()
     odd: int = -1
+    is_local: bool = False
+    """The tensor is equal on the ranks of a node only, as with sharding over nodes."""
 
     def group(self, rank: int) -> tuple[Rank, ...]:
         return next((one for one in self.members if rank in one), ())
@@ -51,7 +53,7 @@ class Replicas(Model):
         parts = [layout.header]
         for entry in layout.entries:
             if entry.name == "shared":
-                salt = "odd" if rank == self.odd else ""
+                salt = "odd" if rank == self.odd else str(rank // 2) if self.is_local else ""
                 content = noise(f"shared {at} {salt}", SHARED.num_bytes)
                 first = 4 * (entry.part.offsets[0] if entry.part and entry.part.offsets else 0)
                 parts.append(content[first : first + entry.num_bytes])
@@ -126,6 +128,24 @@ def test_all_nodes_decide_at_the_same_commit_and_send_no_shares(cluster: Cluster
     cluster.wait_ready(at)
     cluster.commit(at)
     assert decisions(cluster.nodes) == [1, 1, 1], "the restored ranks continue to share"
+
+
+def test_what_the_ranks_of_a_node_share_is_encoded_once(cluster: Cluster) -> None:
+    """No other node has it, so it needs parity; one copy of each node is sent, not one per rank."""
+    begun(cluster, Replicas(is_local=True))
+    cluster.protect(1, 2, 3)
+    before = sent_bytes(cluster)
+    cluster.protect(4)
+    whole = sent_bytes(cluster) - before
+    change(cluster, Replicas(members=GROUPS, is_local=True))
+    cluster.protect(5)
+    before = sent_bytes(cluster)
+    at = cluster.protect(6)
+    assert sent_bytes(cluster) - before < 0.6 * whole
+    assert whole > 2 * SHARED.num_bytes
+    cluster.lose(1)
+    cluster.restore(at)
+    cluster.check(at)
 
 
 def test_one_node_with_unequal_ranks_keeps_whole_copies_on_all(cluster: Cluster) -> None:

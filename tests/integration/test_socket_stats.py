@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from virtual_cluster import available
 
 from ftrun import clock
 from ftrun.agent.observe import proc as socket_stats
@@ -105,7 +106,7 @@ def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> No
     assert 0 <= sample.busy_s < WAIT_S
     assert 0 < sample.rtt_s < 1
     assert sample.unacked_bytes == 0
-    assert sample.stalled_s == 0
+    assert stats.connections([child.process.pid], clock.now_s()) == {child.process.pid: ()}
     assert stats.error == ""
 
 
@@ -130,8 +131,67 @@ def test_a_peer_that_reads_nothing_stalls_but_is_not_the_networks_fault(child: C
     (sample,) = stats.poll([pid], 103.0)
     before = sample.busy_s
     (sample,) = stats.poll([pid], 110.0)
-    assert sample.stalled_s >= 7.0 or sample.bytes > 0
     assert sample.busy_s + before < WAIT_S
+
+
+_WITHOUT_ANSWERS = """
+import os, socket, subprocess, sys, time
+from ftrun.agent.observe.proc import SocketStats
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+listener = socket.create_server(("127.0.0.2", 0))
+sender = socket.create_connection(listener.getsockname(), source_address=("127.0.0.1", 0))
+receiver, _ = listener.accept()
+stats, pid = SocketStats(), os.getpid()
+
+def ends():
+    found = {one.local[0]: one for one in stats.connections([pid], time.monotonic())[pid]}
+    return found["127.0.0.1"], found["127.0.0.2"]
+
+def until(condition):
+    while not condition(*ends()):
+        time.sleep(0.05)
+
+sender.sendall(b"x" * 1000)
+until(lambda one, other: one.acked_bytes == 1001 and other.received_bytes == 1000)
+assert all(one.stalled_s == 0 for one in ends())
+drop = f"4,32 0 0 26,21 0 1 {int.from_bytes(socket.inet_aton(sys.argv[1]))},6 0 0 2,6 0 0 0"
+subprocess.run(["tc", "qdisc", "add", "dev", "lo", "clsact"], check=True)
+words = ["tc", "filter", "add", "dev", "lo", "egress", "bpf", "da", "bytecode", drop]
+subprocess.run(words, check=True)
+ends()
+sender.sendall(b"y" * 500)
+until(lambda one, other: one.stalled_s > 1)
+one, other = ends()
+
+assert one.remote == other.local and one.local == other.remote
+assert other.stalled_s == 0, other
+print(one.acked_bytes - 1, other.received_bytes, flush=True)
+subprocess.run(["tc", "qdisc", "delete", "dev", "lo", "clsact"], check=True)
+until(lambda one, other: one.stalled_s == 0 and one.acked_bytes == 1501)
+sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+sender.setblocking(False)
+for _ in range(3):  # its buffer and the receiver's window get full
+    try:
+        while True:
+            sender.send(b"z" * 65536)
+    except BlockingIOError:
+        time.sleep(0.5)
+        assert ends()[0].stalled_s == 0, ends()
+"""
+
+
+@pytest.mark.skipif(available() is not None, reason=f"needs namespaces: {available()}")
+@pytest.mark.parametrize(
+    ("dropped", "received"), [("127.0.0.1", 1000), ("127.0.0.2", 1500)], ids=["data", "answers"]
+)
+def test_a_connection_without_acknowledgements_stalls_and_both_ends_show_the_direction(
+    dropped: str, received: int
+) -> None:
+    """Packets of one end are dropped. A receiver that reads nothing is no stall."""
+    command = ["unshare", "--net", "--", sys.executable, "-c", _WITHOUT_ANSWERS, dropped]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1000", str(received)]
 
 
 def test_a_connection_that_comes_later_is_counted_whole(child: Child) -> None:

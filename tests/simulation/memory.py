@@ -215,7 +215,7 @@ class FakeParityRegion:
         record = self.record
         assert record is not None
         members = tuple((one.node_id, tuple(one.ranks)) for one in record.members)
-        return record.protected_in, record.parity, members
+        return record.protected_in, record.parity, record.is_ring, members
 
     @property
     def is_complete(self) -> bool:
@@ -398,9 +398,17 @@ def _rebuilds(
     rank: int, held: dict[int, set[str]], record: ParityRecord, whole: set[str], mirrors: set[str]
 ) -> bool:
     owner = next((one.node_id for one in record.members if rank in one.ranks), None)
-    missing = sum(
+    missing = [
         one.node_id not in whole
         or not all(one.node_id in held.get(local, ()) for local in one.ranks)
         for one in record.members
-    )
-    return owner is not None and owner in mirrors and missing <= record.parity
+    ]
+    is_tolerated = tolerates(missing, record.parity, is_ring=record.is_ring)
+    return owner is not None and owner in mirrors and is_tolerated
+
+
+def tolerates(missing: list[bool], parity: int, *, is_ring: bool) -> bool:
+    """Whether a group can rebuild the state of the nodes that are missing, by position."""
+    if is_ring:
+        return not any(one and missing[at - 1] for at, one in enumerate(missing))
+    return sum(missing) <= parity

@@ -23,12 +23,19 @@ from ftrun.membership.events import (
     Quiesced,
 )
 from ftrun.membership.member import Member
-from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness
+from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
+from ftrun.monitor.slow.collective_check import (
+    CollectiveResult,
+    HopResult,
+    WrongSum,
+    lane_value,
+    sum_factor,
+)
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery import commands as do
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.membership import Heartbeat, RankReport
+from ftrun.wire.cluster.membership import CollectiveRing, Heartbeat, RankReport
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField
 from simulation.memory import Memory
@@ -256,6 +263,7 @@ class Agent:
         self.is_frozen = False
         self.leaves_since_s: float | None = None
         """Time of SIGTERM."""
+        self.collective: CollectiveResult | None = None
         self.ends: dict[str, End] = {}
         self.dialling: set[tuple[str, int]] = set()
         scenario = node.simulation.scenario
@@ -303,7 +311,35 @@ class Agent:
 
     def _check(self, outcome: CheckOutcome, number: int) -> None:
         if outcome is CheckOutcome.PASS or self.member.follower.fitness is None:
-            self.happens(NodeChecked(NodeFitness(outcome, problems=("a test",), number=number)))
+            figures = NodeMeasurements(collective=self.collective)
+            found = NodeFitness(outcome, figures, problems=("a test",), number=number)
+            self.happens(NodeChecked(found))
+
+    def _check_later(self, command: do.CheckCommand) -> None:
+        if isinstance(command, do.RepeatNodeCheck):
+            self.node.later(0.5, self.call, self._check, CheckOutcome.PASS, command.number)
+        else:
+            delay_s = 0.7 + 0.3 * command.ring.nodes.index(self.card)
+            self.node.later(delay_s, self.call, self._compare, command.ring)
+
+    def _compare(self, ring: CollectiveRing) -> None:
+        """Takes part in a collective check; a neighbour that has ended makes it incomplete."""
+        at, count = ring.nodes.index(self.card), len(ring.nodes)
+        around = [ring.nodes[at - 1], ring.nodes[(at + 1) % count]]
+        agents = [self.node.network.nodes[card.node_id].agent for card in around]
+        cards = [one.card for one in agents if one is not None]
+        right = lane_value(0) * sum_factor(count, 1, 0, 1)
+        wrong = WrongSum(1, 0, 1, 0, right + 1, right, is_as_sent=True)
+        all_wrong = self.node.simulation.wrong_sums
+        hops = [
+            HopResult(card.identity, 9, 1e9, wrong if card.node_id in all_wrong else None)
+            for card in around
+        ]
+        problem = "" if cards == around else "a neighbour has ended the check"
+        found = () if problem else tuple(hops)
+        self.collective = CollectiveResult(ring.number, count, found, problem=problem)
+        known = self.member.follower.fitness
+        self._check(CheckOutcome.PASS, known.number if known is not None else 1)
 
     def die(self) -> None:
         self.is_alive = False
@@ -380,8 +416,8 @@ class Agent:
                 simulation.witness.ask(self, command)
             elif isinstance(command, do.ProbePath):
                 simulation.probe_path(self, command)
-            elif isinstance(command, do.RepeatNodeCheck):
-                self.node.later(0.5, self.call, self._check, CheckOutcome.PASS, command.number)
+            elif isinstance(command, do.RepeatNodeCheck | do.RunCollectiveCheck):
+                self._check_later(command)
             else:
                 self.executor.take(command)
         self.executor.renew_lease()

@@ -101,6 +101,8 @@ class Simulation:
         """How they fail, in turn in the generations."""
         self.unfit_s: dict[str, float] | None = None
         """Time for which each agent of a node fails its checks; None: no node makes checks."""
+        self.wrong_sums: set[str] = set()
+        """Nodes that compute wrong sums in a collective check."""
         self.probes: PathProbes | None = None
         """Path probes; None: nodes have one address, and no node probes."""
         self.witness: WitnessModel | None = None

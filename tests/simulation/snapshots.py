@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ftrun.erasure.codec import Codec, choose_codec
 from ftrun.erasure.fragments import FragmentHeader, StripeId, block_digest, pack
-from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FetchFailed, FragmentRefused, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.jobs import Steps, Wait
@@ -459,7 +458,7 @@ class WholeWork(LostNodeRestore):
 
     def _block_items(self) -> list[DownloadItem]:
         lost = self._lost
-        stripes = Stripes(len(lost.group.nodes), lost.group.parity, BLOCK_BYTES)
+        stripes = lost.protection.stripes(BLOCK_BYTES)
         for block in range(BLOCKS_PER_RANK * len(lost.group.nodes[lost.position].ranks)):
             stripe = stripes.stripe_of(lost.position, block)
             keepers = [at for at in stripes.parity_nodes(stripe) if at in lost.alive_positions]
@@ -724,19 +723,19 @@ class Smp:
         """A lost node's state, rebuilt from the rest of its group."""
         if group.parity < 1:
             return None
-        missing, found, has_mirror = 0, [], False
+        missing, found, has_mirror = list[bool](), list[int](), False
         for node in group.nodes:
             peer = self._peer(node.node_id, node.smp_port)
             part = peer.good_part(wanted, group) if peer is not None else None
             whole = peer is not None and all(
                 peer.good_state(wanted, rank) is not None for rank in node.ranks
             )
-            if part is None or not whole:
-                missing += 1
+            missing.append(part is None or not whole)
             if part is not None and group.nodes[owner].node_id in part.given:
                 found.append(part.given[group.nodes[owner].node_id])
                 has_mirror |= part.mirror(owner) is not None
-        return found[0] if has_mirror and missing <= group.parity else None
+        is_tolerated = memory.tolerates(missing, group.parity, is_ring=group.is_ring)
+        return found[0] if has_mirror and is_tolerated else None
 
     def _peer(self, node_id: str, port: int) -> "Smp | None":
         """The SMP of a node, if it is reachable at the known port."""

@@ -260,6 +260,25 @@ def test_a_reported_fault_without_a_spare_costs_nothing_while_no_rank_fails(seed
     assert outcome.steps > 10
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_with_wrong_sums_loses_its_ranks_to_a_spare(seed: int) -> None:
+    case = Case(seed, WITH_SPARES)
+
+    def prepare(case: Case) -> None:
+        simulation = case.simulation
+        simulation.unfit_s = {}
+        simulation.wrong_sums = set(case.node_ids(1))
+        for at_s in (case.first_s, case.first_s + 12.0):  # the next leader finds it as well
+            simulation.world.after(at_s, simulation.faults.kill_agent, simulation.nodes[0])
+
+    outcome = case.run(prepare)
+    wrong = case.simulation.wrong_sums
+    assert case.exit_codes == set(), story(outcome)
+    assert outcome.steps > 10
+    assert case.excluded <= wrong, story(outcome)
+    assert not case.last_members & wrong, story(outcome)
+
+
 def test_without_the_exclusion_a_dead_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeated_causes, "MAX_EXCLUDED_PER_HOUR", 0)
     ended = 0

@@ -96,6 +96,22 @@ def test_no_node_runs_ranks_that_fails_its_check() -> None:
     assert len([*checked(SOME, has_unfit_nodes)]) == len(SOME) * len(MODES)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in (100, 200, 300))]
+)
+def test_a_ring_loses_no_version_that_it_protects(first: int) -> None:
+    """Each node has a copy of the state of another one, as with `erasure.scheme: mirror`."""
+    for seed in range(first, first + (CHUNK if first else CHUNK // 10)):
+        for mode in MODES:
+            drawn = draw(seed, mode)
+            ring = {"erasure_ring": True, "erasure_parity": 1, "erasure_data": None}
+            scenario = replace(drawn, settings=changed(drawn.settings, **ring))
+            outcome = run_seed(seed, mode, scenario=scenario)
+            assert not outcome.problem, story(outcome)
+
+
 def has_firewalls(simulation: Simulation) -> None:
     """Half of the cuts refuse connections, as if the agents behind them were dead."""
     simulation.faults.resets = Random(f"{simulation.world.seed}/firewalls")

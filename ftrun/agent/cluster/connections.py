@@ -30,6 +30,7 @@ from ftrun.agent.cluster.dialing import (
     Dialled,
     Handshakes,
     PendingDial,
+    Serve,
 )
 from ftrun.errors import FtrunError, PeerError, PeerLost
 from ftrun.membership.events import (
@@ -94,6 +95,7 @@ class ClusterConnections:
         lease: Lease,
         on_other_message: OtherMessages,
         dialled: Dialled,
+        serve_ring: Serve,
         each_turn: Callable[[float], None],
     ) -> None:
         self.control_loop = control_loop
@@ -103,7 +105,9 @@ class ClusterConnections:
         self._lease = lease
         self._on_other_message = on_other_message
         self._each_turn = each_turn
-        self._handshakes = Handshakes(identity, secret, take=self.post, dialled=dialled)
+        self._handshakes = Handshakes(
+            identity, secret, take=self.post, dialled=dialled, serve_ring=serve_ring
+        )
         self.failover = ConnectionFailover(
             control_loop.member.me, control_loop.settings, control_loop.card_of
         )

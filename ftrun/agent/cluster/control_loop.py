@@ -29,6 +29,7 @@ from ftrun.recovery import commands
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.urls import is_url
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.membership import CollectiveRing
 from ftrun.wire.finished_run import has_finished, read_owner
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class ControlLoop:
         # These functions do not block. In a run on one node, or without a witness, they do nothing.
         self.check_again: Callable[[int], None] = _ignored
         """Starts a check of this node whose number is at least this one."""
+        self.run_collective: Callable[[CollectiveRing], None] = _ignored
         self.ask_witness: Callable[[commands.QueryWitness], None] = _ignored
         self.probe_path: Callable[[commands.ProbePath], None] = _ignored
         self._me = me.node_id
@@ -114,6 +116,8 @@ class ControlLoop:
                 network.append(command)
             case commands.RepeatNodeCheck():
                 self.check_again(command.number)
+            case commands.RunCollectiveCheck():
+                self.run_collective(command.ring)
             case commands.ProbePath():
                 self.probe_path(command)
             case commands.QueryWitness():

@@ -63,10 +63,10 @@ Dialled = Callable[[str, str, int], None]
 """Called with node id, host and port of an agent after its handshake, before other messages are
 sent to it. The call is in the handshake's thread and may wait."""
 
-_PROBES: dict[str, Callable[[socket.socket], None]] = {
-    "probe": serve_probe,
-    "path": serve_path_probe,
-}
+Serve = Callable[[socket.socket], None]
+"""Called with a connection for one measurement, in the handshake's thread. It is closed then."""
+
+_PROBES: dict[str, Serve] = {"probe": serve_probe, "path": serve_path_probe}
 """Functions that answer probes, by the purpose of the dialling peer."""
 
 
@@ -101,12 +101,19 @@ class Handshakes:
     """All handshakes in progress at one agent."""
 
     def __init__(
-        self, identity: PeerIdentity, secret: Secret | None, *, take: Take, dialled: Dialled
+        self,
+        identity: PeerIdentity,
+        secret: Secret | None,
+        *,
+        take: Take,
+        dialled: Dialled,
+        serve_ring: Serve,
     ) -> None:
         self._identity = identity
         self._secret = secret
         self._take = take
         self._dialled = dialled
+        self._serve = {**_PROBES, "ring": serve_ring}
         self._calling: set[tuple[str, int]] = set()
         self._logged: set[str] = set()
         self._doors = Doors(MAX_HANDSHAKES)
@@ -161,7 +168,7 @@ class Handshakes:
             sock.close()
             _log.debug("an unauthenticated peer: %s", error)
         else:
-            serve = _PROBES.get(session.peer.purpose)
+            serve = self._serve.get(session.peer.purpose)
             if serve is None:
                 self._take(AuthenticatedConnection(sock, session))
             else:

@@ -48,6 +48,8 @@ class LocalNode:
 
     spec: RunSpec
     card: NodeCard
+    agent_lost_s: float | None
+    """When the last agent of this stub ended; None: this is the first one."""
     secret: Secret | None = None
     listeners: list[socket.socket] = field(default_factory=list)
     register: EtcdWitness | None = None
@@ -62,11 +64,12 @@ class LocalNode:
                 outside witness cannot be used.
             PeerError: the endpoint has no address within `nodes.join_timeout_s`.
         """
-        incarnation = secrets.randbits(62)
+        incarnation, agent_lost_s = secrets.randbits(62), last_agent_ended_s()
         nodes = spec.nodes
         if nodes is None:
             name = socket.gethostname() or "node"
-            return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
+            card = NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True)
+            return cls(spec, card, agent_lost_s)
         register = _register(spec, nodes, persisted)
         before = persisted.plan.card(nodes.node_id) if persisted.plan is not None else None
         if before is not None and is_local_address(before.host):
@@ -97,8 +100,9 @@ class LocalNode:
             switch=nodes.switch,
             rails=rails,
             further_endpoint=number,
+            is_first=agent_lost_s is None,
         )
-        return cls(spec, card, secret, listeners, register)
+        return cls(spec, card, agent_lost_s, secret, listeners, register)
 
     @property
     def is_alone(self) -> bool:
@@ -114,7 +118,7 @@ class LocalNode:
         )
         kind = ControlLoop if self.is_alone else ClusterControlLoop
         control_loop = kind(self.card, settings, kept=persisted.plan, is_chosen=persisted.is_chosen)
-        control_loop.member.follower.agent_lost_s = last_agent_ended_s()
+        control_loop.member.follower.agent_lost_s = self.agent_lost_s
         return control_loop
 
     def introduce(self, smp: AgentSmpClient) -> None:
@@ -143,6 +147,7 @@ class LocalNode:
             lease=run.workers.lease,
             on_other_message=rpc.take,
             dialled=preflight.dialled,
+            serve_ring=preflight.collective.accept,
             each_turn=rpc.control_loop.poll,
         )
         control.thread = rpc.thread = thread
@@ -151,6 +156,7 @@ class LocalNode:
             identity, self.secret, post=control.post, send=thread.send
         ).take
         control.check_again = preflight.again
+        control.run_collective = preflight.collective.take
         if self.register is not None:
             witness = WitnessClient(self.register, self.card, control.post)
             control.witness_thread, control.ask_witness = witness, witness.ask

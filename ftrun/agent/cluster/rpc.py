@@ -19,12 +19,14 @@ from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
 from ftrun.agent.publish.cluster_status import control_loop_status
 from ftrun.agent.publish.published import Published
 from ftrun.journal import Journal
+from ftrun.membership.events import MessageReceived
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ClusterStatusReply,
     ClusterStatusRequest,
     JournalLines,
     ProbeLinkRequest,
+    ReadmitNode,
 )
 from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 from ftrun.wire.messages.status import ClusterStatus, decode_status
@@ -107,6 +109,14 @@ class ClusterRpc:
             return decode_status(data, ClusterStatus, source=f"node {control_loop.leader_id}")
         note = f"node {control_loop.leader_id}, the leader, did not answer within {ANSWER_S:.0f} s"
         return msgspec.structs.replace(own, note=note)
+
+    def readmit(self, node_id: str) -> None:
+        """Request from the leader that a node may run ranks again."""
+        last, body = self.control_loop.read().value, ReadmitNode(node_id)
+        if self.thread is not None and last.leads:
+            self.thread.post(MessageReceived(self._control_loop.member.me.node_id, body))
+        elif self.thread is not None:
+            self.thread.send(last.leader_id, body)
 
     # --- main thread --------------------------------------------------------------------------
 

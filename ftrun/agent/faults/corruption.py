@@ -125,10 +125,14 @@ def _contents(region: ParityRegion) -> list[memoryview]:
 
 
 def newest_file(directory: Path) -> Path:
-    files = sorted((directory / "latest").glob("*.safetensors"))
+    files = [path for path in sorted((directory / "latest").glob("rank-*")) if _has_images(path)]
     if not files:
         raise FaultRefused(f"there is no checkpoint in {directory} yet")
     return max(files, key=lambda path: path.stat().st_size)
+
+
+def _has_images(path: Path) -> bool:
+    return path.suffix in (".safetensors", ".pieces")
 
 
 def flip_in_file(path: Path) -> None:

@@ -60,6 +60,8 @@ class WorkerHandle:
     """`warm` or `fresh`."""
     streams: list[IO[str]] = field(default_factory=list)
     stopped_since_s: float | None = None
+    last_call: str | None = None
+    """The newest collective of a stopped rank, in words; None: the observer has not read it."""
     killed_for_s: float | None = None
     exit_seen: bool = False
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGCONT, SIGKILL, SIGSTOP
@@ -18,6 +19,7 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
+from ftrun.agent.observe.evidence import WrittenErrors
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -25,7 +27,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.linux import open_device_files
 from ftrun.monitor.page_values import quantile_s
-from ftrun.monitor.worker_exits import ExitFacts, explain
+from ftrun.monitor.worker_exits import ExitFacts, explain, is_broken_connection
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.fault_orders import FaultPages
@@ -71,6 +73,7 @@ class WorkerGroup:
         self._spec = spec
         self._smp = smp
         self._error_files: dict[int, str] = {}
+        self._written = WrittenErrors(spec.profile.monitor.error_patterns)
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
@@ -312,10 +315,21 @@ class WorkerGroup:
             failed_at_ns=page.get(HeartbeatField.FAILED_NS) or failed_at_ns,
             oom_kills=oom_kills,
             stopped_s=handle.killed_for_s,
+            last_call=handle.last_call or "",
             full_disk=self._full_disk(handle),
             corrupt=page.note if corrupt else "",
         )
-        return explain(facts)
+        found = explain(facts)
+        if found.kind is events.ExitKind.FINISHED or is_broken_connection(found):
+            return found  # what a consequence has written is not read
+        return replace(found, errors=self.written_errors(handle, f"{traceback}\n{message}"))
+
+    def written_errors(self, handle: WorkerHandle, error: str = "") -> tuple[events.ErrorLine, ...]:
+        """Error classes in the exception and the logs of a rank; from any thread."""
+        return self._written.find(self._log_folder(handle), error)
+
+    def _log_folder(self, handle: WorkerHandle) -> str:
+        return os.path.dirname(self._error_files.get(handle.local_rank_id, ""))
 
     def error_file(self, rank: int) -> str:
         return self._error_files.get(rank - self.first_rank, "")
@@ -370,7 +384,7 @@ class WorkerGroup:
         was_away, self._polled_s = now_s - self._polled_s > AWAY_S, now_s
         for handle in self.alive():
             if self.is_suspended or not handle.child.is_stopped():
-                handle.stopped_since_s = None
+                handle.stopped_since_s = handle.last_call = None
             elif handle.stopped_since_s is None or was_away:
                 handle.stopped_since_s = now_s
             elif now_s - handle.stopped_since_s > limit_s and handle.killed_for_s is None:
@@ -431,7 +445,7 @@ class WorkerGroup:
 
     def _full_disk(self, handle: WorkerHandle) -> str:
         """The folder of torch's redirects and the error file if its disk is full; else empty."""
-        folder = os.path.dirname(self._error_files.get(handle.local_rank_id, ""))
+        folder = self._log_folder(handle)
         with suppress(OSError):
             has = os.statvfs(folder)
             is_full = has.f_blocks > 0 and has.f_bavail * has.f_frsize < _FULL_BYTES

@@ -4,7 +4,8 @@ Runs in the main thread at the start, then in a thread for each further check; `
 thread of a handshake. A check that hangs, for example on a dead disk or driver, is killed.
 
 Rule 1: a run on one node, and an agent that was restarted, measure only what costs nothing. The
-        first has no node to compare with, and ranks wait for the second.
+        first has no node to compare with, and ranks wait for the second. Only the collective check
+        runs on one node too, while the ranks start.
 Rule 2: the link is measured before the first `Join`, so that the first plan uses the result.
 Rule 3: a node that is not fit repeats its check until it is. The first repetition is soon, because
         other work on the machine that disturbed one check has then ended. The interval grows from
@@ -16,18 +17,21 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ftrun import clock
+from ftrun.agent.cluster.collective_check import CollectiveCheck
 from ftrun.agent.cluster.path_probe import probe
 from ftrun.agent.launch.process import awaited, python_command
 from ftrun.agent.observe.preflight import room
 from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.membership.events import NodeChecked
-from ftrun.monitor.node_fitness import NodeFitness, NodeMeasurements, judge
+from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements, judge
+from ftrun.monitor.slow.collective_check import CollectiveResult, wrong_hops, wrong_nodes
 from ftrun.records.membership import PreflightFinished
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.handshake import PeerIdentity
@@ -65,6 +69,9 @@ class NodeCheck:
         """Node id, host and port of the agent that was reached last."""
         self._link_figures = NodeMeasurements()
         self._is_link_due = False
+        self.collective = CollectiveCheck(allow_faults=spec.allow_faults)
+        self._collective: CollectiveResult | None = None
+        self._is_first = False
         self._busy = threading.Lock()
         self._stop = threading.Event()
 
@@ -73,6 +80,7 @@ class NodeCheck:
         if not self._settings.enabled:
             return
         self._started_s = clock.now_s()
+        self._is_first = not is_awaited
         self._is_link_due = not self._is_alone and not is_awaited
         if self._is_link_due:
             self._start()
@@ -84,6 +92,8 @@ class NodeCheck:
         self._note(self._collect() if is_whole else room(self._folder), is_whole=is_whole)
         if self.fitness is not None and self._is_alone and not self.fitness.is_fit:
             _log.warning("this machine may not be fit for the run: %s", self.fitness)
+        if self._is_alone and self._is_first and self._settings.collective_mb:
+            _start_thread(self._compare_processors)
 
     def join(
         self, identity: PeerIdentity, secret: Secret | None, report: Callable[[NodeChecked], None]
@@ -91,6 +101,7 @@ class NodeCheck:
         """Report results to the control loop from now on; called before the first connection."""
         self._identity = msgspec.structs.replace(identity, purpose="probe")
         self._secret, self._report = secret, report
+        self.collective.join(identity, secret, self._compared)
         if self.fitness is not None:
             report(NodeChecked(self.fitness))
             self._repeat_until_fit()
@@ -98,6 +109,7 @@ class NodeCheck:
     def close(self) -> None:
         self._stop.set()
         self._end_child()
+        self.collective.close()
 
     def dialled(self, node_id: str, host: str, port: int) -> None:
         """Measure the link to the first agent that was reached, which has received nothing yet."""
@@ -117,12 +129,35 @@ class NodeCheck:
             probe(order, self._identity, self._secret, limit_s=LINK_S)
         )
 
+    def _compared(self, result: CollectiveResult) -> None:
+        with self._busy:
+            self._collective = result
+            if self.fitness is not None:
+                found = self.fitness
+                self._note(found.figures, is_whole=found.is_whole, number=self._number)
+
+    def _compare_processors(self) -> None:
+        """On one node: a wrong sum is a warning, because no other node can run the ranks."""
+        try:
+            found = self.collective.on_one_machine(self._settings.collective_mb * 1_000_000)
+        except OSError as error:  # no more processes or open files
+            _log.warning("the processors of this machine are not compared: %s", error)
+            return
+        if self._stop.is_set():
+            return
+        wrong = wrong_nodes(wrong_hops(found))
+        problems = tuple(f"{name}: {text}" for (name, _), text in sorted(wrong.items()))
+        self._compared(next(iter(found.values())))
+        if problems and self.fitness is not None:
+            self.fitness = msgspec.structs.replace(
+                self.fitness, outcome=CheckOutcome.FAIL, problems=problems
+            )
+            text = f"this machine computes wrong sums: {self.fitness}"
+            self._journal.write(PreflightFinished(text, self.fitness))
+            _log.warning("%s. Its results cannot be trusted: use another machine", text)
+
     def again(self, number: int) -> None:
-        work = threading.Thread(
-            target=self._again, args=(number,), name="ftrun-preflight", daemon=True
-        )
-        with suppress(RuntimeError):  # no more threads; the control loop asks again
-            work.start()
+        _start_thread(partial(self._again, number))  # without a thread the control loop asks again
 
     def _again(self, number: int) -> None:
         with self._busy:
@@ -135,8 +170,7 @@ class NodeCheck:
 
     def _repeat_until_fit(self) -> None:
         if self.fitness is not None and not self.fitness.is_fit and not self._is_alone:
-            work = threading.Thread(target=self._repeat, name="ftrun-preflight", daemon=True)
-            work.start()
+            _start_thread(self._repeat)
 
     def _repeat(self) -> None:
         wait_s = SOON_S
@@ -193,6 +227,7 @@ class NodeCheck:
             link_to=link.link_to,
             link_rtt_s=link.link_rtt_s,
             link_bytes_per_s=link.link_bytes_per_s,
+            collective=self._collective,
             not_done=figures.not_done or link.not_done,
         )
         before, self._number = self.fitness, number
@@ -205,6 +240,11 @@ class NodeCheck:
             self._report(NodeChecked(found))
             if before is not None and before.is_fit:
                 self._repeat_until_fit()
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # no more threads
+        threading.Thread(target=work, name="ftrun-preflight", daemon=True).start()
 
 
 def _link_figures(found: ProbeLinkResult) -> NodeMeasurements:

@@ -11,6 +11,9 @@ Source:   `inet_diag.h` and `tcp.h` of Linux 4.19 and later; older kernels send 
 
 Rule 1: `busy_s` leaves out the time in which the peer had no receive window (`rwnd_limited`),
         because a rank that reads late is slow itself, and its link is not.
+Rule 2: A connection stalls if segments in flight are sent again and no new byte is acknowledged, or
+        if bytes wait that fit the peer's window and none is in flight, because this node drops what
+        it sends. A peer that reads nothing acknowledges what is in flight, and closes its window.
 """
 
 import os
@@ -23,6 +26,7 @@ from pathlib import Path
 
 from ftrun import clock
 from ftrun.monitor.slow.delay_matrix import LinkSample
+from ftrun.monitor.verdicts import RankConnection
 
 SCAN_EVERY_S = 10.0
 """Between two scans of /proc/PID/fd; a new pid is scanned at once."""
@@ -41,9 +45,14 @@ _INODE_AT = 68
 _ATTRIBUTE = struct.Struct("=HH")
 _PORTS = struct.Struct("!HH")
 _INFO_BYTES = 232
-_INFO = struct.Struct("=24xI40xI28xI16xQQ8xI12xQQQQ8xQ24x")
+MAX_CONNECTIONS = 32
+"""Connections of a rank in one report: the stalled ones first."""
+_INFO = struct.Struct("=24xI40xI28xI16xQQ8xI12xQQQQ8xQ20xI")
 """Fields of tcp_info: unacked, rtt, total_retrans, bytes_acked, bytes_received, notsent_bytes,
-delivery_rate, busy_time, rwnd_limited, sndbuf_limited, bytes_sent."""
+delivery_rate, busy_time, rwnd_limited, sndbuf_limited, bytes_sent, snd_wnd (from 5.4 on)."""
+
+_OPEN_WINDOW_BYTES = 1 << 14
+"""The kernel sends into a smaller window only whole segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +65,22 @@ class SocketCounters:
     rtt_s: float
     """Smoothed by the kernel."""
     bytes_acked: int
+    bytes_received: int
     bytes_sent: int
     """Retransmitted bytes included."""
     busy_s: float
     """Time with bytes in flight, without the time in which the peer had no receive window."""
     retransmits: int
     unacked_segments: int
+    """In flight."""
     notsent_bytes: int
+    window_bytes: int
+    """What the peer has room for; 0 if the kernel does not report it."""
+
+    @property
+    def is_waiting(self) -> bool:
+        is_held_back = self.notsent_bytes > 0 and self.window_bytes >= _OPEN_WINDOW_BYTES
+        return self.unacked_segments > 0 or is_held_back
 
 
 class SocketStats:
@@ -74,8 +92,8 @@ class SocketStats:
         self._inodes: dict[int, frozenset[int]] = {}
         self._scanned_s = float("-inf")
         self._before: dict[int, SocketCounters] = {}
-        self._moved_s: dict[int, float] = {}
-        """When each connection with bytes in flight last made progress."""
+        self._moved: dict[int, tuple[float, SocketCounters]] = {}
+        """Each connection when it last made progress, or began to wait."""
 
     def poll(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
         """Changes since the last poll, for each remote address, in a stable order.
@@ -87,13 +105,31 @@ class SocketStats:
         parts: dict[str, list[LinkSample]] = {}
         for one in figures:
             before = self._before.get(one.inode)
-            stalled_s = self._stalled_s(one, before, now_s)
             if before is not None or not is_first:
-                sample = _difference(one, before, stalled_s)
-                parts.setdefault(one.remote[0], []).append(sample)
+                parts.setdefault(one.remote[0], []).append(_difference(one, before))
         self._before = {one.inode: one for one in figures}
-        self._moved_s = {inode: at for inode, at in self._moved_s.items() if inode in self._before}
+        self._note_progress(figures, now_s)
         return [LinkSample.together(parts[host]) for host in sorted(parts)]
+
+    def connections(
+        self, pids: Iterable[int], now_s: float
+    ) -> dict[int, tuple[RankConnection, ...]]:
+        """Connections of each process to other machines, the longest stalled first.
+
+        A stall begins at the first poll that has seen it.
+        """
+        figures = self.figures(pids, now_s)
+        self._note_progress(figures, now_s)
+        found = {one.inode: self._connection(one, now_s) for one in figures if _is_remote(one)}
+        return {
+            pid: tuple(
+                sorted(
+                    (found[inode] for inode in inodes & found.keys()),
+                    key=lambda one: (-one.stalled_s, one.remote, one.local),
+                )[:MAX_CONNECTIONS]
+            )
+            for pid, inodes in self._inodes.items()
+        }
 
     def figures(self, pids: Iterable[int], now_s: float) -> list[SocketCounters]:
         inodes = self._sockets_of(tuple(pids), now_s)
@@ -116,15 +152,33 @@ class SocketStats:
             self._inodes = {pid: _socket_inodes(pid) for pid in pids}
         return frozenset().union(*self._inodes.values())
 
-    def _stalled_s(self, one: SocketCounters, before: SocketCounters | None, now_s: float) -> float:
-        is_waiting = one.unacked_segments > 0 or one.notsent_bytes > 0
-        moved = before is None or one.bytes_acked != before.bytes_acked
-        if moved or not is_waiting:
-            self._moved_s[one.inode] = now_s
-        return now_s - self._moved_s.setdefault(one.inode, now_s)
+    def _note_progress(self, figures: Iterable[SocketCounters], now_s: float) -> None:
+        before, self._moved = self._moved, {}
+        for one in figures:
+            at_s, moved = before.get(one.inode, (now_s, one))
+            # What was sent since the last poll may have been sent just now.
+            is_as_before = one.is_waiting and moved.is_waiting
+            is_stalled = is_as_before and moved.bytes_acked == one.bytes_acked
+            self._moved[one.inode] = (at_s, moved) if is_stalled else (now_s, one)
+
+    def _connection(self, one: SocketCounters, now_s: float) -> RankConnection:
+        moved_s, moved = self._moved[one.inode]
+        again = one.retransmits - moved.retransmits
+        return RankConnection(
+            local=one.local,
+            remote=one.remote,
+            stalled_s=round(now_s - moved_s, 2) if again or not one.unacked_segments else 0.0,
+            acked_bytes=one.bytes_acked,
+            received_bytes=one.bytes_received,
+            retransmits=again,
+        )
 
 
-def _difference(now: SocketCounters, before: SocketCounters | None, stalled_s: float) -> LinkSample:
+def _is_remote(one: SocketCounters) -> bool:
+    return one.local[0] != one.remote[0]
+
+
+def _difference(now: SocketCounters, before: SocketCounters | None) -> LinkSample:
     sent = now.bytes_acked - (before.bytes_acked if before else 0)
     return LinkSample(
         to_host=now.remote[0],
@@ -133,7 +187,6 @@ def _difference(now: SocketCounters, before: SocketCounters | None, stalled_s: f
         rtt_s=now.rtt_s,
         retransmits=now.retransmits - (before.retransmits if before else 0),
         unacked_bytes=max(0, now.bytes_sent - now.bytes_acked),
-        stalled_s=stalled_s,
     )
 
 
@@ -189,20 +242,21 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
     local_port, remote_port = _PORTS.unpack_from(data, start + 4)
     local = data[start + 8 : start + 8 + size]
     remote = data[start + 24 : start + 24 + size]
-    unacked, rtt_us, again, acked, _, notsent, _, busy_us, no_room_us, _, sent = _INFO.unpack(
-        _tcp_info(data, start + _DIAG_BYTES, end)
-    )
+    found = _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
+    unacked, rtt_us, again, acked, received, notsent, _, busy_us, no_room_us, _, sent, room = found
     return SocketCounters(
         inode=inode,
         local=(_address(family, local), local_port),
         remote=(_address(family, remote), remote_port),
         rtt_s=rtt_us / 1e6,
         bytes_acked=acked,
+        bytes_received=received,
         bytes_sent=sent,
         busy_s=max(0, busy_us - no_room_us) / 1e6,
         retransmits=again,
         unacked_segments=unacked,
         notsent_bytes=notsent,
+        window_bytes=room,
     )
 
 

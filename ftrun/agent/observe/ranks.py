@@ -18,7 +18,7 @@ Rule 3: sampling uses at most `COST` of a processor per rank. A node with many r
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,25 @@ from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
 from ftrun.agent.observe.recorder_dumps import write_dumps
+from ftrun.agent.observe.recorder_memory import read_stopped
 from ftrun.config.profile import HangConfig
+from ftrun.events import ErrorLine
 from ftrun.monitor.device_faults import DeviceReport
-from ftrun.monitor.flight_recorder import RecorderSource, parse_trace, recorded_groups
+from ftrun.monitor.flight_recorder import (
+    RecorderSource,
+    last_call_text,
+    parse_trace,
+    recorded_groups,
+)
 from ftrun.monitor.page_values import decode_backends, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
-from ftrun.monitor.verdicts import Frame, ProcessGroupView, RankView, own_functions
+from ftrun.monitor.verdicts import (
+    Frame,
+    ProcessGroupView,
+    RankConnection,
+    RankView,
+    own_functions,
+)
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, left_calls
 
@@ -106,8 +119,17 @@ class _GroupMemory:
 class RankObserver:
     """Observes the ranks of one agent."""
 
-    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig, dumps: Path) -> None:
-        """`dumps` is the folder for dumps of the flight recorders, taken once in a hang."""
+    def __init__(
+        self,
+        unused_fds: "SimpleQueue[int]",
+        settings: HangConfig,
+        dumps: Path,
+        written_errors: Callable[[WorkerHandle], tuple[ErrorLine, ...]],
+    ) -> None:
+        """`dumps` is the folder for dumps of the flight recorders, taken once in a hang.
+
+        `written_errors` reads the error classes of a rank's logs, also once in a hang.
+        """
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any. Of the
         first steps only an upper bound is known: the time up to the first one."""
@@ -121,6 +143,9 @@ class RankObserver:
         self._group_memory = _GroupMemory()
         self._dumps = dumps
         self._has_dumped = False
+        self._written_errors = written_errors
+        self._errors: dict[int, tuple[ErrorLine, ...]] = {}
+        """By rank; of this hang."""
         self._readers: dict[str, RecorderReader] = {}
         """By the rank's socket; replaced with each generation."""
         self.sample: NodeSample | None = None
@@ -180,6 +205,9 @@ class RankObserver:
         on_device = self._sampler.on_device
         for trouble in self._devices.poll(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
+        for handle in handles:
+            if handle.stopped_since_s is not None and handle.last_call is None:
+                handle.last_call = self._sampler.last_call(handle)
         pages = [handle.slot.page for handle in handles]
         known_s = max([quantile_s(page.step_times, 0.99) for page in pages], default=0.0)
         first_s = max(map(_first_step_s, pages), default=0.0)
@@ -193,12 +221,14 @@ class RankObserver:
             self._memories.clear()
             self._group_memory.clear()
             self._has_dumped = False
+            self._errors.clear()
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
                 self.sample = sample or self.sample
             return
-        views = tuple(self._view(handle) for handle in handles)
+        connections = self._sampler.connections(handles)
+        views = tuple(self._view(one, connections.get(one.pid, ())) for one in handles)
         if handles is self._handles:
             self.views = views
         if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
@@ -212,7 +242,7 @@ class RankObserver:
             return 0.0
         return now_s - max(page.get(HeartbeatField.HEARTBEAT_NS) / 1e9, self._awake_since_s)
 
-    def _view(self, handle: WorkerHandle) -> RankView:
+    def _view(self, handle: WorkerHandle, connections: tuple[RankConnection, ...]) -> RankView:
         page, rank = handle.slot.page, handle.slot.rank
         facts = process_facts(handle.pid) if handle.child.status is None else None
         unresponsive_s = self._unresponsive_s(handle, clock.now_s())
@@ -225,14 +255,17 @@ class RankObserver:
             phase=page.phase,
             has_stepped=bool(page.get(HeartbeatField.FIRST_STEP_NS)),
             is_finished=handle.child.status == 0,
+            connections=connections,
+            errors=self._errors_of(handle),
         )
         if facts is None:
             return view
         stack = take_stack(
             handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.slot.stack_fd
         ) or RankStack(())
-        recorded = Recorded()
-        if facts.state not in ("T", "t"):  # a stopped process does not answer
+        if facts.state in ("T", "t"):  # a stopped process does not answer
+            recorded = Recorded(notes=(handle.last_call,) if handle.last_call else ())
+        else:
             recorded = self._reader(handle).read(page)
         return msgspec.structs.replace(
             self._compared(view, facts, stack),
@@ -245,6 +278,12 @@ class RankObserver:
             blocked_in=facts.blocked_in,
             child=facts.child,
         )
+
+    def _errors_of(self, handle: WorkerHandle) -> tuple[ErrorLine, ...]:
+        rank = handle.slot.rank
+        if rank not in self._errors:
+            self._errors[rank] = self._written_errors(handle)
+        return self._errors[rank]
 
     def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
@@ -367,6 +406,21 @@ class Sampler:
         took_s = _BOTH_ENDS * (clock.thread_cpu_s() - cpu_s)
         self._due_s = at_s + max(SAMPLE_EVERY_S, took_s / (COST * len(handles)))
         return NodeSample(self._number, at_s, span_s, ranks, links, max(0, free_memory()))
+
+    def connections(self, handles: Sequence[WorkerHandle]) -> dict[int, tuple[RankConnection, ...]]:
+        """Of each living rank, by its pid."""
+        pids = [handle.pid for handle in handles if handle.child.status is None]
+        return self._sockets.connections(pids, clock.now_s())
+
+    def last_call(self, handle: WorkerHandle) -> str:
+        """Of a stopped rank: from its memory, else from the newest sample; empty: neither."""
+        if trace := read_stopped(handle.pid):
+            text = last_call_text(trace, now_ns=clock.wall_s() * 1e9)
+            return f"its last collective is {text}" if text else ""
+        rank = handle.slot.rank
+        known = [f"#{seq:,} of group {group}" for (one, group), seq in self._reported.items()
+                 if one == rank]  # fmt: skip
+        return f"its last sample has collective {', '.join(known)}" if known else ""
 
     def _rank(self, handle: WorkerHandle, ahead_s: float) -> RankSample:
         """Sample one rank; `ahead_s` is the wall clock minus the monotonic clock."""

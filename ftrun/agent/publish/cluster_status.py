@@ -19,6 +19,7 @@ from ftrun.agent.publish.summary_line import (
     activity_text,
     next_loss_text,
 )
+from ftrun.agent.publish.versions import earlier_protection, left_of_earlier, run_versions
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
 from ftrun.membership.discovery import MemberRole
@@ -35,11 +36,13 @@ from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages.status import (
     CLOSED,
     ClusterStatus,
+    ExclusionStatus,
     IncidentStatus,
     NodeStatus,
     RankStatus,
     RestartBudgetStatus,
     RestartStatus,
+    VersionStatus,
     WitnessStatus,
 )
 
@@ -128,9 +131,15 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
         ),
         warnings=_warnings(run.heartbeats),
         pause_reason=leader.pause.reason,
-        excluded=tuple(sorted(control_loop.monitor.excluded(now_s=run.now_s))),
+        exclusions=tuple(
+            ExclusionStatus(node_id, reason, left_s if left_s is None else round(left_s, 1))
+            for node_id, (left_s, reason) in sorted(
+                control_loop.monitor.failures.excluded(now_s=run.now_s).items()
+            )
+        ),
         unfit=dict(leader.screening.reported),
         network=leader.paths.status(plan, now_s=run.now_s),
+        versions=run.versions(),
     )
 
 
@@ -167,6 +176,7 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
         actions=tuple(incident.actions),
         generations=tuple(incident.generations),
         detected_s=incident.detected_s,
+        error_class=verdict.error_class if verdict is not None else "",
     )
 
 
@@ -184,6 +194,7 @@ def _closed(at_s: float, closed: IncidentClosed, now_s: float) -> IncidentStatus
         detected_s=closed.detected_s,
         recovered_s=closed.recovered_s,
         steps_lost=closed.steps_lost,
+        error_class=closed.error_class,
     )
 
 
@@ -338,22 +349,30 @@ class _LedRun:
 
         late_s = lateness_of(self.control_loop)
         peers = sorted(self.leader.known, key=position)
+        found = [
+            _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s) for peer in peers
+        ]
+        wrong = self.control_loop.monitor.reports.wrong_sums
         return (
             *(
-                _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s)
-                for peer in peers
+                msgspec.structs.replace(one, preflight=wrong.get(one.node_id, one.preflight))
+                for one in found
             ),
             *(_gone(one, now_s) for one in self._earlier_nodes()),
         )
 
     def protection(self) -> dict[str, Any]:
         plan, committed = self.plan, self.control_loop.monitor.orders.committed
+        if committed is None and plan is not None and plan.sources:
+            committed = plan.restore
         members = (
             [] if plan is None else [self.heartbeats.get(node.node_id) for node in plan.members]
         )
-        survives = min(
-            (heartbeat.survives if heartbeat is not None else 0 for heartbeat in members), default=0
-        )
+        if plan is not None and self._earlier(plan) is not None:
+            lost = {peer.card.node_id for peer in self.leader.known if peer.lost}
+            survives = left_of_earlier(plan, lost)
+        else:
+            survives = min((one.survives if one is not None else 0 for one in members), default=0)
         reasons = [
             heartbeat.unprotected
             for heartbeat in members
@@ -365,7 +384,21 @@ class _LedRun:
             "unprotected_reason": reasons[0] if reasons else "",
             "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
             "parity": plan.parity if plan is not None else 0,
+            "is_mirrored": plan is not None and plan.is_ring,
         }
+
+    def _earlier(self, plan: GenerationPlan) -> int | None:
+        committed = self.control_loop.monitor.orders.committed
+        return earlier_protection(plan, self.heartbeats, committed=committed)
+
+    def versions(self) -> tuple[VersionStatus, ...]:
+        plan, monitor = self.plan, self.control_loop.monitor
+        committed = monitor.orders.committed or (plan.restore if plan is not None else None)
+        protected = [committed] if committed and monitor.are_movable else []
+        if monitor.reports.are_protected():
+            protected += [one.ready for one in monitor.reports.current if one.ready is not None]
+        by_node = {node_id: one.versions for node_id, one in self.heartbeats.items()}
+        return run_versions(by_node, committed=committed, protected=protected)
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
         leader, plan = self.leader, self.plan
@@ -386,6 +419,7 @@ class _LedRun:
             groups=len(has["groups"]),
             committed=has["committed_version"][1] if has["committed_version"] is not None else None,
             unprotected=has["unprotected_reason"],
+            earlier=self._earlier(plan),
         )
         nodes = f"{num} node" + ("s" if num > 1 else "")
         if spares > 0:

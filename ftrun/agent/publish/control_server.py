@@ -102,17 +102,45 @@ class ControlServer:
 
         Any host that reaches the port could join, and request a stop through its node.
         """
-        run = self._run
-        nodes, rpc = run.spec.nodes, run.rpc
-        if nodes is not None and rpc is not None and nodes.secret_file is None:
-            control_loop = rpc.control_loop.read().value
-            if control_loop.leader_id and not control_loop.leads:
-                return messages.Refused(
-                    "this run is UNAUTHENTICATED, so only the node of the leader accepts a stop: "
-                    f"node {control_loop.leader_id} ({control_loop.leader_host}). Or send SIGINT "
-                    "to ftrun on any node"
-                )
-        run.signals.ask_stop("ftrun stop")
+        if leader := self._only_leader():
+            return messages.Refused(
+                "this run is UNAUTHENTICATED, so only the node of the leader accepts a stop: "
+                f"{leader}. Or send SIGINT to ftrun on any node"
+            )
+        self._run.signals.ask_stop("ftrun stop")
+        return messages.Done()
+
+    def _only_leader(self) -> str:
+        """The leader's node, if only that may take this request; else empty."""
+        nodes, rpc = self._run.spec.nodes, self._run.rpc
+        if nodes is None or rpc is None or nodes.secret_file is not None:
+            return ""
+        last = rpc.control_loop.read().value
+        is_other = bool(last.leader_id) and not last.leads
+        return f"node {last.leader_id} ({last.leader_host})" if is_other else ""
+
+    def _readmit(self, node_id: str) -> messages.AnyMessage:
+        if leader := self._only_leader():
+            return messages.Refused(
+                "this run is UNAUTHENTICATED, so only the node of the leader readmits nodes: "
+                f"{leader}"
+            )
+        rpc = self._run.rpc
+        cluster = rpc.whole() if rpc is not None else None
+        if rpc is None or cluster is None:
+            return messages.Refused("this run has one node, which is never excluded")
+        if not cluster.nodes:
+            return messages.Refused(f"no leader has answered: {cluster.note or cluster.summary}")
+        found = next((one for one in cluster.exclusions if one.node_id == node_id), None)
+        if found is None:
+            names = ", ".join(one.node_id for one in cluster.exclusions)
+            return messages.Refused(f"node {node_id} is not excluded; excluded: {names or 'none'}")
+        if found.left_s is None:
+            return messages.Refused(
+                f"node {node_id} cannot be readmitted: {found.reason}. Repair it, and start ftrun "
+                "on it again"
+            )
+        rpc.readmit(node_id)
         return messages.Done()
 
     def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:
@@ -141,6 +169,8 @@ class ControlServer:
                         channel.send(self._status_reply(), question=number)
                     case messages.StopRequest():
                         channel.send(self._stop(), question=number)
+                    case messages.ReadmitRequest(node_id=node_id):
+                        channel.send(self._readmit(node_id), question=number)
                     case fault_messages.InjectFault(order=order):
                         self._inject(channel, order, number)
                     case messages.Hello():

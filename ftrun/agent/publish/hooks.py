@@ -44,7 +44,7 @@ MAX_OUTPUT_BYTES = 2048
 END_S = 10.0
 """Longest delay of the end of a run for hooks in progress."""
 
-_OF_BOTH = ("culprits", "nodes")
+_OF_BOTH = ("culprits", "nodes", "error_class")
 _OF_VERDICT = (*_OF_BOTH, "victims", "confidence", "evidence", "counter_evidence")
 _OF_THE_END = (
     *_OF_BOTH, "detected_s", "recovered_s", "steps_lost", "restored", "verified", "action",

@@ -269,13 +269,13 @@ class RunMetrics:
                 self._book = TimeAccounting(self._started_s or now_s)
             self._started_s = None
             incidents = control_loop.monitor.incidents
-            life, incident = incidents.life, incidents.open
-            has_stepped = incident is not None and incident.downtime is not None
+            is_new = incidents.life is LifecycleState.VERIFY and incidents.has_jumped
+            life = LifecycleState.RUN if is_new else incidents.life
             pages = self._run.workers.pages
             self._book.turn(
                 life.value,
                 is_paused=leader.pause.is_on,
-                has_stepped=life is LifecycleState.VERIFY and has_stepped,
+                has_stepped=life is LifecycleState.VERIFY and incidents.has_stepped,
                 blocked_s=blocked_s(pages),
                 now_s=now_s,
             )

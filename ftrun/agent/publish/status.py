@@ -16,6 +16,8 @@ from ftrun.agent.launch.worker_group import blocked_s, most
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, control_loop_status, rank_statuses
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
+from ftrun.agent.publish.versions import held_versions, run_versions
+from ftrun.ids import version
 from ftrun.journal import FILE_NAME
 from ftrun.membership.discovery import MemberRole
 from ftrun.recovery.supervisor import STOPPING, SupervisorState
@@ -30,7 +32,9 @@ from ftrun.wire.messages.status import (
     RestartStatus,
     SnapshotStatus,
     StatusView,
+    VersionStatus,
 )
+from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
@@ -111,6 +115,7 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         warnings=cluster.warnings or view.warnings,
         ranks=tuple(_with_lateness(rank, late_s.get(rank.rank)) for rank in view.ranks),
         snapshots=_protected_as(view.snapshots, cluster),
+        versions=cluster.versions,
     )
 
 
@@ -183,7 +188,18 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
             smp=run.smp.child.pid if run.smp.child else None,
         ),
         journal=f"{run.spec.log_folder}/{FILE_NAME}",
+        versions=_versions(run) if run.rpc is None else (),
     )
+
+
+def _versions(run: "Run") -> tuple[VersionStatus, ...]:
+    """Of a run on one node; on several nodes the leader knows all."""
+    held = held_versions(run.smp.memory, run.generations.number)
+    committed, written = run.workers.committed(), run.smp.last_checkpoint
+    if committed is None and run.smp.committed is not None:
+        committed = (run.smp.committed.generation, run.smp.committed.step)
+    persisted = [(written.generation, written.step)] if written is not None else []
+    return run_versions({"": held}, committed=committed, persisted=persisted)
 
 
 def _restarts(run: "Run", now_s: float) -> tuple[RestartStatus, ...]:
@@ -253,7 +269,9 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
         memory_bytes=arena_bytes + redundancy_bytes,
         redundancy_bytes=redundancy_bytes,
         needed_bytes=needed_bytes(
-            run.smp.needed, redundancy_bytes=redundancy_bytes, has_commit=committed is not None
+            run.smp.needed,
+            redundancy_bytes=redundancy_bytes,
+            has_commit=any(has_commit(commands, slot.request) for slot in run.workers.slots),
         ),
         taken=most(pages, HeartbeatField.SEALED_COUNT),
         skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
@@ -263,11 +281,26 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
     )
 
 
+def has_commit(commands: SharedPage | None, request: LaunchRequest) -> bool:
+    """Whether this generation has protected and committed a version, also the restored one.
+
+    A restored version of another world size stays protected where it is.
+    """
+    if commands is None or commands.get(CommandField.COMMITTED_STEP) < 0:
+        return False
+    newest = version(
+        commands.get(CommandField.COMMITTED_GENERATION), commands.get(CommandField.COMMITTED_STEP)
+    )
+    is_resized = request.restore_world_size not in (0, request.world_size)
+    is_elsewhere = is_resized and newest == request.restore
+    return commands.get(CommandField.COMMITTED_IN) >= request.generation and not is_elsewhere
+
+
 def needed_bytes(needed: MemoryNeeded, *, redundancy_bytes: int, has_commit: bool) -> int:
     """Bytes that snapshots need on this node in addition to those that they have.
 
-    Before the first commit this includes the upper bound of parity. After it, what other nodes need
-    here is allocated, and may be less.
+    Before the first commit of a generation, also of the version that it has restored, this includes
+    the upper bound of parity. After it, what other nodes need here is allocated, and may be less.
     """
     parity_bytes = 0 if has_commit else max(0, needed.parity_bytes - redundancy_bytes)
     return needed.arena_bytes + parity_bytes

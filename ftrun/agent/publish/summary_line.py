@@ -22,6 +22,10 @@ class ProtectionSummary:
     """Step that a restart restores."""
     unprotected: str = ""
     """Why a part of the state is in no snapshot."""
+    earlier: int | None = None
+    """Generation whose protection of the restored version still counts; -1: it had none.
+
+    None: the present generation has protected a version."""
 
     @property
     def trains_without(self) -> int:
@@ -73,7 +77,10 @@ def next_loss_text(has: ProtectionSummary) -> str:
         return "no snapshot is protected yet"
     step = f"{has.committed:,}"
     if has.survives < 1:
-        return f"{retained_text(has.committed)}, but the state of a lost node cannot be rebuilt"
+        until = "" if has.earlier is None else " until this generation has protected it"
+        return (
+            f"{retained_text(has.committed)}, but the state of a lost node cannot be rebuilt{until}"
+        )
     count = has.trains_without
     if count < 1:
         return (
@@ -82,4 +89,5 @@ def next_loss_text(has: ProtectionSummary) -> str:
         )
     noun = "node" if count == 1 else "nodes"
     of_each = " of each group" if has.groups > 1 and count == has.survives else ""
-    return f"survives any {count} {noun}{of_each}, back to step {step}"
+    by = "" if has.earlier is None else f", as protected in generation {has.earlier}"
+    return f"survives any {count} {noun}{of_each}, back to step {step}{by}"

@@ -146,14 +146,14 @@ def newer(from_smp: PersistedAgentState, from_stub: PersistedAgentState) -> Pers
     return msgspec.structs.replace(found, fault=from_stub.fault)
 
 
-def decode_state(data: bytes) -> PersistedAgentState:
-    """Decode the state; empty if `data` is empty or of another version of ftrun."""
+def decode_state(data: bytes) -> PersistedAgentState | None:
+    """Decode the state; empty if `data` is empty, None if it is of another version of ftrun."""
     if not data:
         return PersistedAgentState()
     try:
         return msgspec.json.decode(data, type=PersistedAgentState)
     except msgspec.MsgspecError:
-        return PersistedAgentState()
+        return None
 
 
 class StubClient:
@@ -185,8 +185,8 @@ def last_agent_ended_s() -> float | None:
     return float(os.environ.pop(AGENT_LOST_S, "0")) or None
 
 
-def kept() -> tuple[list[int], PersistedAgentState]:
-    """Memory and state that the stub has retained; the caller owns the descriptors."""
+def kept() -> tuple[list[int], PersistedAgentState | None]:
+    """Memory and state (see `decode_state`) of the stub; the caller owns the descriptors."""
     numbers = decode_numbers(os.environ.pop(RETAINED_FDS, ""))
     if not numbers:
         return [], PersistedAgentState()

@@ -29,6 +29,9 @@ from ftrun.wire.transport.secret import Secret
 START_WAIT_S = 20.0
 ANSWER_WAIT_S = 30.0
 CHECKPOINT_WAIT_S = 3600.0
+SHARE_WAIT_S = 10.0
+"""Longest wait of an SMP for those that write the same checkpoint; then it writes all its bytes."""
+
 END_WAIT_S = 5.0
 """Limit for the record of the run's end. Without the record, the next run has to check for some
 seconds whether this run is alive."""
@@ -196,6 +199,7 @@ class AgentSmpClient:
 
     def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
+        self.survives = 0
         self.is_restored = self.restore_lost_links = False
         self._generation = body.generation
         self.own(body.local_ranks)

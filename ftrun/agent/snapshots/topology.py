@@ -97,6 +97,7 @@ def begin_generation(
         group=[places.of(one) for one in group] if ranks else [],
         node_id=node_id,
         parity=plan.parity,
+        is_ring=plan.is_ring,
         small_state_bytes=spec.profile.erasure.mirror_max_bytes,
         restored=version,
         restored_world_size=previous_world_size,
@@ -231,6 +232,7 @@ def _previous_groups(places: _Places) -> list[PreviousGroup]:
             ],
             parity=source.parity,
             generation=source.generation,
+            is_ring=source.is_ring,
         )
         for source in places.plan.sources
     ]

@@ -5,6 +5,7 @@ survives an agent that restarts or does not respond for a while.
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,18 +18,29 @@ import typer
 
 from ftrun import clock, process_tree
 from ftrun.cli.completion import AsJson, RunIdArgument, option
+from ftrun.cli.launch.checkpoint_check import ask_catalog
 from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run
 from ftrun.cli.screen.status_page import StyledLine, page
-from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
+from ftrun.cli.screen.terminal import (
+    LiveTerminal,
+    show_status,
+    show_versions,
+    write_json,
+    write_plain,
+)
 from ftrun.cli.screen.text import duration, listed, size
 from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, PeerError, UsageError
+from ftrun.urls import is_url, located
+from ftrun.wire.messages.checkpoint import CheckpointInfo
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
 from ftrun.wire.messages.status import (
     ProcessIds,
     SmpStatus,
     SnapshotStatus,
     StatusView,
+    VersionState,
+    VersionStatus,
     decode_status,
 )
 from ftrun.wire.transport.channel import Channel
@@ -47,18 +59,59 @@ def _status(
     as_json: AsJson = False,
     watches: Annotated[bool, option("--watch", "refresh until ^C")] = False,
     every_s: Annotated[float, option("--every", "between two polls", "SECONDS")] = 1.0,
+    has_versions: Annotated[
+        bool, option("--versions", "each version in memory and on disk, with its state")
+    ] = False,
 ) -> None:
     """Show the state of a run."""
     if watches and as_json:
         raise UsageError("--json and --watch exclude each other: --json prints one document")
+    if watches and has_versions:
+        raise UsageError("--versions and --watch exclude each other: --versions reads the disk")
     if watches:
         _watch(run_id, every_s=every_s)
         return
-    view = status_of(choose(run_id, command="status"))
+    run = choose(run_id, command="status")
+    view = status_of(run)
+    if has_versions:
+        view = with_disk(view, run)
     if as_json:
         write_json(view)
+    elif has_versions:
+        show_versions(view)
     else:
         show_status(view)
+
+
+def with_disk(view: StatusView, run: FoundRun) -> StatusView:
+    """Adds the checkpoints of this run in its directory to the versions of a status."""
+    directory = run.folder.spec_value("profile", "checkpoint", "directory")
+    if not directory:
+        return view
+    where = located(str(directory), cwd=str(run.folder.spec_value("cwd")))
+    if not is_url(where) and not os.path.isdir(where):
+        return view  # nothing was written yet
+    found = {(one.generation, one.step): one for one in view.versions}
+    for one in ask_catalog("list", where).checkpoints:
+        if one.run_id not in ("", view.run_id):
+            continue
+        at = _version_of(one)
+        age_s = max(0.0, clock.wall_s() - one.written_s) if one.written_s else None
+        known = found.get(at, VersionStatus(*at, (), age_s, one.num_bytes))
+        note = f"{one.name}: {'; '.join(one.problems)}" if one.problems else known.note
+        new = () if one.problems else (VersionState.PERSISTED,)
+        states = tuple(dict.fromkeys((*known.states, *new))) or (VersionState.VOID,)
+        found[at] = msgspec.structs.replace(known, states=states, note=note)
+    newest_first = tuple(found[at] for at in sorted(found, reverse=True))
+    return msgspec.structs.replace(view, versions=newest_first)
+
+
+def _version_of(one: CheckpointInfo) -> tuple[int, int]:
+    """Generation and step; if the index cannot be read, those of the name."""
+    named = re.fullmatch(r"step-(\d+)-g(-?\d+)", one.name)
+    if one.step < 0 and named is not None:
+        return int(named[2]), int(named[1])
+    return one.generation, one.step
 
 
 def status_of(run: FoundRun) -> StatusView:
@@ -130,6 +183,8 @@ def _held_by_smp(
     run: FoundRun, smp: SmpStatus, document: bytes, *, state: str, summary: str
 ) -> StatusView:
     generation, step = smp.committed or (None, None)
+    states = (VersionState.COMMITTED,)
+    versions = (VersionStatus(*smp.committed, states),) if smp.committed else ()
     return StatusView(
         run_id=run.run_id,
         state=state,
@@ -140,6 +195,7 @@ def _held_by_smp(
         ),
         processes=ProcessIds(smp=smp.pid),
         smp=msgspec.json.decode(document),
+        versions=versions,
     )
 
 

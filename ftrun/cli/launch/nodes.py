@@ -82,6 +82,7 @@ def nodes_of(
         slurm_topology=slurm_topology,
         erasure_data=data,
         erasure_parity=parity,
+        erasure_ring=profile.erasure.is_mirror,
     )
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ftrun.errors import CheckpointError, FtrunError, UsageError
@@ -92,7 +92,13 @@ _OURS = re.compile(
 _OLD = "replaced"
 
 
-def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
+def check_free(
+    out: Path, *, is_folder: bool, may_replace: bool, ours: Collection[str] = ()
+) -> None:
+    """Raises CheckpointError if `out` exists and is not an export, or `may_replace` is false.
+
+    `ours` are further names in a folder that an export has written.
+    """
     if not out.parent.is_dir():
         raise CheckpointError(f"there is no directory {out.parent}")
     if not os.path.lexists(out):
@@ -103,7 +109,8 @@ def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
         wanted = "a directory" if is_folder else "a file"
         raise CheckpointError(f"{out} exists and is not {wanted}; --force does not remove it")
     if is_folder:
-        others = sorted(one.name for one in out.iterdir() if not _OURS.fullmatch(one.name))
+        names = (one.name for one in out.iterdir())
+        others = sorted(name for name in names if name not in ours and not _OURS.fullmatch(name))
         if others:
             raise CheckpointError(
                 f"{out} has files that no export wrote ({', '.join(others[:3])}); --force does not "

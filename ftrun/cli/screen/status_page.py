@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ftrun.cli.screen.text import clean, count, duration, ranges
-from ftrun.wire.messages.status import IncidentStatus, NodeStatus, RankStatus, StatusView
+from ftrun.wire.messages.status import (
+    ExclusionStatus,
+    IncidentStatus,
+    NodeStatus,
+    RankStatus,
+    StatusView,
+)
 
 LATE_SHARE = 0.1  # share of a step; less lateness is noise
 ALIKE = 1.25  # step times of similar ranks differ by at most this factor
@@ -90,8 +96,15 @@ def incident_line(incident: IncidentStatus) -> str:
     text = clean(incident.text, _MAX_TEXT).replace("\n", " ")
     age = duration(incident.age_s)
     kind = incident.verdict_kind or "no verdict yet"
+    kind += f", {clean(incident.error_class, MAX_NAME)}" if incident.error_class else ""
     when = f"{incident.state.upper()} for {age}" if incident.is_open else f"{age} ago"
     return f"incident {incident.number}  {when}: {kind}{_cost(incident)}: {text}"
+
+
+def excluded_line(one: ExclusionStatus) -> str:
+    """`node b is excluded for 41 min more: 3 failures in an hour`."""
+    left = "" if one.left_s is None else f" for {duration(one.left_s)} more"
+    return f"node {one.node_id} is excluded{left}: {one.reason}"
 
 
 def every_steps(interval: int) -> str:
@@ -133,7 +146,13 @@ def _head(view: StatusView, width: int, steps_per_s: float | None) -> list[Style
         for one in view.warnings[:3]
         for line in _wrapped(f"WARNING: {clean(one, _MAX_TEXT)}", width, most=2)
     ]
-    return [*first, *warnings, StyledLine(_cut(_GAP.join(parts), width), "dim")]
+    excluded = view.cluster.exclusions if view.cluster is not None else ()
+    out = [
+        StyledLine(line, "warn")
+        for one in excluded[:3]
+        for line in _wrapped(clean(excluded_line(one), _MAX_TEXT), width, most=2)
+    ]
+    return [*first, *warnings, *out, StyledLine(_cut(_GAP.join(parts), width), "dim")]
 
 
 def _open_incidents(view: StatusView, width: int) -> list[StyledLine]:
@@ -166,6 +185,7 @@ def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
     cluster = view.cluster
     if cluster is not None and cluster.tolerated_losses is not None:
         text += f"; survives any {count(cluster.tolerated_losses, 'node')} of each group"
+        text += " (a copy is on the next node)" if cluster.is_mirrored else ""
     of_run = cluster.unprotected_reason if cluster is not None else ""
     if reason := clean(has.unprotected_reason or of_run, 300):
         text += f"; UNPROTECTED: {reason}"

@@ -16,10 +16,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ftrun.cli.screen.status_page import StyledLine, every_steps, incident_line, mark_of
+from ftrun.cli.screen.status_page import (
+    StyledLine,
+    every_steps,
+    excluded_line,
+    incident_line,
+    mark_of,
+)
 from ftrun.cli.screen.text import duration, ranges, size, with_commas
 from ftrun.ids import version
-from ftrun.wire.messages.status import NodeStatus, RankStatus, RestartStatus, StatusView
+from ftrun.wire.messages.status import (
+    NodeStatus,
+    RankStatus,
+    RestartStatus,
+    StatusView,
+    VersionStatus,
+)
 
 NO_WIDTH = 1_000_000  # columns if the output is not a terminal; wider than any table
 HOUR_S = 3600.0
@@ -115,6 +127,13 @@ def show_status(view: StatusView) -> None:
         console.print(Text(line))
 
 
+def show_versions(view: StatusView) -> None:
+    if view.versions:
+        show_table(_VERSION_HEAD, map(_version_row, view.versions), right=("size",), gap=3)
+    else:
+        write_plain("neither memory nor the checkpoint directory holds a version")
+
+
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
     table = _new_table(("", ""), has_head=False)
     for left, right in rows:
@@ -183,6 +202,20 @@ def _headline(view: StatusView) -> str:
     if view.lifecycle:
         parts.append(f"lifecycle: {view.lifecycle}")
     return "  ".join(parts)
+
+
+_VERSION_HEAD = ("version", "state", "age", "size", "on the nodes")
+
+
+def _version_row(one: VersionStatus) -> tuple[str, ...]:
+    nodes = ", ".join(f"{node_id}: {state}" for node_id, state in one.nodes.items())
+    return (
+        with_commas(str(version(one.generation, one.step))),
+        ", ".join(one.states),
+        "" if one.age_s is None else duration(one.age_s),
+        size(one.num_bytes) if one.num_bytes else "",
+        one.note or nodes,
+    )
 
 
 _RANK_HEAD = ("rank", "pid", "state", "step", "last step", "phase", "loss", "start")
@@ -294,7 +327,8 @@ def _incident_lines(view: StatusView, *, is_open: bool) -> list[str]:
 
 
 def _other_lines(view: StatusView) -> list[str]:
-    lines = []
+    excluded = view.cluster.exclusions if view.cluster is not None else ()
+    lines = [f"excluded    {excluded_line(one)}" for one in excluded]
     if (written := view.checkpoint) is not None:
         what = "none yet" if written.step is None else f"step {written.step:,}"
         age = "" if written.age_s is None else f", {duration(written.age_s)} old"

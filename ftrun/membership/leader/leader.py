@@ -87,7 +87,7 @@ class Leader:
         self._election = Proposer(me, settings, self.known)
         self._changes = BoundaryReconfiguration(settings, self.known, monitor)
         self._reconfiguration = VoterReconfiguration(settings, self.known)
-        self.screening = Admission(settings, self.known)
+        self.screening = Admission(settings, self.known, monitor.reports)
         self.paths = PathMonitor(me.node_id, settings, self.known)
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
@@ -126,9 +126,9 @@ class Leader:
         if old is None or old.card.incarnation != card.incarnation or old.lost:
             peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
             self.pause.put_off(now_s=now_s)
-            self.monitor.past.returns(card.node_id)
             text = f"node {card.node_id} has joined"
             found.append(JournalEntry(NodeJoined(text, card.node_id, card.host)))
+            found += self.monitor.returns(card, now_s=now_s)
             found += self._election.joined(peer, now_s=now_s)
         return found + self._compare_runs(card, knows, now_s)
 
@@ -338,7 +338,7 @@ class Leader:
             blind = blocked_nodes(plan, ballot.accepted, differ)
             excluded = self.monitor.excluded(now_s=now_s)
             if blind and self.screening.can_spare(blind, ballot, self.plan, excluded):
-                self.monitor.bar(blind, now_s=now_s)
+                self.monitor.bar(blind, "it cannot load a checkpoint", now_s=now_s)
                 return [*blocked_text(blind), *self.propose(ballot.reason, now_s=now_s)]
             if isinstance(differ, EndRun):
                 return self._end(differ, now_s)
@@ -356,7 +356,7 @@ class Leader:
     def _take_history(self, plan: GenerationPlan | None, now_s: float, known_s: float) -> None:
         if plan is not None and plan.generation > self._history_of:
             self._history_of = plan.generation
-            self.monitor.succeed(plan.history, now_s=now_s, known_s=known_s)
+            self.monitor.succeed(plan.history, newest=plan, now_s=now_s, known_s=known_s)
 
     def _report_losses(self, now_s: float) -> list[SupervisorCommand]:
         unreported, self._unreported = self._unreported, {}
@@ -420,7 +420,7 @@ class Leader:
         is_unresponsive = self.known.has_unresponsive(members, now_s=now_s)
         self.monitor.reports.has_unresponsive_member = is_unresponsive
         found += self._drain(now_s)
-        found += self.screening.poll(self.monitor.excluded(now_s=now_s))
+        found += self.screening.poll(self.monitor.excluded(now_s=now_s), now_s=now_s)
         found += self._election.repeat(now_s=now_s) + self._check(now_s)
         if self._check_lease(now_s):
             return found + self.heartbeat(now_s=now_s)
@@ -460,7 +460,7 @@ class Leader:
             return found
         excluded = self.screening.barred(self.monitor.excluded(now_s=now_s))
         found += self.paths.poll(self.plan, self.monitor.watching.slow, now_s=now_s)
-        self._changes.requested = self.paths.requested
+        self._changes.requested = self.paths.requested or self.screening.rings.requested
         reason = self._changes.poll(self.plan, excluded, now_s=now_s)
         if reason := self.paths.take_urgent_reason() or reason:
             return found + self._spread(now_s) + self.propose(reason, now_s=now_s)

@@ -62,9 +62,11 @@ def make_plan(
         store_port=promises[assignment.members[0].node_id].store_port,
         groups=[list(group.nodes) for group in groups],
         parity=max((group.parity for group in groups), default=0),
+        is_ring=any(group.is_ring for group in groups),
         skip_batches=_skipped_batches(choice, previous, history),
         restore_world_size=choice.world_size,
         sources=list(choice.sources),
+        restore_survives=choice.survives,
         smp_ports={node_id: has.smp_port for node_id, has in promises.items()},
         history=history,
         decided_by=ballot.decided_by(),
@@ -224,7 +226,10 @@ def _groups(
         replaced = {old: new for old, new in pairs if old != new}
     previous_groups: list[ErasureGroup] = []
     if previous is not None:
-        previous_groups = [ErasureGroup(tuple(nodes), previous.parity) for nodes in previous.groups]
+        parity_before, is_ring = previous.parity, previous.is_ring
+        previous_groups = [
+            ErasureGroup(tuple(nodes), parity_before, is_ring) for nodes in previous.groups
+        ]
     return next_groups(
         previous_groups,
         node_ids,
@@ -232,6 +237,7 @@ def _groups(
         data=node.erasure_data,
         parity=min(parity, len(node_ids) - 1),
         domains=domains,
+        is_ring=node.erasure_ring,
     )
 
 

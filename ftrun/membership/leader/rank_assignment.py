@@ -6,8 +6,9 @@ Rule 2: positions close up only if the number of nodes changes; their order stay
 Rule 3: an excluded or unfit node never is a member, even if too few nodes are left, except one
         that was excluded only because a failure repeated on it. An excluded node may still vote.
 Rule 4: a node whose agent makes no checks is admitted.
-Rule 5: after its hour of exclusion, a node must have completed a whole check since it was last seen
+Rule 5: after its exclusion, a node must have completed a whole check since it was last seen
         excluded. A restarted agent has made one, or is asked for it.
+Rule 6: a node that was slow in the collective check runs ranks only if too few others are left.
 
 Survives: nothing. The next leader learns of an unfit node from its promise or next heartbeat, and
           of an excluded node from the plan's history.
@@ -25,9 +26,11 @@ import msgspec
 from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.membership.leader.ring_orders import RingOrders
 from ftrun.monitor.node_fitness import far_below
 from ftrun.records.membership import NodeBelowMedian, NodeFit, NodeUnfit
 from ftrun.recovery.commands import JournalEntry
+from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard
 from ftrun.wire.cluster.membership import LeaderHeartbeat
 
@@ -134,7 +137,10 @@ _Check = tuple[int, int]
 class Admission:
     """One leader's view of the fitness of nodes."""
 
-    def __init__(self, settings: MembershipSettings, peers: FailureDetector) -> None:
+    def __init__(
+        self, settings: MembershipSettings, peers: FailureDetector, reports: MemberReports
+    ) -> None:
+        self.rings = RingOrders(settings, peers, reports)
         self._settings = settings
         self._peers = peers
         self._excluded_at: dict[str, _Check] = {}
@@ -183,6 +189,10 @@ class Admission:
         found = assign(here, previous, size, excluded, unfit)
         if isinstance(found, str) and suspects:
             return assign(here, previous, size, {*excluded} - {*suspects}, unfit)
+        if self.rings.slow and isinstance(found, RankAssignment):
+            faster = assign(here, previous, size, {*excluded, *self.rings.slow}, unfit)
+            is_as_large = not isinstance(faster, str) and len(faster.members) == len(found.members)
+            return faster if is_as_large else found
         return found
 
     def can_spare(
@@ -196,8 +206,8 @@ class Admission:
         here = [promise.card for promise in ballot.promises.values()]
         return not isinstance(self.assign(here, previous, {*excluded, *nodes}), str)
 
-    def poll(self, excluded: Collection[str]) -> list[JournalEntry]:
-        """Updates the requested checks; returns what has changed about unfit nodes."""
+    def poll(self, excluded: Collection[str], *, now_s: float) -> list[JournalEntry]:
+        """Updates the requested checks; returns what has changed about the nodes."""
         unfit = self.unfit(excluded)
         self._asked = {
             peer.card.node_id: _number(peer) + 1
@@ -216,13 +226,16 @@ class Admission:
         ]
         kept = {one: reason for one, reason in self.reported.items() if not self._is_fit(one)}
         self.reported = {**kept, **unfit}
-        return found
+        return found + self.rings.poll({*excluded, *unfit}, now_s=now_s)
 
     def ask(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
-        return msgspec.structs.replace(body, checks=self._asked) if self._asked else body
+        if not self._asked and self.rings.order is None:
+            return body
+        return msgspec.structs.replace(body, checks=self._asked, collective=self.rings.order)
 
     def compare(self, plan: GenerationPlan) -> list[JournalEntry]:
         """Nodes of a generation that are far slower than the others; each is reported once."""
+        self.rings.begin(plan)
         here = {card.node_id for card in plan.voters}
         figures = {
             peer.card.node_id: peer.fitness.figures

@@ -28,10 +28,13 @@ Rule 5: only an undisturbed run changes, and it grows only with nodes connected 
         `last_call_timeout_s`.
 Rule 6: it resumes from the snapshot of the boundary once that is committed. If that does not
         happen in time, it resumes from the newest committed version.
-Rule 7: a slow node is evicted only if the user requests it (`slow.action`), and only while a spare
-        is present. A node with a hardware fault is evicted before its ranks fail, if another one
-        can run them or the run may shrink. It gets `FAULT_LIMIT_S` for the snapshot.
-Rule 8: a draining node trains until it is clear that the run does not stop, see
+Rule 7: a slow node is evicted only while a spare is present. With `slow.action: auto`, the only
+        persistent verdict must name one node, the state must be committed and protected, and at
+        most `MAX_EXCLUDED_PER_HOUR` nodes are excluded within an hour. Slowness that follows the
+        ranks to the spare is there from the first steps, which is possible evidence only.
+Rule 8: a node with a hardware fault is evicted before its ranks fail, if another one can run them
+        or the run may shrink. It gets `FAULT_LIMIT_S` for the snapshot.
+Rule 9: a draining node trains until it is clear that the run does not stop, see
         draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
         directory, because the whole run may still be asked to stop.
 """
@@ -47,6 +50,7 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.records.membership import VotersChanged
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.repeated_causes import MAX_EXCLUDED_PER_HOUR
 from ftrun.wire.cluster.generation import (
     WITNESS,
     ConfigurationId,
@@ -312,12 +316,19 @@ class BoundaryReconfiguration:
         self, plan: GenerationPlan, joining_nodes: list[PeerState], now_s: float
     ) -> Verdict | None:
         """The verdict on a node that was slow for `evict_after_s`, if a spare is present."""
-        slow = self._settings.profile.slow
-        if slow.action != "evict" or not joining_nodes:
+        slow, monitor = self._settings.profile.slow, self._monitor
+        if slow.action == "report" or not joining_nodes:
             return None
-        persistent = self._monitor.watching.slow.persistent(slow.evict_after_s, now_s=now_s)
+        persistent = monitor.watching.slow.persistent(slow.evict_after_s, now_s=now_s)
         kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
         found = [one for one in persistent if one.kind in kinds and _node_out(one, plan)]
+        if slow.action == "auto":
+            # Rule 7: what a wrong verdict may cost is limited.
+            num_excluded = len(monitor.failures.barred_ages_s(now_s=now_s))
+            is_safe = monitor.orders.committed is not None and monitor.are_movable
+            has_room = is_safe and num_excluded < MAX_EXCLUDED_PER_HOUR
+            is_clear = has_room and len(persistent) == 1
+            found = [one for one in found if is_clear and len(one.nodes) == 1]
         return next((one for one in found if one.confidence is not Confidence.POSSIBLE), None)
 
 

@@ -1,1 +1,1 @@
-"""DECISION: stragglers, slow links and trends."""
+"""DECISION: stragglers, slow links and trends, and the collective check of new nodes."""

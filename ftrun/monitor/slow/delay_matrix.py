@@ -34,8 +34,6 @@ class LinkSample:
     retransmits: int
     unacked_bytes: int
     """Bytes in flight now."""
-    stalled_s: float
-    """Longest time for which one of the connections has received no acknowledgement."""
 
     @classmethod
     def together(cls, samples: Sequence["LinkSample"]) -> "LinkSample":
@@ -48,7 +46,6 @@ class LinkSample:
             rtt_s=sum(one.rtt_s * weight for one, weight in zip(samples, weights, strict=True)),
             retransmits=sum(one.retransmits for one in samples),
             unacked_bytes=sum(one.unacked_bytes for one in samples),
-            stalled_s=max(one.stalled_s for one in samples),
         )
 
 

@@ -6,6 +6,10 @@ Gives:    a `CheckpointIndex`, a `CheckpointPart` or a `StoredCheckpoint`, or a 
 
 The files of an index and of a part carry their own digest: the text and its xxh3.
 
+If several nodes hold equal bytes, one file has them for all (format 2). The image of a rank is then
+in several files: its `extents` say where. A file of such parts is named after the parts, so that
+two attempts to write a version never give different bytes the same name.
+
     step-00000042-g3                            a checkpoint in a directory
     .tmp-step-00000042-g3-1f2e3d4c-5b6a7988     the same, begun by several nodes
     step-00000042-g3-1f2e3d4c-5b6a7988          a checkpoint at a URL, begun or finished
@@ -16,7 +20,7 @@ therefore never in the way of this run's parts, and never merged with them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,8 +30,12 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version, version
+from ftrun.snapshot.write_shares import BorrowedBytes, FileExtent, located
 
 FORMAT = 1
+SHARED_FORMAT = 2
+"""Of an index or a part with images that are in several files."""
+
 LATEST_NAME = "latest"
 STALE_S = 86_400.0
 """An incomplete checkpoint of another run is abandoned after this number of seconds."""
@@ -37,11 +45,15 @@ _NAME = re.compile(r"step-(\d{8,})-g(-?\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
 Sizes = Mapping[str, int | None]
 """Of the files in a folder, by name; None if the storage does not report a size."""
 
-_T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
+_T = TypeVar("_T", bound="SealedContent")
 
 
-class ShardFile(msgspec.Struct, frozen=True):
-    """One rank's files in a checkpoint, as recorded in the index."""
+class ShardFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank's files in a checkpoint, as recorded in the index.
+
+    `file` is the whole image if there are no `extents`; else the file with its header. `num_bytes`
+    is the size of the image.
+    """
 
     rank: int
     file: str
@@ -51,10 +63,21 @@ class ShardFile(msgspec.Struct, frozen=True):
     layout_id: str  # hexadecimal like the digests: not every JSON reader keeps 64-bit numbers
     table_digest: str
     header_digest: str
+    extents: list[FileExtent] = []
+    borrowed: list[BorrowedBytes] = []
+    """Only in a part: what other parts have."""
 
     @property
-    def names(self) -> tuple[str, str]:
-        return self.file, self.digests
+    def places(self) -> list[FileExtent]:
+        return self.extents or [FileExtent(0, self.num_bytes, self.file, 0)]
+
+    @property
+    def data_names(self) -> list[str]:
+        return list(dict.fromkeys([self.file, *(one.file for one in self.extents)]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.data_names, self.digests)
 
     @property
     def content(self) -> tuple[int, int, str, str]:
@@ -62,10 +85,15 @@ class ShardFile(msgspec.Struct, frozen=True):
         return self.rank, self.num_bytes, self.layout_id, self.table_digest
 
 
-class CheckpointIndex(msgspec.Struct, frozen=True):
-    """The index of a checkpoint. `serial` grows with each index written to its directory."""
+class SealedContent(msgspec.Struct, frozen=True):
+    """What a file with its own digest contains."""
 
     format: int
+
+
+class CheckpointIndex(SealedContent, frozen=True):
+    """The index of a checkpoint. `serial` grows with each index written to its directory."""
+
     serial: int
     run_id: str
     generation: int
@@ -78,10 +106,9 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
     """Wall time; 0 if only the index file's own time is known."""
 
 
-class CheckpointPart(msgspec.Struct, frozen=True):
+class CheckpointPart(SealedContent, frozen=True):
     """What one node has written; generation -1: loaded from another checkpoint."""
 
-    format: int
     run_id: str
     token: str
     generation: int
@@ -103,20 +130,21 @@ class DigestedFile(msgspec.Struct, frozen=True):
     index: msgspec.Raw
 
 
-def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
+def seal(content: SealedContent) -> bytes:
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
 
 
 def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
-    return _parse(data, CheckpointIndex, what=f"{what}: its index")
+    return unsealed(data, CheckpointIndex, what=f"{what}: its index")
 
 
 def parse_part(data: bytes, *, what: str) -> CheckpointPart:
-    return _parse(data, CheckpointPart, what=f"{what}: the part")
+    return unsealed(data, CheckpointPart, what=f"{what}: the part")
 
 
-def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
+def unsealed(data: bytes, kind: type[_T], *, what: str) -> _T:
+    """Raises CheckpointError if the digest or the format is another one."""
     try:
         sealed = msgspec.json.decode(data, type=DigestedFile)
         if xxhash.xxh3_64_hexdigest(bytes(sealed.index)) != sealed.digest:
@@ -124,9 +152,62 @@ def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
         content = msgspec.json.decode(sealed.index, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{what} is not valid: {error}") from error
-    if content.format != FORMAT:
-        raise CheckpointError(f"{what} has format {content.format}; only {FORMAT} is supported")
+    if content.format not in (FORMAT, SHARED_FORMAT):
+        raise CheckpointError(
+            f"{what} has format {content.format}; {FORMAT} and {SHARED_FORMAT} are supported"
+        )
     return content
+
+
+def format_of(shards: Iterable[ShardFile]) -> int:
+    return SHARED_FORMAT if any(one.extents or one.borrowed for one in shards) else FORMAT
+
+
+def file_sizes(shards: Iterable[ShardFile]) -> dict[str, int]:
+    """Bytes of each data file of a checkpoint; of some shards: at least this number."""
+    found: dict[str, int] = {}
+    for place in (place for shard in shards for place in shard.places):
+        found[place.file] = max(found.get(place.file, 0), place.at + place.num_bytes)
+    return found
+
+
+def stored_bytes(index: CheckpointIndex) -> int:
+    """Bytes of all files of a checkpoint, without its index."""
+    tables = sum(8 * shard.num_pieces for shard in index.shards)
+    return sum(file_sizes(index.shards).values()) + tables
+
+
+def with_places(shards: Mapping[int, ShardFile]) -> list[ShardFile]:
+    """Replace what shards have borrowed by its place in the files of the other ranks.
+
+    `shards` are those of all ranks, by rank. Raises CheckpointError if a file does not have it.
+    """
+    return [_with_places(shard, shards) for _, shard in sorted(shards.items())]
+
+
+def _with_places(shard: ShardFile, shards: Mapping[int, ShardFile]) -> ShardFile:
+    if not shard.borrowed:
+        return shard
+    found = list(shard.extents)
+    for one in shard.borrowed:
+        lender = shards.get(one.rank)
+        if lender is None or lender.table_digest != one.table_digest:
+            raise CheckpointError(
+                f"rank {shard.rank} relies on other bytes of rank {one.rank} than were written. "
+                "Request a later version"
+            )
+        try:
+            lent = list(located(lender.places, one.at, one.num_bytes))
+        except ValueError as error:
+            raise CheckpointError(
+                f"rank {shard.rank} relies on bytes that rank {one.rank} has not written: {error}. "
+                "Request a later version"
+            ) from error
+        moved = one.first - one.at
+        found += [msgspec.structs.replace(part, first=part.first + moved) for part in lent]
+    return msgspec.structs.replace(
+        shard, extents=sorted(found, key=lambda part: part.first), borrowed=[]
+    )
 
 
 # --- folders ----------------------------------------------------------------------------------
@@ -188,6 +269,14 @@ def part_names(sizes: Sizes) -> list[str]:
     return sorted(name for name in sizes if name.startswith("part-"))
 
 
+def offer_name(ranks: Sequence[int]) -> str:
+    return f"offer-{ranks[0]:05d}"
+
+
+def offer_names(sizes: Sizes) -> list[str]:
+    return sorted(name for name in sizes if name.startswith("offer-"))
+
+
 def parse_stored(
     data: bytes | None, name: str, path: str, tagged: tuple[Version, str] | None
 ) -> StoredCheckpoint:
@@ -205,9 +294,20 @@ def parse_stored(
 
 
 def is_whole(shard: ShardFile, sizes: Sizes) -> bool:
-    """True if both files exist, with their sizes if the storage reports these."""
-    wanted = zip(shard.names, (shard.num_bytes, 8 * shard.num_pieces), strict=True)
-    return all(name in sizes and sizes[name] in (size, None) for name, size in wanted)
+    """True if all its files exist, with their sizes if the storage reports these."""
+    if sizes.get(shard.digests, -1) not in (8 * shard.num_pieces, None):
+        return False
+    return all(
+        is_size(shard, sizes.get(name, -1), wanted) for name, wanted in file_sizes([shard]).items()
+    )
+
+
+def is_size(shard: ShardFile, size: int | None, wanted: int) -> bool:
+    """True if a data file may have this size; `wanted`: its size by this shard.
+
+    A file with parts of images ends with bytes of another one.
+    """
+    return size is None or size == wanted or (bool(shard.extents) and size > wanted)
 
 
 def is_stale(changed_s: float | None) -> bool:

@@ -140,6 +140,11 @@ class LiveCapture:
         if clock.now_s() - since_s > limit_s:
             raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
+    def await_seal(self) -> None:
+        """Wait until all ranks here have sealed; raises SlotOverwritten if one does not."""
+        for one in self.shards:
+            one.await_seal()
+
     def await_commit(self) -> None:
         """Wait until the version is committed; raises SlotOverwritten if it will not be."""
         since_s = clock.now_s()
@@ -222,11 +227,14 @@ class LiveSlot(SealedSlot):
     def found(self, index: int, digest: int) -> None:
         self._digests.append(digest)
 
-    def end(self, header_bytes: int, header_digest: str) -> None:
-        """Wait for the seal, and compare; raises SlotOverwritten if any digest differs."""
+    def await_seal(self) -> None:
         while not self.poll():
             self._count()
             self._capturing.nap(self._since_s)
+
+    def end(self, header_bytes: int, header_digest: str) -> None:
+        """Wait for the seal, and compare; raises SlotOverwritten if any digest differs."""
+        self.await_seal()
         self._capturing.has_sealed()
         table = self.table()
         header = memoryview(bytearray(header_bytes))

@@ -181,7 +181,8 @@ def _load(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> Lo
 
 def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> LoadedCheckpoint:
     index = source.index()
-    fds, rest = load_share(source, index, job.world_size, job.together, job.check)
+    with source.storage.reading(source.stored.name):
+        fds, rest = load_share(source, index, job.world_size, job.together, job.check)
     at = version(LOADED_GENERATION, index.step)
     return LoadedCheckpoint(at, source.path, fds, rejected, index.world_size, rest)
 

@@ -8,7 +8,7 @@ Gives:    the index; bytes of files; headers of all shards, plain values, and by
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,19 @@ import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.linux import allow_files
-from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, StoredCheckpoint
+from ftrun.smp.checkpoint.index import (
+    CheckpointIndex,
+    ShardFile,
+    StoredCheckpoint,
+    file_sizes,
+    is_size,
+)
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage
 from ftrun.snapshot.layout import Layout, LayoutEntry, parse_header
 from ftrun.snapshot.plain_values import plain_bytes
 from ftrun.snapshot.shard_header import ShardHeader
+from ftrun.snapshot.write_shares import FileExtent, located
 from ftrun.wire.shared_memory.arena import table_digest
 
 _LONGEST_HEADER = 1 << 30
@@ -51,10 +58,49 @@ class CheckpointFiles:
         return self.storage.open(f"{self.stored.name}/{name}")
 
     @contextmanager
+    def image(self, shard: ShardFile) -> Iterator["ShardImage"]:
+        """Open all files with bytes of a rank's image. Raises as `opened`."""
+        with ExitStack() as ends:
+            files = {n: ends.enter_context(self.opened(n)) for n in shard.data_names}
+            yield ShardImage(shard, files)
+
+    @contextmanager
     def again(self) -> Iterator["CheckpointFiles"]:
         """Yield the same checkpoint, usable also after its original storage is closed."""
         with self.storage.again() as storage:
             yield CheckpointFiles(storage, self.stored)
+
+
+class ShardImage:
+    """The image of one rank, read as one file from all files that have parts of it."""
+
+    def __init__(self, shard: ShardFile, files: Mapping[str, OpenFile]) -> None:
+        self._places = shard.places
+        self._files = files
+
+    def parts(self, at: int, num_bytes: int) -> Iterator[FileExtent]:
+        """The places of these bytes; raises CheckpointError if the index does not have them."""
+        try:
+            yield from located(self._places, at, num_bytes)
+        except ValueError as error:
+            raise CheckpointError(f"the index is not valid: {error}") from error
+
+    def read(self, at: int, num_bytes: int) -> bytes:
+        """Read `num_bytes` from offset `at`, or fewer if a file ends too early."""
+        found = [self._files[part.file].read(part.at, part.num_bytes)
+                 for part in self.parts(at, num_bytes)]  # fmt: skip
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def read_into(self, target: memoryview, at: int = 0) -> int:
+        """Fill `target` from offset `at`; return the bytes read, which may be fewer."""
+        done = 0
+        for part in self.parts(at, len(target)):
+            into = target[done : done + part.num_bytes]
+            got = self._files[part.file].read_into(into, part.at)
+            done += got
+            if got < part.num_bytes:
+                break
+        return done
 
 
 def read_table(source: CheckpointFiles, shard: ShardFile) -> memoryview:
@@ -74,7 +120,7 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
     """
     what = f"{source.path}/{shard.file}"
     table = read_table(source, shard)
-    with source.opened(shard.file) as file:
+    with source.image(shard) as file:
         start = memoryview(bytearray(min(8, shard.num_bytes)))
         check_length(file.read_into(start), start, what)
         end = 8 + int.from_bytes(start, "little")
@@ -90,12 +136,11 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
 
 
 def check_size(source: CheckpointFiles, shard: ShardFile) -> None:
-    with source.opened(shard.file) as file:
-        size = file.size
-    if size != shard.num_bytes:
-        raise CheckpointError(
-            f"{source.path}/{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
-        )
+    for name, wanted in file_sizes([shard]).items():
+        with source.opened(name) as file:
+            size = file.size
+        if not is_size(shard, size, wanted):
+            raise CheckpointError(f"{source.path}/{name} has {size:,} bytes of {wanted:,}")
 
 
 def check_length(got: int, target: memoryview, what: str) -> None:
@@ -116,7 +161,7 @@ class SourceShard:
         header, table, layout = read_head(source, shard)
         self.head = ShardHeader(layout, len(header), table)
         with ExitStack() as ends:
-            self._file = ends.enter_context(source.opened(shard.file))
+            self._file = ends.enter_context(source.image(shard))
             self._ends = ends.pop_all()
         self._last: tuple[range, memoryview] | None = None
         self._lock = threading.Lock()
@@ -167,8 +212,9 @@ class CheckpointReader:
         if missing:
             raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
         self._files = [shards[rank].file for rank in range(self.index.world_size)]
-        allow_files(len(self._files))
+        allow_files(sum(len(shard.data_names) for shard in shards.values()))
         with ExitStack() as ends:
+            ends.enter_context(storage.reading(folder.name))
             self.shards: list[SourceShard] = []
             self.parts: list[dict[str, bytes]] = []
             try:

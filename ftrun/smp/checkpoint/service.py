@@ -36,6 +36,7 @@ from ftrun.smp.checkpoint.storage.direct_file import KEEP_S, CopyBuffers, Thrott
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
 from ftrun.smp.checkpoint.storage.storage import Retention, open_storage, sweep_run
 from ftrun.smp.checkpoint.write_job import (
+    EqualBytes,
     VersionClaims,
     WriteJob,
     WriterContext,
@@ -96,13 +97,13 @@ class CheckpointService:
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
         self._tidying = IntervalTimer(jobs, self._clean_up)
-        claims = VersionClaims()
-        self._lanes = [self._lane(name, claims) for name in LANES]
+        claims, equal_bytes = VersionClaims(), EqualBytes()
+        self._lanes = [self._lane(name, claims, equal_bytes) for name in LANES]
         memory.after_add = self._take_in
 
-    def _lane(self, name: str, claims: VersionClaims) -> _Lane:
+    def _lane(self, name: str, claims: VersionClaims, equal_bytes: EqualBytes) -> _Lane:
         room = CopyBuffers(lambda: available_memory().num_bytes)
-        context = WriterContext(self._run_id, room, self._throttle, claims)
+        context = WriterContext(self._run_id, room, self._throttle, claims, equal_bytes)
         return _Lane(name, room, CheckpointWriter(context))
 
     def write(
@@ -122,15 +123,20 @@ class CheckpointService:
             return
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
+        generation = tracker.generation
         order = WriteJob(
             where=body.directory,
             ranks=tuple(sorted(tracker.ranks)),
             world_size=tracker.world_size,
-            retention=Retention(body.keep, body.keep_s),
+            retention=Retention(body.keep, body.keep_s, keep_bytes=body.keep_bytes),
             version=version(*body.version) if body.version is not None else None,
             token=body.token,
             life=body.life,
             follow=self._capture(body, tracker),
+            hurries=self._hurries.is_set,
+            is_over=lambda: tracker.generation != generation,
+            share_wait_s=body.share_timeout_s,
+            num_writers=body.writers,
         )
         fds = {rank: [os.dup(arena.fd) for arena in self._memory.of(rank)] for rank in order.ranks}
         lane = min(self._lanes, key=lambda one: len(one.jobs))

@@ -37,6 +37,7 @@ from ftrun.smp.checkpoint.reader import (
 from ftrun.smp.memory.arenas import create
 from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.load_shares import Place, load_group_of, ranks_at, share_of
+from ftrun.snapshot.write_shares import located
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
 
@@ -154,7 +155,7 @@ class SharedLoad:
         if xxhash.xxh3_64_intdigest(self.room(position)) != digest:
             rank, index = position
             pieces = self._shards[rank].num_pieces
-            raise SnapshotCorrupt(what=self._what(rank), piece=index, pieces=pieces)
+            raise SnapshotCorrupt(what=self._file_of(position), piece=index, pieces=pieces)
         self._here[digest] = position
         self.left.pop(position, None)
 
@@ -181,7 +182,7 @@ class SharedLoad:
 
     def _read_runs(self, source: CheckpointFiles, rank: int, places: Sequence[Place]) -> None:
         shard, what = self._shards[rank], self._what(rank)
-        with source.opened(shard.file) as file:
+        with source.image(shard) as file:
             for run in self._runs(places):
                 at, num_bytes = self._bytes_of(run)
                 target = self._arenas[rank].image(_SLOT)[at : at + num_bytes]
@@ -203,13 +204,18 @@ class SharedLoad:
             self.took(position)
             _log.warning(
                 "%s: piece %d was read from the file of rank %d",
-                self._what(rank),
+                self._file_of(position),
                 position[1],
                 other,
             )
 
     def _what(self, rank: int) -> str:
         return f"{self._source.path}/{self._shards[rank].file}"
+
+    def _file_of(self, position: Place) -> str:
+        at, num_bytes = self._bytes_of([position])
+        places = located(self._shards[position[0]].places, at, num_bytes)
+        return f"{self._source.path}/{' and '.join(dict.fromkeys(one.file for one in places))}"
 
     def _header(self, rank: int, state: SlotState) -> SlotHeader:
         shard = self._shards[rank]
@@ -325,7 +331,7 @@ class PieceReplicas:
                 piece = layout.pieces[index]
                 if found != digest or piece.num_bytes != len(room):
                     continue
-                if _is_read(source, shard.file, room, start + piece.offset, digest):
+                if _is_read(source, shard, room, start + piece.offset, digest):
                     return rank
         return None
 
@@ -339,9 +345,11 @@ class PieceReplicas:
         return self._headers[rank]
 
 
-def _is_read(source: CheckpointFiles, name: str, room: memoryview, at: int, digest: int) -> bool:
+def _is_read(
+    source: CheckpointFiles, shard: ShardFile, room: memoryview, at: int, digest: int
+) -> bool:
     try:
-        with source.opened(name) as file:
+        with source.image(shard) as file:
             is_whole = file.read_into(room, at) == len(room)
     except (CheckpointError, OSError):
         return False

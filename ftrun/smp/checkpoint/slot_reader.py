@@ -12,7 +12,9 @@ checkpoint's cost to the training (scripts/bench_persist.py).
 """
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import xxhash
 
@@ -70,6 +72,8 @@ class SealedSlot:
         """A copy of the image, once made. Only its header and the bytes not yet read are valid."""
         self._table: bytes | None = None
         self._read_to = 0
+        self.shared_lock: threading.Lock | None = None
+        """Of all slots that several threads read, each other parts; None: one reads in order."""
         self.before_read: Callable[[], None] | None = None
         """Called before each read of the slot itself."""
 
@@ -169,15 +173,17 @@ class SealedSlot:
             arena.close()
 
     def read_into(self, target: memoryview, at: int) -> None:
-        if self.copy is None and self.before_read is not None:
-            self.before_read()
-        if self.copy is not None:
-            target[:] = self.copy[at : at + len(target)]
-            return
-        done = 0
-        while done < len(target):
-            done += os.preadv(self._fd, [target[done:]], self._image_at + at + done)
-        self._read_to = max(self._read_to, at + done)
+        with self.shared_lock or nullcontext():
+            if self.copy is None and self.before_read is not None:
+                self.before_read()
+            if self.copy is not None:
+                target[:] = self.copy[at : at + len(target)]
+                return
+            done = 0
+            while done < len(target):
+                done += os.preadv(self._fd, [target[done:]], self._image_at + at + done)
+            if self.shared_lock is None:
+                self._read_to = max(self._read_to, at + done)
 
 
 class CopyBeforeOverwrite:
@@ -249,13 +255,18 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
 
 def write_shard(storage: Storage, folder: str, shard: SealedSlot, pace: Pace) -> ShardFile:
     """Write both files durably; raises SnapshotCorrupt (other digests), CheckpointError."""
-    data_name, table_name = file_names(shard)
+    data_name, _ = file_names(shard)
     with storage.stream(f"{folder}/{data_name}", shard.shape.image_bytes, pace) as file:
         described = write_image(file, shard)
-    crash_point("smp.checkpoint.shard_written")
-    storage.put(f"{folder}/{table_name}", shard.table())
-    crash_point("smp.checkpoint.part_shard_written")
+    put_table(storage, folder, shard)
     return described
+
+
+def put_table(storage: Storage, folder: str, shard: SealedSlot) -> None:
+    """Write the digest table durably, after the bytes of the image."""
+    crash_point("smp.checkpoint.shard_written")
+    storage.put(f"{folder}/{file_names(shard)[1]}", shard.table())
+    crash_point("smp.checkpoint.part_shard_written")
 
 
 def file_names(shard: SealedSlot) -> tuple[str, str]:
@@ -267,12 +278,16 @@ def write_image(file: FileSink, shard: SealedSlot) -> ShardFile:
     """Fill a file with a rank's image; return its entry for the index. Raises as `write_shard`."""
     shard.begin()
     layout, start = shard.layout()
-    header_digest = _write_range(file, shard, 0, start).hexdigest()
+    header_digest = append(file, shard, 0, start, is_whole=True).hexdigest()
     for index, piece in enumerate(layout.pieces):
         shard.await_piece(index)
-        digest = _write_range(file, shard, start + piece.offset, piece.num_bytes)
+        digest = append(file, shard, start + piece.offset, piece.num_bytes, is_whole=True)
         shard.found(index, digest.intdigest())
     shard.end(start, header_digest)
+    return shard_file(shard, header_digest)
+
+
+def shard_file(shard: SealedSlot, header_digest: str) -> ShardFile:
     data_name, table_name = file_names(shard)
     return ShardFile(
         rank=shard.shape.rank,
@@ -286,11 +301,16 @@ def write_image(file: FileSink, shard: SealedSlot) -> ShardFile:
     )
 
 
-def _write_range(file: FileSink, shard: SealedSlot, at: int, size: int) -> xxhash.xxh3_64:
-    """Append these bytes of the image; return the digest of the bytes put into the file."""
+def append(
+    file: FileSink, shard: SealedSlot, at: int, size: int, *, is_whole: bool = False
+) -> xxhash.xxh3_64:
+    """Append these bytes of the image; return the digest of the bytes put into the file.
+
+    `is_whole`: the file has the whole image, so its offsets are those of the image.
+    """
     digest, end = xxhash.xxh3_64(), at + size
     while at < end:
-        room = file.room(shard.copy)[: end - at]
+        room = file.room(shard.copy if is_whole else None)[: end - at]
         if not file.is_in_place:
             shard.read_into(room, at)
         digest.update(room)

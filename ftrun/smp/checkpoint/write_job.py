@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ftrun.errors import CheckpointError, CheckpointSuperseded
-from ftrun.ids import Rank, RunId, Version
+from ftrun.ids import Generation, Rank, RunId, Version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
-from ftrun.smp.checkpoint.live_capture import CaptureFilter, await_capture
+from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
     CopyBeforeOverwrite,
@@ -52,17 +52,38 @@ class VersionClaims:
             self._versions.discard(version)
 
 
+class EqualBytes:
+    """Whether the nodes of a generation hold equal bytes, by the last version that they divided.
+
+    If they do, each version is written once over all nodes, which needs the digests of the seal. If
+    they do not, or a node made no offer, each node writes what it captures while it is captured,
+    until the next generation. The nodes need not agree: one that makes no offer costs the others a
+    wait.
+    """
+
+    def __init__(self) -> None:
+        self._none_in: Generation | None = None
+
+    def may_be(self, generation: Generation) -> bool:
+        return self._none_in != generation
+
+    def note(self, generation: Generation, *, were_found: bool) -> None:
+        if not were_found:
+            self._none_in = generation
+
+
 @dataclass(frozen=True, slots=True)
 class WriterContext:
     """The resources of a writer; `throttle.stop` cancels a write.
 
-    Writers of one node share `claims` and `throttle`, and have `room` of their own.
+    Writers of one node share `claims`, `equal_bytes` and `throttle`, and have `room` of their own.
     """
 
     run_id: RunId
     room: CopyBuffers
     throttle: Throttle
     claims: VersionClaims = field(default_factory=VersionClaims)
+    equal_bytes: EqualBytes = field(default_factory=EqualBytes)
 
     @property
     def gap_s(self) -> float:
@@ -83,6 +104,12 @@ class WriteJob:
         token: equal on all nodes that write this together, and on no others.
         follow: without a version: which capture is written while it is captured.
         is_alone: all other writers are excluded until this node has finished.
+        hurries: returns whether the run ends, so that other nodes are not awaited long.
+        is_over: returns whether the generation has ended.
+        share_wait_s: wait for the offers of the other nodes, so that equal bytes are written once;
+            0: this node writes all of its bytes.
+        num_writers: files of equal size that are written at once; 0: a file for each rank, one
+            after the other.
     """
 
     where: str
@@ -94,6 +121,10 @@ class WriteJob:
     life: str = ""
     follow: CaptureFilter | None = None
     is_alone: bool = False
+    hurries: Callable[[], bool] = lambda: False
+    is_over: Callable[[], bool] = lambda: False
+    share_wait_s: float = 0.0
+    num_writers: int = 0
 
     @property
     def has_all_ranks(self) -> bool:
@@ -135,6 +166,7 @@ class WriteResult:
 class ChosenVersion:
     """A version to write; if tight, its slots may be overwritten at any time.
 
+    Of a live one, the slots may still be filled, so their digests are not known.
     `await_commit` returns when the version is committed; raises SlotOverwritten if it will not be.
     """
 
@@ -142,6 +174,7 @@ class ChosenVersion:
     shards: Sequence[SealedSlot]
     pace: Pace
     is_tight: bool = False
+    is_live: bool = False
     await_commit: Callable[[], None] = lambda: None
 
     @property
@@ -220,13 +253,24 @@ def _write_captured(
             f"begun (limit {job.follow.wait_s:.0f} s). The newest committed version will be "
             "written instead"
         )
-    chosen = ChosenVersion(
-        capturing.version,
-        capturing.shards,
-        capturing.paced(context.throttle),
-        await_commit=capturing.await_commit,
-    )
+    chosen = _chosen(capturing, fds, job, context)
     return replace(write(chosen), ahead_s=capturing.ahead_s)
+
+
+def _chosen(
+    capturing: LiveCapture, fds: ArenaFds, job: WriteJob, context: WriterContext
+) -> ChosenVersion:
+    """The capture at once, or its sealed slots, if these are divided among nodes or files."""
+    version, await_commit = capturing.version, capturing.await_commit
+    may_share = job.share_wait_s and context.equal_bytes.may_be(version.generation)
+    if not may_share and not job.num_writers:
+        pace = capturing.paced(context.throttle)
+        return ChosenVersion(
+            version, capturing.shards, pace, is_live=True, await_commit=await_commit
+        )
+    capturing.await_seal()
+    shards = find_shards(fds, version, job.world_size)
+    return ChosenVersion(version, shards, context.throttle, await_commit=await_commit)
 
 
 @contextmanager

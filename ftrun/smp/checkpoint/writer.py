@@ -8,8 +8,9 @@ Survives: the loss of any node and of the storage, at any point. A node writes w
 
     FOLDER/   rank-00002.safetensors  rank-00002.digests  ...  part-00002.json  index.json
 
-A file contains the unchanged bytes of a slot. The digests file is the table of the slot. A node
-writes the files of its ranks durably. It then writes its part, which lists these files, and checks
+A file contains the unchanged bytes of a slot. The digests file is the table of the slot. Bytes that
+several nodes hold equally are in the files of one of them (`shared_write`). A node writes the files
+of its ranks durably. It then writes its part, which lists these files, and checks
 whether the existing parts cover all ranks. Each node that finds them complete writes the index,
 which has the digests of tables and headers and a digest of itself. It then publishes the folder and
 points `latest` to it. Several nodes may do so at once. A node that has all ranks does the same with
@@ -24,8 +25,8 @@ capture, so a checkpoint cannot mix two versions.
 Rule 1: a part exists only after all its files are durable. A part is rejected if one of its files
         is missing or has another size.
 Rule 2: parts are merged only if run, token, version and world size are equal, in the name of the
-        folder and in each part. A version is one set of bytes, so a file or part that is written
-        again is replaced by an equal one.
+        folder and in each part. A version is one set of bytes, so a file that is written again is
+        replaced by an equal one: a file with parts of images is named after these parts.
 Rule 3: a finished checkpoint counts as this version only if its digests of this node's ranks equal
         this node's own. Another life of the run may have passed the same step. If that life has
         written the same bytes, they are written again, because its files may be damaged by now.
@@ -46,28 +47,31 @@ from ftrun import clock
 from ftrun.errors import CheckpointError, CheckpointSuperseded, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import (
-    FORMAT,
     CheckpointIndex,
     CheckpointPart,
     ShardFile,
     Sizes,
     StoredCheckpoint,
+    file_sizes,
+    format_of,
     is_whole,
     parse_part,
     part_name,
     part_names,
     seal,
+    with_places,
 )
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
+from ftrun.smp.checkpoint.shared_write import Borrowed, divided, write_files
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten
 from ftrun.smp.checkpoint.storage.storage import (
     Storage,
     earlier_of_run,
     next_serial,
     open_storage,
+    prunable,
     remove_all,
     sweep_finished,
     sweep_started,
-    to_prune,
 )
 from ftrun.smp.checkpoint.write_job import (
     ChosenVersion,
@@ -147,7 +151,7 @@ class CheckpointWriter:
             done = attempt.finished(found, {shard.content for shard in part.shards})
             if done is None:
                 done = attempt.merge(found)
-        own_bytes = sum(file.num_bytes for file in part.shards) if is_new else 0
+        own_bytes = sum(file_sizes(part.shards).values()) if is_new else 0
         return replace(done, total_bytes=done.total_bytes or own_bytes)
 
     def _check_only_ours(self, found: Sequence[StoredCheckpoint], job: WriteJob) -> None:
@@ -225,9 +229,13 @@ class _Attempt:
         """Write all files durably, then the part; raises SlotOverwritten or CheckpointError."""
         storage, chosen, folder = self.storage, self.chosen, self.folder
         keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
-        crash_point("smp.checkpoint.part_started")
         try:
-            files = [write_shard(storage, folder, shard, chosen.pace) for shard in chosen.shards]
+            shared = self._divided()
+            crash_point("smp.checkpoint.part_started")
+            files = write_files(
+                *(storage, folder, chosen.shards, shared, chosen.pace),
+                num_writers=self.job.num_writers,
+            )
         except SnapshotCorrupt as error:
             if chosen.is_sound:
                 raise CheckpointError(f"a slot is damaged: {error}") from error
@@ -235,13 +243,23 @@ class _Attempt:
         if not chosen.is_sound:
             raise SlotOverwritten(chosen.version)
         chosen.await_commit()
+        if not chosen.is_live:
+            self._context.equal_bytes.note(chosen.version.generation, were_found=bool(shared))
         self._sync_started(folder)  # Rule 1
         written_s = 0.0 if storage.is_local else clock.wall_s()
-        part = msgspec.structs.replace(self.blank, shards=files, written_s=written_s)
+        part = msgspec.structs.replace(
+            self.blank, format=format_of(files), shards=files, written_s=written_s
+        )
         storage.put(f"{folder}/{part_name(self.job.ranks)}", seal(part))
         self._sync_started(folder)
         crash_point("smp.checkpoint.part_written")
         return part
+
+    def _divided(self) -> Borrowed:
+        if self.chosen.is_live:
+            return {}
+        shards, context = self.chosen.shards, self._context
+        return divided(self.storage, self.folder, shards, self.job, self.blank, context)
 
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
         """Finish it if all parts exist, or return the missing ranks; raises CheckpointError."""
@@ -251,21 +269,22 @@ class _Attempt:
             raise CheckpointSuperseded(
                 f"{path} was removed for a later version. Request a later one"
             )
-        shards, written_s, notes = _gather(storage, self.folder, sizes, blank)
+        shards, written_s, notes = gather(storage, self.folder, sizes, blank)
         missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
         if missing:
             before = earlier_of_run(found, blank.run_id, version)
             notes += _never_written(storage, before, missing)
             return WriteResult(version, path, 0, missing_ranks=missing, note="; ".join(notes))
+        files = with_places(shards)
         crash_point("smp.checkpoint.merged")
         index = CheckpointIndex(
-            FORMAT,
+            format_of(files),
             next_serial(found, besides=self.folder),
             blank.run_id,
             max(0, blank.generation),
             blank.step,
             blank.world_size,
-            [shards[rank] for rank in range(blank.world_size)],
+            files,
             life=blank.life,
             written_s=written_s,
         )
@@ -279,7 +298,7 @@ class _Attempt:
         storage.sync()
         crash_point("smp.checkpoint.parts_renamed")
         self._resolve(name, found)
-        total_bytes = sum(shard.num_bytes for shard in index.shards)
+        total_bytes = sum(file_sizes(index.shards).values())
         return WriteResult(version, storage.path_of(name), total_bytes, note="; ".join(notes))
 
     @contextmanager
@@ -304,7 +323,7 @@ class _Attempt:
         storage.point_latest(name)
         crash_point("smp.checkpoint.latest")
         sweep_finished(storage, found, run_id, self.chosen.version, name)
-        remove_all(storage, to_prune(found, self.job.retention, newest=name))
+        remove_all(storage, prunable(storage, found, self.job.retention, newest=name))
 
 
 @contextmanager
@@ -357,7 +376,7 @@ def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
 # --- parts ------------------------------------------------------------------------------------
 
 
-def _gather(
+def gather(
     storage: Storage, folder: str, sizes: Sizes, like: CheckpointPart
 ) -> tuple[dict[int, ShardFile], float, list[str]]:
     """Return the files of each rank, the time of the newest part, and texts about rejected parts.

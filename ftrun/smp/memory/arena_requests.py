@@ -1,7 +1,7 @@
 """Handles the workers' requests for memory: whether a size fits, and arenas.
 
 Runs in:  the SMP, in the server's thread; jobs allocate the pages of arenas.
-Takes in: ReserveMemory and RequestArena.
+Takes in: ReserveMemory, PrepareArena and RequestArena.
 Gives:    arenas to workers, duplicates of them to the agent, refusals with sizes in bytes, and to
           the agent the bytes that are needed.
 Survives: the death of the SMP: an arena being allocated is lost with it, and the worker requests
@@ -13,6 +13,8 @@ Rule 2: at most one arena is being allocated for a rank. An equal request joins 
         another shape waits until the allocation ends, and the arena is freed then.
 Rule 3: an arena that no worker of the running generation has requested is freed when its allocation
         ends.
+Rule 4: memory that is prepared for a layout that is not known yet is not an arena. The agent gets a
+        duplicate when it becomes one. Until then it ends with the SMP and with its generation.
 """
 
 import logging
@@ -31,7 +33,7 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
-from ftrun.wire.shared_memory.arena import ArenaShape
+from ftrun.wire.shared_memory.arena import NO_LAYOUT, ArenaShape
 
 NUM_LANES = 4
 """Number of arenas that are allocated at a time; the kernel clears pages at memory bandwidth."""
@@ -128,7 +130,22 @@ class ArenaRequests:
             self._report_needed()
             requester.send(granted(shape), fds=(arena.fd,))
             return
+        arena = self._memory.divide_prepared(shape, generation)
+        if arena is not None:
+            self._grant(shape, arena.fd, [requester])
+            return
         self._make(_Making(shape, generation, [requester]))
+
+    def prepare(self, requester: Requester, body: worker_messages.PrepareArena) -> None:
+        shape = ArenaShape(body.rank, body.world_size, body.image_bytes, body.num_pieces, NO_LAYOUT)
+        rank = Rank(body.rank)
+        fd = self._memory.prepared(shape)
+        if fd is not None:
+            requester.send(granted(shape), fds=(fd,))
+        elif rank in self._making or self._memory.of(rank):
+            requester.send(messages.Refused("the rank has an arena"))
+        else:
+            self._make(_Making(shape, self._tracker.generation, [requester]))
 
     def _make(self, making: _Making) -> None:
         rank, shape = making.rank, making.shape
@@ -159,22 +176,31 @@ class ArenaRequests:
         return partial(self._made, making, fd)
 
     def _made(self, making: _Making, fd: int) -> None:
-        is_wanted = making.generation == self._tracker.generation and not making.waiting
-        if is_wanted:
-            self._memory.add(fd, making.generation)
-            self._send_to_agent(granted(making.shape), fds=(fd,))
-            self._report_needed()
-            crash_point("smp.arena.agent_notified")
-        for requester in making.requesters:
-            if is_wanted:
-                requester.send(granted(making.shape), fds=(fd,))
-            else:
+        is_prepared = making.shape.layout_id == NO_LAYOUT
+        is_replaced = making.waiting and not is_prepared
+        if making.generation != self._tracker.generation or is_replaced:
+            for requester in making.requesters:
                 requester.send(_NOT_WANTED)
-        crash_point("smp.arena.granted")
-        if not is_wanted:
             _log.info("rank %d: freed an arena that is no longer requested", making.rank)
             os.close(fd)
+        elif is_prepared:
+            self._memory.add_prepared(fd, making.shape)
+            self._report_needed()
+            for requester in making.requesters:
+                requester.send(granted(making.shape), fds=(fd,))
+        else:
+            self._memory.add(fd, making.generation)
+            self._grant(making.shape, fd, making.requesters)
         self._end(making)
+
+    def _grant(self, shape: ArenaShape, fd: int, requesters: list[Requester]) -> None:
+        """Give a new arena to the agent, and then to the worker."""
+        self._send_to_agent(granted(shape), fds=(fd,))
+        self._report_needed()
+        crash_point("smp.arena.agent_notified")
+        for requester in requesters:
+            requester.send(granted(shape), fds=(fd,))
+        crash_point("smp.arena.granted")
 
     def _not_made(self, making: _Making, error: MemoryTooSmall | None) -> None:
         if error is not None:

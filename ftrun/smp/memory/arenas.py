@@ -31,6 +31,7 @@ from ftrun.wire.shared_memory.arena import (
     SlotState,
     arena_bytes,
     create_memfd,
+    divide,
     read_shape,
     read_slot_headers,
     void_slots,
@@ -81,6 +82,8 @@ class ArenaStore:
         self._wanted: dict[Rank, int] = {}
         """Bytes that a rank requested and does not have yet, granted or refused."""
         self._making: dict[Rank, Allocation] = {}
+        self._prepared: dict[Rank, tuple[int, ArenaShape]] = {}
+        """Descriptors of memory for layouts that are not known yet."""
         self.after_add: Callable[[SmpArena], None] = lambda _: None
 
     @property
@@ -89,7 +92,11 @@ class ArenaStore:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(arena.shape.total_bytes for arena in self.all())
+        return sum(arena.shape.total_bytes for arena in self.all()) + self._prepared_bytes
+
+    @property
+    def _prepared_bytes(self) -> int:
+        return sum(shape.total_bytes for _, shape in self._prepared.values())
 
     def all(self) -> list[SmpArena]:
         """Every arena, by rank, the older first: the order of MemoryHandedOver and AdoptMemory."""
@@ -112,7 +119,7 @@ class ArenaStore:
 
     @property
     def known_ranks(self) -> set[Rank]:
-        return {*self._arenas, *self._wanted}
+        return {*self._arenas, *self._wanted, *self._prepared}
 
     @property
     def wanted_bytes(self) -> int:
@@ -122,7 +129,7 @@ class ArenaStore:
     @property
     def planned_bytes(self) -> int:
         newest = sum(arenas[-1].shape.total_bytes for arenas in self._arenas.values())
-        return newest + self.wanted_bytes
+        return newest + self.wanted_bytes + self._prepared_bytes
 
     @property
     def _needed_bytes(self) -> int:
@@ -138,8 +145,11 @@ class ArenaStore:
         """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         # Arenas of another world size do not count: they are read until the first commit.
-        shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
-        has = max((shape.total_bytes for shape in shapes), default=0)
+        shapes = [arena.shape for arena in self.of(rank)]
+        if rank in self._prepared:
+            shapes.append(self._prepared[rank][1])
+        sizes = (shape.total_bytes for shape in shapes if shape.world_size == world_size)
+        has = max(sizes, default=0)
         self.promise(rank, max(0, total - has), image_bytes=image_bytes)
 
     def begin_making(self, shape: ArenaShape) -> Allocation:
@@ -153,8 +163,37 @@ class ArenaStore:
         """Whether there was one."""
         return self._wanted.pop(rank, None) is not None
 
-    def forget_promises(self) -> None:
+    def forget_requests(self) -> None:
+        """The ranks that have requested memory have ended."""
         self._wanted.clear()
+        for fd, _ in self._prepared.values():
+            os.close(fd)
+        self._prepared.clear()
+
+    def add_prepared(self, fd: int, shape: ArenaShape) -> None:
+        self._prepared[Rank(shape.rank)] = fd, shape
+        self.forget_promise(Rank(shape.rank))
+
+    def prepared(self, shape: ArenaShape) -> int | None:
+        """The descriptor of memory that was prepared in exactly this shape."""
+        fd, has = self._prepared.get(Rank(shape.rank), (-1, None))
+        return fd if has == shape else None
+
+    def divide_prepared(self, shape: ArenaShape, generation: Generation) -> SmpArena | None:
+        """Make an arena of the memory that was prepared for the rank; None if it has none.
+
+        Memory that is too small is freed.
+        """
+        fd, _ = self._prepared.pop(Rank(shape.rank), (None, None))
+        if fd is None:
+            return None
+        try:
+            divide(fd, shape)
+        except OSError as error:
+            _log.info("rank %d: freed memory that was prepared: %s", shape.rank, error)
+            os.close(fd)
+            return None
+        return self.add(fd, generation)
 
     def grant_again(self, shape: ArenaShape, generation: Generation) -> SmpArena | None:
         """An existing arena of exactly this shape; it becomes the newest of its rank."""
@@ -253,7 +292,7 @@ class ArenaStore:
         """Close all arenas; the kernel frees the memory when no process holds a descriptor."""
         for arena in self.all():
             self._free(arena)
-        self.forget_promises()
+        self.forget_requests()
 
     def _free(self, arena: SmpArena) -> None:
         rank = Rank(arena.shape.rank)

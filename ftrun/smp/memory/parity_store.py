@@ -223,4 +223,5 @@ def _part(region: ParityRegion, record: ParityRecord) -> ProtectionPart:
         mirrors=[record.members[position].node_id for position in region.mirrored_positions()],
         is_complete=region.state in _WHOLE and not region.is_damaged,
         is_committed=region.state is ParityRegionState.COMMITTED,
+        is_ring=record.is_ring,
     )

@@ -220,7 +220,7 @@ class Exchange:
         group, tools = self._group, self._tools
         return ParityWriter(
             region,
-            tools.codecs.get(len(group.nodes) - group.parity, group.parity),
+            tools.codecs.get(group.protection.data, group.parity),
             run=tools.run,
             forward=self._forward,
             window=self._report_window,

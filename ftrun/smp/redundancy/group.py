@@ -53,10 +53,16 @@ class LocalGroup:
     small_state_bytes: int
     timeout_s: float
     number: int
+    is_ring: bool = False
 
     @property
     def is_possible(self) -> bool:
-        return 1 <= self.parity < len(self.nodes)
+        return self.protection.is_protected
+
+    @property
+    def protection(self) -> ProtectionGroup:
+        names = tuple(node.node_id for node in self.nodes)
+        return ProtectionGroup(names, self.parity, self.is_ring)
 
     @property
     def members(self) -> list[GroupMember]:
@@ -96,6 +102,7 @@ class LocalGroup:
             if (part.generation, part.step) == (wanted.generation, wanted.step)
             and part.is_complete
             and (part.members, part.parity) == (self.members, self.parity)
+            and part.is_ring == self.is_ring
             and set(part.mirrors) == mirrors
         ]
         return max(found, default=-1)
@@ -109,7 +116,8 @@ def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
     if len(places) != 1:
         names = ", ".join(node.node_id for node in body.group)
         raise ProtocolError(f"node {body.node_id} must be in its group exactly once: {names}")
-    reported = (body.generation, body.world_size, body.parity, body.small_state_bytes, body.group)
+    code = (body.parity, body.is_ring)
+    reported = (body.generation, body.world_size, code, body.small_state_bytes, body.group)
     return LocalGroup(
         generation=Generation(body.generation),
         world_size=body.world_size,
@@ -119,6 +127,7 @@ def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
         small_state_bytes=body.small_state_bytes,
         timeout_s=body.timeout_s,
         number=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(reported)),
+        is_ring=body.is_ring,
     )
 
 
@@ -126,7 +135,7 @@ def parity_share(group: LocalGroup | None) -> float:
     """Upper bound of the parity bytes that a node stores per byte of its own state: m/k."""
     if group is None or not group.is_possible:
         return 0.0
-    return group.parity / (len(group.nodes) - group.parity)
+    return group.parity / group.protection.data
 
 
 def rooms_for(
@@ -142,7 +151,7 @@ def rooms_for(
 def record_of(
     version: Version, plan: RedundancyPlan, rooms: dict[int, int], group: LocalGroup
 ) -> ParityRecord:
-    stripes = Stripes(len(group.nodes), group.parity, plan.block_bytes)
+    stripes = group.protection.stripes(plan.block_bytes)
     num_stripes = stripes.num_stripes(max(plan.coded_bytes))
     return ParityRecord(
         generation=version.generation,
@@ -158,11 +167,12 @@ def record_of(
         holders=plan.holders,
         mirrors=[(position, rooms[position]) for position in group.mirrored_here],
         num_rows=stripes.num_parity_blocks(group.position, num_stripes),
+        is_ring=group.is_ring,
     )
 
 
 def stripes_of(record: ParityRecord) -> Stripes:
-    return Stripes(len(record.members), record.parity, record.block_bytes)
+    return group_of(record).stripes(record.block_bytes)
 
 
 def num_stripes_of(record: ParityRecord) -> int:
@@ -170,7 +180,8 @@ def num_stripes_of(record: ParityRecord) -> int:
 
 
 def group_of(record: ParityRecord) -> ProtectionGroup:
-    return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)
+    names = tuple(member.node_id for member in record.members)
+    return ProtectionGroup(names, record.parity, record.is_ring)
 
 
 class GroupNotices:

@@ -150,7 +150,7 @@ class ParityWriter:
         parity = self.stripes.parity_nodes(stripe)
         if reported.index >= self._codec.k and sender == parity[0] and own in parity[1:]:
             return self.stripes.index(stripe, own)
-        if sender not in parity and own == parity[0]:
+        if sender in self.stripes.data_nodes(stripe) and own == parity[0]:
             return self.stripes.index(stripe, sender)
         raise FragmentRefused(what=what, reason="it does not belong here")
 

@@ -97,13 +97,13 @@ class Protector:
         self._set_unreachable([])
         self._notices.clear()
         if group is not None and group.is_possible:
-            k = len(group.nodes) - group.parity
-            self._codec = self._tools.codecs.get(k, group.parity)
+            self._codec = self._tools.codecs.get(group.protection.data, group.parity)
             self._plan = GroupPlan(
                 position=group.position,
                 num_nodes=len(group.nodes),
                 parity=group.parity,
                 small_state_bytes=group.small_state_bytes,
+                is_ring=group.is_ring,
             )
             for position in group.others:
                 self._peers.link(position, PROTECT)

@@ -164,7 +164,7 @@ class Rebuilder:
 
     def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
         stripes = stripes_of(record)
-        in_order = [stripes.node_at(stripe, index) for index in range(stripes.n)]
+        in_order = [stripes.node_at(stripe, index) for index in range(stripes.k + stripes.m)]
         empty = set(stripes.data_nodes(stripe)) - set(senders)
         return StripeFacts(
             of=StripeId(self._run, record.version, group_of(record).id, stripe),

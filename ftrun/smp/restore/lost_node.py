@@ -18,7 +18,6 @@ import xxhash
 from ftrun import clock
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.erasure.groups import ProtectionGroup
-from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.memory.sealed_shards import SealedShards
@@ -86,15 +85,20 @@ class LostNode:
         )
 
     def _name(self, number: int) -> tuple[int, int, int, int, int]:
-        at, group = self.wanted, self.group
-        names = tuple(node.node_id for node in group.nodes)
-        group_id = ProtectionGroup(names, group.parity).id
-        return number, at.generation, at.step, group_id, group.generation
+        at, group_id = self.wanted, self.protection.id
+        return number, at.generation, at.step, group_id, self.group.generation
+
+    @property
+    def protection(self) -> ProtectionGroup:
+        names = tuple(node.node_id for node in self.group.nodes)
+        return ProtectionGroup(names, self.group.parity, self.group.is_ring)
 
     def missing(self, what: str, problems: Sequence[str]) -> str:
         group = self.group
         gone = [node.node_id for node in group.nodes if node.smp_port <= 0]
-        k = len(group.nodes) - group.parity
+        needed = f"{self.protection.data} are needed"
+        if group.is_ring:
+            needed = f"a copy is on {self.mirror_nodes[0].node_id}"
         noun = "rank" if len(self.ranks) == 1 else "ranks"
         ranks = ", ".join(map(str, self.ranks))
         reason = "; ".join(dict.fromkeys(problems)) or "no node has it"
@@ -102,7 +106,7 @@ class LostNode:
             f"{noun} {ranks} of node {self.node_id}, {self.wanted}: cannot fetch {what} "
             f"({reason}). "
             f"{len(self.alive)} of the {len(group.nodes)} nodes of its group are reachable and "
-            f"{k} are needed; unreachable: {', '.join(gone) or 'none'}"
+            f"{needed}; unreachable: {', '.join(gone) or 'none'}"
         )
 
 
@@ -113,7 +117,7 @@ class CodedBlocks:
         head = mirror.head
         pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
         self.space = StripeSpace(head.own, pieces, head.block_bytes)
-        self._stripes = Stripes(len(head.members), head.parity, head.block_bytes)
+        self._stripes = lost.protection.stripes(head.block_bytes)
         self._lost = lost
 
     def item(self, block: int, views: Sequence[memoryview]) -> DownloadItem:

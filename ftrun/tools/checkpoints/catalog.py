@@ -12,10 +12,9 @@ import argparse
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -29,17 +28,14 @@ from ftrun.smp.checkpoint.index import (
     CheckpointIndex,
     ShardFile,
     StoredCheckpoint,
+    file_sizes,
+    is_size,
     is_whole,
+    stored_bytes,
 )
-from ftrun.smp.checkpoint.reader import CheckpointFiles
+from ftrun.smp.checkpoint.reader import CheckpointFiles, ShardImage
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
-from ftrun.smp.checkpoint.storage.storage import (
-    OpenFile,
-    Retention,
-    Storage,
-    open_storage,
-    to_prune,
-)
+from ftrun.smp.checkpoint.storage.storage import Retention, Storage, open_storage, to_prune
 from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
@@ -56,8 +52,6 @@ _MAX_NAMED = 3
 _THREADS = 4
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 30
-
-_Open = Callable[[str], AbstractContextManager[OpenFile]]
 
 
 def main() -> int:
@@ -88,7 +82,7 @@ def _do(arguments: argparse.Namespace, where: str) -> CatalogReport:
             return _list(storage, arguments.names)
         if arguments.verb == "verify":
             return _verify(storage, arguments.names)
-        retention = Retention(arguments.keep, arguments.keep_s)
+        retention = Retention(arguments.keep, arguments.keep_s, keep_bytes=arguments.keep_bytes)
         return _prune(storage, retention, is_real=not arguments.dry_run)
 
 
@@ -101,6 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keep", type=int, default=1)
     parser.add_argument("--keep-s", type=float, default=0.0)
+    parser.add_argument("--keep-bytes", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
 
@@ -145,6 +140,9 @@ def _find(where: str) -> CatalogReport:
             num_bytes=shard.num_bytes,
             table_digest=shard.table_digest,
             header_digest=shard.header_digest,
+            extents=[
+                msgspec.structs.replace(one, file=str(folder / one.file)) for one in shard.extents
+            ],
         )
         for shard in index.shards
     ]
@@ -177,11 +175,14 @@ def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogR
         newest = latest if latest in whole or not whole else whole[0]
         # A resume needs one without missing files, whatever else is kept.
         loadable = next((one.name for one in found if not _missing_files(storage, one)), newest)
-        doomed = [one for one in to_prune(found, retention, newest=newest) if one != loadable]
+        old = [one for one in to_prune(found, retention, newest=newest) if one != loadable]
+        being_read = [name for name in old if storage.is_being_read(name)]
+        doomed = [name for name in old if name not in being_read]
         if is_real:
             for name in doomed:
                 storage.remove(name)
-    return msgspec.structs.replace(_list(storage, ()), removed=tuple(doomed))
+    report = _list(storage, ())
+    return msgspec.structs.replace(report, removed=tuple(doomed), being_read=tuple(being_read))
 
 
 # --- one checkpoint ---------------------------------------------------------------------------
@@ -215,8 +216,14 @@ def _missing_files(storage: Storage, one: StoredCheckpoint) -> list[str]:
         return [one.problem]
     sizes = storage.sizes(one.name)
     cut = [shard for shard in one.index.shards if not is_whole(shard, sizes)]
-    problems = [f"{shard.file} or {shard.digests} is missing or incomplete" for shard in cut]
+    problems = [f"{_files_of(shard)} is missing or incomplete" for shard in cut]
     return problems + [f"its index has no rank {rank}" for rank in _missing_ranks(one.index)]
+
+
+def _files_of(shard: ShardFile) -> str:
+    if not shard.extents:
+        return f"{shard.file} or {shard.digests}"
+    return f"a file of rank {shard.rank} ({listed(shard.names, _MAX_NAMED)})"
 
 
 def _missing_ranks(index: CheckpointIndex) -> list[int]:
@@ -238,7 +245,7 @@ def _facts(
         generation=index.generation,
         step=index.step,
         world_size=index.world_size,
-        num_bytes=sum(shard.num_bytes + 8 * shard.num_pieces for shard in index.shards),
+        num_bytes=stored_bytes(index),
         written_s=one.written_s,
     )
 
@@ -250,63 +257,92 @@ def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
     if one.index is None:
         return [one.problem]
     problems = [f"its index has no rank {rank}" for rank in _missing_ranks(one.index)]
-    check = partial(_verify_shard, CheckpointFiles(storage, one).opened)
+    verify = ShardVerifier(CheckpointFiles(storage, one))
     num_threads = min(_THREADS, os.cpu_count() or 1) if storage.is_local else 1
-    with ThreadPoolExecutor(num_threads) as pool:
-        for found in pool.map(check, one.index.shards):
+    with storage.reading(one.name), ThreadPoolExecutor(num_threads) as pool:
+        for found in pool.map(verify.problems, one.index.shards):
             problems += found
     return problems
 
 
-def _verify_shard(opened: _Open, shard: ShardFile) -> list[str]:
-    try:
-        return list(_problems_of(opened, shard))
-    except (OSError, CheckpointError) as error:
-        reason = getattr(error, "strerror", None) or error
-        return [f"{shard.file} is not readable: {reason}"]
+class ShardVerifier:
+    """Reads every byte of a checkpoint; bytes that several ranks have in one file only once."""
 
+    def __init__(self, source: CheckpointFiles) -> None:
+        self._source = source
+        self._digests: dict[tuple[str, int, int], int] = {}
+        """Of pieces that may be of several ranks, by file, offset and size."""
 
-def _problems_of(opened: _Open, shard: ShardFile) -> Iterator[str]:
-    with opened(shard.digests) as file:
-        table = file.read(0, file.size)
-    if f"{xxhash.xxh3_64_intdigest(table):016x}" != shard.table_digest:
-        yield f"{shard.digests}: its {len(table)} bytes differ from the digests that were written"
-        return
-    digests = memoryview(table).cast("Q")
-    with opened(shard.file) as file:
-        size = file.size
-        if size != shard.num_bytes:
-            yield f"{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
-            return
-        length = int.from_bytes(file.read(0, _HEADER_LENGTH_BYTES), "little")
-        header = file.read(0, _HEADER_LENGTH_BYTES + min(length, size, _MAX_HEADER_BYTES))
-        if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
-            yield f"{shard.file}: its header differs from the one that was written"
-            return
+    def problems(self, shard: ShardFile) -> list[str]:
         try:
-            layout, start = parse_header(memoryview(header), image_bytes=size)
-        except LayoutUnknown as error:
-            yield f"{shard.file}: {error}"
-            return
-        yield from _damaged(file, shard, layout, start, digests)
+            return list(self._problems_of(shard))
+        except (OSError, CheckpointError) as error:
+            reason = getattr(error, "strerror", None) or error
+            name = os.path.basename(getattr(error, "filename", None) or shard.file)
+            return [f"{name} is not readable: {reason}"]
 
-
-def _damaged(
-    file: OpenFile, shard: ShardFile, layout: Layout, start: int, digests: Sequence[int]
-) -> Iterator[str]:
-    count = 0
-    for index, piece in enumerate(layout.pieces):
-        data = file.read(start + piece.offset, piece.num_bytes)
-        if index < len(digests) and xxhash.xxh3_64_intdigest(data) == digests[index]:
-            continue
-        count += 1
-        if count <= _MAX_NAMED:
+    def _problems_of(self, shard: ShardFile) -> Iterator[str]:
+        source = self._source
+        with source.opened(shard.digests) as file:
+            table = file.read(0, file.size)
+        if f"{xxhash.xxh3_64_intdigest(table):016x}" != shard.table_digest:
             yield (
-                f"{shard.file}: piece {index} of {len(layout.pieces)} is damaged "
-                f"({piece.num_bytes:,} bytes at {start + piece.offset:,}: {_names(layout, piece)})"
+                f"{shard.digests}: its {len(table)} bytes differ from the digests that were written"
             )
-    if count > _MAX_NAMED:
-        yield f"{shard.file}: {count - _MAX_NAMED} more pieces are damaged"
+            return
+        digests = memoryview(table).cast("Q")
+        for name, wanted in file_sizes([shard]).items():
+            with source.opened(name) as file:
+                if not is_size(shard, file.size, wanted):
+                    yield f"{name} has {file.size:,} bytes of {wanted:,}"
+                    return
+        with source.image(shard) as image:
+            size = shard.num_bytes
+            length = int.from_bytes(image.read(0, _HEADER_LENGTH_BYTES), "little")
+            header = image.read(0, min(_HEADER_LENGTH_BYTES + min(length, _MAX_HEADER_BYTES), size))
+            if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
+                yield f"{shard.file}: its header differs from the one that was written"
+                return
+            try:
+                layout, start = parse_header(memoryview(header), image_bytes=size)
+            except LayoutUnknown as error:
+                yield f"{shard.file}: {error}"
+                return
+            yield from self._damaged(image, shard, layout, start, digests)
+
+    def _damaged(
+        self,
+        image: ShardImage,
+        shard: ShardFile,
+        layout: Layout,
+        start: int,
+        digests: Sequence[int],
+    ) -> Iterator[str]:
+        count = 0
+        for index, piece in enumerate(layout.pieces):
+            at = start + piece.offset
+            if index < len(digests) and self._digest(image, shard, at, piece) == digests[index]:
+                continue
+            count += 1
+            if count <= _MAX_NAMED:
+                files = dict.fromkeys(one.file for one in image.parts(at, piece.num_bytes))
+                yield (
+                    f"{listed(list(files) or [shard.file], _MAX_NAMED)}: piece {index} of "
+                    f"{len(layout.pieces)} is damaged "
+                    f"({piece.num_bytes:,} bytes at {at:,}: {_names(layout, piece)})"
+                )
+        if count > _MAX_NAMED:
+            yield f"{shard.file}: {count - _MAX_NAMED} more pieces are damaged"
+
+    def _digest(self, image: ShardImage, shard: ShardFile, at: int, piece: Piece) -> int:
+        parts = list(image.parts(at, piece.num_bytes)) if shard.extents else []
+        key = (parts[0].file, parts[0].at, piece.num_bytes) if len(parts) == 1 else None
+        if key is not None and key in self._digests:
+            return self._digests[key]
+        found = xxhash.xxh3_64_intdigest(image.read(at, piece.num_bytes))
+        if key is not None:
+            self._digests[key] = found
+        return found
 
 
 def _names(layout: Layout, piece: Piece) -> str:

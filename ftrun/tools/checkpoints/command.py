@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -17,7 +17,7 @@ from ftrun import clock
 from ftrun.cli.completion import AsJson, option, with_groups
 from ftrun.cli.launch.checkpoint_check import ask_catalog, report_of
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.screen.text import count, duration, seconds_of, size, size_of
+from ftrun.cli.screen.text import count, duration, ranges, seconds_of, size, size_of
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.wire.messages.checkpoint import (
     DTYPE_WORDS,
@@ -93,16 +93,26 @@ def _prune(
     older_than: Annotated[
         str | None, option("--older-than", "remove those older than 7d, 12h too", "T")
     ] = None,
+    keep_size: Annotated[
+        str | None,
+        option("--keep-size", "remove the oldest while all have more, such as 500GB", "S"),
+    ] = None,
     is_dry: Annotated[bool, option("--dry-run", "only show what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints; the latest and the newest whole one are never removed."""
+    """Remove old checkpoints.
+
+    The latest, the newest whole one, and one that a process reads are not removed.
+    """
     if keep < 1:
         raise UsageError(f"--keep is at least 1, not {keep}; remove the directory to keep none")
     words = [f"--keep={keep}", *(["--dry-run"] if is_dry else [])]
     if older_than is not None:
         age_s = seconds_of(older_than, "--older-than", such_as="30m, 12h or 7d")
         words.append(f"--keep-s={age_s}")
+    if keep_size is not None:
+        num_bytes = size_of(keep_size, "--keep-size", such_as="500MB or 2TB")
+        words.append(f"--keep-bytes={num_bytes}")
     found = ask_catalog("prune", directory, *words)
     if as_json:
         _finish_as_json(found)
@@ -114,6 +124,8 @@ def _show_pruned(found: CatalogReport, *, is_dry: bool) -> None:
     would = "would be " if is_dry else ""
     for name in found.removed:
         render.write_plain(f"{would}removed  {name}")
+    for name in found.being_read:
+        render.write_plain(f"kept  {name}: a process reads it; prune again later")
     left = [one for one in found.checkpoints if one.name not in found.removed]
     damaged = [one for one in left if one.problems]
     for one in damaged:
@@ -152,7 +164,7 @@ def _took(num_bytes: int, seconds: float) -> str:
 class ExportOptions:
     """The options of an export."""
 
-    kind: Annotated[str, option("--format", "safetensors, dcp or state_dict", "F")]
+    kind: Annotated[str, option("--format", "safetensors, dcp, state_dict or atoms", "F")]
     dtype: Annotated[
         str | None, option("--dtype", "of the model: bf16, fp16, fp32 or fp64", "D")
     ] = None
@@ -165,6 +177,10 @@ class ExportOptions:
         option("--writers", "threads (default: up to 4)", "N"),
     ] = None
     may_replace: Annotated[bool, option("--force", "replace an existing export")] = False
+    rules: Annotated[
+        str | None, option("--rules", "atoms: layout rules, if it declares none", "FILE")
+    ] = None
+    share: Annotated[str, option("--share", "atoms: write a part, as worker 2 of 4", "I/N")] = "1/1"
 
 
 @app.command("export")
@@ -177,7 +193,19 @@ def _export(
     options: ExportOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Write one in a format that other programs read."""
+    """Write one in another format, or as atoms for any layout (docs/checkpoints.md)."""
+    if options.kind == "atoms":
+        if options.only or options.dtype:
+            flag = "--only" if options.only else "--dtype"
+            raise UsageError(
+                f"{flag} is not for atoms, which are whole, with 16-bit floats as fp32"
+            )
+        words = ["--force"] if options.may_replace else []
+        words += [f"--workers={options.num_writers or 0}", f"--share={options.share}"]
+        words += [f"--rules={options.rules}"] if options.rules is not None else []
+        _make_atoms("export", *words, "--", checkpoint, out, as_json=as_json)
+    if options.rules is not None or options.share != "1/1":
+        raise UsageError("--rules and --share are for --format atoms")
     job = _export_job(checkpoint, Path(out).absolute(), options)
     facts = report_of(
         "ftrun.tools.export.__main__", kind=ExportReport, stdin=msgspec.json.encode(job),
@@ -185,6 +213,10 @@ def _export(
     )  # fmt: skip
     if facts.problem:
         raise FtrunError(facts.problem)
+    _show_exported(facts, as_json=as_json)
+
+
+def _show_exported(facts: ExportReport, *, as_json: bool) -> None:
     if as_json:
         render.write_json(facts)
         return
@@ -232,29 +264,128 @@ def _one_of(flag: str, given: str, known: Sequence[_Word]) -> _Word:
     raise UsageError(f"{flag} is one of {', '.join(known)}, not {given!r}")
 
 
+_Store = Annotated[str, typer.Argument(metavar="OUT", help="a directory that does not exist")]
+_Share = Annotated[str, option("--share", "write a part, as worker 2 of 4", "I/N")]
+_Workers = Annotated[int, option("--workers", "threads (default: up to 4)", "W")]
+
+
+@app.command("extract")
+def _extract(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="DIR[/NAME]", help="its latest one, or the named one")
+    ],
+    out: _Store,
+    rules: Annotated[
+        str | None, option("--rules", "layout rules, if it declares none", "FILE")
+    ] = None,
+    share: _Share = "1/1",
+    workers: _Workers = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Atoms, step 1 of 3: write each rank's part of each tensor."""
+    words = [f"--share={share}", f"--workers={workers}"]
+    words += [f"--rules={rules}"] if rules is not None else []
+    _make_atoms("extract", *words, "--", checkpoint, out, as_json=as_json)
+
+
+@app.command("union")
+def _union(
+    fragments: Annotated[str, typer.Argument(metavar="FRAGMENTS", help="what extract wrote")],
+    out: _Store,
+    share: _Share = "1/1",
+    workers: _Workers = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Atoms, step 2 of 3: join the parts, with the padding of the ranks."""
+    words = (f"--share={share}", f"--workers={workers}", "--", fragments, out)
+    _make_atoms("union", *words, as_json=as_json)
+
+
+@app.command("strip")
+def _strip(
+    padded: Annotated[str, typer.Argument(metavar="PADDED", help="what union wrote")],
+    out: _Store,
+    share: _Share = "1/1",
+    workers: _Workers = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Atoms, step 3 of 3: remove padding and split flat buffers."""
+    words = (f"--share={share}", f"--workers={workers}", "--", padded, out)
+    _make_atoms("strip", *words, as_json=as_json)
+
+
+def _make_atoms(*words: str, as_json: bool) -> NoReturn:
+    facts = report_of(
+        "ftrun.tools.checkpoints.atoms", *words, kind=ExportReport,
+        failure=f"{words[0]} ended without a result; {words[-1]} is not complete",
+    )  # fmt: skip
+    if facts.problem and not as_json:
+        sys.stderr.write(f"Error: {facts.problem}\n")
+    else:
+        _show_exported(facts, as_json=as_json)
+    raise typer.Exit(facts.exit_code if facts.problem else ExitCode.DONE)
+
+
+@app.command("load")
+def _load(  # noqa: PLR0913 - its flags
+    atoms: Annotated[str, typer.Argument(metavar="ATOMS", help="what --format atoms wrote")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory for the checkpoint")],
+    rules: Annotated[
+        str | None, option("--rules", "layout rules of the run (default: any layout)", "FILE")
+    ] = None,
+    ranks: Annotated[int | None, option("--ranks", "number of ranks of the rules", "M")] = None,
+    mesh: Annotated[
+        str | None, option("--mesh", "or: sizes of the axes: tp=4,dp=1", "AXES")
+    ] = None,
+    share: _Share = "1/1",
+    workers: _Workers = 0,
+    dtype: Annotated[
+        list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a checkpoint from atoms, for any layout.
+
+    Without --rules it has one rank: runs with DDP, FSDP2 and DTensors, and scripts that declare
+    their layout, resume from it in any layout. With --rules it has that layout.
+    """
+    words = ["--load", f"--workers={workers}", f"--share={share}"]
+    words += [f"--dtype={one}" for one in dtype or []]
+    given = {"rules": rules, "ranks": ranks, "mesh": mesh}
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    _run_conversion(*words, "--", atoms, out, as_json=as_json)
+
+
 @app.command("convert")
 def _convert(  # noqa: PLR0913 - its flags
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="a checkpoint, or a directory: its latest")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="a directory for the new one")],
-    rules: Annotated[str, option("--rules", "layout rules of SOURCE", "FILE")],
+    rules: Annotated[
+        str | None, option("--rules", "layout rules of SOURCE, if it declares none", "FILE")
+    ] = None,
     to: Annotated[str | None, option("--to", "layout rules of the new one", "FILE")] = None,
     ranks: Annotated[int | None, option("--ranks", "or: the same with M ranks", "M")] = None,
     mesh: Annotated[str | None, option("--mesh", "or: the same on tp=4,dp=1", "AXES")] = None,
-    workers: Annotated[int, option("--workers", "threads (default: up to 4)", "W")] = 0,
+    share: _Share = "1/1",
+    workers: _Workers = 0,
     dtype: Annotated[
         list[str] | None, option("--dtype", "bf16, or PATTERN=bf16; may be repeated", "T")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a checkpoint with another layout, by layout rules (docs/layouts.md)."""
-    words = [f"--rules={rules}", f"--workers={workers}"]
+    words = [f"--workers={workers}", f"--share={share}"]
     words += [f"--dtype={one}" for one in dtype or []]
-    given = {"to": to, "ranks": ranks, "mesh": mesh}
+    given = {"rules": rules, "to": to, "ranks": ranks, "mesh": mesh}
     words += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    _run_conversion(*words, "--", source, out, as_json=as_json)
+
+
+def _run_conversion(*words: str, as_json: bool) -> NoReturn:
     found = report_of(
-        "ftrun.tools.checkpoints.convert", *words, "--", source, out, kind=ConvertReport,
+        "ftrun.tools.checkpoints.convert", *words, kind=ConvertReport,
         failure="the checkpoint was not converted",
     )  # fmt: skip
     if as_json:
@@ -276,6 +407,10 @@ def _show_converted(found: ConvertReport) -> None:
             f"{_took(found.num_bytes, found.seconds)}"
         )
     render.write_plain(text)
-    render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
+    if found.missing_shares:
+        missing = ranges(found.missing_shares)
+        render.write_plain(f"{found.path}: a checkpoint when share {missing} is written")
+    else:
+        render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
     for note in found.notes:
         render.write_plain(f"  {note}")

@@ -16,21 +16,22 @@ Checkpointing (arXiv 2406.18820), without files in between.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ftrun.sharding.source_index import Bits, BoxCopy, gathered
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import Bits, BoxCopy, RegionIndex, gathered
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
 from ftrun.smp.checkpoint.index import ShardFile
-from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.direct_file import DirectFile, no_pace
 from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
 from ftrun.snapshot.layout import (
@@ -49,18 +50,58 @@ _AT_ONCE = 1 << 20
 """Items that are converted together, which bounds the temporary memory."""
 
 
+class CheckedFiles(Protocol):
+    """The files of a version, whose bytes are compared with their digests."""
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        """Returns bytes of an entry of a rank; CheckpointError: they are damaged."""
+        ...
+
+
+class Assembler:
+    """Assembles parts of whole tensors from the files of a version, in any thread."""
+
+    def __init__(self, files: CheckedFiles, index: RegionIndex) -> None:
+        self._files = files
+        self._index = index
+
+    def assembled(
+        self, regions: Sequence[StoredRegion], num_items: int, old: str, new: str
+    ) -> Bits:
+        """Returns [num_items] from dtype `old` as dtype `new`; items outside the regions are 0.
+
+        Of copies that have diverged, the mean is returned. Raises CheckpointError if a file is
+        damaged.
+        """
+        read = [
+            gathered(copies, num_items, ITEM_BYTES[old], self._read)
+            for copies in self._index.copies(regions)
+        ]
+        made = read[0] if len(read) == 1 else mean(read, old)
+        return made if old == new else converted(made, old, new)
+
+    def _read(self, copy: BoxCopy) -> memoryview:
+        (holder,) = copy.holders
+        item_bytes = ITEM_BYTES[copy.dtype]
+        first, num_bytes = copy.first * item_bytes, copy.span * item_bytes
+        return self._files.read(holder.rank, holder.entry.name, first, num_bytes)
+
+
 @dataclass(frozen=True)
 class Conversion:
-    """The old checkpoint with its world, and the new world.
+    """The old and the new world.
 
-    `dtypes` has the new dtypes by tensor name; `plain` the plain values of each new rank.
+    Args:
+        dtypes: new dtypes by tensor name.
+        plain: the plain values of each new rank.
+        when: of each tensor, by name.
     """
 
-    source: CheckpointReader
     before: WorldLayout
     after: WorldLayout
     dtypes: Mapping[str, str]
     plain: Sequence[bytes]
+    when: Mapping[str, CopyTiming]
 
     @cached_property
     def placed(self) -> list[dict[str, PlacedEntry]]:
@@ -76,7 +117,7 @@ class Conversion:
         return [
             make_layout(
                 [
-                    LayoutEntry(name, dtypes[one.name], one.shape, self._when[one.name])
+                    LayoutEntry(name, dtypes[one.name], one.shape, self.when[one.name])
                     for name, one in placed.items()
                 ],
                 plain_bytes=len(self.plain[rank]) + 8,
@@ -85,36 +126,29 @@ class Conversion:
             for rank, placed in enumerate(self.placed)
         ]
 
-    @cached_property
-    def _when(self) -> dict[str, CopyTiming]:
-        return {
-            name: self.source.entry(rank, self.before.own_name(rank, name)).when
-            for rank, entries in enumerate(self.before.entries)
-            for name in entries
-        }
-
 
 class WorldWriter:
     """Writes the files of all ranks with `workers` threads."""
 
-    def __init__(self, conversion: Conversion, *, workers: int) -> None:
+    def __init__(self, conversion: Conversion, assembler: Assembler, *, workers: int) -> None:
         self._job = conversion
-        self._index = conversion.before.index(conversion.source.entry)
+        self._assembler = assembler
         self._workers = workers
 
-    def write(self, folder: Path) -> list[ShardFile]:
-        """Writes all files, durable; CheckpointError: the old checkpoint is damaged."""
+    def write(self, folder: Path, ranks_here: Container[int] = range(1 << 30)) -> list[ShardFile]:
+        """Writes the files of some ranks, durable; CheckpointError: the source is damaged."""
         found: list[ShardFile] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
-            for ranks in self._batches():
+            for ranks in self._batches(ranks_here):
                 found += self._write_ranks(folder, ranks, pool)
         return found
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self, ranks_here: Container[int]) -> Iterator[list[int]]:
         """Yields ranks whose files have the same layout, a few at a time."""
         alike: dict[tuple[LayoutEntry, ...], list[int]] = {}
         for rank, layout in enumerate(self._job.layouts):
-            alike.setdefault(layout.entries, []).append(rank)
+            if rank in ranks_here:
+                alike.setdefault(layout.entries, []).append(rank)
         for ranks in alike.values():
             yield from (ranks[at : at + MAX_FILES] for at in range(0, len(ranks), MAX_FILES))
 
@@ -169,23 +203,9 @@ class WorldWriter:
         placed = self._job.placed[rank].get(entry.name)
         if placed is None:  # the filler of a gap
             return memoryview(bytes(entry.num_bytes))
-        made = self._assembled(placed, self._job.before.wholes[placed.name].dtype, entry.dtype)
+        old = self._job.before.wholes[placed.name].dtype
+        made = self._assembler.assembled(placed.patches, placed.num_items, old, entry.dtype)
         return made.view(np.uint8).data
-
-    def _assembled(self, placed: PlacedEntry, old: str, new: str) -> Bits:
-        """Returns [items] of one entry; padding is 0."""
-        read = [
-            gathered(copies, placed.num_items, ITEM_BYTES[old], self._read)
-            for copies in self._index.copies(placed.patches)
-        ]
-        made = read[0] if len(read) == 1 else mean(read, old)
-        return made if old == new else converted(made, old, new)
-
-    def _read(self, copy: BoxCopy) -> memoryview:
-        (holder,) = copy.holders
-        item_bytes = ITEM_BYTES[copy.dtype]
-        first, num_bytes = copy.first * item_bytes, copy.span * item_bytes
-        return self._job.source.read(holder.rank, holder.entry.name, first, num_bytes)
 
 
 class _ShardWriter:

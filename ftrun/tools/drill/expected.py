@@ -153,6 +153,10 @@ _OF_CLUSTER: dict[str, ExpectedOutcome] = {
     **dict.fromkeys(("capture", "encoding", "agent-kill", "agent-stopped"), _NODE1),
     **dict.fromkeys(("lead-power-off", "lead-cut"), _NODE0),
     **dict.fromkeys(
+        ("pair-cut", "pair-cut-unprotected", "one-way-cut"),
+        replace(_NODE_LOST, verdicts=("hang in communication",), nodes=("node1", "node2")),
+    ),
+    **dict.fromkeys(
         ("stale-rejoin", "one-by-one", "recovery", "two-nodes", "two-at-once"),
         replace(_NODE_LOST, incidents=2),
     ),

@@ -25,7 +25,7 @@ from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
-from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
+from ftrun.tools.estimate.outlook import MAX_NODES, MIRROR, FixedChoices, Outlook, outlook
 from ftrun.tools.report.command import folder_of, is_alive, raw_lines
 from ftrun.tools.report.costs import HANGS
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
@@ -42,7 +42,7 @@ _OWN: Mapping[str, tuple[Any, str, str]] = {
               f"MAX. Default {DEFAULT_NODES}"),
     "run": (str, "RUN", "use ftrun's costs from the journal of this run: run id, or folder of its "
             "logs; `last`: the newest journal"),
-    "code": (str, "K+M", "evaluate this code instead of choosing one"),
+    "code": (str, "K+M|mirror", "evaluate this code instead of choosing one"),
     "snapshot_every": (int, "STEPS", "evaluate this interval instead of choosing one"),
     "spares": (int, "N", "evaluate this number of spares instead of choosing one"),
     "svg": (str, "FILE", "the picture, as a separate file; - for stdout"),
@@ -137,9 +137,13 @@ def node_counts(text: str) -> list[int]:
 
 
 def _code(text: str, fewest: int) -> tuple[int, int]:
+    if text == "mirror":
+        if fewest < 2:
+            raise UsageError(f"--code mirror needs 2 nodes, and --nodes begins at {fewest}")
+        return MIRROR
     seen = re.fullmatch(r"(\d{1,4})\+(\d{1,4})", text)
     if seen is None:
-        raise UsageError(f"--code {text} is not K+M, such as 6+2")
+        raise UsageError(f"--code {text} is neither K+M, such as 6+2, nor mirror")
     data, parity = int(seen[1]), int(seen[2])
     if not (1 <= data <= MAX_DATA and 1 <= parity <= MAX_PARITY):
         raise UsageError(f"--code {text}: K is 1 to {MAX_DATA}, M 1 to {MAX_PARITY}")

@@ -25,6 +25,9 @@ MAX_NODES = 100_000
 _MOST_PARITY = 3
 """Further losses are those of whole domains, against which more parity does not help."""
 
+MIRROR = (0, 1)
+"""In place of k and m: copies, see `erasure.scheme: mirror`."""
+
 _HARDLY = 0.9
 """An additional parity block must reduce the risk below this factor to justify its memory."""
 
@@ -34,6 +37,7 @@ class FixedChoices:
     """Settings that are fixed: (k, m), steps between snapshots, spares; None: choose the value."""
 
     code: tuple[int, int] | None = None
+    """`MIRROR`: each node stores a copy of the state of another one."""
     every: int | None = None
     spares: int | None = None
 
@@ -59,12 +63,14 @@ class CodeOption:
 
     @property
     def name(self) -> str:
+        if (self.data, self.parity) == MIRROR:
+            return "mirror"
         return f"{self.data}+{self.parity}" if self.parity else "none"
 
     @property
     def memory(self) -> float:
         """Memory for parity relative to the protected state."""
-        return self.parity / self.data
+        return self.parity / max(1, self.data)
 
     @property
     def tolerates_domain_loss(self) -> bool:
@@ -259,9 +265,12 @@ def _code(
     nodes: int, given: Assumptions, losses: NodeLossModel, m_s: float, code: tuple[int, int]
 ) -> CodeOption:
     data, parity = code
-    over_s = given.days * DAY_S
-    placed = spread(nodes, data=data, parity=parity, domain_nodes=given.domain_nodes)
-    neighbours = side_by_side(nodes, data=data, parity=parity, domain_nodes=given.domain_nodes)
+    over_s, is_ring = given.days * DAY_S, code == MIRROR
+    k, domain_nodes = data or None, given.domain_nodes
+    placed = spread(nodes, data=k, parity=parity, domain_nodes=domain_nodes, is_ring=is_ring)
+    neighbours = side_by_side(
+        nodes, data=k, parity=parity, domain_nodes=domain_nodes, is_ring=is_ring
+    )
     per_s = loss_per_s(placed, losses)
     return CodeOption(
         data=data,

@@ -67,22 +67,42 @@ class GroupPlacement:
         return max(taken for _, hit in self.domains for _, _, taken in hit)
 
 
-def spread(nodes: int, *, data: int, parity: int, domain_nodes: int) -> GroupPlacement:
+def spread(
+    nodes: int, *, data: int | None, parity: int, domain_nodes: int, is_ring: bool = False
+) -> GroupPlacement:
     """Places groups as ftrun does with known domains: few nodes of a domain in a group."""
     names = [str(number) for number in range(nodes)]
     domains = _domains(nodes, domain_nodes)
-    return _seen(make_groups(names, data=data, parity=parity, domains=domains), domains)
+    groups = make_groups(names, data=data, parity=parity, domains=domains, is_ring=is_ring)
+    return _seen(_independent(groups), domains)
 
 
-def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> GroupPlacement:
+def side_by_side(
+    nodes: int, *, data: int | None, parity: int, domain_nodes: int, is_ring: bool = False
+) -> GroupPlacement:
     """Places neighbours in one group: nodes that are close in the network and fail together."""
     sizes = [len(group.nodes) for group in make_groups(
         [str(number) for number in range(nodes)], data=data, parity=parity)]  # fmt: skip
     groups, first = [], 0
     for size in sizes:
-        groups.append(ProtectionGroup(tuple(str(first + one) for one in range(size)), parity))
+        names = tuple(str(first + one) for one in range(size))
+        groups.append(ProtectionGroup(names, parity, is_ring))
         first += size
-    return _seen(groups, _domains(nodes, domain_nodes))
+    return _seen(_independent(groups), _domains(nodes, domain_nodes))
+
+
+def _independent(groups: Sequence[ProtectionGroup]) -> list[ProtectionGroup]:
+    """Replaces a ring by its pairs of neighbours: the state is lost if both of any pair are.
+
+    A node is then in two groups, and a loss of three neighbours counts twice.
+    """
+    found: list[ProtectionGroup] = []
+    for group in groups:
+        pairs = list(zip(group.nodes, (*group.nodes[1:], group.nodes[0]), strict=True))
+        is_ring = group.is_ring and group.is_protected
+        pairs = pairs[:1] if len(group.nodes) == 2 else pairs
+        found += [ProtectionGroup(pair, 1) for pair in pairs] if is_ring else [group]
+    return found
 
 
 def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:

@@ -175,10 +175,11 @@ def _code(it: Outlook, given: Assumptions) -> str:
 
 def _domain(it: Outlook, given: Assumptions) -> str:
     code = it.code
+    may_be_lost = f"{code.parity} may be lost" if code.data else "no two neighbours may be lost"
     taken = f"{count(code.taken, 'node')} of a group in a domain of {given.domain_nodes}"
     if not code.tolerates_domain_loss:
         return (
-            f"At best there are {taken}, and {code.parity} may be lost: losing the domain destroys "
+            f"At best there are {taken}, and {may_be_lost}: losing the domain destroys "
             "the snapshots. More domains or a checkpoint on disk help; more parity does not"
         )
     return (

@@ -8,6 +8,8 @@ Survives: a run that writes to the same directory; files that it removes are alr
 
 import signal
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +18,7 @@ import msgspec
 from ftrun import clock
 from ftrun.cli.screen.atomic_output import check_free, staged_output
 from ftrun.errors import FtrunError
+from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.export.safetensors import write_safetensors
 from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
@@ -59,8 +62,9 @@ def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
     out = Path(order.out)
     is_folder = order.format != "state_dict"
     check_free(out, is_folder=is_folder, may_replace=order.may_replace)
-    images = DiskImages(order.source.shards)
-    try:
+    folder = Path(order.source.path)
+    storage = LocalStorage(folder.parent, threading.Event())
+    with storage.reading(folder.name), closing(DiskImages(order.source.shards)) as images:
         world = ExportSource(images)
         outline = world.outline(NameFilter(order.only), is_whole=order.format != "safetensors")
         left_out = list(world.left_out)
@@ -69,8 +73,6 @@ def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
             left_out += [f"{name}: {reason}" for name in outline.others]
         with staged_output(out) as made:
             num_tensors = _write(made, outline, world, order)
-    finally:
-        images.close()
     files = sorted(out.iterdir()) if is_folder else [out]
     return msgspec.structs.replace(
         facts,

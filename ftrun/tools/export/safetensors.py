@@ -28,7 +28,7 @@ from ftrun.tools.export.tensor_writer import (
 )
 from ftrun.wire.messages.checkpoint import ExportJob
 
-_UNKNOWN = ("C128",)
+UNKNOWN = ("C128",)
 """Dtypes of a snapshot that the public format does not have; a reader refuses the whole file."""
 INDEX_NAME = "model.safetensors.index.json"
 _ALIGN_BYTES = 8
@@ -96,23 +96,27 @@ def _planned(
     # Wide items first, so that each tensor is aligned to its items.
     ordered = sorted(group, key=lambda one: -ITEM_BYTES[one.dtype])
     names = {one.name for one in ordered}
-    others = {other: name for other, name in tied.items() if name in names}
-    described: dict[str, object] = {"__metadata__": {"format": "pt", **others}}
-    offsets: dict[str, int] = {}
-    end = 0
+    header = header_of(ordered, {other: name for other, name in tied.items() if name in names})
+    places: dict[str, int] = {}
+    end = len(header)
     for one in ordered:
-        offsets[one.name] = end
+        places[one.name] = end
         end += one.num_bytes
-        described[one.name] = {
-            "dtype": one.dtype,
-            "shape": public_shape(one.dtype, one.shape),
-            "data_offsets": [offsets[one.name], end],
-        }
+    return PlannedFile(file_name, header, places, end)
+
+
+def header_of(tensors: Sequence[TensorDescription], tied: Mapping[str, str] | None = None) -> bytes:
+    """The header with its length, of tensors that follow one another in this order."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt", **(tied or {})}}
+    end = 0
+    for one in tensors:
+        offsets = [end, end + one.num_bytes]
+        shape = public_shape(one.dtype, one.shape)
+        described[one.name] = {"dtype": one.dtype, "shape": shape, "data_offsets": offsets}
+        end += one.num_bytes
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
-    header = len(text).to_bytes(8, "little") + text
-    places = {name: len(header) + at for name, at in offsets.items()}
-    return PlannedFile(file_name, header, places, len(header) + end)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_safetensors(
@@ -126,7 +130,7 @@ def write_safetensors(
         )
     tensors = {name: world.whole(saved) for name, saved in names.items()}
     dtypes = {name: dtype_out(tensor, order.dtype) for name, tensor in tensors.items()}
-    if unknown := [names[name] for name in names if dtypes[name] in _UNKNOWN]:
+    if unknown := [names[name] for name in names if dtypes[name] in UNKNOWN]:
         raise CheckpointError(
             f"{listed(unknown, _SHOWN)} cannot be written: safetensors files have no complex128. "
             "Leave it out with --only, or use --format dcp or state_dict"

@@ -231,6 +231,6 @@ class WholeTensorReader:
         except SnapshotCorrupt as error:
             pieces = len(self._images.headers[holder.rank].digests)
             raise CheckpointError(
-                f"{self._files.path_of(holder.rank)} is damaged: piece {error.piece} of {pieces}, "
-                f"which has {name}, differs from its digest"
+                f"{self._files.path_of(holder.rank, error.piece)} is damaged: piece {error.piece} "
+                f"of {pieces}, which has {name}, differs from its digest"
             ) from error

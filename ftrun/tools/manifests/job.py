@@ -150,7 +150,8 @@ class ManifestJob:
         """Parity memory of a node relative to its state: the largest M/K of all groups."""
         data, parity = self.profile.erasure.data_and_parity
         chosen = default_parity(self.most) if parity is None else parity
-        groups = make_groups([str(node) for node in range(self.most)], data=data, parity=chosen)
+        names, is_ring = [str(node) for node in range(self.most)], self.profile.erasure.is_mirror
+        groups = make_groups(names, data=data, parity=chosen, is_ring=is_ring)
         return max(one.parity / one.data if one.is_protected else 0.0 for one in groups)
 
 

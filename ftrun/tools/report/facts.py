@@ -109,6 +109,8 @@ class IncidentFacts:
     is_planned: bool = False
     is_open: bool = False
     confidence: str = ""
+    error_class: str = ""
+    """Of the lines that the culprit wrote."""
     culprits: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     victims: tuple[int, ...] = ()

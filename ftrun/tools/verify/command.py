@@ -35,6 +35,7 @@ FLAGS = (
 
 _REPLACED = (
     *("run-id", "checkpoint-dir", "resume", "checkpoint-every", "checkpoint-keep"),
+    "checkpoint-keep-bytes",
     *("snapshot-every", "no-snapshots", "orphan-timeout", "metrics-port", "quiet", "grace"),
 )
 """Flags of a run whose values a verification sets."""

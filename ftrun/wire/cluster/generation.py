@@ -63,6 +63,7 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     switch: str = ""  # leaf switch that the node is attached to, as reported by its scheduler
     rails: list[Rail] = []  # over which it is reachable, that of `host` first; empty: `host` only
     further_endpoint: int = 0  # number, from 1, of the further endpoint where it listens; 0: none
+    is_first: bool = False  # the first agent of its stub: ftrun was started on the node
 
     @property
     def identity(self) -> Identity:
@@ -95,6 +96,7 @@ class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: list[list[int]]  # ranks that each of the nodes ran then
     parity: int
     generation: int
+    is_ring: bool = False
 
 
 class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,6 +140,14 @@ class CauseCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     age_s: float = 0.0  # since the last of these failures
 
 
+class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Why a node that was present gets no ranks; its age is in `FailureHistory.barred`."""
+
+    reason: str
+    incarnation: int = 0  # of the node's agent at that time; 0: not known
+    is_fault: bool = False  # its hardware is at fault
+
+
 class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State that the next leader needs to apply the same limits as this one; ages in seconds."""
 
@@ -151,6 +161,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_seen: bool = False
     node_failures: dict[str, list[float]] = {}  # ages of the losses of each node, by node id
     barred: dict[str, float] = {}  # ages of the exclusions of nodes that were present, by node id
+    exclusions: dict[str, Exclusion] = {}  # the reason of each
     incidents: int = 0  # number of incidents opened so far
     bad_version: VersionPair | None = None  # it and later ones hold numerical anomalies
     skip_to: int = -1  # batches up to this step are skipped in repeated steps; -1: none is skipped
@@ -175,6 +186,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_port: int
     groups: list[list[str]] = []  # node ids, each list in the order of its protection group
     parity: int = 0
+    is_ring: bool = False  # each node of a group stores a copy of the state of the node before it
     skip_batches: int = 0  # number of batches that each rank skips after the restored version
     restore_world_size: int = 0  # number of ranks that took the restored version
     sources: list[RestoreSource] = []
@@ -189,6 +201,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     life: str = ""  # equal in all generations of a run; different if the run is started again
     witness: int = 0  # life of the outside witness, if it votes too; 0: none votes
     paths: NetworkPlan | None = None  # use of the paths, with `--network-plan on`
+    restore_survives: int = 0  # nodes of each group of `sources` that may still be lost
 
     @property
     def configuration_id(self) -> ConfigurationId:

@@ -10,6 +10,7 @@ import msgspec
 from ftrun.errors import ExitCode
 from ftrun.events import WorkerExit
 from ftrun.monitor.node_fitness import NodeFitness
+from ftrun.monitor.slow.host_pressure import HostPressure
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.monitor.verdicts import RankView
 from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, NodeCard, VersionPair
@@ -126,6 +127,16 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p99_s: float = 0.0
 
 
+class HeldVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One version in the memory of a node, for status."""
+
+    generation: int
+    step: int
+    state: str  # `capturing`, `sealed` or `void`; sealed: by all ranks of the node
+    age_s: float | None = None  # seconds since its last seal on this node; None: no rank sealed it
+    num_bytes: int = 0  # of its images on this node
+
+
 class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Phases of the last restart, known once every local rank has completed a step."""
 
@@ -178,6 +189,16 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
     checkpoint: VersionPair | None = None  # newest order of a checkpoint that was executed here
     num_writes: int = 0  # checkpoints that this node is writing
+    pressure: HostPressure | None = None  # on this node; None: its kernel reports none
+    versions: tuple[HeldVersion, ...] = ()  # in the memory of this node
+
+
+class CollectiveRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Order to check sums and links by an all-reduce among these nodes, in this order."""
+
+    number: int  # of the check; a node takes part only in newer ones
+    nodes: list[NodeCard]
+    num_bytes: int
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
@@ -203,6 +224,7 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     checks: dict[str, int] = {}  # nodes outside the generation: number of the check to reach
     leave: tuple[str, ...] = ()  # draining nodes that may leave: nothing on them is needed any more
     incidents: int = 0  # number of incidents opened so far; the next leader continues this count
+    collective: CollectiveRing | None = None  # the collective check that is under way
     ended: bool = False
     exit_code: int = 0
     reason: str = ""

@@ -27,6 +27,12 @@ class ClusterStatusReply(Message, frozen=True, tag="ClusterStatusReply"):
     document: bytes
 
 
+class ReadmitNode(Message, frozen=True, tag="ReadmitNode"):
+    """Member -> leader, for an operator on its node: end the exclusion of a node. No reply."""
+
+    node_id: str
+
+
 class ProbeLinkRequest(Message, frozen=True, tag="ProbeLinkRequest"):
     """Leader -> member: measure the link to that node. Reply: ProbeLinkResult."""
 
@@ -81,7 +87,7 @@ PathReport = ProbeLinkResult | ProbePathResult | RailUnresponsive
 AnyClusterMessage = (
     MembershipMessage | JournalLines | ClusterStatusRequest | ClusterStatusReply | ForwardFault
     | ForwardFaultReply | ProbeLinkRequest | ProbeLinkResult | ProbePathRequest | ProbePathResult
-    | RailUnresponsive
+    | RailUnresponsive | ReadmitNode
 )  # fmt: skip
 
 

@@ -8,10 +8,12 @@ from typing import Literal
 
 import msgspec
 
+from ftrun.snapshot.write_shares import FileExtent
 from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
 from ftrun.wire.messages.message import Message, VersionMessage
 
 INDEX_NAME = "index.json"  # the file that makes a folder a checkpoint
+ATOMS_NAME = "atoms.json"  # the same for atoms, and for what they are made from
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
@@ -36,6 +38,11 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     capture_from: tuple[int, int] | None = None
     """Generation and step: the first capture of this generation from this step on is written. None:
     one of the running generation that is newer than all that is sealed."""
+    keep_bytes: int = 0  # older checkpoints are removed while all have more bytes; 0: no limit
+    share_timeout_s: float = 0.0
+    """Longest wait for the offers of the other nodes, so that bytes that several nodes hold equally
+    are written once. 0: this node writes all of its bytes."""
+    writers: int = 0  # files written at once, of equal size; 0: one per rank, one after the other
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="ExpediteCheckpoint"):
@@ -113,8 +120,8 @@ CheckpointMessage = (
     | LoadCheckpoint | WriteCheckpoint
 )  # fmt: skip
 
-Format = Literal["safetensors", "dcp", "state_dict"]
-FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
+Format = Literal["safetensors", "dcp", "state_dict", "atoms"]
+FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict", "atoms")
 
 DTYPE_WORDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 """Target types of floating-point tensors, with the names that safetensors uses."""
@@ -129,6 +136,7 @@ class ShardFileLocation(msgspec.Struct, frozen=True):
     num_bytes: int
     table_digest: str  # hexadecimal, as in the index
     header_digest: str
+    extents: list[FileExtent] = []  # with the paths of the files; empty: `path` is the whole image
 
 
 class CheckpointLocation(msgspec.Struct, frozen=True):
@@ -168,6 +176,7 @@ class ExportReport(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()  # content that the format cannot represent, each item in words
     notes: tuple[str, ...] = ()  # further notes for the operator
     problem: str = ""  # why nothing was written, in words
+    exit_code: int = 0
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
@@ -194,6 +203,7 @@ class CatalogReport(msgspec.Struct, frozen=True):
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
+    being_read: tuple[str, ...] = ()  # old ones that a process reads, and that are kept
     found: CheckpointLocation | None = None  # the single checkpoint that was requested
     owner: CheckpointOwner | None = None  # of the last run that wrote there; for the action `try`
     problem: str = ""  # why nothing could be done, in words
@@ -211,6 +221,7 @@ class ConvertReport(msgspec.Struct, frozen=True):
     num_tensors: int = 0
     num_bytes: int = 0  # total size of its files
     is_linked: bool = False  # the layout is the same, so that nothing was converted
+    missing_shares: tuple[int, ...] = ()  # numbers of the workers that have not written yet
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     problem: str = ""  # why there is no result, in words

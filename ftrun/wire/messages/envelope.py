@@ -54,9 +54,15 @@ class StopRequest(Message, frozen=True, tag="StopRequest"):
     """Cli -> agent: stop as on SIGTERM. Reply: Done, sent before the stop is complete."""
 
 
+class ReadmitRequest(Message, frozen=True, tag="ReadmitRequest"):
+    """Cli -> agent: end the exclusion of a node. Reply: Done, when the leader is asked to."""
+
+    node_id: str
+
+
 AnyMessage = (
-    Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | InjectFault | FaultAccepted
-    | CheckpointMessage | SmpMessage | WorkerMessage
+    Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | ReadmitRequest
+    | InjectFault | FaultAccepted | CheckpointMessage | SmpMessage | WorkerMessage
 )  # fmt: skip
 
 

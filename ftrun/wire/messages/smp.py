@@ -24,6 +24,7 @@ class PreviousGroup(msgspec.Struct, frozen=True):
     nodes: list[NodeAddress]  # with the ranks that each held then, and its SMP's current address
     parity: int
     generation: int  # in which the version was protected, see `ProtectionPart.protected_in`
+    is_ring: bool = False  # each node had a copy of the state of the node before it
 
 
 class ShardOffer(msgspec.Struct, frozen=True):
@@ -58,6 +59,7 @@ class ProtectionPart(msgspec.Struct, frozen=True):
     mirrors: list[str]  # nodes whose small state is here; without any, a node cannot be rebuilt
     is_complete: bool  # all mirrors and parity that belong here are stored
     is_committed: bool  # the version was committed with this protection
+    is_ring: bool = False  # a copy of the state of the node before this one is here; parity is 1
 
 
 class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
@@ -92,6 +94,7 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     alone, which is permitted only if all ranks of the world are local."""
     node_id: str = ""  # of this node
     parity: int = 0  # m, how many nodes of the group may be lost; below the number of nodes
+    is_ring: bool = False  # each node stores a copy of the state of the node before it
     small_state_bytes: int = 1 << 20  # a rank's unique state up to this size is mirrored, not coded
     restored: tuple[int, int] | None = None
     """Generation and step of the version that all ranks start from. If the generation is running:

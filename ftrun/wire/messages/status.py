@@ -6,6 +6,7 @@ The JSON form is what `ftrun status --json` prints; docs/operations.md describes
 that is None is not known.
 """
 
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import msgspec
@@ -72,6 +73,7 @@ class IncidentStatus(msgspec.Struct, frozen=True):
     detected_s: float | None = None
     recovered_s: float | None = None
     steps_lost: int | None = None
+    error_class: str = ""  # of the lines that the culprit wrote; empty: none
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +98,35 @@ class SnapshotStatus(msgspec.Struct, frozen=True):
     discarded: int = 0
     blocked_s: float = 0.0
     every: int = 0  # steps between two snapshots; 0: a new interval is not used yet
+
+
+class VersionState(StrEnum):
+    """State of a version; terms as in docs/glossary.md."""
+
+    CAPTURING = "capturing"
+    """Not every rank has sealed it."""
+    SEALED = "sealed"
+    COMMITTED = "committed"
+    OBSOLETE = "obsolete"
+    """Older than the committed version: the next snapshot overwrites it."""
+    VOID = "void"
+    """It must not be restored."""
+    PROTECTED = "protected"
+    """Other nodes can rebuild the part of a lost node."""
+    PERSISTED = "persisted"
+    """There is a whole checkpoint of it."""
+
+
+class VersionStatus(msgspec.Struct, frozen=True):
+    """One version that memory or disk holds."""
+
+    generation: int
+    step: int
+    states: tuple[VersionState, ...] = ()
+    age_s: float | None = None  # seconds since it was sealed, or written
+    num_bytes: int = 0  # of all its images, or of the files
+    nodes: dict[str, VersionState] = {}  # its state on each node; empty: the same on all of them
+    note: str = ""  # such as why a checkpoint cannot be used
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True):
@@ -197,6 +228,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     ranks: tuple[RankStatus, ...] = ()
 
 
+class ExclusionStatus(msgspec.Struct, frozen=True):
+    """A node that gets no ranks."""
+
+    node_id: str
+    reason: str = ""
+    left_s: float | None = None  # seconds until it may run ranks; None: while it reports a fault
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """The whole run; complete if the leader built it."""
 
@@ -216,15 +255,17 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     unprotected_reason: str = ""
     groups: tuple[tuple[str, ...], ...] = ()
     parity: int = 0
+    is_mirrored: bool = False  # each node of a group has a copy of the state of the node before it
     lifecycle: str | None = None
     incidents: tuple[IncidentStatus, ...] = ()
     restarts: tuple[RestartStatus, ...] = ()
     warnings: tuple[str, ...] = ()
     pause_reason: str = ""
-    excluded: tuple[str, ...] = ()
+    exclusions: tuple[ExclusionStatus, ...] = ()
     unfit: dict[str, str] = {}
     network: NetworkStatus | None = None
     note: str = ""
+    versions: tuple[VersionStatus, ...] = ()
 
     @property
     def is_protected(self) -> bool:
@@ -255,6 +296,7 @@ class StatusView(msgspec.Struct, frozen=True):
     cluster: ClusterStatus | None = None
     authenticated: bool | None = None  # in a run over several nodes: the run has a secret
     smp: dict[str, Any] | None = None  # status of the SMP, if no agent answered
+    versions: tuple[VersionStatus, ...] = ()  # in memory; with --versions also on disk
 
     @property
     def all_ranks(self) -> tuple[RankStatus, ...]:

@@ -133,6 +133,19 @@ class RequestArena(Message, frozen=True, tag="RequestArena"):
     layout_id: int
 
 
+class PrepareArena(Message, frozen=True, tag="PrepareArena"):
+    """Worker -> SMP, at attach: allocate memory for a layout that is not known yet.
+
+    The next RequestArena of this rank gets the same memory if it is large enough. Reply:
+    ArenaGranted with one descriptor and layout 0, MemoryRefused, or Refused.
+    """
+
+    rank: int
+    world_size: int
+    image_bytes: int
+    num_pieces: int
+
+
 class ArenaGranted(Message, frozen=True, tag="ArenaGranted"):
     """SMP -> worker, with the memfd; also SMP -> agent, which keeps a duplicate."""
 
@@ -227,6 +240,7 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
 
 WorkerMessage = (
     ArenaGranted | AwaitRestored | FetchPieces | FetchShardHeaders | MemoryRefused | OpenShards
-    | PiecesFetched | RequestArena | RequestShares | ReserveMemory | ShardHeadersFetched
-    | ShardSealed | ShardSkipped | ShardsOpened | SharesGranted | WithdrawShard
+    | PiecesFetched | PrepareArena | RequestArena | RequestShares | ReserveMemory
+    | ShardHeadersFetched | ShardSealed | ShardSkipped | ShardsOpened | SharesGranted
+    | WithdrawShard
 )  # fmt: skip

@@ -19,6 +19,7 @@ Rule 3: Only the worker writes images. Other processes void slots only after the
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -33,6 +34,8 @@ from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
 
 NUM_SLOTS = 2
+NO_LAYOUT = 0
+"""`layout_id` of memory that is allocated before the layout is known."""
 _MAGIC = 0x4E524154_46303031
 _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
@@ -98,14 +101,13 @@ def arena_bytes(image_bytes: int, num_pieces: int) -> int:
 
 
 def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
-    """Create a fully allocated arena, sealed against resizing.
+    """Create a fully allocated arena, sealed against resizing, or memory for one.
 
-    Raises OSError (ENOSPC, ENOMEM); nothing stays allocated. posix_fallocate reports a full memory
-    here. Without it, a later write in a step would raise SIGBUS. The call releases the interpreter
-    lock. `allocated` is called with the number of bytes allocated so far.
+    `allocated` is called with the number of bytes allocated so far. Without a layout the memory has
+    no header yet; see `divide`. Raises OSError (ENOSPC, ENOMEM); nothing stays allocated.
+    posix_fallocate reports a full memory here. Without it, a later write in a step would raise
+    SIGBUS. The call releases the interpreter lock.
     """
-    import fcntl
-
     fd = os.memfd_create(f"ftrun-rank-{shape.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, shape.total_bytes)  # a size over a limit fails before allocation
@@ -114,16 +116,30 @@ def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = 
             os.posix_fallocate(fd, at, num_bytes)
             if allocated is not None:
                 allocated(at + num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        header = _ARENA_HEADER.pack(
-            *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
-            *(shape.image_bytes, shape.num_pieces, shape.layout_id),
-        )
-        os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
+        if shape.layout_id != NO_LAYOUT:
+            divide(fd, shape)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def divide(fd: int, shape: ArenaShape) -> None:
+    """Make an arena of memory without a header, cut it to its size, and seal it against resizing.
+
+    Raises OSError if the memory is smaller than the arena: nothing is allocated here.
+    """
+    import fcntl
+
+    if os.fstat(fd).st_size < shape.total_bytes:
+        raise OSError(errno.ENOSPC, f"{shape.total_bytes} bytes do not fit")
+    os.ftruncate(fd, shape.total_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    header = _ARENA_HEADER.pack(
+        *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
+        *(shape.image_bytes, shape.num_pieces, shape.layout_id),
+    )
+    os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
 
 
 def read_shape(fd: int) -> ArenaShape:
@@ -160,29 +176,45 @@ def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
     return voided
 
 
-class Arena:
-    """A mapped arena. The caller keeps ownership of the descriptor."""
+def map_all(fd: int) -> mmap.mmap:
+    """Map every page of an arena for writing, or of memory for one.
 
-    def __init__(self, fd: int, *, writable: bool) -> None:
+    A first touch in a step costs eight times a warm copy (2026-11).
+    """
+    mapped = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    _advise(mapped, 0, len(mapped), _MADV_POPULATE_WRITE)
+    return mapped
+
+
+def _advise(mapped: mmap.mmap, at: int, num_bytes: int, advice: int) -> None:
+    """Through ctypes, which releases the interpreter lock; mmap.madvise holds it."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + at
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+
+
+class Arena:
+    """A mapped arena. The caller keeps ownership of the descriptor.
+
+    Args:
+        mapped: a writable mapping of the same memory, which may be longer than the arena.
+    """
+
+    def __init__(self, fd: int, *, writable: bool, mapped: mmap.mmap | None = None) -> None:
         self.shape = read_shape(fd)
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = mmap.mmap(fd, self.shape.total_bytes, mmap.MAP_SHARED, access)
+        if mapped is None:
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            mapped = mmap.mmap(fd, self.shape.total_bytes, mmap.MAP_SHARED, access)
+        self._map = mapped
         self.memory = memoryview(self._map)
 
     def populate(self) -> None:
-        """Map every page now, because a first touch costs eight times a warm copy (2026-11).
-
-        The call goes through ctypes, which releases the interpreter lock; mmap.madvise holds it.
-        """
-        self._advise(0, len(self.memory), _MADV_POPULATE_WRITE)
+        """Map every page now, as `map_all`."""
+        _advise(self._map, 0, len(self.memory), _MADV_POPULATE_WRITE)
 
     def map_slot(self, slot: int) -> None:
         """Map a slot's pages for reading, ahead of a restore; the mapping must be writable."""
-        self._advise(self._slot_offset(slot), self.shape.slot_bytes, _MADV_POPULATE_READ)
-
-    def _advise(self, at: int, num_bytes: int, advice: int) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + at
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+        at, num_bytes = self._slot_offset(slot), self.shape.slot_bytes
+        _advise(self._map, at, num_bytes, _MADV_POPULATE_READ)
 
     def header(self, slot: int) -> SlotHeader:
         at = self._slot_offset(slot)

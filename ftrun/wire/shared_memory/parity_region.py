@@ -69,6 +69,7 @@ class ParityRecord(msgspec.Struct, frozen=True):
     holders: list[list[int]]  # sets of nodes, by position, that hold the same sections
     mirrors: list[tuple[int, int]]  # positions of mirrors here, with buffer sizes in bytes
     num_rows: int
+    is_ring: bool = False  # the rows are copies of the blocks of the node before this one
 
     @property
     def version(self) -> Version:

@@ -32,7 +32,7 @@ from ftrun.wire.transport.framing import (
     seal_header,
 )
 from ftrun.wire.transport.handshake import AuthSession
-from ftrun.wire.transport.tcp import how_lost, unresponsive_s
+from ftrun.wire.transport.tcp import how_lost, sent_bytes, unresponsive_s
 
 MAX_RAW_BYTES = 1 << 31
 _MAX_VECTORS = 512
@@ -68,6 +68,15 @@ class BulkSocket:
     @property
     def node_id(self) -> str:
         return self._session.peer.node_id
+
+    @property
+    def own_host(self) -> str:
+        return str(self._sock.getsockname()[0])
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that the kernel has sent, retransmissions included."""
+        return sent_bytes(self._sock)
 
     @property
     def unresponsive_s(self) -> float:

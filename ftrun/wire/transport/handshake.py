@@ -45,12 +45,12 @@ from ftrun.wire.transport.framing import decode_body
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import how_lost, name_of_peer
 
-Purpose = Literal["agent", "smp", "probe", "path"]
+Purpose = Literal["agent", "smp", "probe", "path", "ring"]
 """A "probe" and a "path" are connections of an agent to another agent for one measurement. A probe
-measures the link. A "path" measures one rail in one direction."""
+measures the link. A "path" measures one rail in one direction. A "ring" is a collective check."""
 
 _TALKS_WITH: dict[Purpose, Purpose] = {
-    "agent": "agent", "smp": "smp", "probe": "agent", "path": "agent",
+    "agent": "agent", "smp": "smp", "probe": "agent", "path": "agent", "ring": "agent",
 }  # fmt: skip
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -20,6 +20,7 @@ USER_TIMEOUT_S = 3.0  # sent bytes that stay unacknowledged longer end a connect
 _BACKLOG = 128
 _SO_MAX_PACING_RATE = 47
 _PACED_UNSENT_BYTES = 1 << 18
+_BYTES_SENT_AT = 200  # offset of tcpi_bytes_sent, since Linux 4.19
 _LAST_ACK_AT = 56  # offset of tcpi_last_ack_recv in struct tcp_info, in ms
 _ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an unassigned address, to find the default route
 _HOW: dict[int | None, HowLost] = {
@@ -147,6 +148,17 @@ def pace(sock: socket.socket, bytes_per_s: float) -> bool:
     except OSError:
         return False
     return True
+
+
+def sent_bytes(sock: socket.socket) -> int:
+    """Bytes of data that this connection has sent, retransmissions included.
+
+    Raises OSError if it is closed or the kernel does not count them (before Linux 4.19).
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
+    if len(info) < _BYTES_SENT_AT + 8:
+        raise OSError(errno.ENOPROTOOPT, "the kernel does not count sent bytes")
+    return int.from_bytes(info[_BYTES_SENT_AT:], sys.byteorder)
 
 
 def unresponsive_s(sock: socket.socket) -> float:

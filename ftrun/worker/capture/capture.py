@@ -44,6 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
 from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, StructureChanged
+from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
@@ -178,6 +179,10 @@ class Capture:
         """Map the pages of an inherited arena in the copy thread, during the first step."""
         self._store.inherit(arena)
         self._thread.start(arena.populate)
+
+    def prepare(self, expected: Layout) -> None:
+        """Allocate memory for the first arena during the first step."""
+        self._store.prepare(expected)
 
     def finish(self) -> None:
         """Wait for the copy thread, so that the last snapshot is whole."""

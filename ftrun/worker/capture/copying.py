@@ -33,7 +33,7 @@ from ftrun.worker.capture.device_copies import device_at, synchronize
 from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
 from ftrun.worker.capture.lazy_check import LazySamples, LazyTensor
 from ftrun.worker.state.state_tree import TensorSource
-from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut, copyable
+from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut, copyable, uninitialized
 
 _log = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     raw = data[entry.offset : entry.offset + entry.num_bytes]
     if raw.numel() == 0:
-        return torch.empty(entry.shape, dtype=dtype, device="cpu")
+        return uninitialized(entry.shape, dtype, "cpu")
     return raw.view(dtype).view(entry.shape)
 
 

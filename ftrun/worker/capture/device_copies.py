@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ftrun.worker.state.tensors import byte_view, on_device
+from ftrun.worker.state.tensors import byte_view, drop_error, on_device
 
 BUFFER_BYTES = 32 << 20
 NUM_BUFFERS = 4
@@ -42,6 +42,14 @@ CORES_FOR_TWO_THREADS = 4
 
 _SMALLEST_BITS = 16
 _MAX_ERROR_CHARS = 100
+_LIMIT_TEXTS = ("out of memory", "os call failed")
+"""In errors of torch if page-locked memory is at its limit: cudaErrorMemoryAllocation of
+cudaHostAlloc, and cudaErrorOperatingSystem of cudaHostRegister."""
+_ADVICE = (
+    ". Raise the limit of locked memory (ulimit -l, LimitMEMLOCK, --ulimit memlock=-1) or free "
+    "memory of the host, and start the run again"
+)
+_FAILED = "page-locked memory cannot be allocated"
 
 _log = logging.getLogger(__name__)
 
@@ -258,7 +266,7 @@ class Device:
         return made
 
     def _made(self, num_bytes: int) -> _Buffer:
-        return _Buffer(_host_memory(num_bytes), torch.Event(self.device))
+        return _Buffer(_host_memory(num_bytes, self.device), torch.Event(self.device))
 
 
 _devices: dict[torch.device, Device | None] = {}
@@ -332,20 +340,22 @@ def _note_refusal(error: RuntimeError) -> None:
     if _refusals:
         return
     first, _, _ = str(error).partition("\n")
+    is_limit = any(text in first.lower() for text in _LIMIT_TEXTS)
+    what, advice = ("the system refuses page-locked memory", _ADVICE) if is_limit else (_FAILED, "")
     _refusals.append(
-        f"the system refuses page-locked memory ({first[:_MAX_ERROR_CHARS]}), so copies between "
-        "devices and snapshots are slower. Raise the limit of locked memory (ulimit -l, "
-        "LimitMEMLOCK, --ulimit memlock=-1) or free memory of the host, and start the run again"
+        f"{what} ({first[:_MAX_ERROR_CHARS]}), so copies between devices and snapshots are slower"
+        f"{advice}"
     )
     _log.warning("%s", _refusals[0])
 
 
-def _host_memory(num_bytes: int) -> torch.Tensor:
-    """Page-locked memory, rounded up to a power of two; pageable if that is refused."""
+def _host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Page-locked memory, rounded up to a power of two; pageable if there is none."""
     size = 1 << max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
     # The script may have called torch.set_default_device.
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         _note_refusal(error)
+        drop_error(device)
         return torch.empty(size, dtype=torch.uint8, device="cpu")

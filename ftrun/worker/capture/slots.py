@@ -4,31 +4,42 @@ Runs in:  worker: the training thread, and a thread of its own during an allocat
 Gives:    `ArenaSlots` that fit the state, or None during an allocation: those of the inherited
           arena if it fits, else of a new one.
 
-An arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The boundary that
-needs an arena waits for it, so that the first step is protected, but at most `commit_timeout_s`. A
-very large arena is allocated in parallel to the training, and no snapshot is taken until it is
-ready. The last boundary of a run waits longer, because a short run would have no snapshot at all.
+An arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. Its memory is
+prepared at attach, in parallel to the first step. The boundary that needs an arena waits for it, so
+that the first step is protected, but at most `commit_timeout_s`. The allocation of a very large
+arena takes longer, and no snapshot is taken until it is ready. The last boundary of a run waits
+longer, because a short run would have no snapshot at all.
 
 Rule: memory that was refused is requested again after a pause that doubles. It is requested at once
       if the state has another shape, if enough memory has become free, or at the last boundary.
       Until a request succeeds, the old arena stays, with its committed version.
 """
 
+import contextlib
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
+from ftrun.errors import FtrunError, LayoutUnknown, MemoryTooSmall, PeerError
 from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.replica_shares import Group, ReplicaCheck, written
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.arena import (
+    NUM_SLOTS,
+    Arena,
+    SlotHeader,
+    SlotState,
+    map_all,
+    table_digest,
+)
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
 from ftrun.worker.capture.device_copies import slow_reason
@@ -49,6 +60,9 @@ _RETRY_S = 10.0
 
 _LONGEST_RETRY_S = 600.0
 _MANY_ARENAS = 4
+_SPARE_PIECES = 64
+_PREPARED_BYTES = 32 << 20
+"""A smaller image is allocated when it is needed, in milliseconds."""
 _RECHECK_S = 1.0
 """Seconds from a refusal until free memory is checked at each boundary."""
 
@@ -128,10 +142,35 @@ class SlotProvider:
         self._made: ArenaSlots | Exception | None = None
         self._is_size_known = False
         self._num_arenas = 0
+        self._preparing: threading.Thread | None = None
+        self._prepared: tuple[int, mmap.mmap] | None = None
+        """Memory for the first arena: its descriptor, and a mapping of every page."""
         self.commit_wait = CommitWait(context.commands, context.generation, context.restore)
 
     def inherit(self, arena: Arena) -> None:
         self._inherited = arena
+
+    def prepare(self, expected: Layout) -> None:
+        """Allocate memory for the first arena in a thread, in the size of the expected layout."""
+        image_bytes = expected.image_bytes + expected.plain_capacity
+        num_pieces = len(expected.pieces) + _SPARE_PIECES
+        if image_bytes < _PREPARED_BYTES:
+            return
+
+        def work() -> None:
+            link = WorkerSmpClient(self._context)
+            try:
+                fd = link.prepare_arena(image_bytes=image_bytes, num_pieces=num_pieces)
+                self._prepared = fd, map_all(fd)
+            except (FtrunError, OSError) as error:
+                _log.debug("no memory is prepared: %s", error)
+            finally:
+                link.close()
+
+        preparing = threading.Thread(target=work, name="ftrun-memory", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            preparing.start()
+            self._preparing = preparing
 
     def slots_for(self, state: BoundaryState, *, is_last: bool = False) -> ArenaSlots | None:
         """Slots that fit this state; None while their arena is being allocated.
@@ -202,7 +241,7 @@ class SlotProvider:
         if not self._is_size_known:
             return
         state = collect()
-        needed = needed_bytes(tree, state)
+        needed = expected_layout(tree, state).image_bytes
         if needed <= link.reserved_bytes:
             return
         try:
@@ -313,6 +352,8 @@ class SlotProvider:
         return ArenaSlots(arena, layout, layout_id, shape)
 
     def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
+        if self._preparing is not None:
+            self._preparing.join()
         # A connection of its own, so that a boundary can send other requests during this one.
         link = WorkerSmpClient(self._context)
         try:
@@ -324,11 +365,17 @@ class SlotProvider:
             )
         finally:
             link.close()
+        prepared, self._prepared = self._prepared, None
         try:
-            arena = Arena(fd, writable=True)
+            if prepared is not None and os.path.sameopenfile(fd, prepared[0]):
+                mapped = prepared[1]
+            else:
+                mapped = map_all(fd)
+            arena = Arena(fd, writable=True, mapped=mapped)
         finally:
             os.close(fd)
-        arena.populate()
+            if prepared is not None:
+                os.close(prepared[0])
         crash_point("worker.capture.arena_mapped")
         return arena
 
@@ -351,19 +398,23 @@ def _size_of(state: BoundaryState) -> tuple[Shape, int]:
     return shape, len(state.plain) + 8
 
 
-def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
-    """Bytes of one image; an estimate if an optimizer has no state yet."""
+def expected_layout(tree: StateTree, state: BoundaryState) -> Layout:
+    """The layout of an image; an estimate if an optimizer has no state yet."""
     shape, plain_bytes = _size_of(state)
-    layout = make_layout([*shape[0], *shape[1]], plain_bytes=plain_bytes)
-    sizes = {entry.name: entry.num_bytes for entry in state.persistent.entries}
-    to_come = 0
-    for optimizer in tree.attached.optimizers.values():
-        if not optimizer.state:
-            names = state.persistent.names
-            # A parameter of a lazy module has no size before its first forward, so it counts as 0.
-            learned = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
-            to_come += _state_copies(optimizer) * sum(sizes.get(name, 0) for name in learned)
-    return layout.image_bytes + to_come
+    entries = {entry.name: entry for entry in state.persistent.entries}
+    to_come = []
+    for name, optimizer in tree.attached.optimizers.items():
+        if optimizer.state:
+            continue
+        learned = (p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(learned):
+            # A parameter of a lazy module has no size before its first forward, so it has none.
+            if (entry := entries.get(state.persistent.names[id(parameter)])) is not None:
+                copies = range(_state_copies(optimizer))
+                to_come += [replace(entry, name=f"{name}.{number}.{copy}") for copy in copies]
+    return make_layout(
+        [*shape[0], *shape[1], *to_come], plain_bytes=plain_bytes, piece_bytes=shape[2]
+    )
 
 
 def frozen_bytes(state: BoundaryState) -> int:

@@ -31,7 +31,7 @@ from ftrun.worker.reshard.source import CheckedShards, open_shards
 from ftrun.worker.reshard.tensor_reader import fill
 from ftrun.worker.restore.loader import LocalState, reporting_corruption
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.tensors import DTYPES
+from ftrun.worker.state.tensors import DTYPES, uninitialized
 
 
 class SharedState(LocalState):
@@ -70,7 +70,7 @@ class SharedState(LocalState):
         if name not in self._shared:
             return super().tensor(name)
         entry = self._entries[name]
-        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        made = uninitialized(entry.shape, DTYPES[entry.dtype], "cpu")
         self.copy_into(name, made)
         return made
 

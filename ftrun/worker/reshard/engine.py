@@ -39,21 +39,20 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import RankState, fill_expanded, reporting_corruption
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import has_rules
 from ftrun.worker.state.optimizer_state import mapped
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.tensors import (
     DTYPE_NAMES,
     DTYPES,
     LocalPart,
-    at_home,
     box_of,
     copyable,
+    home_of,
     is_expanded,
     is_sharded,
     local_tensor,
     stride_of,
-    zeros,
+    uninitialized,
 )  # fmt: skip
 
 _NOTHING = "nothing"
@@ -74,7 +73,7 @@ def open_resharded(
     try:
         with reporting_corruption(context):
             shards = CheckedShards(source, str(wanted))
-            if layout is not None and has_rules(layout):
+            if layout is not None and not layout.is_empty:
                 found = RuledState(shards, wanted, context.rank, layout)
             else:
                 mesh = ranks_alone(context.world_size) if layout is None else layout.mesh
@@ -134,9 +133,10 @@ class _Wanted:
         wanted = [(source.name, original) for source, original in pairs if source.name in names]
         changed = [found for one in wanted if (found := self._changed(*one)) is not None]
         # A tied tensor may have been saved under each of its names, by different stages.
-        tied = plain.decode(persistent.modules)["tied"].keys()
+        tied = plain.decode(persistent.modules)["tied"]
         self.world.count_as_used(tied)
-        lost = self.world.parameters - names - tied
+        self.world.check_agreement(tied, is_strict=tree.attached.is_strict)
+        lost = self.world.parameters - names - tied.keys()
         left = [name for name in self.world.needed if name in lost]
         check_fits([*changed, *((n, str(self.world.whole(n)), _NOTHING) for n in left)])
         for name, tensor in wanted:
@@ -271,34 +271,42 @@ class RuledState(RankState):
         return LayoutEntry(name, placed.dtype, placed.shape, CopyTiming.LAZY)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Assemble a tensor of this rank; if divergent copies are stored, return their mean."""
-        self._used.add(name)
         placed = self._placed[name]
-        copies = self._index.copies(placed.patches)
-        made = [self._filled(one, placed.num_items, placed.dtype) for one in copies]
-        if len(made) == 1:
-            return made[0].view(placed.shape)
-        total = made[0].double()
-        for one in made[1:]:
-            total += one
-        return (total / len(made)).to(made[0].dtype).view(placed.shape)
+        made = uninitialized(placed.shape, DTYPES[placed.dtype], "cpu")
+        self.copy_into(name, made)
+        return made
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        copyable(target).copy_(copyable(self.tensor(name)))
+        """Assemble a tensor of this rank; if divergent copies are stored, it is their mean."""
+        self._used.add(name)
+        placed = self._placed[name]
+        dtype, copies = DTYPES[placed.dtype], self._index.copies(placed.patches)
+        is_plain = len(copies) == 1 and target.dtype == dtype
+        if is_plain and target.is_contiguous():
+            self._fill(target, copies[0])
+            return
+        device = target.device if is_plain else "cpu"
+        first, *others = (uninitialized(placed.shape, dtype, device) for _ in copies)
+        for made, some in zip((first, *others), copies, strict=True):
+            self._fill(made, some)
+        if others:
+            total = first.double()
+            for one in others:
+                total += one
+            first = (total / len(copies)).to(dtype)
+        copyable(target).copy_(copyable(first))
 
     def check_all_used(self) -> None:
         check_used({name: str(self.entry(name)) for name in self._placed}, self._used)
 
-    def _filled(self, copies: Sequence[BoxCopy], num_items: int, dtype: str) -> torch.Tensor:
-        """[items] filled from the copies; padding is 0."""
-        made = zeros(num_items, DTYPES[dtype])
-        copy_boxes([(copy, made) for copy in copies], self._shards)
-        return made
+    def _fill(self, target: torch.Tensor, copies: Sequence[BoxCopy]) -> None:
+        """Fill a row-major tensor; padding is 0."""
+        copyable(target).zero_()
+        copy_boxes([(copy, target) for copy in copies], self._shards, is_restore=True)
 
     def _deref(self, ref: TensorRef) -> object:
-        made = self.tensor(ref.name)
-        if ref.stride:
-            turned = early_restore.empty(tuple(made.shape), made.dtype, "cpu", ref.stride)
-            copyable(turned).copy_(copyable(made))
-            made = turned
-        return made.numpy() if ref.kind == "array" else at_home(made, ref.kind)
+        placed = self._placed[ref.name]
+        dtype, home = DTYPES[placed.dtype], home_of(ref.kind)
+        made = early_restore.empty(placed.shape, dtype, home, ref.stride)
+        self.copy_into(ref.name, made)
+        return made.numpy() if ref.kind == "array" else made

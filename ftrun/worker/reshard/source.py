@@ -29,6 +29,7 @@ from ftrun.linux import allow_files
 from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.shard_header import ShardHeader, unpack_header
+from ftrun.snapshot.write_shares import FileExtent, located
 from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.wire.shared_memory.arena import Arena, table_digest
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -290,13 +291,15 @@ class DiskImages:
 
     def __init__(self, places: Sequence[ShardFileLocation]) -> None:
         self._places = {Rank(place.rank): place for place in places}
-        self._fds: dict[Rank, int] = {}
+        self._fds: dict[str, int] = {}
         self._headers: dict[Rank, ShardHeader] = {}
-        allow_files(len(places))
+        paths = {one.file for place in places for one in _extents(place)}
+        allow_files(len(paths))
         try:
+            for path in sorted(paths):
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             for rank, place in self._places.items():
-                self._fds[rank] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-                self._headers[rank] = _file_head(self._fds[rank], place)
+                self._headers[rank] = self._head(place)
         except OSError as error:
             self.close()
             raise CheckpointError(f"{error.filename} is not readable: {error.strerror}") from error
@@ -304,8 +307,13 @@ class DiskImages:
             self.close()
             raise
 
-    def path_of(self, rank: Rank) -> str:
-        return self._places[rank].path
+    def path_of(self, rank: Rank, piece: int = -1) -> str:
+        """The file of a rank, or the one that has this piece of its image."""
+        place = self._places[rank]
+        if piece < 0 or not place.extents:
+            return place.path
+        head = self._headers[rank]
+        return next(located(place.extents, head.start + head.layout.pieces[piece].offset, 1)).file
 
     def headers(self) -> Mapping[Rank, ShardHeader]:
         return self._headers
@@ -316,7 +324,7 @@ class DiskImages:
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
         path, at = self.path_of(rank), self._headers[rank].start + offset
         try:
-            return memoryview(_read(self._fds[rank], at, num_bytes, path))
+            return memoryview(self._image(self._places[rank], at, num_bytes))
         except OSError as error:
             raise CheckpointError(f"{path} is not readable: {error.strerror}") from error
 
@@ -325,32 +333,43 @@ class DiskImages:
             os.close(fd)
         self._fds.clear()
 
+    def _image(self, place: ShardFileLocation, at: int, num_bytes: int) -> bytes:
+        try:
+            found = list(located(_extents(place), at, num_bytes))
+        except ValueError as error:
+            raise CheckpointError(f"{place.path}: {error}") from error
+        parts = [_read(self._fds[one.file], one.at, one.num_bytes, one.file) for one in found]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-def _file_head(fd: int, place: ShardFileLocation) -> ShardHeader:
-    size = os.fstat(fd).st_size
-    if size != place.num_bytes:
-        raise CheckpointError(f"{place.path} has {size:,} bytes of {place.num_bytes:,}")
-    length = int.from_bytes(_read(fd, 0, _LENGTH_BYTES, place.path), "little")
-    num_bytes = _LENGTH_BYTES + min(length, size - _LENGTH_BYTES, _LONGEST_HEADER)
-    header = _read(fd, 0, num_bytes, place.path)
-    table = Path(place.digests_path).read_bytes()
-    try:
-        return make_header(
-            memoryview(header),
-            memoryview(table[: len(table) // 8 * 8]).cast("Q"),
-            layout_id=int(place.header_digest, 16),
-            image_bytes=size,
-            sealed_digest=int(place.table_digest, 16),
-            what=place.path,
-            rank=Rank(place.rank),
-        )
-    except SnapshotCorrupt as error:
-        path, what = place.path, "its header is"
-        if error.what.endswith("digest table"):
-            path, what = place.digests_path, "these are"
-        raise CheckpointError(f"{path} is damaged: {what} not what was written") from error
-    except LayoutUnknown as error:
-        raise CheckpointError(f"{place.path}: {error}") from error
+    def _head(self, place: ShardFileLocation) -> ShardHeader:
+        size = os.fstat(self._fds[place.path]).st_size
+        if size != place.num_bytes and not place.extents:
+            raise CheckpointError(f"{place.path} has {size:,} bytes of {place.num_bytes:,}")
+        length = int.from_bytes(self._image(place, 0, _LENGTH_BYTES), "little")
+        num_bytes = _LENGTH_BYTES + min(length, place.num_bytes - _LENGTH_BYTES, _LONGEST_HEADER)
+        header = self._image(place, 0, num_bytes)
+        table = Path(place.digests_path).read_bytes()
+        try:
+            return make_header(
+                memoryview(header),
+                memoryview(table[: len(table) // 8 * 8]).cast("Q"),
+                layout_id=int(place.header_digest, 16),
+                image_bytes=place.num_bytes,
+                sealed_digest=int(place.table_digest, 16),
+                what=place.path,
+                rank=Rank(place.rank),
+            )
+        except SnapshotCorrupt as error:
+            path, what = place.path, "its header is"
+            if error.what.endswith("digest table"):
+                path, what = place.digests_path, "these are"
+            raise CheckpointError(f"{path} is damaged: {what} not what was written") from error
+        except LayoutUnknown as error:
+            raise CheckpointError(f"{place.path}: {error}") from error
+
+
+def _extents(place: ShardFileLocation) -> list[FileExtent]:
+    return place.extents or [FileExtent(0, place.num_bytes, place.path, 0)]
 
 
 def _read(fd: int, at: int, num_bytes: int, path: str) -> bytes:

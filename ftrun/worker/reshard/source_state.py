@@ -11,28 +11,36 @@ Rule 3: state and flags of modules and of their tensors are taken from the same 
         other ranks if that one does not have the module.
 """
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 import xxhash
 
-from ftrun.errors import LayoutUnknown, RanksDiffer
+from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotError
 from ftrun.ids import Rank, Version
 from ftrun.sharding.module_values import gradients_merged, merged, modules_with, parameters_of
 from ftrun.sharding.rank_values import DataShares, ranks
-from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
+from ftrun.sharding.replica_check import (
+    StateDifference,
+    TensorContent,
+    difference,
+    have_equal_content,
+)
 from ftrun.sharding.rule_parser import read_carried
-from ftrun.sharding.rules import Mesh, ranks_alone
-from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.sharding.rules import STAGES, Mesh, ranks_alone
+from ftrun.sharding.source_index import BoxCopy, Holder, SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.boxes import strides_of
 from ftrun.snapshot.plain_values import TensorRef, refs_in
 from ftrun.worker.reshard.source import CheckedShards
-from ftrun.worker.reshard.tensor_reader import readable
+from ftrun.worker.reshard.tensor_reader import copy_boxes
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.shard import check_used
-from ftrun.worker.state.tensors import DTYPES, at_home, copyable
+from ftrun.worker.state.tensors import DTYPES, home_of
+
+_log = logging.getLogger(__name__)
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
 _SHOULD_AGREE = {
@@ -156,19 +164,56 @@ class SourceState:
     def copy(self, rank: Rank, ref: TensorRef) -> object:
         entry = self.shards.headers[rank].entries[ref.name]
         self._used.add(ref.name)
-        dtype = DTYPES[entry.dtype]
-        raw = bytearray(self.shards.read(rank, entry.offset, entry.num_bytes))
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        copied = (readable(memoryview(raw), dtype) if raw else empty).view(entry.shape)
-        if ref.stride:
-            turned = early_restore.empty(entry.shape, dtype, "cpu", ref.stride)
-            copyable(turned).copy_(copyable(copied))
-            copied = turned
-        return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
+        shape, home = entry.shape, home_of(ref.kind)
+        made = early_restore.empty(shape, DTYPES[entry.dtype], home, ref.stride)
+        if entry.num_bytes:
+            holders = (Holder(rank, entry),)
+            copy = BoxCopy(holders, 0, strides_of(shape), 0, made.stride(), shape)
+            copy_boxes([(copy, made)], self.shards, is_announced=True, is_restore=True)
+        return made.numpy() if ref.kind == "array" else made
 
     def check_all_used(self) -> None:
         self._used.update(self._referred(self._own, but="optimizer_state"))
         check_used({name: str(self.index.tensor(name)) for name in self.needed}, self._used)
+
+    def check_agreement(self, tied: Mapping[str, str], *, is_strict: bool) -> None:
+        """Report tensors that are tied here, and of which the old ranks saved different values.
+
+        Args:
+            tied: other names of tied tensors, with the name under which each is restored.
+            is_strict: raise a SnapshotError instead, also for objects of which the old ranks had
+                different values.
+        """
+        found = [
+            f"{other} and {name} are one tensor here, and the old ranks saved different values of "
+            f"them: {name} is used"
+            for other, name in tied.items()
+            if self._differ(other, name)
+        ]
+        if is_strict:
+            found += [
+                f"{one.path} is {one.one} on old rank 0 and {one.other} on another rank"
+                for one in self._differing.values()
+            ]
+            if found:
+                raise SnapshotError(
+                    f"{self.version} is not restored, because attach(strict=True): "
+                    f"{'; '.join(found)}. Restore it in the layout that took it, or without strict"
+                )
+        where = self._mesh.coordinates(self._rank)
+        if all(at == 0 for axis, at in where.items() if axis != STAGES):
+            for text in found:
+                _log.warning("%s", text)
+
+    def _differ(self, one: str, other: str) -> bool:
+        mine, its = self.index.tensor(one), self.index.tensor(other)
+        if mine is None or its is None:
+            return False
+        if (mine.dtype, mine.shape) != (its.dtype, its.shape):
+            return True
+        mine.check_is_whole()
+        its.check_is_whole()
+        return not have_equal_content(mine, its, self.shards)
 
     def count_as_used(self, names: Iterable[str]) -> None:
         self._used.update(names)

@@ -52,7 +52,7 @@ from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.source import LocalShards
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.tensors import DTYPES, byte_view, stride_for
+from ftrun.worker.state.tensors import DTYPES, byte_view, stride_for, uninitialized
 
 LEAST_BYTES = 1 << 20
 """Smallest tensor that gets pages of its own."""
@@ -316,12 +316,14 @@ def empty(
     `stride`: of a tensor with this number of dimensions; the result gets its dimension order.
     """
     found = ready_tensor(shape, dtype) if torch.device(device).type == "cpu" else None
-    made = torch.empty(shape, dtype=dtype, device=device) if found is None else found
-    if not stride:
-        return made
+    stride = stride_for(shape, stride)
+    if found is None:
+        return uninitialized(shape, dtype, device, stride)
+    if stride == found.stride():
+        return found
     # Not `as_strided`, because its result is a view that shares the version counter.
-    storage, offset = made.untyped_storage(), made.storage_offset()
-    return made.new_empty(0).set_(storage, offset, shape, stride_for(shape, stride))
+    storage, offset = found.untyped_storage(), found.storage_offset()
+    return uninitialized((0,), dtype, device).set_(storage, offset, shape, stride)
 
 
 def release() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ftrun.config.layout_file import layout_text
 from ftrun.errors import UsageError
 from ftrun.sharding.rule_parser import read_carried, read_rules
 from ftrun.sharding.rules import ShardingRules
@@ -82,8 +83,9 @@ class Skip:
     They are exact names, or patterns in which `*` matches any text, dots included.
     """
 
-    def __init__(self, patterns: Iterable[str] = ()) -> None:
-        self._patterns = {one: _matcher_of(one) for one in patterns}
+    def __init__(self, patterns: str | Iterable[str] = ()) -> None:
+        given = [patterns] if isinstance(patterns, str) else patterns
+        self._patterns = {one: _matcher_of(one) for one in given}
         self._matched: set[str] = set()
         self.has_items = any("[" in one or "{" in one for one in self._patterns)
 
@@ -159,6 +161,8 @@ class AttachedState:
     """The sharding of plain tensors and data over ranks, if the script declares it."""
     casts: bool = False
     """A value saved in another floating dtype is rounded to the dtype of its tensor."""
+    is_strict: bool = False
+    """A restore into another layout is refused if old ranks disagree on what to restore."""
 
     def add(self, name: str, thing: object) -> None:
         """Add one object to the dict of its kind."""
@@ -228,10 +232,6 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
                     yield HeldTensor(holder, key, f"{path}.{key}", tensor, is_buffer)
 
 
-def has_rules(layout: ShardingRules) -> bool:
-    return bool(layout.rules or layout.placements)
-
-
 def is_layout_of(layout: ShardingRules, saved: Mapping[str, Any] | None) -> bool:
     """Whether a snapshot was saved with this layout; also if it was saved without any."""
     return saved is None or read_carried(saved).layout == layout.layout
@@ -243,7 +243,8 @@ def declared(
     """Read the rules of this run.
 
     Args:
-        path: the file of rules; None: there are no rules, and `mesh` has all axes.
+        path: the file of rules, or a packaged layout (`config.layout_file`); None: there are no
+            rules, and `mesh` has all axes.
         mesh: sizes of axes that differ from those in the file.
         world_size: world size of this run, to which the batch axis is resized; None: not known.
     """
@@ -265,7 +266,7 @@ def declared(
 def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:
     if path is not None:
         try:
-            return Path(path).read_text()
+            return layout_text(str(path))
         except OSError as error:
             raise UsageError(f"layout={str(path)!r}: {error.strerror}") from error
     if any(size < 1 for size in mesh.values()):

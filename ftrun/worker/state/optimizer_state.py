@@ -18,7 +18,7 @@ import torch
 
 from ftrun.errors import ShapeChanged, ValueNotStorable
 from ftrun.worker.state.attached import AttachedState, Skip
-from ftrun.worker.state.tensors import LocalPart
+from ftrun.worker.state.tensors import PACKED, LocalPart
 
 Groups = list[dict[str, Any]]
 
@@ -345,12 +345,17 @@ _TAKEN_APART = (str, bytes, set, frozenset, np.ndarray)
 
 
 def _castable(values: Any) -> Any:
-    """Replace the values that a cast would split by None; `_exact` restores them."""
-    return mapped(values, lambda one: None if isinstance(one, _TAKEN_APART) else one)
+    """Replace the values that torch's `load_state_dict` cannot cast by None; see `_exact`."""
+    return mapped(values, lambda one: None if _has_no_cast(one) else one)
+
+
+def _has_no_cast(value: Any) -> bool:
+    is_packed = isinstance(value, torch.Tensor) and value.dtype is PACKED
+    return is_packed or isinstance(value, _TAKEN_APART)
 
 
 def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
-    """The loaded value in the dtypes that were saved.
+    """The loaded value in the dtypes that were saved; the saved one if it has no cast.
 
     `load_state_dict` casts state to the parameter's dtype: with parameters in bf16, an fp32
     `exp_avg` would lose its lower half.
@@ -369,7 +374,7 @@ def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
             return loaded
         pairs = zip(saved, loaded, strict=True)
         return type(loaded)(_exact(one, other, follows) for one, other in pairs)
-    return saved if loaded is None and isinstance(saved, _TAKEN_APART) else loaded
+    return saved if loaded is None and _has_no_cast(saved) else loaded
 
 
 def into(present: Any, saved: Any) -> Any:

@@ -17,7 +17,14 @@ from torch import nn
 
 from ftrun.errors import ShapeChanged
 from ftrun.snapshot.boxes import Shape
-from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, is_castable, is_sharded, stride_for
+from ftrun.worker.state.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    is_castable,
+    is_sharded,
+    stride_for,
+    uninitialized,
+)
 from ftrun.worker.state.unprotected import shown
 
 if TYPE_CHECKING:
@@ -183,7 +190,7 @@ def _is_other(present: torch.Tensor, found: _Saved, *, casts: bool) -> bool:
 def _made(found: _Saved, device: torch.device) -> torch.Tensor:
     shape = tuple(found.shape)
     stride = stride_for(shape, found.stride)
-    return torch.empty_strided(shape, stride, dtype=DTYPES[found.dtype], device=device)
+    return uninitialized(shape, DTYPES[found.dtype], device, stride)
 
 
 def _device_of(part: nn.Module) -> torch.device:

@@ -6,7 +6,7 @@ snapshot can be restored by the same number of ranks only.
 """
 
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -68,11 +68,17 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is PACKED else tensor
 
 
-def zeros(num_items: int, dtype: torch.dtype) -> torch.Tensor:
-    """In CPU memory; torch does not fill packed items."""
-    if dtype is PACKED:
-        return torch.zeros(num_items, dtype=torch.uint8, device="cpu").view(PACKED)
-    return torch.zeros(num_items, dtype=dtype, device="cpu")
+def uninitialized(
+    shape: Shape, dtype: torch.dtype, device: torch.device | str, stride: Shape = ()
+) -> torch.Tensor:
+    """Like torch.empty_strided; row-major without `stride`.
+
+    With `torch.use_deterministic_algorithms`, torch fills new memory, but no packed items.
+    """
+    items = torch.uint8 if dtype is PACKED else dtype
+    stride = stride or _row_major(shape)
+    made = torch.empty_strided(shape, stride, dtype=items, device=device)
+    return made.view(PACKED) if dtype is PACKED else made
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -103,6 +109,15 @@ def is_accelerator(device: torch.device) -> bool:
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Make a device the current one in the block; its end makes no context on the one before."""
     return torch.accelerator.device_index(device.index)
+
+
+def drop_error(device: torch.device) -> None:
+    """Run a kernel, which takes the error that a failed allocation may have left in this thread.
+
+    CUDA keeps such an error, and torch reports it at the next kernel, which may be the script's.
+    """
+    with suppress(RuntimeError), on_device(device):
+        torch.ones(1, device=device)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -151,10 +166,6 @@ def home_of(kind: str) -> torch.device:
 @lru_cache(maxsize=16)
 def _log_missing(place: str) -> None:
     _log.warning("a tensor was saved on %s, which is not here: it is restored elsewhere", place)
-
-
-def at_home(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    return tensor.to(home_of(kind)) if "@" in kind else tensor
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -326,6 +337,7 @@ class HostCopy:
             with on_device(source.device):
                 self._event = stream.record_event()
         except (RuntimeError, NotImplementedError, ValueError):  # no page-locked memory or events
+            drop_error(source.device)
             self.tensor = source.cpu()
 
     @property

@@ -56,6 +56,7 @@ std::list<Released> waiting;  // released, and not reusable yet
 std::mutex pinned_lock;
 std::map<const char*, Pinned> pinned;
 size_t pinned_limit = SIZE_MAX;
+thread_local bool was_refused = false;
 
 char* map_space(int protection) {
   auto flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -201,7 +202,10 @@ void* allocate_pinned(size_t num_bytes) {
     std::lock_guard guard(pinned_lock);
     auto used = num_bytes;
     for (const auto& [start, one] : pinned) used += one.num_bytes;
-    if (used > pinned_limit) throw OutOfMemory("fake device: no more pinned memory is allowed");
+    if (used > pinned_limit) {
+      was_refused = true;
+      throw OutOfMemory("fake device: out of memory, no more pinned memory is allowed");
+    }
   }
   auto flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
   auto size = num_bytes > 0 ? num_bytes : 1;
@@ -211,6 +215,8 @@ void* allocate_pinned(size_t num_bytes) {
   pinned[static_cast<char*>(found)] = {size, 0, false};
   return found;
 }
+
+bool take_refusal() { return std::exchange(was_refused, false); }
 
 namespace {
 

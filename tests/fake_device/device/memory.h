@@ -6,6 +6,8 @@
 //         stream's order. Only streams that `use_in_stream` names are awaited.
 // Rule 3: memory allocated in a capture belongs to its graph, and is not reused by others.
 // Rule 4: freed pinned memory is unmapped when the copies that were queued with it have run.
+// Rule 5: the next kernel that a thread launches after a refused allocation of pinned memory fails,
+//         as with CUDA, which keeps the last error of each thread.
 #pragma once
 
 #include <cstddef>
@@ -31,6 +33,7 @@ size_t memory_limit(int device);
 void set_memory_limit(int device, size_t num_bytes);
 
 void* allocate_pinned(size_t num_bytes);
+bool take_refusal();  // whether this thread has one that no kernel has reported
 void set_pinned_limit(size_t num_bytes);  // of all pinned memory together, as RLIMIT_MEMLOCK
 void release_pinned(void* address);
 bool is_pinned(const void* address);

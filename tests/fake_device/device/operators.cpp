@@ -355,6 +355,7 @@ void take_random_numbers(const c10::OperatorHandle& op, Values& args, int device
 }
 
 void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (take_refusal()) throw std::runtime_error("fake device: out of memory, of an earlier call");
   auto count = op.schema().arguments().size();
   Values args(stack->end() - count, stack->end());
   auto device = device_of_call(args);

@@ -22,6 +22,7 @@ from ftrun.worker.capture.device_copies import Device
 from ftrun.worker.capture.device_sources import DeviceCopies, SumChunk
 from ftrun.worker.capture.lazy_check import bits_of
 from ftrun.worker.state.state_tree import source_of
+from ftrun.worker.state.tensors import HostCopy
 
 DEVICE = torch.device("privateuseone", 0)  # its name "fake" is unknown while tests are collected
 Event = torch.Event
@@ -267,10 +268,30 @@ def test_without_page_locked_memory_copies_are_of_their_boundary_and_the_reason_
     finally:
         fake.set_pinned_limit()
     reason = device_copies.slow_reason()
-    assert "(fake device: no more pinned memory is allowed)" in reason
+    assert "(fake device: out of memory, no more pinned memory is allowed)" in reason
     assert "ulimit -l" in reason
     assert run(monkeypatch, "free") == set()
     assert device_copies.slow_reason() == reason  # other buffers of the process are still pageable
+
+
+@pytest.mark.parametrize("left_out", ["", "drop_error"])
+def test_a_refusal_does_not_fail_the_next_kernel_of_the_script(
+    left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "_refusals", [])
+    if left_out:
+        monkeypatch.setattr(device_copies, left_out, lambda device: None)
+    value = torch.zeros(4, device=DEVICE)
+    fake.set_pinned_limit(0)
+    try:
+        Device(DEVICE, num_buffers=1).prepare()
+        if left_out:
+            with pytest.raises(RuntimeError, match="out of memory, of an earlier call"):
+                value.add_(1)
+        assert HostCopy(value).awaited().tolist() == [0.0] * 4
+        assert value.add_(1).tolist() == [1.0] * 4
+    finally:
+        fake.set_pinned_limit()
 
 
 def test_with_page_locked_memory_there_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:

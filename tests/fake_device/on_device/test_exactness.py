@@ -33,6 +33,7 @@ from tests.integration.test_optimizers_and_overwrites import (  # noqa: F401
     test_what_is_loaded_after_attach_gives_way_to_the_restored_state,
 )
 from tests.integration.test_state_contents import (  # noqa: F401
+    is_deterministic,
     test_a_parameter_without_a_gradient_stays_without_one,
     test_an_expanded_buffer_that_was_replaced_gets_memory_of_its_own,
     test_an_unused_parameter_with_a_gradient_of_zeros_is_moved_by_momentum,

@@ -13,7 +13,11 @@ from torch import nn
 
 from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import SnapshotCorrupt
+from ftrun.sharding.rules import ShardingRules
+from ftrun.snapshot.layout import SMALL_BYTES
+from ftrun.worker.capture.device_copies import Device
 from ftrun.worker.restore import early_restore, shard
+from ftrun.worker.state.attached import declared
 from ftrun.worker.state.determinism import put_back, take_all
 from tests.integration.in_process_worker import TIMEOUT_S, Run
 
@@ -118,6 +122,111 @@ def test_a_damaged_piece_is_found_by_the_second_thread(
     with pytest.raises(SnapshotCorrupt):
         run.attach(model=large())
     assert second_thread
+
+
+# --- another number of ranks, another layout ------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Rank 0's part of a model over `size` ranks: rows of one weight, columns of the others."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.rows = parameter(1, 800, 300, at=(slice(0, 800 // size), slice(None)))
+        self.columns = parameter(2, 300, 800, at=(slice(None), slice(0, 800 // size)))
+        self.turned = parameter(3, 400, 800, at=(slice(None), slice(0, 800 // size)), turns=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.rows.t() @ self.columns.t() @ self.turned[:300]
+
+
+def parameter(seed: int, *shape: int, at: tuple[slice, slice], turns: bool = False) -> nn.Parameter:
+    """Some items of random ones; `turns`: the first dimension has the smallest stride."""
+    given = torch.Generator().manual_seed(seed)
+    found = (torch.randn(shape, generator=given) / 30)[at]
+    return nn.Parameter((found.t().contiguous().t() if turns else found.contiguous()).to(DEVICE))
+
+
+def trained(run: Run, layout: ShardingRules | None) -> dict[str, Any]:
+    """Three steps of one rank, each with a snapshot."""
+    model = Wide(1)
+    parts = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "average": {"rows": model.rows.detach() + 1},
+    }
+    session = run.attach(layout=layout, **parts)
+    for number in range(3):
+        x = torch.randn(8, 300, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        model(x).square().mean().backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+        session.step_done()
+    session._protection.finish()  # type: ignore[union-attr]
+    return parts
+
+
+@pytest.fixture
+def put_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copy to the device through page-locked buffers."""
+    counts, put = list[int](), Device.put
+
+    def counted(device: Device, target: torch.Tensor, fill: Any) -> None:
+        counts.append(target.nbytes)
+        put(device, target, fill)
+
+    monkeypatch.setattr(Device, "put", counted)
+    return counts
+
+
+RULES = """
+mesh: {dp: 1, tp: 1}
+shard:
+  - {name: model.rows, axis: tp, dim: 0}
+  - {name: [model.columns, model.turned], axis: tp, dim: 1}
+replicate:
+  - "average*"
+"""
+
+
+@pytest.mark.parametrize("mode", ["lazy", "threads"])
+@pytest.mark.parametrize("rules", ["", RULES], ids=["another number of ranks", "another layout"])
+def test_a_restore_into_another_world_is_bitwise_and_uses_the_buffers(
+    run: Run, mode: str, rules: str, tmp_path: Path, put_bytes: list[int]
+) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(rules)
+    before = trained(run, declared(path, {"tp": 1}, 1) if rules else None)
+    put_bytes.clear()
+    model = Wide(2 if rules else 1)
+    nn.init.zeros_(model.columns)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    average: dict[str, torch.Tensor] = {}
+    attached = run.session_of(
+        run.next_context(world_size=2),
+        layout=declared(path, {"tp": 2}, 2) if rules else None,
+        model=model,
+        optimizer=optimizer,
+        average=average,
+    )
+    assert attached.restored
+    torch.accelerator.synchronize(DEVICE)
+    large = [average["rows"]]
+    assert torch.equal(average["rows"].cpu(), before["average"]["rows"].cpu())
+    assert average["rows"].device == DEVICE
+    for name, one in model.named_parameters():
+        old = before["model"].get_parameter(name)
+        part = tuple(slice(0, size) for size in one.shape)
+        assert torch.equal(one.cpu(), old[part].cpu()), name
+        state, its = optimizer.state[one], before["optimizer"].state[old]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].device == DEVICE
+            assert torch.equal(state[key].cpu(), its[key][part].cpu()), (name, key)
+        assert state["step"] == its["step"]
+        large += [one, state["exp_avg"], state["exp_avg_sq"]]
+    assert model.turned.stride() == (1, 400)
+    assert min(one.nbytes for one in large) >= SMALL_BYTES
+    assert sum(put_bytes) == sum(one.nbytes for one in large)
 
 
 def test_the_loss_is_reported_without_a_wait(run: Run) -> None:

@@ -1,8 +1,10 @@
 """Ranks share replicas whose tensors are on a device; its sums take the place of their bytes."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from fake_device import fake
 
 from ftrun.config.profile import SnapshotConfig
 from ftrun.snapshot.replica_shares import NUM_PHASES
+from ftrun.worker.capture.device_copies import Device
 from tests.integration import test_shared_in_process
 from tests.integration.test_shared_in_process import (  # noqa: F401 - collected here
+    WEIGHT_BYTES,
     WORLD,
     Node,
     TrainedRank,
@@ -57,14 +61,25 @@ def node(
         yield made
 
 
-def test_each_rank_restores_its_own_state_from_the_shares_of_both(node: Node) -> None:
+def test_each_rank_restores_its_own_state_from_the_shares_of_both(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, put_bytes = Device.put, Counter[torch.device]()
+
+    def counted(device: Device, target: torch.Tensor, fill: Any) -> None:
+        put_bytes[device.device] += target.nbytes
+        put(device, target, fill)
+
     ranks = node.begin()
     assert all(not one.is_cpu for one in ranks[0].model.parameters())
     at = node.share(ranks)
     for _ in range(NUM_PHASES):
         at = node.train(ranks)
     states = [one.state() for one in ranks]
+    monkeypatch.setattr(Device, "put", counted)
     again = node.begin(at)
     assert_same(again, states)
+    # Two weights, and two moments of the first one.
+    assert put_bytes == {torch.device("fake", rank): 4 * WEIGHT_BYTES for rank in range(WORLD)}
     node.share(again)
     assert not node.notices

@@ -245,12 +245,14 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     things = made(order, rank, world_size)
     things |= {name: order[name] for name in ("mesh", "cast") if name in order}
+    if order.get("tied"):
+        things["mine"] = {"rank": rank}
     if order.get("narrow"):
         _read_little_at_a_time()
     if order.get("older"):
         _forget_parts()
     dies = order.get("dies", "") if rank == world_size - 1 else ""
-    session = ftrun.attach(**things)
+    session = ftrun.attach(**things, strict=bool(order.get("strict")))
     restored = state_of(things, session) if session.restored else None
     torch.save(restored, folder / f"restored.{generation}.{rank}.pt")
     if dies == "restored":

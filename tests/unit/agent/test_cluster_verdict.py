@@ -72,6 +72,31 @@ def test_if_no_node_may_be_lost_the_next_loss_pauses_the_run() -> None:
     assert "the state of a lost node cannot be rebuilt" in verdict(made)
 
 
+def test_a_restored_version_is_protected_where_it_is_until_this_generation_protects_it() -> None:
+    made = protected("abc", 2)
+    works(made, 9, "b", exits=(exited(1, ExitKind.SIGNAL, -9),))
+    made.passes(3.0)
+    assert made.running() == {"a": 1, "b": 1, "c": 1}
+    assert "survives any 1 node, back to step 8, as protected in generation 0" in verdict(made)
+    assert status(made).tolerated_losses == 1
+    works(made, 9, "ab", survives=1, ready=(0, 8))
+    assert "as protected in generation 0" in verdict(made)
+    works(made, 9, "c", survives=1, ready=(0, 8))
+    assert "survives any 1 node, back to step 8, generation" not in verdict(made)
+    assert "as protected" not in verdict(made)
+
+
+def test_a_lost_node_counts_among_the_losses_that_the_restored_version_tolerates() -> None:
+    made = protected("abc", 2)
+    made.kill("b")
+    made.passes(1.0)
+    assert made.running() == {"a": 1, "c": 1, "d": 1}
+    unprotected = "the state of a lost node cannot be rebuilt until this generation has protected"
+    assert unprotected in verdict(made)
+    works(made, 9, "acd", survives=1, ready=(0, 8))
+    assert "survives any 1 node, back to step 8" in verdict(made)
+
+
 def test_a_run_that_stops_or_ends_is_not_running() -> None:
     made = protected("abc", 1)
     made.here_is("a", Heartbeat(generation=0, state="running", attached=True, step=9, stops=1))

@@ -104,7 +104,9 @@ def test_without_gpus_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 # --- rpc --------------------------------------------------------------------------------------
 
 
-def node_check_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCheck:
+def node_check_of(
+    folder: Path, *, nodes: bool = True, allow_faults: bool = False, **keys: object
+) -> NodeCheck:
     about = NodesSpec(
         min_nodes=2, max_nodes=2, endpoint_host="127.0.0.1", endpoint_port=29400, node_id="b"
     )
@@ -117,6 +119,7 @@ def node_check_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCh
         cwd=str(folder),
         profile=profile,
         nodes=about if nodes else None,
+        allow_faults=allow_faults,
     )
     return NodeCheck(spec, Journal(folder))
 

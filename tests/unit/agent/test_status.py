@@ -1,10 +1,13 @@
 """The status of a node: its age, and its merge with the status of the run."""
 
+import os
+
 import msgspec
 import pytest
 
 from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
-from ftrun.agent.publish.status import needed_bytes, with_age, with_cluster
+from ftrun.agent.publish.status import has_commit, needed_bytes, with_age, with_cluster
+from ftrun.ids import version
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.messages.smp import MemoryNeeded
@@ -16,6 +19,8 @@ from ftrun.wire.messages.status import (
     SnapshotStatus,
     StatusView,
 )
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
+from tests.launch_requests import launch_request
 from tests.unit.recovery.made import SETTINGS, card, meet, plan
 
 OWN = StatusView(
@@ -95,6 +100,31 @@ def test_parity_is_needed_until_it_is_there_or_a_commit_shows_its_size(
     needed = MemoryNeeded(arena_bytes=100, parity_bytes=40)
     found = needed_bytes(needed, redundancy_bytes=redundancy_bytes, has_commit=has_commit)
     assert found == found_bytes
+
+
+@pytest.mark.parametrize(
+    ("shown", "within", "old_size", "found"),
+    [
+        ((-1, -1), -1, 0, False),  # nothing is restored
+        ((1, 5), -1, 0, False),  # the restored version, which its earlier group protects
+        ((1, 5), 2, 0, True),  # this generation has protected and committed it again
+        ((1, 5), 2, 3, False),  # of another world size: its earlier groups keep its protection
+        ((2, 8), 2, 3, True),
+    ],
+)
+def test_a_restored_version_is_a_commit_once_its_generation_has_protected_it(
+    shown: tuple[int, int], within: int, old_size: int, found: bool
+) -> None:
+    fd = create_command_page()
+    page = SharedPage(fd)
+    page.set(CommandField.COMMITTED_GENERATION, shown[0])
+    page.set(CommandField.COMMITTED_STEP, shown[1])
+    page.set(CommandField.COMMITTED_IN, within)
+    request = launch_request(
+        generation=2, world_size=2, restore=version(1, 5), restore_world_size=old_size
+    )
+    assert has_commit(page, request) is found
+    os.close(fd)
 
 
 def test_a_spare_shows_the_version_of_the_run() -> None:

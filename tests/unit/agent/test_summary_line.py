@@ -56,6 +56,11 @@ HAS = ProtectionSummary(
             "survives any 2 nodes of each group,",
         ),
         ({"survives": 0}, "the state of a lost node cannot be rebuilt"),
+        (
+            {"survives": 0, "earlier": -1},
+            "the state of a lost node cannot be rebuilt until this generation has protected it",
+        ),
+        ({"earlier": 4}, "survives any 1 node, back to step 1,080, as protected in generation 4"),
         ({"committed": None}, "no snapshot is protected yet"),
         ({"unprotected": "memory is full"}, "UNPROTECTED: memory is full"),
     ],

@@ -11,7 +11,14 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.topology import CheckpointSource, begin_generation, sources_of
 from ftrun.config.profile import Profile
 from ftrun.config.run_spec import RunSpec
-from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard, PlanMember, Rail
+from ftrun.wire.cluster.generation import (
+    GenerationPlan,
+    NetworkPlan,
+    NodeCard,
+    PlanMember,
+    Rail,
+    RestoreSource,
+)
 from ftrun.wire.messages.smp import BeginGeneration
 from ftrun.wire.run_environment import RunFolder
 
@@ -166,3 +173,10 @@ def test_a_url_shows_by_its_last_part_whether_it_is_one_checkpoint(tmp_path: Pat
             found,
         ]
     assert "pw" not in CheckpointSource("ftp://me:pw@h/run").no_metrics_reason
+
+
+def test_a_ring_is_named_in_the_group_and_in_the_source_of_a_restore(started: Started) -> None:
+    source = RestoreSource(["a", "b", "c"], [[0], [1], [2]], 1, 2, is_ring=True)
+    made = replace(plan(card(0), card(1), card(2)), is_ring=True, sources=[source])
+    assert started(made, "a").is_ring
+    assert not started(plan(card(0), card(1), card(2)), "a").is_ring

@@ -105,7 +105,7 @@ def test_numbers_of_nodes() -> None:
         (["--step", "0", "--risk", "2"], "--step 0 is not at least 1e-06"),
         (["--hang-share", "0.9", "--node-share", "0.9"], "are 1.814 together"),
         (["--nodes", "4..16", "--code", "6+2"], "needs 8 nodes, and --nodes begins at 4"),
-        (["--code", "6"], "not K+M"),
+        (["--code", "6"], "neither K+M, such as 6+2, nor mirror"),
         (["--code", "0+2"], "K is 1 to 32"),
         (["--snapshot-every", "0"], "--snapshot-every is at least 1, not 0"),
         (["--spares", "-1"], "--spares is at least 0, not -1"),
@@ -350,3 +350,17 @@ def test_no_label_is_below_the_axis(least: float) -> None:
     shown = [float(label.removesuffix(" %")) for label in drawn.labels if "%" in label]
     assert shown[0] == 100
     assert min(shown) >= 100 * least - 1e-6
+
+
+def test_a_mirror_is_judged_like_a_code() -> None:
+    alone = ("--nodes", "8", "--domain-share", "0")  # one domain has all nodes
+    found = document(*alone, "--code", "mirror")
+    (one,) = found["nodes"][0]["codes"]
+    coded = document(*alone, "--code", "7+1")["nodes"][0]["codes"][0]
+    assert found["nodes"][0]["code"] == "mirror"
+    assert (one["data"], one["parity"]) == (0, 1)
+    assert 0 < one["loss"] < coded["loss"] / 3, "two of seven other nodes are neighbours"
+    assert "mirror, as given" in run("--nodes", "8", "--code", "mirror")
+    assert "100 % of the state" in run("--nodes", "8", "--code", "mirror")
+    with pytest.raises(UsageError, match="mirror needs 2 nodes, and --nodes begins at 1"):
+        estimated("1", {}, code="mirror")

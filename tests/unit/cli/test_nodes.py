@@ -412,11 +412,13 @@ def test_all_nodes_find_the_same_run_id() -> None:
         ("--erasure 32+16", (32, 16)),
         ("--set erasure.scheme=3+1", (3, 1)),
         ("--set erasure.scheme=3+1 --erasure none", (None, 0)),
+        ("--erasure mirror", (None, 1)),
     ],
 )
 def test_erasure(words: str, scheme: tuple[int | None, int | None]) -> None:
     found = nodes(f"--nnodes 6 {MEET} {words}")
     assert (found.erasure_data, found.erasure_parity) == scheme
+    assert found.erasure_ring == ("mirror" in words)
 
 
 @pytest.mark.parametrize("text", ["4", "4+0", "0+1", "04+1", "4+-1", "4-2", "99+1", "4+17", "off"])

@@ -120,6 +120,15 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path, text: str, said: str) -
     assert said in problems(profile(tmp_path, text))
 
 
+def test_error_patterns_are_texts_by_name(tmp_path: Path) -> None:
+    text = "monitor:\n  error_patterns: {quota: 'quota*exceeded'}\n"
+    found = resolve(profile(tmp_path, text), variables={}).profile.monitor
+    assert found.error_patterns == {"quota": "quota*exceeded"}
+    for wrong in ("[quota]", "{quota: [1]}"):
+        text = f"monitor:\n  error_patterns: {wrong}\n"
+        assert "should be names with patterns, and is" in problems(profile(tmp_path, text))
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "snapshot:\n", "{}"])
 def test_empty_profile_is_one(tmp_path: Path, text: str) -> None:
     assert resolve(profile(tmp_path, text), variables={}).profile == Profile()

@@ -323,6 +323,14 @@ def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path)
         with pytest.raises(UsageError, match=reported):
             check_resume(spec(f"--resume {words} train.py"))
     (place / "saved" / "step-00000007-g0" / "index.json").touch()
+    (place / "atoms").mkdir()
+    (place / "atoms" / "atoms.json").touch()
+    for flag, check in (
+        ("--resume", check_resume),
+        ("--checkpoint-dir", check_checkpoint_directory),
+    ):
+        with pytest.raises(UsageError, match=r"holds atoms.*ftrun checkpoints load .*atoms DIR"):
+            check(spec(f"{flag} atoms train.py"))
     for right in ("saved", "saved/step-00000007-g0"):
         check_resume(spec(f"--resume {right} train.py"))
 

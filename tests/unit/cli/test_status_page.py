@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftrun.cli.screen.status_page import page, rows_of
-from ftrun.wire.messages.status import StatusView
+from ftrun.cli.screen.status_page import incident_line, page, rows_of
+from ftrun.wire.messages.status import IncidentStatus, StatusView
 
 
 def rank(number: int, step: int = 1000, **changes: Any) -> dict[str, Any]:
@@ -148,7 +148,32 @@ def test_warnings_are_on_the_first_screen() -> None:
     assert not any("WARNING" in line for line in texts(whole_run(2, 2)))
 
 
+def test_the_error_class_of_an_incident_follows_its_kind() -> None:
+    one = {"number": 5, "verdict_kind": "crash", "error_class": "disk full", "text": "it ended"}
+    line = incident_line(msgspec.convert(one, IncidentStatus))
+    assert line.endswith("crash, disk full: it ended")
+
+
 def test_an_open_incident_is_on_any_page() -> None:
     now = {"number": 5, "state": "suspect", "age_s": 3.0, "text": "x" * 300, "verdict_kind": None}
     document = whole_run(64, 8, incidents=[now], warnings=["w"] * 3)
     assert any(line.startswith("incident 5") for line in texts(document, width=60, height=8)[:8])
+
+
+def test_excluded_nodes_are_shown_with_the_time_that_is_left() -> None:
+    exclusions = [
+        {"node_id": "node3", "reason": "3 failures in an hour", "left_s": 2460.0},
+        {"node_id": "node4", "reason": "it reports a hardware fault: GPU 2 is lost"},
+    ]
+    document = whole_run(4, 1)
+    document["cluster"]["exclusions"] = exclusions
+    found = texts(document)
+    assert "node node3 is excluded for 41 min more: 3 failures in an hour" in found
+    assert "node node4 is excluded: it reports a hardware fault: GPU 2 is lost" in found
+
+
+def test_the_page_says_that_snapshots_are_mirrored() -> None:
+    document = whole_run(4, 1)
+    assert not any("a copy is on the next node" in line for line in texts(document))
+    document["cluster"]["is_mirrored"] = True
+    assert any("of each group (a copy is on the next node)" in line for line in texts(document))

@@ -407,3 +407,10 @@ class Faulty(IsalCodec):
 def test_a_wrong_block_is_found_and_named(where: str, reason: str) -> None:
     with pytest.raises(InternalError, match=reason):
         self_test(Faulty(where))
+
+
+def test_the_parity_of_one_data_block_is_a_copy() -> None:
+    """What a mirror stores, see RingStripes."""
+    codec, block, copy = choose_codec(1, 1), bytes(range(256)) * 5, bytearray(1280)
+    codec.update(0, block, 0, copy, first=True)
+    assert copy == block

@@ -199,3 +199,47 @@ def test_a_replacement_of_a_node_in_no_group_is_not_ours() -> None:
 def test_the_first_generation_has_new_groups() -> None:
     made = next_groups([], names(4), replaced={}, data=None, parity=1)
     assert made == make_groups(names(4), data=None, parity=1)
+
+
+@given(counts)
+def test_rings_have_one_data_node_in_a_stripe(count: int) -> None:
+    rings = make_groups(names(count), data=None, parity=1, is_ring=True)
+    assert [one.nodes for one in rings] == [
+        one.nodes for one in make_groups(names(count), data=None, parity=1)
+    ]
+    for ring in rings:
+        assert (ring.data, ring.is_protected) == (1, count > 1)
+        if count > 1:
+            stripes = ring.stripes(10)
+            assert (stripes.n, stripes.k, stripes.m) == (len(ring.nodes), 1, 1)
+    other = make_groups(names(4), data=None, parity=1)[0]
+    assert other.stripes(10).k == 3
+    assert other.id != make_groups(names(4), data=None, parity=1, is_ring=True)[0].id
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=8))
+def test_neighbours_in_a_ring_are_of_different_domains(domains: list[str]) -> None:
+    of = {str(at): domain for at, domain in enumerate(domains)}
+    (made,) = make_groups(list(of), data=None, parity=1, domains=of, is_ring=True)
+    assert sorted(made.nodes) == sorted(of)
+    if max(Counter(domains).values()) <= len(domains) // 2:
+        pairs = zip(made.nodes, (*made.nodes[1:], made.nodes[0]), strict=True)
+        assert all(of[one] != of[other] for one, other in pairs)
+
+
+def test_a_ring_whose_neighbours_differ_has_the_order_of_the_ranks() -> None:
+    of = dict(zip("0123", "abab", strict=True))
+    (made,) = make_groups(list(of), data=None, parity=1, domains=of, is_ring=True)
+    assert made.nodes == ("0", "1", "2", "3")
+
+
+def test_a_ring_is_kept_only_as_a_ring() -> None:
+    nodes = names(4)
+    rings = make_groups(nodes, data=None, parity=1, is_ring=True)
+    replaced = {"n1": "n9"}
+    after = [replaced.get(one, one) for one in nodes]
+    kept = next_groups(rings, after, replaced=replaced, data=None, parity=1, is_ring=True)
+    assert kept[0].nodes == ("n0", "n9", "n2", "n3")
+    assert kept[0].is_ring
+    coded = next_groups(rings, after, replaced=replaced, data=None, parity=1)
+    assert not coded[0].is_ring

@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.erasure.stripes import BLOCK_BYTES, Stripes
+from ftrun.erasure.stripes import BLOCK_BYTES, RingStripes, Stripes
 from ftrun.errors import InternalError
 
 SHAPES = [(n, m) for n in range(2, 10) for m in (1, 2, 3) if m < n]
 
 each_shape = pytest.mark.parametrize(("n", "m"), SHAPES)
-layouts = st.sampled_from(SHAPES).map(lambda shape: Stripes(*shape, block_bytes=10))
+rings = st.integers(2, 9).map(lambda n: RingStripes(n, block_bytes=10))
+layouts = rings | st.sampled_from(SHAPES).map(lambda shape: Stripes(*shape, block_bytes=10))
 
 
 @each_shape
@@ -123,3 +124,26 @@ def test_two_nodes_are_a_mirror() -> None:
 def test_a_group_that_cannot_be_is_refused(n: int, m: int, block_bytes: int) -> None:
     with pytest.raises(InternalError):
         Stripes(n, m, block_bytes)
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_in_a_ring_each_block_has_a_copy_on_the_next_node(n: int) -> None:
+    layout = RingStripes(n, block_bytes=10)
+    assert (layout.k, layout.m) == (1, 1)
+    for node in range(n):
+        after = (node + 1) % n
+        stripes = [layout.stripe_of(node, block) for block in range(5)]
+        for block, stripe in enumerate(stripes):
+            assert layout.data_nodes(stripe) == (node,)
+            assert layout.parity_nodes(stripe) == (after,)
+            assert [layout.index(stripe, one) for one in (node, after)] == [0, 1]
+            assert [layout.node_at(stripe, index) for index in (0, 1)] == [node, after]
+            assert layout.block_of(node, stripe) == layout.parity_block(after, stripe) == block
+            assert layout.parity_stripe(after, block) == stripe
+            others = {*range(n)} - {node, after}
+            assert all(layout.block_of(one, stripe) is None for one in others | {after})
+            assert all(layout.parity_block(one, stripe) is None for one in others | {node})
+    for num_blocks in range(4):
+        num_stripes = layout.num_stripes(10 * num_blocks)
+        assert num_stripes == num_blocks * n
+        assert {layout.num_parity_blocks(node, num_stripes) for node in range(n)} == {num_blocks}

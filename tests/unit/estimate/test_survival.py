@@ -239,3 +239,25 @@ def test_repairs_by_chance_take_as_many_nodes(mean: float, spares: int) -> None:
     found, off = interval_of(sample, runs=30, seed=2)
     assert off < 0.2 * found, "too few runs for a comparison"
     assert abs(found - too_few(mean, spares)) <= off
+
+
+# --- a mirror ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+def test_a_mirror_loses_the_state_when_a_neighbour_follows(nodes: int) -> None:
+    placed = spread(nodes, data=None, parity=1, domain_nodes=1, is_ring=True)
+    p = 1 - math.exp(-1e-6 * 300.0)
+    neighbours = min(2, nodes - 1)
+    expected = nodes * 1e-6 * neighbours * p
+    assert loss_per_s(placed, losses()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_neighbours_of_a_mirror_in_one_domain_are_lost_with_it() -> None:
+    together = losses(0.0, domains_per_s=1e-6)
+    apart = spread(4, data=None, parity=1, domain_nodes=2, is_ring=True)
+    assert apart.worst == 1
+    assert loss_per_s(apart, losses(0.0, domains_per_s=1e-6)) < 1e-8
+    beside = side_by_side(4, data=None, parity=1, domain_nodes=2, is_ring=True)
+    assert beside.worst == 2
+    assert loss_per_s(beside, together) == pytest.approx(1e-6)

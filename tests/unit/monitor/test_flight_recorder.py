@@ -8,6 +8,8 @@ import pytest
 from ftrun.monitor.flight_recorder import (
     RecordedGroups,
     RecorderSource,
+    Trace,
+    last_call_text,
     parse_trace,
     recorded_groups,
     trace_of,
@@ -182,3 +184,35 @@ def test_gloo_counts_nothing(is_retired: bool) -> None:
         1,
         True,
     )
+
+
+def test_the_end_of_the_newest_completed_collective_is_known_if_it_was_noticed() -> None:
+    over = {"state": "completed", "retired": True, "time_discovered_completed_ns": 4_500_000_000}
+    assert only(read(entries=[entry(1, **over), entry(2)])).left_s == 4.5
+    assert only(read(entries=[entry(1, state="completed"), entry(2)])).left_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "all_reduce #1,005 of group desc 0, which it entered 2.0 s ago and has not left"),
+        (
+            {"retired": True, "process_group": ["0", "default_pg"]},
+            "all_reduce #1,005 of the default group, which it entered 2.0 s ago and has left",
+        ),
+        (
+            {"state": "completed", "time_discovered_completed_ns": 8_000_000_000},
+            "all_reduce #1,005 of group desc 0, which it entered 2.0 s ago and has left for 1.0 s",
+        ),
+        (
+            {"is_p2p": True, "p2p_seq_id": 3, "profiling_name": "gloo:send 0->1"},
+            "send 0->1 #3 of group desc 0, which it entered 2.0 s ago and has not left",
+        ),
+    ],
+)
+def test_the_newest_call_in_words(changes: dict[str, object], text: str) -> None:
+    newest = entry(1005, **{"time_created_ns": 7_000_000_000, **changes})
+    trace = parse_trace(json.dumps({"entries": [newest, entry(6)]}).encode())
+    assert trace is not None
+    assert last_call_text(trace, now_ns=NOW_NS) == text
+    assert last_call_text(Trace(), now_ns=NOW_NS) == ""

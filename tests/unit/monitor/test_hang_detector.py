@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from unit.monitor.ranks import World, play, view, views_of
 
 from ftrun.config.profile import HangConfig
+from ftrun.events import ErrorLine
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import (
     CollectiveCall,
@@ -373,3 +374,36 @@ LIBRARY = "/v/site-packages/torch/nn/functional.py:5 in linear"
 )
 def test_a_busy_loop_is_in_the_users_own_code(stack: tuple[str, ...], own: tuple[str, ...]) -> None:
     assert own_functions(stack) == own
+
+
+FULL = ErrorLine("disk full", "OSError: No space left on device", "stderr.log")
+LOST = ErrorLine("collective timeout", "Watchdog caught collective operation timeout", "stderr.log")
+
+
+def test_what_the_culprit_has_written_is_evidence_and_changes_no_verdict() -> None:
+    views = {0: waiting(0, errors=(LOST,)), 1: behind(1), 2: waiting(2), 3: waiting(3)}
+    plain = judged(views)
+    assert (plain.error_class, plain.culprits) == ("", (1,))
+    views[1] = behind(1, errors=(FULL, LOST))
+    found = judged(views)
+    assert found.error_class == "disk full"
+    line = "rank 1: stderr.log (disk full): OSError: No space left on device"
+    assert found == replace(plain, error_class="disk full", evidence=(*plain.evidence, line))
+
+
+def test_without_a_culprit_the_ranks_that_wait_have_written_the_evidence() -> None:
+    found = judged({rank: waiting(rank, errors=(LOST,)) for rank in range(4)})
+    assert found.error_class == "collective timeout"
+    assert [line.partition(":")[0] for line in found.evidence[-3:]] == [
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    ]
+
+
+def test_the_last_collective_of_a_stopped_rank_is_evidence() -> None:
+    note = "its last collective is all_reduce #4 of the default group"
+    frozen = behind(1, process="T", recorder_notes=(note,))
+    found = judged({0: waiting(0), 1: frozen, 2: waiting(2), 3: waiting(3)})
+    assert (found.kind, found.culprits) == (VerdictKind.FROZEN, (1,))
+    assert found.evidence[-1] == f"rank 1: {note}"

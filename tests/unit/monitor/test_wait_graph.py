@@ -62,6 +62,14 @@ def test_a_device_that_has_not_completed_what_others_have_is_stuck() -> None:
         "called it" in found.evidence  # fmt: skip
 
 
+def test_the_time_since_the_others_have_completed_is_evidence_where_it_is_recorded() -> None:
+    views = behind()
+    own = tuple(replace(one, left_s=12.34) for one in views[3].groups)
+    views[3] = replace(views[3], groups=own)
+    assert "ranks 0, 1 and 3 have completed all_reduce #5 of group dp 12.3 s ago, and rank 2 has " \
+        "only called it" in judged(views).evidence  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("op", "host"), [("broadcast", {}), ("all_reduce", {"still_s": 0.0, "unmoved_s": 1.0})]
 )

@@ -196,3 +196,9 @@ def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:
 )
 def test_where_nothing_is_hidden(ended: list[WorkerExit]) -> None:
     assert hidden_cause(ended, {}, NODES) is None
+
+
+def test_the_last_collective_of_a_stopped_rank_is_its_detail() -> None:
+    stopped = replace(FACTS, status=-9, stopped_s=6.0, last_call="its last collective is x")
+    assert explain(stopped).detail == "its last collective is x"
+    assert explain(stopped).fingerprint == explain(replace(stopped, last_call="")).fingerprint

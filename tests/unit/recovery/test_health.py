@@ -9,9 +9,10 @@ from unit.monitor.test_hang_detector import behind, group, waiting
 from unit.recovery.test_suspicions import hang
 
 from ftrun.config.profile import NumericsConfig
-from ftrun.events import ExitKind, WorkerExit
+from ftrun.events import ErrorLine, ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.slow.delay_matrix import LinkSample
+from ftrun.monitor.slow.host_pressure import HostPressure
 from ftrun.monitor.slow.samples import ClockOffset, NodeSample, RankSample
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
@@ -124,7 +125,7 @@ def sample(node: str, number: int, late_s: float, *, calls: int = 0) -> NodeSamp
         missing = calls if rank == 2 else 0
         step = 8 * number
         ranks.append(RankSample(rank, step, entered, "0=0-3", calls=((step, step - missing),)))
-    link = LinkSample("b.local" if node == "a" else "a.local", 1 << 20, 0.01, 0.001, 0, 0, 0.0)
+    link = LinkSample("b.local" if node == "a" else "a.local", 1 << 20, 0.01, 0.001, 0, 0)
     return NodeSample(number, at_s, 1.0, tuple(ranks), (link,), 1 << 40)
 
 
@@ -185,7 +186,7 @@ def test_ranks_that_evaluate_are_left_out_and_old_samples_too() -> None:
 
 def slow_link(number: int, *, is_slow: bool) -> NodeSample:
     busy_s = 0.9 if is_slow else 0.01
-    link = LinkSample("b.local", 1 << 20, busy_s, 0.001, 0, 0, 0.0)
+    link = LinkSample("b.local", 1 << 20, busy_s, 0.001, 0, 0)
     return msgspec.structs.replace(sample("a", number, 0.0), links=(link,))
 
 
@@ -234,6 +235,24 @@ def test_what_cards_and_gpus_have_counted_is_shown_in_the_verdict() -> None:
     (verdict,) = [one["verdict"] for one in reported(made, "verdict")]
     assert verdict["nodes"] == ["a"]
     assert verdict["evidence"][-1] == "a: GPU 0 of a has reported XID 79"
+
+
+def test_what_a_failed_rank_wrote_and_the_pressure_on_its_node_are_evidence() -> None:
+    made = monitor()
+    line = ErrorLine("NaN", "loss is nan", "stdout.log")
+    text = "rank 0 exited with code 1"
+    ended = WorkerExit(Rank(0), ExitKind.EXIT_CODE, 1, text, fingerprint="1", errors=(line,))
+    one = heartbeat("a", 5, exits=(ended,), pressure=HostPressure(cpu=63.0, io=1.0))
+    made.heartbeat_received("a", one, now_s=1.0)
+    made.heartbeat_received("b", heartbeat("b", 5, pressure=HostPressure(cpu=90.0)), now_s=1.0)
+    made.tick(now_s=2.0)
+    (found,) = [one["verdict"] for one in reported(made, "verdict")]
+    assert (found["kind"], found["error_class"]) == ("crash", "NaN")
+    assert found["evidence"] == [
+        text,
+        "stdout.log (NaN): loss is nan",
+        "a: tasks waited for a processor in 63 % of the last 10 s (PSI)",
+    ]
 
 
 def test_what_is_slow_is_reported_during_an_open_incident() -> None:

@@ -17,7 +17,7 @@ from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.numerics import LossContinuity
 from ftrun.monitor.verdicts import Verdict
 from ftrun.records.incidents import Downtime, LifecycleChangeRejected
-from ftrun.recovery.incidents import IncidentLog, verdict_of
+from ftrun.recovery.incidents import MAX_UNVERIFIED_STEPS, IncidentLog, verdict_of
 from ftrun.recovery.lifecycle import TABLE, LifecycleState
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat, RankReport, RestartTimes
@@ -113,6 +113,35 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
     assert closed["detected_s"] == 10.0
     assert closed["verified"] == {"progress": True, "loss": "continuous"}
     assert closed["steps_lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("losses", "closed_at", "says"),
+    [
+        ([9.0, 9.1, 1.6], 23, "continuous"),
+        ([9.0] * 30, 21 + MAX_UNVERIFIED_STEPS, "jumped"),
+        ([math.inf] * 30, 21 + MAX_UNVERIFIED_STEPS, "jumped"),
+    ],
+)
+def test_a_loss_that_has_jumped_keeps_the_incident_open(
+    losses: list[float], closed_at: int, says: str
+) -> None:
+    made = running()
+    for step, loss in enumerate([2.0, 1.9, 1.8, 1.7, 1.6], start=10):
+        made.progress(heartbeats(step, loss), progress(step), now_s=step)
+    made.failed(KILLED, ["a"], progress(20), now_s=30.0)
+    made.acted("respawn", "x")
+    made.generation_begins(plan(1, "ab", restore=(0, 20)))
+    for node_id in "ab":
+        made.stepped(node_id, TIMES, now_s=31.0)
+    made.drain_journal_entries()
+    for step, loss in enumerate(losses, start=21):
+        assert (made.open is not None) is (step <= closed_at)
+        made.progress(heartbeats(step, loss), progress(step), now_s=float(step + 20))
+    assert made.life is LifecycleState.RUN
+    assert made.closed[-1][1].verified.loss == says
+    kinds = [note.record.kind for note in made.drain_journal_entries()]
+    assert kinds == ["additional_finding", "lifecycle_changed", "incident_closed"]
 
 
 def test_a_verdict_that_changes_is_reported_again() -> None:

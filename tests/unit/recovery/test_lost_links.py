@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
+from unit.monitor.test_connections import connection
 from unit.monitor.test_hang_detector import behind, waiting
 from unit.recovery.test_health import heartbeat
 
@@ -99,11 +100,24 @@ class Run:
         is_cut: bool = True,
         knows: str = "",
         phase: str = "",
+        lost: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """All nodes report; `knows` are ranks that have not entered the collective."""
+        """All nodes report.
+
+        Args:
+            now_s: time of the report.
+            step: of all ranks.
+            unresponsive_s: for all ranks.
+            is_cut: b and c report that they do not reach each other.
+            knows: ranks that have not entered the collective.
+            phase: of all ranks.
+            lost: sender and receiver whose connection carries no data that way.
+        """
         for rank, one in enumerate("abcd"):
             made = heartbeat("a", step)
             poll = self._view(rank, unresponsive_s, str(rank) in knows)
+            ends = [connection(rank, peer, frozenset(lost)) for peer in range(4) if peer != rank]
+            poll = msgspec.structs.replace(poll, connections=tuple(ends))
             body = msgspec.structs.replace(
                 made,
                 generation=self.generation,
@@ -145,6 +159,48 @@ def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
     assert run.excluded() == {"c"}
     assert len(run.reasons) == 1
     assert "the link between nodes b and c carries no data" in run.reasons[0]
+
+
+def test_a_connection_without_data_is_named_and_one_end_replaced() -> None:
+    """Agents and SMPs reach each other: only the counters of the ranks' connections show it."""
+    run = Run()
+    for at_s in (50.0, 52.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False, lost=((1, 2),))
+    assert run.excluded() == {"c"}
+    assert len(run.reasons) == 1
+    assert "nothing that rank 1 on b sends to rank 2 on c arrives" in run.reasons[0]
+
+
+def test_the_leader_is_replaced_if_nothing_that_it_sends_arrives() -> None:
+    run = Run()
+    for at_s in (50.0, 52.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False, lost=((0, 1), (0, 2), (0, 3)))
+    assert run.excluded() == {"a"}
+    assert "nothing that node a sends to nodes b, c, d arrives" in run.reasons[0]
+
+
+def test_a_connection_without_data_is_given_time_if_no_node_can_replace_an_end() -> None:
+    run = Run(spares=0)
+    for at_s in (50.0, 52.0, 80.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False, lost=((1, 2),))
+    assert not run.reasons
+    run.at(165.0, 40, 124.0, is_cut=False, lost=((1, 2),))
+    assert len(run.reasons) == 1
+    assert run.excluded() == set()
+
+
+def test_a_link_that_both_nodes_report_has_the_connection_as_evidence() -> None:
+    run = Run()
+    run.at(50.0, 40, 9.0, lost=((1, 2),))
+    (verdict,) = [
+        fields(note)["verdict"]
+        for note in run.monitor.incidents.drain_journal_entries()
+        if note.record.kind == "verdict"
+    ]
+    assert verdict["text"].startswith("the link between nodes b and c carries no data")
+    assert any(
+        "nothing that rank 1 on b sends to rank 2 on c" in one for one in verdict["evidence"]
+    )
 
 
 def test_ranks_that_wait_on_the_way_to_a_collective_do_not_hide_the_link() -> None:

@@ -6,9 +6,18 @@ Nodes that were lost too often, or evicted, run no ranks for an hour.
 import msgspec
 import pytest
 
+from ftrun import clock
+from ftrun.config.cluster import ClusterSize
+from ftrun.config.profile import PreflightConfig
+from ftrun.membership.events import MessageReceived, NodeChecked
 from ftrun.membership.leader.draining import NOTICE_S
 from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.monitor.node_fitness import NodeFitness, NodeMeasurements, judge
 from ftrun.recovery.past import MAX_GONE, MAX_RESTARTS, NodeFailures, Past
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.wire.cluster.generation import FailureHistory
+from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.messages import ReadmitNode
 from tests.unit.agent.test_cluster_verdict import status, verdict
 from tests.unit.membership.agents import Agents
 from tests.unit.membership.leader.test_draining import ask, at_boundary, protected_again
@@ -168,32 +177,169 @@ def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:
     assert made.gone == []
 
 
+def failures(per_hour: int = 3) -> NodeFailures:
+    return NodeFailures(per_hour, MemberReports())
+
+
+def history(made: NodeFailures, now_s: float) -> FailureHistory:
+    """What the next leader reads in a plan."""
+    return FailureHistory(
+        node_failures=made.ages_s(now_s=now_s),
+        barred=made.barred_ages_s(now_s=now_s),
+        exclusions=made.reasons(now_s=now_s),
+    )
+
+
 def test_losses_of_an_hour_are_counted_next_to_those_of_the_last_leader() -> None:
-    made = NodeFailures(3)
-    made.succeed({"a": [1000.0], "b": [10.0]}, {}, now_s=2000.0)
+    made = failures()
+    made.succeed(FailureHistory(node_failures={"a": [1000.0], "b": [10.0]}), known_s=2000.0)
     made.note("a", now_s=2100.0)
     made.note("a", now_s=2200.0)
     assert made.ages_s(now_s=2200.0) == {"a": [1200.0, 100.0, 0.0], "b": [210.0]}
-    assert made.excluded(now_s=2200.0) == {"a"}
-    assert made.excluded(now_s=4600.0) == set()
+    assert made.excluded(now_s=2200.0) == {"a": (2400.0, "3 failures in an hour")}
+    assert made.excluded(now_s=4600.0) == {}
     assert made.ages_s(now_s=6000.0) == {}
 
 
+def test_a_node_returns_when_few_enough_of_its_failures_are_left() -> None:
+    made = failures(2)
+    for at_s in (100.0, 400.0, 900.0):
+        made.note("a", now_s=at_s)
+    assert made.excluded(now_s=1000.0) == {"a": (3000.0, "3 failures in an hour")}
+    assert made.excluded(now_s=3999.0) == {"a": (1.0, "2 failures in an hour")}
+    assert made.excluded(now_s=4000.0) == {}
+    once = failures(1)
+    once.note("a", now_s=0.0)
+    assert once.excluded(now_s=0.0) == {"a": (3600.0, "1 failure in an hour")}
+
+
 def test_a_barred_node_stays_excluded_for_an_hour_also_under_the_next_leader() -> None:
-    made, successor = NodeFailures(3), NodeFailures(3)
-    made.bar("a", now_s=100.0)
-    assert made.excluded(now_s=200.0) == {"a"}
-    successor.succeed(made.ages_s(now_s=200.0), made.barred_ages_s(now_s=200.0), now_s=50.0)
-    assert successor.excluded(now_s=3549.0) == {"a"}
-    assert successor.excluded(now_s=3550.0) == set()
-    successor.succeed({}, {}, now_s=60.0)
-    assert successor.excluded(now_s=61.0) == set()
+    made, successor = failures(), failures()
+    made.bar("a", "slow", now_s=100.0)
+    assert made.excluded(now_s=200.0) == {"a": (3500.0, "slow")}
+    successor.succeed(history(made, 200.0), known_s=50.0)
+    assert successor.excluded(now_s=3549.0) == {"a": (1.0, "slow")}
+    assert successor.excluded(now_s=3550.0) == {}
+    successor.succeed(FailureHistory(barred={"b": 0.0}), known_s=60.0)
+    assert successor.excluded(now_s=61.0) == {"b": (3599.0, "a failure")}
+    successor.succeed(FailureHistory(), known_s=60.0)
+    assert successor.excluded(now_s=61.0) == {}
+
+
+def test_the_later_end_of_two_exclusions_counts() -> None:
+    made = failures(1)
+    made.note("a", now_s=0.0)
+    made.bar("a", "slow", now_s=100.0)
+    made.bar("b", "slow", now_s=0.0)
+    made.note("b", now_s=100.0)
+    assert made.excluded(now_s=200.0) == {
+        "a": (3500.0, "slow"), "b": (3500.0, "1 failure in an hour"),
+    }  # fmt: skip
 
 
 def test_what_is_kept_of_a_barred_node_does_not_grow_with_the_limit() -> None:
     """A limit of 100,000 made each plan 0.9 MB larger, and agents too slow for their heartbeats."""
-    made = NodeFailures(100_000)
-    made.bar("a", now_s=1.0)
-    assert made.excluded(now_s=2.0) == {"a"}
-    kept = (made.ages_s(now_s=2.0), made.barred_ages_s(now_s=2.0))
-    assert len(msgspec.msgpack.encode(kept)) < 100
+    made = failures(100_000)
+    made.bar("a", "x" * 1000, now_s=1.0)
+    assert set(made.excluded(now_s=2.0)) == {"a"}
+    assert len(msgspec.msgpack.encode(history(made, 2.0))) < 700
+
+
+def test_a_fault_excludes_while_it_is_reported_and_not_a_member() -> None:
+    reports = MemberReports()
+    made = NodeFailures(3, reports)
+    reports.take("b", Heartbeat(generation=-1, fault="GPU 2 is lost"))
+    reason = "it reports a hardware fault: GPU 2 is lost"
+    assert made.excluded(now_s=1e6) == {"b": (None, reason)}
+    made.succeed(FailureHistory(), plan(0, "ac"), known_s=0.0)
+    assert set(made.excluded(now_s=1.0)) == {"b"}
+    made.succeed(FailureHistory(), plan(0, "ab"), known_s=0.0)
+    assert made.excluded(now_s=1.0) == {}, "its ranks may be running"
+    made.newest = None
+    reports.begin(plan(0, "ab"))
+    assert made.excluded(now_s=1.0) == {}
+    reports.forget("b")
+    reports.begin(plan(0, "ac"))
+    assert made.excluded(now_s=1.0) == {}
+
+
+def test_a_node_that_was_started_again_after_a_hardware_fault_is_readmitted() -> None:
+    reports = MemberReports()
+    reports.begin(plan(0, "ab"))
+    made = NodeFailures(3, reports)
+    made.bar("b", "GPU 2 is lost", is_fault=True, now_s=0.0)
+    again = card("b", 2, is_first=True)
+    assert made.returns(card("b", 1, is_first=True), now_s=9.0) == [], "the same agent"
+    assert made.returns(card("b", 2), now_s=9.0) == [], "another agent of the same stub"
+    assert set(made.excluded(now_s=9.0)) == {"b"}
+    successor = failures()
+    successor.succeed(history(made, 9.0), known_s=9.0)
+    for one in (made, successor):
+        (found,) = one.returns(again, now_s=10.0)
+        assert found.record.text.startswith("node b is readmitted: ftrun was started on it")
+        assert one.excluded(now_s=10.0) == {}
+        assert one.returns(again, now_s=11.0) == []
+
+
+def test_a_node_that_was_excluded_for_failures_is_readmitted_on_request_only() -> None:
+    reports = MemberReports()
+    reports.begin(plan(0, "ab"))
+    made = NodeFailures(2, reports)
+    made.bar("b", "slow", now_s=0.0)
+    made.note("a", now_s=0.0)
+    made.note("a", now_s=0.0)
+    for one in "ab":
+        assert made.returns(card(one, 2, is_first=True), now_s=9.0) == []
+    assert set(made.excluded(now_s=9.0)) == {"a", "b"}
+    for one in "ab":
+        (found,) = made.readmit(one, "an operator has requested it")
+        assert found.announce
+    assert made.excluded(now_s=9.0) == {}
+    made.note("a", now_s=10.0)
+    assert made.excluded(now_s=10.0) == {}, "earlier failures count no longer"
+
+
+def test_a_request_reaches_the_leader_and_a_check_precedes_the_return() -> None:
+    made = started("abc", cluster_size=ClusterSize(2, 2, 1))
+    leader = made["a"].member.leader
+    assert leader is not None
+    outside = next(one for one in "bc" if one not in made.running())
+    made.happens(outside, NodeChecked(judged(number=1)))
+    made.passes(1.0)
+    leader.monitor.failures.bar(outside, "slow", now_s=clock.now_s())  # status uses that clock
+    made.passes(1.0)
+    (shown,) = status(made, "a").exclusions
+    assert (shown.node_id, shown.reason) == (outside, "slow")
+    for sender in ("b", "a"):
+        made.happens("a", MessageReceived(sender, ReadmitNode(outside)))
+    assert leader.monitor.excluded(now_s=made.now_s) == set()
+    assert len(notes(made, "a", "node_readmitted")) == 2
+    made.passes(1.0)
+    assert "repeats its check" in leader.screening.unfit(set())[outside]
+    made.happens(outside, NodeChecked(judged(number=2)))
+    made.passes(1.0)
+    assert leader.screening.unfit(set()) == {}
+
+
+def test_the_next_leader_excludes_the_same_nodes_for_the_rest_of_their_time() -> None:
+    made = with_spares("abcdef")
+    leader = made["a"].member.leader
+    assert leader is not None
+    leader.monitor.failures.bar("b", "it was slow", now_s=made.now_s)
+    made.kill("c")  # the next plan has the exclusion
+    made.passes(1.0)
+    assert set(made.running()) == set("ade")
+    made.passes(600.0)
+    made.kill("a")
+    made.passes(10.0)
+    successor = made[made.leader()].member.leader
+    assert successor is not None
+    assert successor is not leader
+    left_s, reason = successor.monitor.failures.excluded(now_s=made.now_s)["b"]
+    assert left_s == pytest.approx(3600.0 - 611.0, abs=2.0)
+    assert reason == "it was slow"
+    assert "b" not in made.running()
+
+
+def judged(number: int) -> NodeFitness:
+    return judge(NodeMeasurements(), PreflightConfig(), number=number)

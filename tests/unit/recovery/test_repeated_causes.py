@@ -198,3 +198,10 @@ def test_no_sequence_excludes_two_nodes_for_one_rank_and_cause_without_progress(
         if found.exclude:
             excluded.setdefault((rank, key), set()).add(found.exclude)
         assert all(len(nodes) <= 1 for nodes in excluded.values())
+
+
+def test_the_end_of_an_agent_shows_nothing_about_a_device() -> None:
+    placed = replace(PLACED, faults={"b": "XID 79"})
+    lost = replace(crash(kind=ExitKind.NODE_LOST), text="node b is lost: the GPU is lost")
+    assert placed.fault_behind(lost) == ("", "")
+    assert placed.fault_behind(crash()) == ("b", "XID 79")

@@ -77,6 +77,7 @@ def test_a_version_survives_the_loss_of_any_m_nodes_and_no_more(
         assert found.version == version(0, 8)
         assert found.world_size == num_nodes
         assert found.sources == (source(group, parity=parity),)
+        assert found.survives == parity - len(lost)
     else:
         assert found.version is None
         assert not found.sources
@@ -108,6 +109,7 @@ def test_without_protection_the_slots_themselves_must_be_here() -> None:
     found = choose(bare((0, 8), "ab", "ab"), None)
     assert found.version == version(0, 8)
     assert found.sources == (RestoreSource(["a"], [[0]], 0, -1), RestoreSource(["b"], [[1]], 0, -1))
+    assert found.survives == 0
     lost = choose(bare((0, 8), "a", "ab"), None)
     assert lost.version is None
     assert "no present node holds rank 1, which is not protected" in lost.reason
@@ -466,3 +468,27 @@ def test_parts_without_any_slot_are_something_that_is_held() -> None:
     assert found.version is None
     assert found.holders == {"b", "c"}
     assert "missing of the group a, b, c: a, b, c" in found.reason
+
+
+# --- a ring -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "margin"),
+    [("abcd", 1), ("abc", 0), ("ac", 0), ("bd", 0), ("ab", -1), ("ad", -1), ("a", -1)],
+)
+def test_a_ring_survives_losses_that_are_not_neighbours(here: str, margin: int) -> None:
+    found = choose(held((0, 9), here, "abcd", is_ring=True), plan(0, "abcd"))
+    assert (found.version is not None) == (margin >= 0)
+    if found.version is None:
+        assert found.reason.endswith("so no two neighbours may be missing")
+    else:
+        (one,) = found.sources
+        assert one == msgspec.structs.replace(source("abcd"), is_ring=True)
+
+
+def test_a_ring_and_a_code_of_the_same_nodes_are_different_protections() -> None:
+    ring = held((0, 9), "ac", "abcd", is_ring=True)
+    coded = held((0, 9), "ac", "abcd")
+    assert choose(both(ring, coded), plan(0, "abcd")).version == version(0, 9)
+    assert choose(coded, plan(0, "abcd")).version is None

@@ -476,8 +476,10 @@ def test_before_a_repeated_failure_ends_the_run_its_node_is_replaced() -> None:
     made = supervisor(backoff_initial_s=0.0)
     made.placement = PLACED
     assert fails(made, raised(1))[1:] == [StartGeneration("rank 1 raised")]
-    reason = "node b is excluded: the same failure occurred on it 2 times without progress"
-    assert fails(made, raised(1))[1:] == [ExcludeNode("b", reason), StartGeneration(reason)]
+    reason = "the same failure occurred on it 2 times without progress"
+    assert fails(made, raised(1))[1:] == [
+        ExcludeNode("b", reason), StartGeneration(f"node b is excluded: {reason}")
+    ]  # fmt: skip
     assert made.budget.used(now_s=0.0) == 2
     made.placement = replace(PLACED, node_of={0: "a", 1: "c"})
     last = fails(made, raised(1))[-1]
@@ -498,10 +500,10 @@ def test_progress_on_the_other_node_shows_that_the_node_was_the_cause() -> None:
 def test_a_node_with_a_hardware_fault_is_replaced_without_a_charge() -> None:
     made = supervisor(budget=1)
     made.placement = replace(PLACED, faults={"b": XID})
-    reason = f"node b is excluded: {XID}"
     for _ in range(3):
-        found = fails(made, raised(0))
-        assert found[1:] == [ExcludeNode("b", reason), StartGeneration(reason)]
+        assert fails(made, raised(0))[1:] == [
+            ExcludeNode("b", XID, is_fault=True), StartGeneration(f"node b is excluded: {XID}")
+        ]  # fmt: skip
     assert made.budget.used(now_s=0.0) == 0
     assert made.restarts == 3
 
@@ -511,7 +513,7 @@ def test_a_driver_s_error_is_a_hardware_fault_although_none_was_reported() -> No
     made.placement = PLACED
     text = "rank 1 raised RuntimeError: CUDA error: uncorrectable ECC error encountered"
     found = fails(made, replace(raised(1), text=text))
-    assert found[1] == ExcludeNode("b", f"node b is excluded: {text}")
+    assert found[1] == ExcludeNode("b", text, is_fault=True)
 
 
 def test_without_restarts_a_hardware_fault_ends_the_run() -> None:
@@ -564,7 +566,7 @@ def test_a_node_without_protection_is_replaced_when_its_ranks_fail_again() -> No
     made = supervisor(backoff_initial_s=0.0)
     made.placement = replace(PLACED, faults={"b": XID}, is_protected=False)
     assert fails(made, raised(1))[-1].reason.endswith("its ranks: the state is not protected")
-    assert ExcludeNode("b", f"node b is excluded: {XID}") in fails(made, raised(1))
+    assert ExcludeNode("b", XID, is_fault=True) in fails(made, raised(1))
 
 
 @pytest.mark.parametrize("kind", ["attached", "not attached"])

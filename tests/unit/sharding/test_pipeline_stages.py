@@ -247,3 +247,48 @@ def test_a_name_that_two_rules_move_is_left_to_be_reported() -> None:
     text = ANEW.format(2, "").replace("]", ', {name: "*.{n}.w", axis: pp, of: 2, numbered: anew}]')
     (problem, *_) = problems(text, ["l.0.w"], ["l.0.w"])
     assert problem.startswith("l.0.w is matched by unique l.{n}.* (line 2) and by unique *.{n}.w")
+
+
+# --- tensors that stages hold as copies ---------------------------------------------------------
+
+TIED = """
+mesh: {{pp: {pp}}}
+unique:
+  - {{name: "m.in", axis: pp, at: [first, last], tied: "m.out"}}
+  - {{name: "m.l.{{n}}", axis: pp, of: 4}}
+"""
+
+
+def tied(pp: int) -> list[list[str]]:
+    names = [[f"m.l.{n}" for n in part] for part in np.array_split(np.arange(4), pp)]
+    names[0].append("m.in")
+    if pp > 1:
+        names[-1].append("m.out")
+    return names
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2)])
+def test_a_copy_has_its_own_name_on_other_stages(before: int, after: int) -> None:
+    stored = [stored_with_state(names) for names in tied(before)]
+    source = read_world(rules(TIED.format(pp=before)), stored)
+    target = lay_out(rules(TIED.format(pp=after)), source)
+    found = [
+        sorted(target.own_name(rank, name) for name in entries)
+        for rank, entries in enumerate(target.entries)
+    ]
+    expected = [stored_with_state(names) for names in tied(after)]
+    assert found == [sorted(one.name for one in some) for some in expected]
+
+
+@pytest.mark.parametrize(
+    ("names", "reported"),
+    [
+        ([["m.out"], ["m.out"]], "m.out: pp 0 has it as m.in by unique m.in (line 4)"),
+        ([["m.in"], ["m.in"]], "m.in: pp 1 has it as m.out by unique m.in (line 4)"),
+        ([["m.in", "m.out"], ["m.out"]], "m.out: pp 0 has it as m.in"),
+    ],
+)
+def test_a_copy_with_another_name_is_reported(names: list[list[str]], reported: str) -> None:
+    with pytest.raises(RulesMismatch) as caught:
+        read_world(rules(TIED.format(pp=2)), [stored_with_state(some) for some in names])
+    assert caught.value.problems[0].startswith(reported)

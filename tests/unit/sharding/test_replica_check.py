@@ -13,6 +13,7 @@ from ftrun.sharding.replica_check import (
     check_replicas,
     difference,
     differing,
+    have_equal_content,
     unequal_holder,
 )
 from ftrun.sharding.rule_parser import read_rules
@@ -149,6 +150,22 @@ def test_a_large_tensor_that_differs_is_named_without_a_read() -> None:
         shards.check(large=whole(LARGE.shape))
     assert (caught.value.key, caught.value.ranks) == ("large", (0, 2))
     assert shards.expected == []
+
+
+def have_equal(shards: ReadShards, one: str, other: str) -> bool:
+    tensors = [shards.index.tensor(name) for name in (one, other)]
+    assert tensors[0] is not None
+    assert tensors[1] is not None
+    return have_equal_content(tensors[0], tensors[1], shards)
+
+
+def test_tensors_of_two_stages_are_compared_by_content() -> None:
+    shards = ReadShards({"a": array(1, 2), "b": LARGE}, {"c": array(1, 2), "d": LARGE})
+    assert have_equal(shards, "a", "c")
+    assert have_equal(shards, "b", "d")
+    shards = ReadShards({"a": array(1, 2), "b": LARGE}, {"c": array(1, 3), "d": LARGE + 1})
+    assert not have_equal(shards, "a", "c")
+    assert not have_equal(shards, "b", "d")
 
 
 def test_chunks_that_are_not_read_are_not_compared() -> None:

@@ -62,8 +62,8 @@ def test_state_has_the_rule_of_its_parameter_unless_it_has_its_own() -> None:
     )
     assert found["s.like"] == found["model.last"]
     assert found["s.number"].rule.kind is SharingKind.REPLICATE
-    assert found["s.number"].placements(2) == {1}
-    assert found["lonely"].placement is None
+    assert found["s.number"].places[0].coordinates(2) == {1}
+    assert found["lonely"].places == ()
     assert found["s.mine"].rule.kind is SharingKind.OWN
     with pytest.raises(RulesMismatch):
         match(RULES, [("s", OwningParameter("nobody", StateOwnership.LIKE))])
@@ -73,10 +73,10 @@ def test_where_a_number_lives() -> None:
     text = "mesh: {{pp: 2}}\nunique: [{{name: 'l.{{n}}', axis: pp, of: 5{}}}]"
     even = read_rules(text.format(""), source="x")
     found = match(even, [(f"l.{n}", None) for n in range(6)])
-    assert [found[f"l.{n}"].placements(2) for n in range(5)] == [{0}, {0}, {0}, {1}, {1}]
+    assert [found[f"l.{n}"].places[0].coordinates(2) for n in range(5)] == [{0}, {0}, {0}, {1}, {1}]
     with pytest.raises(SplitImpossible, match="number 5 is not below of: 5"):
-        found["l.5"].placements(2)
+        found["l.5"].places[0].coordinates(2)
     sized = match(read_rules(text.format(", sizes: [1, 4]"), source="x"), [("l.1", None)])
-    assert sized["l.1"].placements(2) == {1}
+    assert sized["l.1"].places[0].coordinates(2) == {1}
     with pytest.raises(SplitImpossible, match="2 runs of layers, and there are 5 for 3"):
-        sized["l.1"].placements(3)
+        sized["l.1"].places[0].coordinates(3)

@@ -52,6 +52,7 @@ unique:
   - {name: [model.embed, model.tied], axis: pp, at: [first, last, 1]}
   - {name: "chunk{turn}.{n}", axis: pp, of: 9, turns: 2, numbered: anew, empty: [3]}
   - {name: "l.{n}", axis: pp, of: 9, numbered: through}
+  - {name: "{turn}.in", axis: pp, at: [first, last], tied: "{turn}.out", turns: 2}
 """
 
 
@@ -73,7 +74,8 @@ def test_everything_that_can_be_reported() -> None:
     )
     shapes = (("model.w", (4, 8)), ("model.b", (8,)), ("model.n", ()))
     assert by_name["row"].flat == FlatBuffer("dp", 2, shapes)
-    layers, embed, tied, chunks, through = rules.placements
+    layers, embed, tied, chunks, through, copies = rules.placements
+    assert (copies.renames, str(copies.tied), tied.tied) == (True, "{turn}.out", None)
     assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
     assert embed.at == tied.at == (0, -1, 1)
     assert (layers.turns, layers.is_anew, layers.empty) == (1, False, ())
@@ -85,12 +87,33 @@ def test_everything_that_can_be_reported() -> None:
     assert str(layers) == "unique model.layers.{n}.* (line 36)"
 
 
+def test_a_buffer_for_each_tensor_and_a_number_of_equal_parts() -> None:
+    text = """
+mesh: {dp: 2}
+flat: [{axis: dp, pad_to: 4, each: {a: [3, 5], b: []}}]
+fragment: [{name: c, axis: dp, dim: 0, parts: 3, unit: 2}]
+"""
+    rules = read_rules(text, source="x").rules
+    flats = [one for one in rules if one.kind is SharingKind.FLAT]
+    (fused,) = (one for one in rules if one.kind is SharingKind.FRAGMENT)
+    assert [(str(one.pattern), one.flat) for one in flats] == [
+        ("a", FlatBuffer("dp", 4, (("a", (3, 5)),))),
+        ("b", FlatBuffer("dp", 4, (("b", ()),))),
+    ]
+    assert fused.cuts[0].parts == (FusedPart(unit=2),) * 3
+
+
 def test_a_snapshot_carries_its_rules_and_its_own_mesh() -> None:
     rules = read_rules(WHOLE, source="x.yaml")
     rules = rules.on(rules.mesh.with_sizes({"dp": 5}))
     back = read_carried(carried(rules))
     assert back.layout == rules.layout
     assert back.source == "x.yaml of the snapshot"
+
+
+def test_a_file_may_describe_a_mesh_only() -> None:
+    assert read_rules("mesh: {tp: 2}", source="x").is_empty
+    assert not read_rules("mesh: {tp: 2}\nown: [a]", source="x").is_empty
 
 
 def test_batches_differ_along_dp_by_default() -> None:
@@ -124,7 +147,9 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, unit: 2}]", "none of parts, unit"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0}]", "belongs under shard"),
-        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: 3}]", "a list of parts"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: {a: 1}}]",
+         "a list of parts"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: x}]", "a number, 1 or more"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: [{unit: 3}]}]",
          "the key weight in a part"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, sizes: 3}]", "a list of numbers"),
@@ -135,6 +160,10 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, share: 1}]", "expected true or false"),
         ("mesh: {tp: 2}\nflat: [{name: a, axis: tp, tensors: [w]}]", "expected tensors with their"),
         ("mesh: {tp: 2}\nflat: [{name: a, axis: tp, tensors: {w: 4}}]", "expected a shape"),
+        ("mesh: {tp: 2}\nflat: [{axis: tp, name: a}]", "either name: and tensors:, or each:"),
+        ("mesh: {tp: 2}\nflat: [{axis: tp, name: a, tensors: {w: [1]}, each: {w: [1]}}]",
+         "either name: and tensors:, or each:"),
+        ("mesh: {tp: 2}\nflat: [{axis: tp, name: a, each: {w: [1]}}]", "either name: and tensors:"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp}]", "either at: with coordinates, or of:"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, of: 3}]", "expected one number in the name"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: middle}]", "a number, and there is 'mid"),
@@ -143,6 +172,12 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("mesh: {tp: 2}\nunique: [{name: '{n}', axis: tp, of: 2, numbered: new}]",
          "through or anew, and there is 'new'"),
         ("mesh: {tp: 2}\nunique: [{name: '{n}.{n}', axis: tp, of: 2}]", "each number under a word"),
+        ("mesh: {tp: 2}\nunique: [{name: 'l.{n}', axis: tp, of: 2, tied: b}]",
+         "tied together with at:, not with of:"),
+        ("mesh: {tp: 2}\nunique: [{name: 'a.*', axis: tp, at: 0, tied: b}]",
+         "whole names, without * and numbers, for tied:"),
+        ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: 0, tied: 'b.{n}'}]",
+         "whole names, without * and numbers, for tied:"),
         ("mesh: {tp: 2}\nunique: [{name: '{turn}', axis: tp, of: 2}]", "expected one number in"),
         ("mesh: {tp: 2", "line 1, column 13: expected YAML (while parsing a flow mapping)"),
         ("mesh: *a", "line 1, column 7: expected YAML"),

@@ -369,3 +369,13 @@ def test_what_no_session_has_saved_is_refused_in_words() -> None:
     made = MadeShards([{"w": array(1, 2)}])
     with pytest.raises(RulesMismatch, match=r"saved by ftrun\.dcp"):
         stored_entries(made.headers, [{"objects": b""}], source="x")
+
+
+def test_a_ranks_own_tensor_moves_with_its_stage() -> None:
+    text = "mesh: {{pp: {pp}, tp: 2}}\nown: [m]\nunique: [{{name: m, axis: pp, at: last}}]"
+    held = {f"{one}": [StoredEntry("m", "F32", (one,))] for one in (2, 3)}
+    source = read_world(rules(text.format(pp=2)), [[], [], held["2"], held["3"]])
+    for pp in (1, 3):
+        target = lay_out(rules(text.format(pp=pp)), source)
+        assert [entries["m"].patches[0].tensor for entries in target.entries[-2:]] == ["m@2", "m@3"]
+        assert [entries["m"].shape for entries in target.entries[-2:]] == [(2,), (3,)]

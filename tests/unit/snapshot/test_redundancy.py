@@ -24,6 +24,7 @@ from ftrun.snapshot.redundancy import (
     make_plan,
     replica_digests,
 )
+from ftrun.snapshot.replica_shares import shares_of
 
 BIG = 1 << 18
 """Items of an entry that is cut into pieces: 1 MiB of float32."""
@@ -104,6 +105,36 @@ def test_every_byte_survives_any_m_losses(
             assert mirrors - set(lost), "a mirror is lost with m nodes"
     again, _ = make_plan(manifests, parity=parity, small_state_bytes=limit)
     assert again.id == plan.id
+
+
+def node_of_replicas(node: int, *, is_shared: bool) -> NodeManifest:
+    """Two ranks with an equal tensor that no other node has; each stores its rows, or all."""
+    weight = LayoutEntry("weight", "F32", (BIG,), CopyTiming.LAZY)
+    shares = [rows["weight"].of(weight) for rows in shares_of([weight], 2)]
+    found = []
+    for at, share in enumerate(shares):
+        layout = make_layout([share if is_shared else weight], plain_bytes=10)
+        table = memoryview(bytearray(8 * len(layout.pieces))).cast("Q")
+        first = at * len(table) if is_shared else 0
+        for index in range(len(table)):
+            table[index] = xxhash.xxh3_64_intdigest(f"{node} {first + index}".encode())
+        places = sections_of(layout)
+        sections, digests = [one.section for one in places], content_digests(places, table)
+        found.append(
+            RankManifest(2 * node + at, 6, layout.image_bytes, len(table), 0, 0, 0, 0, sections,
+                         digests)
+        )  # fmt: skip
+    return NodeManifest(found)
+
+
+@pytest.mark.parametrize(("is_shared", "copies"), [(True, 1), (False, 2)])
+def test_replicas_that_the_ranks_of_a_node_share_are_encoded_once(
+    is_shared: bool, copies: int
+) -> None:
+    manifests = [node_of_replicas(node, is_shared=is_shared) for node in range(3)]
+    plan, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    assert groups == ()
+    assert plan.coded_bytes == [copies * 4 * BIG] * 3
 
 
 def test_equal_state_of_more_than_m_nodes_costs_nothing() -> None:
@@ -299,3 +330,36 @@ def test_a_plan_of_another_layout_is_refused() -> None:
         StripeSpace(plan, {0: pieces_of([10, 10, 11])}, 16)
     with pytest.raises(LayoutUnknown):
         StripeSpace(plan, {}, 16)
+
+
+def lost_sets(count: int) -> list[set[int]]:
+    """Every set of nodes of a ring of which no two are neighbours."""
+    every = [set(one) for size in range(1, count) for one in combinations(range(count), size)]
+    return [one for one in every if not any((at + 1) % count in one for at in one)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(contents, min_size=2, max_size=6), st.sampled_from([0, 1 << 15, 1 << 22]))
+def test_in_a_ring_every_byte_survives_losses_that_are_not_neighbours(
+    given_: list[dict[str, str]], limit: int
+) -> None:
+    manifests, count = nodes_of(given_), len(given_)
+    plan, groups = make_plan(manifests, parity=1, small_state_bytes=limit, is_ring=True)
+    check_covers(plan, manifests, 1)
+    for lost in lost_sets(count):
+        for group in groups:
+            left = {position for position, _ in group.holders} - lost
+            assert left, "a replica is lost with nodes that are no neighbours"
+        assert all((position + 1) % count not in lost for position in lost)
+    assert plan.block_bytes == block_bytes(max(plan.coded_bytes), 1)
+
+
+def test_in_a_ring_nodes_that_are_no_neighbours_hold_no_replica() -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "x"}, {"a": "z"}])
+    _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    assert [position for position, _ in groups[0].holders] == [0, 2]
+    _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16, is_ring=True)
+    assert groups == ()
+    beside = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "z"}, {"a": "x"}])
+    _, groups = make_plan(beside, parity=1, small_state_bytes=1 << 16, is_ring=True)
+    assert [position for position, _ in groups[0].holders] == [0, 3]

@@ -6,7 +6,7 @@ import pytest
 
 from ftrun.errors import RulesInvalid, UsageError
 from ftrun.sharding.rule_parser import carried, read_carried
-from ftrun.worker.state.attached import declared, has_rules, is_layout_of
+from ftrun.worker.state.attached import declared, is_layout_of
 
 TEXT = "mesh: {dp: 2, tp: 2}\nshard:\n  - {name: model.w, axis: tp, dim: 0}\n"
 
@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_read_is_reported(path: Path) -> None:
 
 def test_a_mesh_alone_reports_ranks_with_the_same_data() -> None:
     found = declared(None, {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 2}, 24)
-    assert not has_rules(found)
+    assert found.is_empty
     assert found.mesh.batch_axes == ("dp_replicate", "dp_shard")
     assert found.mesh.has_stages
     assert is_layout_of(found, carried(found))

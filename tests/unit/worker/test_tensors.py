@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftrun.snapshot.boxes import TensorPart, whole
+from ftrun.worker.capture import device_copies
 from ftrun.worker.restore.early_restore import empty
 from ftrun.worker.restore.shard import fits
 from ftrun.worker.state.tensors import (
+    DTYPES,
     box_of,
     copyable,
     is_castable,
@@ -21,7 +23,7 @@ from ftrun.worker.state.tensors import (
     part_of,
     stride_for,
     stride_of,
-    zeros,
+    uninitialized,
 )
 
 
@@ -134,9 +136,34 @@ def test_a_plain_tensor_is_whole() -> None:
     assert box_of(torch.zeros(())) == whole(())
 
 
-def test_packed_zeros_are_made_of_bytes() -> None:
-    """Torch fills a small tensor only."""
-    made = zeros(40_000, torch.float4_e2m1fn_x2)
-    assert made.dtype == torch.float4_e2m1fn_x2
-    assert not made.view(torch.uint8).any()
-    assert zeros(3, torch.float32).tolist() == [0, 0, 0]
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("stride", [(), (1, 300)])
+def test_memory_of_each_dtype_is_made_with_deterministic_algorithms(
+    dtype: torch.dtype, stride: tuple[int, ...], deterministic: None
+) -> None:
+    """Torch fills new memory then, and no packed items."""
+    made = uninitialized((300, 200), dtype, "cpu", stride)
+    assert (made.dtype, made.stride()) == (dtype, stride or (200, 1))
+    assert empty((300, 200), dtype, "cpu", stride).stride() == made.stride()
+    assert uninitialized((0, 3), dtype, "cpu").shape == (0, 3)
+
+
+def test_an_error_of_page_locked_memory_that_is_no_limit_is_shown_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here it is torch's, because this process has no accelerator."""
+    monkeypatch.setattr(device_copies, "_refusals", [])
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1, pin_memory=True)
+    assert not device_copies._host_memory(100, torch.device("cpu")).is_pinned()
+    reason = device_copies.slow_reason()
+    assert reason.startswith("page-locked memory cannot be allocated (")
+    assert str(caught.value)[:40] in reason
+    assert "ulimit" not in reason

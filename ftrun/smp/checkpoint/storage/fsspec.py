@@ -201,6 +201,13 @@ class FsspecStorage:
             with suppress(CheckpointError):
                 self._calls(file.close)
 
+    def reading(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_being_read(self, name: str) -> bool:
+        """Return False: a store has no locks."""
+        return False
+
     # --- writing ------------------------------------------------------------------------------
 
     def exclusive(self) -> AbstractContextManager[None]:

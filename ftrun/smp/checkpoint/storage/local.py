@@ -145,6 +145,29 @@ class LocalStorage:
         finally:
             os.close(fd)
 
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Keep the checkpoint from being pruned; if the file system has no locks, do nothing."""
+        with contextlib.ExitStack() as ends:
+            with contextlib.suppress(OSError):
+                fd = os.open(self._directory / name / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
+                ends.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+
+    def is_being_read(self, name: str) -> bool:
+        with contextlib.ExitStack() as ends:
+            try:
+                # With NFS, an exclusive lock needs a descriptor for writing.
+                fd = os.open(self._directory / name / INDEX_NAME, os.O_RDWR | os.O_CLOEXEC)
+                ends.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError as error:
+                _log.debug("%s cannot be locked: %s", self.path_of(name), error)
+        return False
+
     def again(self) -> AbstractContextManager["LocalStorage"]:
         """Return the same storage, usable also after this one is closed or has failed."""
         return contextlib.nullcontext(self)
@@ -224,8 +247,12 @@ class LocalStorage:
         return name
 
     def clean_up(self, name: str) -> None:
-        for pattern in ("part-*.json", ".*"):  # parts, and leftovers of killed file writers
-            for path in (self._directory / name).glob(pattern):
+        """Remove parts, offers, and what is left of killed writers and of earlier attempts."""
+        index = self.describe(name).index
+        kept = {one for shard in index.shards for one in shard.names} if index else set[str]()
+        patterns = ("part-*.json", "offer-*", ".*", *(("rank-*",) if kept else ()))
+        for path in (one for pattern in patterns for one in (self._directory / name).glob(pattern)):
+            if path.name not in kept:
                 path.unlink(missing_ok=True)
 
     def point_latest(self, name: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import StoredCheckpoint, is_stale, tag_of
+from ftrun.smp.checkpoint.index import StoredCheckpoint, is_stale, stored_bytes, tag_of
 from ftrun.smp.checkpoint.storage.direct_file import DirectFile
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage, ObjectReader, ObjectWriter
 from ftrun.smp.checkpoint.storage.local import LocalFile, LocalStorage
@@ -58,12 +58,14 @@ class Retention:
     Args:
         keep: number of retained checkpoints, including the last written one.
         keep_s: checkpoints written longer ago than this are removed; 0: age does not matter.
+        keep_bytes: the oldest are removed while all of them have more bytes; 0: no limit.
         runs: only checkpoints of these runs may be removed; empty: of all runs.
     """
 
     keep: int
     keep_s: float = 0.0
     runs: frozenset[str] = frozenset()
+    keep_bytes: int = 0
 
     def covers(self, run_id: str) -> bool:
         return not self.runs or run_id in self.runs
@@ -83,7 +85,25 @@ def to_prune(found: Sequence[StoredCheckpoint], retention: Retention, *, newest:
     ]
     spare = max(0, retention.keep - 1)
     old = [one for one in others[:spare] if one.age_s > retention.keep_s > 0]
-    return [one.name for one in [*others[spare:], *old]]
+    doomed = [one.name for one in [*others[spare:], *old]]
+    if retention.keep_bytes:
+        left = [one for one in found if one.index is not None and one.name not in doomed]
+        total = sum(stored_bytes(one.index) for one in left if one.index is not None)
+        for one in reversed([one for one in others if one in left]):
+            if total <= retention.keep_bytes:
+                break
+            assert one.index is not None
+            total -= stored_bytes(one.index)
+            doomed.append(one.name)
+    return doomed
+
+
+def prunable(
+    storage: Storage, found: Sequence[StoredCheckpoint], retention: Retention, *, newest: str
+) -> list[str]:
+    """As `to_prune`, without those that a process reads; a later checkpoint removes them."""
+    names = to_prune(found, retention, newest=newest)
+    return [name for name in names if not storage.is_being_read(name)]
 
 
 def earlier_of_run(

@@ -80,6 +80,7 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
         is_planned=case.is_planned,
         is_open=moments.recovered is None and closed is None and case.first(EndRun) is None,
         confidence=verdict.confidence.value if verdict is not None else _confidence(case, ended),
+        error_class=clean(named.error_class, 60),
         culprits=culprits,
         nodes=nodes,
         victims=victims,
@@ -302,6 +303,7 @@ SIGNALS = {"SIGSEGV": "segv", "SIGABRT": "abort", "SIGKILL": "rank-kill", "SIGBU
 
 def sentence_of(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> IncidentFacts:
     what = _what(facts, case, verdict_text)
+    what += f" ({facts.error_class})" if facts.error_class else ""
     parts = [what, _done(facts, what), _lost(facts)]
     sentence = "; ".join(part for part in parts if part)
     drill, note = drill_of(facts, what)

@@ -1,5 +1,7 @@
 """Nodes with a fault: their ranks move to another node before the run is given up."""
 
+import msgspec
+
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.events import ExitKind
@@ -16,6 +18,7 @@ from tests.unit.membership.leader.test_leader import (
     with_spares,
     works,
 )
+from tests.unit.recovery.made import settings
 
 XID = "GPU 2 has reported XID 79"
 
@@ -145,3 +148,34 @@ def test_a_node_with_a_hardware_fault_runs_none_even_then() -> None:
     made.kill("d")
     made.passes(3.0)
     assert made.running() == {}
+
+
+def test_deaths_of_an_agent_on_a_faulty_node_do_not_end_the_run() -> None:
+    made = started("abc", cluster_size=ClusterSize(3, 3, 0))
+    hold(made, 5, "abc")
+    for count in (1, 2):
+        made["c"].is_frozen = True  # the ballot waits for c, and the next agent of b reports
+        made.start_again("b")
+        for _ in range(4):
+            made.here_is("b", Heartbeat(generation=-1, fault=XID))
+            made.passes(0.25)
+        made.thaw("c")
+        made.passes(10.0)
+        assert not made["a"].reported(EndRun), count
+        assert set(made.running()) == set("abc"), count
+
+
+def test_a_leader_that_dies_before_its_ranks_start_leaves_a_faulty_member_its_ranks() -> None:
+    made = Agents("abc", settings(cluster_size=ClusterSize(3, 3, 0), last_call_timeout_s=5.0))
+    made.reads["a"] = None  # the plan is accepted by the others, and is never chosen
+    made.passes(5.0)
+    accepted = made["b"].member.follower.newest_plan
+    assert accepted is not None
+    assert made["b"].member.follower.plan is None
+    made.reads.clear()
+    made.start_again("a")
+    for _ in range(40):
+        made.here_is("c", msgspec.structs.replace(made["c"].heartbeat, fault=XID))
+        made.passes(0.5)
+    assert set(made.running()) == set("abc")
+    assert not any(made[one].reported(EndRun) for one in "abc")

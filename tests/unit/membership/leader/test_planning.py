@@ -151,6 +151,20 @@ def test_the_user_may_choose_how_large_groups_are() -> None:
     assert groups("abcd", cluster_size=cluster_size) == ([["a", "c"], ["b", "d"]], 1)
 
 
+def test_a_ring_has_all_nodes_of_a_small_run_in_the_order_of_their_ranks() -> None:
+    mirror = settings(erasure_ring=True, erasure_parity=1)
+    found = planned([promise(2, one, knows=1) for one in "abcd"], "abcd", None, mirror)
+    assert isinstance(found, GenerationPlan)
+    assert (found.groups, found.parity, found.is_ring) == ([list("abcd")], 1, True)
+    previous = plan(1, "abcd", groups=[list("abcd")], parity=1, is_ring=True)
+    after = planned([promise(2, one, knows=1) for one in "axcd"], "axcd", previous, mirror)
+    assert isinstance(after, GenerationPlan)
+    assert (after.groups, after.is_ring) == ([list("axcd")], True)
+    alone = planned([promise(2, "a", knows=1)], "a", None, mirror)
+    assert isinstance(alone, GenerationPlan)
+    assert (alone.groups, alone.is_ring) == ([], False)
+
+
 def test_a_replacement_takes_the_place_of_the_node_whose_ranks_it_runs() -> None:
     previous = plan(1, "abcd", groups=[["a", "d"], ["c", "b"]], parity=1)
     assert groups("axcd", previous) == ([["a", "d"], ["c", "x"]], 1)

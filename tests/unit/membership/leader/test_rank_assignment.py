@@ -21,6 +21,7 @@ from ftrun.membership.leader.rank_assignment import (
 )
 from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
 from ftrun.recovery.commands import JournalEntry, RepeatNodeCheck
+from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import LeaderHeartbeat
 from tests.unit.membership.agents import Agents
@@ -166,7 +167,7 @@ def made_of(**checks: NodeFitness | None) -> tuple[Admission, FailureDetector]:
     peers = FailureDetector(card("a"), SETTINGS)
     for node_id, fitness in checks.items():
         peers.put(card(node_id), now_s=0.0, linked=True, has_answered=True).fitness = fitness
-    return Admission(SETTINGS, peers), peers
+    return Admission(SETTINGS, peers, MemberReports()), peers
 
 
 def texts(notes: list[JournalEntry]) -> list[tuple[str, str]]:
@@ -195,59 +196,59 @@ def test_too_few_fit_nodes_are_reported_with_the_check() -> None:
 def test_it_is_reported_once_and_so_is_that_it_is_over() -> None:
     screening, peers = made_of(a=FIT, b=UNFIT)
     reason = "node b may not run ranks: memory is copied at 3 MB/s"
-    assert texts(screening.poll(set())) == [("node_unfit", reason)]
-    assert screening.poll(set()) == []
+    assert texts(screening.poll(set(), now_s=0.0)) == [("node_unfit", reason)]
+    assert screening.poll(set(), now_s=0.0) == []
     assert screening.reported == {"b": "memory is copied at 3 MB/s"}
     peers.by_id["b"].lost = "gone"
-    assert screening.poll(set()) == []
+    assert screening.poll(set(), now_s=0.0) == []
     peers.by_id["b"].lost, peers.by_id["b"].fitness = "", FIT
-    assert texts(screening.poll(set())) == [("node_fit", "node b is fit to run ranks")]
-    assert screening.poll(set()) == []
+    assert texts(screening.poll(set(), now_s=0.0)) == [("node_fit", "node b is fit to run ranks")]
+    assert screening.poll(set(), now_s=0.0) == []
     assert screening.reported == {}
 
 
 def test_the_same_with_other_figures_is_known_and_not_reported_again() -> None:
     screening, peers = made_of(b=UNFIT)
-    screening.poll(set())
+    screening.poll(set(), now_s=0.0)
     for problems in (("memory is copied at 2.5 MB/s",), ("memory is copied at 1,002.0 MB/s",)):
         peers.by_id["b"].fitness = msgspec.structs.replace(UNFIT, problems=problems)
-        assert screening.poll(set()) == []
+        assert screening.poll(set(), now_s=0.0) == []
         assert screening.reported == {"b": problems[0]}
     problems = ("memory is copied at 3 MB/s", "8 open files are allowed")
     peers.by_id["b"].fitness = msgspec.structs.replace(UNFIT, problems=problems)
-    assert len(screening.poll(set())) == 1
+    assert len(screening.poll(set(), now_s=0.0)) == 1
 
 
 def test_a_node_that_is_forgotten_is_not_fit_again() -> None:
     screening, peers = made_of(b=UNFIT)
-    screening.poll(set())
+    screening.poll(set(), now_s=0.0)
     peers.by_id["b"].fitness = None
-    assert screening.poll(set()) == []
+    assert screening.poll(set(), now_s=0.0) == []
     del peers.by_id["b"]
-    assert screening.poll(set()) == []
+    assert screening.poll(set(), now_s=0.0) == []
 
 
 def test_a_node_that_was_excluded_makes_another_check_first() -> None:
     screening, peers = made_of(a=FIT, b=fit(1))
-    screening.poll({"b"})
+    screening.poll({"b"}, now_s=0.0)
     heartbeat = LeaderHeartbeat(generation=0)
     assert screening.ask(heartbeat) is heartbeat
-    notes = screening.poll(set())
+    notes = screening.poll(set(), now_s=0.0)
     reason = "node b may not run ranks: it was excluded, and repeats its check"
     assert texts(notes) == [("node_unfit", reason)]
     assert screening.ask(heartbeat).checks == {"b": 2}
     peers.by_id["b"].fitness = fit(2, is_whole=False)
-    screening.poll(set())
+    screening.poll(set(), now_s=0.0)
     assert screening.ask(heartbeat).checks == {"b": 3}
     peers.by_id["b"].fitness = fit(3)
-    assert texts(screening.poll(set())) == [("node_fit", "node b is fit to run ranks")]
+    assert texts(screening.poll(set(), now_s=0.0)) == [("node_fit", "node b is fit to run ranks")]
     assert screening.ask(heartbeat) is heartbeat
     assert screening.unfit(set()) == {}
 
 
 def test_an_agent_that_was_started_again_has_checked_itself() -> None:
     screening, peers = made_of(b=fit(4))
-    screening.poll({"b"})
+    screening.poll({"b"}, now_s=0.0)
     again = peers.put(card("b", 2), now_s=0.0, linked=True, has_answered=False)
     assert screening.unfit(set()) == {}  # it has not yet reported whether it makes checks
     again.fitness = fit(1, is_whole=False)
@@ -258,8 +259,8 @@ def test_an_agent_that_was_started_again_has_checked_itself() -> None:
 
 def test_where_no_checks_are_made_none_is_waited_for() -> None:
     screening, _ = made_of(b=None)
-    screening.poll({"b"})
-    assert screening.poll(set()) == []
+    screening.poll({"b"}, now_s=0.0)
+    assert screening.poll(set(), now_s=0.0) == []
     assert screening.unfit(set()) == {}
 
 

@@ -57,7 +57,7 @@ class Network:
                 node,
                 1.0,
                 [self._sample(pair) for pair in self.pairs if pair[0] == node]
-                + [LinkSample("127.0.0.1", 10**9, 1.0, 0.1, 0, 0, 0.0)],
+                + [LinkSample("127.0.0.1", 10**9, 1.0, 0.1, 0, 0)],
             )
             for node in self.nodes
         ]
@@ -77,9 +77,8 @@ class Network:
         sent = self.mb / max(1.0, slow / 10)
         rtt_s = (0.0005 + self.far_s.get(pair, 0.0)) * self._chance.uniform(0.7, 1.5)
         busy_s = sent * 0.002 * slow + rtt_s * 20
-        return LinkSample(
-            self.addresses[pair[1]], round(sent * 1e6), busy_s, rtt_s, round(slow), 0, 0.0
-        )
+        address = self.addresses[pair[1]]
+        return LinkSample(address, round(sent * 1e6), busy_s, rtt_s, round(slow), 0)
 
 
 @lru_cache(50)
@@ -214,7 +213,7 @@ def test_it_ends_when_the_link_is_well_again() -> None:
 
 def test_addresses_of_no_node_and_of_the_own_node_are_left_out() -> None:
     matrix = DelayMatrix()
-    samples = [LinkSample(host, 10**6, 0.1, 0.001, 0, 0, 0.0) for host in ("here", "8.8.8.8")]
+    samples = [LinkSample(host, 10**6, 0.1, 0.001, 0, 0) for host in ("here", "8.8.8.8")]
     for _ in range(MAX_RATIOS):
         matrix.poll([NodeTraffic("n0", 1.0, samples)], {"here": "n0"})
     assert matrix.cells() == []
@@ -336,10 +335,10 @@ def test_one_cell_names_both_ends() -> None:
 
 
 def test_samples_of_one_address_are_added() -> None:
-    one = LinkSample("h", 0, 0.1, 0.001, 1, 10, 0.0)
-    other = LinkSample("h", 0, 0.2, 0.003, 2, 20, 4.0)
+    one = LinkSample("h", 0, 0.1, 0.001, 1, 10)
+    other = LinkSample("h", 0, 0.2, 0.003, 2, 20)
     both_of_them = LinkSample.together([one, other])
-    assert both_of_them == LinkSample("h", 0, pytest.approx(0.3), pytest.approx(0.002), 3, 30, 4.0)
+    assert both_of_them == LinkSample("h", 0, pytest.approx(0.3), pytest.approx(0.002), 3, 30)
 
 
 def test_of_two_readings_the_one_with_fewer_cells_counts() -> None:

@@ -1,6 +1,7 @@
-"""Checkpoints have these names and bytes, on every storage (format 1)."""
+"""Checkpoints have these names and bytes, on every storage (formats 1 and 2)."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
+from ftrun.wire.shared_memory.arena import Arena
 from tests.integration.test_checkpoint_files import RANKS, Arenas, arenas
 
 __all__ = ["arenas"]
@@ -105,3 +107,48 @@ def test_url_of_two_nodes(arenas: Arenas, tmp_path: Path) -> None:
         **first,
         **second,
     }
+
+
+SHARED = {
+    "index.json": "9c049f44a52f5650",
+    "rank-00000.digests": "cf8f17973ec84d7c",
+    "rank-00000.59514b4a.pieces": "fe264e4ba5791426",
+    "rank-00001.digests": "cf8f17973ec84d7c",
+    "rank-00001.ca7a9d49.pieces": "5c68ca18767fbbc2",
+}
+"""Both ranks hold the same tensor: each file has a part of it (format 2)."""
+
+
+def write_shared(found: Arenas, where: str, rank: int, wait_s: float) -> None:
+    job = WriteJob(
+        where, (Rank(rank),), 2, Retention(3), version(3, 7), "5b6a", share_wait_s=wait_s
+    )
+    CheckpointWriter(context()).write({Rank(rank): found.fds[Rank(rank)]}, job)
+
+
+def test_directory_of_two_nodes_with_equal_bytes(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(7, generation=3)
+    copy_slot(arenas)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: write_shared(arenas, str(tmp_path), rank, 30.0), RANKS))
+    name = "step-00000007-g3"
+    lock = {".lock": xxhash.xxh3_64_hexdigest(b"")}
+    assert contents(tmp_path) == {**lock, "latest": name, **inside(name, SHARED)}
+
+
+def test_offer_of_a_node(arenas: Arenas, tmp_path: Path) -> None:
+    """One of two nodes is late, so the first one writes its image whole."""
+    arenas.seal(7, generation=3)
+    write_shared(arenas, str(tmp_path), 0, 0.01)
+    (offer,) = tmp_path.glob(".tmp-*/offer-00000")
+    assert xxhash.xxh3_64_hexdigest(offer.read_bytes()) == "6b3be5c5fadc7bd7"
+
+
+def copy_slot(found: Arenas) -> None:
+    """Rank 1 has the bytes of rank 0."""
+    one, other = (Arena(found.fds[rank][0], writable=True) for rank in RANKS)
+    other.image(0)[:] = one.image(0)
+    other.table(0)[:] = one.table(0)
+    other.write_header(0, one.header(0))
+    one.close()
+    other.close()

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftrun.errors import CheckpointError
@@ -21,6 +23,7 @@ from ftrun.smp.checkpoint.index import (
     StoredCheckpoint,
     is_whole,
     seal,
+    stored_bytes,
 )
 from ftrun.smp.checkpoint.storage import local
 from ftrun.smp.checkpoint.storage.direct_file import no_pace
@@ -32,6 +35,7 @@ from ftrun.smp.checkpoint.storage.storage import (
     earlier_of_run,
     next_serial,
     open_storage,
+    prunable,
     sweep_finished,
     sweep_run,
     sweep_started,
@@ -290,6 +294,57 @@ def stored(step: int, *, run_id: str = "run", age_s: float = 0.0) -> StoredCheck
 def test_retention(retention: Retention, newest: str, removed: list[str]) -> None:
     found = [stored(5), stored(4), stored(3, age_s=200.0), stored(2, age_s=300.0)]
     assert to_prune(found, retention, newest=newest) == removed
+
+
+@pytest.mark.parametrize(
+    ("retention", "newest", "removed"),
+    [
+        (Retention(9, keep_bytes=52), "5", []),
+        (Retention(9, keep_bytes=51), "5", ["2"]),
+        (Retention(9, keep_bytes=39), "5", ["2"]),
+        (Retention(9, keep_bytes=38), "5", ["2", "3"]),
+        (Retention(9, keep_bytes=1), "5", ["2", "3", "4"]),
+        (Retention(9, keep_bytes=1), "3", ["2", "4", "5"]),
+        (Retention(2, keep_bytes=26), "5", ["3", "2"]),
+        (Retention(2, keep_bytes=25), "5", ["3", "2", "4"]),
+        (Retention(9, keep_bytes=1, runs=frozenset(["another"])), "5", []),
+    ],
+)
+def test_the_oldest_go_while_all_have_too_many_bytes(
+    retention: Retention, newest: str, removed: list[str]
+) -> None:
+    """Each has 5 bytes and a table of 8."""
+    found = [
+        replace(one, index=msgspec.structs.replace(one.index, shards=[SHARD]))
+        for one in map(stored, (5, 4, 3, 2))
+        if one.index is not None
+    ]
+    assert stored_bytes(found[0].index) == 13
+    assert to_prune(found, retention, newest=newest) == removed
+
+
+def test_a_checkpoint_that_is_read_is_pruned_later(root: Path) -> None:
+    with open_storage(str(root), NEVER) as storage, open_storage(str(root), NEVER) as reader:
+        first, last = finish(storage, 1, 1), finish(storage, 2, 2)
+        for retention in (Retention(1), Retention(9, keep_bytes=1)):
+            found = [
+                replace(one, index=msgspec.structs.replace(one.index, shards=[SHARD]))
+                for one in storage.checkpoints()
+                if one.index is not None
+            ]
+            with reader.reading(first), reader.reading(first):
+                assert prunable(storage, found, retention, newest=last) == []
+            assert prunable(storage, found, retention, newest=last) == [first]
+
+
+def test_a_checkpoint_that_is_missing_or_at_a_url_is_not_being_read(
+    storage: Storage, root: Path
+) -> None:
+    with storage.reading("nothing"):
+        assert not storage.is_being_read("nothing")
+    name = finish(storage, 1, 1)
+    with storage.reading(name):
+        assert storage.is_being_read(name) == storage.is_local
 
 
 def test_a_removed_checkpoint_is_never_offered_while_it_is_incomplete(

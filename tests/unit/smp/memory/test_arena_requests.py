@@ -19,6 +19,7 @@ from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import NO_LAYOUT, arena_bytes
 from tests.exhausted import no_threads
 
 TIMEOUT_S = 60.0
@@ -82,7 +83,7 @@ class Node:
     def begin(self, generation: int) -> None:
         ranks = [Rank(rank) for rank in range(2)]
         self.tracker.begin_generation(Generation(generation), ranks, 2, {}, decides_alone=True)
-        self.memory.forget_promises()
+        self.memory.forget_requests()
 
     def allocate(self, shape: Any, allocated: Any) -> int:
         """As `create`, when the test permits it."""
@@ -94,6 +95,12 @@ class Node:
         worker = Worker()
         body = worker_messages.RequestArena(rank, 2, image_bytes, 4, layout_id)
         self.requests.request(worker, body)  # type: ignore[arg-type]
+        return worker
+
+    def prepare(self, rank: int = 0, *, image_bytes: int = MB) -> Worker:
+        worker = Worker()
+        body = worker_messages.PrepareArena(rank, 2, image_bytes, 4)
+        self.requests.prepare(worker, body)  # type: ignore[arg-type]
         return worker
 
     def finish(self, *workers: Worker) -> None:
@@ -151,6 +158,60 @@ def test_a_request_that_is_repeated_joins_the_one_in_the_making(node: Node) -> N
     assert node.layouts() == [1]
     again = node.ask()
     assert again.reported == [(one, first)]
+
+
+def test_prepared_memory_becomes_the_arena_of_the_next_request(node: Node) -> None:
+    node.may_go_on.set()
+    prepared = node.prepare(image_bytes=2 * MB)
+    node.finish(prepared)
+    assert prepared.answer == worker_messages.ArenaGranted(0, NO_LAYOUT)
+    assert node.agent == []
+    assert node.memory.allocated_bytes == arena_bytes(2 * MB, 4)
+    inode = os.fstat(prepared.reported[0][1][0]).st_ino
+    assert node.prepare(image_bytes=2 * MB).reported == prepared.reported
+    asked = node.ask(image_bytes=MB)
+    assert asked.answer == worker_messages.ArenaGranted(0, 1)
+    assert node.agent == [asked.answer]
+    assert node.allocating == [0]
+    (arena,) = node.memory.of(Rank(0))
+    has = os.fstat(arena.fd)
+    assert (has.st_ino, has.st_size) == (inode, arena_bytes(MB, 4))
+    assert node.memory.allocated_bytes == arena.shape.total_bytes == has.st_size
+    assert isinstance(node.prepare(image_bytes=2 * MB).answer, messages.Refused)
+    assert node.needed[-1] == (0, 0)
+
+
+def test_prepared_memory_that_is_too_small_or_of_an_ended_generation_is_freed(node: Node) -> None:
+    node.may_go_on.set()
+    prepared = node.prepare()
+    node.finish(prepared)
+    asked = node.ask(image_bytes=2 * MB)
+    node.finish(asked)
+    assert node.layouts() == [1]
+    assert num_arenas() - node.num_others == 1
+    other = node.prepare(1)
+    node.finish(other)
+    assert num_arenas() - node.num_others == 2
+    node.begin(1)
+    assert num_arenas() - node.num_others == 1
+
+
+def test_a_request_that_comes_while_memory_is_prepared_gets_it(node: Node) -> None:
+    prepared, asked = node.prepare(), node.ask()
+    node.may_go_on.set()
+    node.finish(prepared, asked)
+    assert asked.answer == worker_messages.ArenaGranted(0, 1)
+    assert node.allocating == [0]
+
+
+def test_prepared_memory_counts_once_as_needed(node: Node) -> None:
+    node.may_go_on.set()
+    assert node.reserve(0, MB) == messages.Done()
+    prepared = node.prepare()
+    node.finish(prepared)
+    node.free_bytes = 100  # less than an arena: what is prepared needs no more
+    assert node.reserve(0, MB // 2) == messages.Done()
+    assert isinstance(node.reserve(1, MB), worker_messages.MemoryRefused)
 
 
 def test_a_request_without_a_thread_is_refused_and_the_next_one_is_granted(node: Node) -> None:

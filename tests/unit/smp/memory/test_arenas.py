@@ -83,7 +83,7 @@ def test_an_arena_in_the_making_counts_after_its_generation(node: Node) -> None:
     node.free_bytes = ARENA
     node.promise(0)
     node.memory.begin_making(SHAPES[0])
-    node.memory.forget_promises()
+    node.memory.forget_requests()
     with pytest.raises(MemoryTooSmall):
         node.promise(1)
     node.memory.end_making(Rank(0))

@@ -1,0 +1,82 @@
+"""Evidence on a failure from outside of the rank: what it wrote, and the pressure on its node.
+
+Runs in:  the main thread when a rank has ended; the thread of the rank observer in a hang.
+Takes in: the log files of `--redirects` and `--tee`; /proc/pressure, or that of the cgroup.
+Gives:    lines with error classes, once for each failure of a rank; pressure, once a second.
+Survives: files of any size and content: the end of each regular file is read, and no more.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ftrun.events import ErrorLine
+from ftrun.linux import pressure_file
+from ftrun.monitor.error_classes import ErrorClasses
+from ftrun.monitor.slow.host_pressure import HostPressure
+
+TAIL_BYTES = 16 << 10
+STREAMS = ("stderr.log", "stdout.log")
+PRESSURE_EVERY_S = 1.0
+
+
+class WrittenErrors:
+    """Error classes in what ranks write, with those of the profile."""
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._classes = ErrorClasses(own)
+
+    def find(self, folder: str, error: str = "") -> tuple[ErrorLine, ...]:
+        """The likely cause first.
+
+        Args:
+            folder: of the rank's log files; empty: it has none.
+            error: traceback and text of the exception that ended it.
+        """
+        found = self._classes.find(error.splitlines(), "exception")
+        for name in STREAMS if folder else ():
+            found += self._classes.find(tail(os.path.join(folder, name)), name)
+        return self._classes.first(found)
+
+
+def tail(path: str) -> list[str]:
+    """The last whole lines of a regular file; empty if it cannot be read."""
+    with suppress(OSError):
+        # A named pipe without a writer must not block.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):
+                return []
+            at = max(0, about.st_size - TAIL_BYTES)
+            lines = os.pread(fd, TAIL_BYTES, at).decode("utf-8", "replace").splitlines()
+            return lines[1:] if at else lines
+        finally:
+            os.close(fd)
+    return []
+
+
+class PressureReader:
+    """The pressure on this node, read at most once in `PRESSURE_EVERY_S`."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._files = [pressure_file(kind, root) for kind in ("cpu", "memory", "io")]
+        self._read_s = float("-inf")
+        self._last: HostPressure | None = None
+
+    def poll(self, now_s: float) -> HostPressure | None:
+        """None: the kernel has no pressure information."""
+        if now_s - self._read_s >= PRESSURE_EVERY_S and any(self._files):
+            self._read_s = now_s
+            self._last = HostPressure(*(_some_avg10(path) for path in self._files))
+        return self._last
+
+
+def _some_avg10(path: Path | None) -> float:
+    """The percentage of `some avg10=42.51 avg60=...`; 0 if it cannot be read."""
+    with suppress(OSError, ValueError, IndexError):
+        words = path.read_text("ascii").split() if path is not None else []
+        return float(words[1].removeprefix("avg10="))
+    return 0.0
