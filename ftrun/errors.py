@@ -90,6 +90,10 @@ class SnapshotError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.STATE_LOST
 
 
+class SnapshotWaitTimeout(SnapshotError, TimeoutError):
+    """A snapshot has not reached the level that the script waits for in time."""
+
+
 class MemoryTooSmall(SnapshotError):
     """Memory for snapshots does not fit on this node.
 

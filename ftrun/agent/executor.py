@@ -110,6 +110,8 @@ class CommandExecutor:
                     self._request(command)
             case commands.WriteCheckpointPart():
                 run.maintenance.write_part(command.version)
+            case commands.ShowLevels():
+                run.workers.show_levels(command.protected, command.persisted)
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
+from ftrun.agent.launch.worker_group import most
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
@@ -58,6 +59,8 @@ class Maintenance:
         """Also after it was disabled, because its children are still reaped."""
         self._checkpoint_due_s = clock.now_s() + run.spec.profile.checkpoint.every_s
         self._checkpoints_seen = 0
+        self._persist_step = 0
+        """Newest step for which a checkpoint was begun because a rank waits for it."""
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
         self._slow_ranks: set[int] = set()
@@ -68,6 +71,7 @@ class Maintenance:
 
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = self._reap_due_s = now_s + REFILL_AFTER_S
+        self._persist_step = 0
         self._stalled_ranks.clear()
         self._slow_ranks.clear()
 
@@ -243,14 +247,39 @@ class Maintenance:
         run = self._run
         settings = run.spec.profile.checkpoint
         directory = run.spec.checkpoint_directory
-        is_due = now_s > self._checkpoint_due_s and run.spec.nodes is None
-        if directory and is_due and run.smp.committed:
-            self._checkpoint_due_s = now_s + settings.every_s
-            try:
-                run.smp.begin_checkpoint(directory, settings, life=run.generations.life)
-            except PeerError as error:
-                run.journal.write(records.CheckpointFailedRecord(str(error)))
+        committed = run.smp.committed
+        if directory and committed is not None and run.spec.nodes is None:
+            is_awaited = self._is_awaited(committed)
+            if is_awaited or now_s > self._checkpoint_due_s:
+                self._checkpoint_due_s = now_s + settings.every_s
+                try:
+                    life = run.generations.life
+                    run.smp.begin_checkpoint(directory, settings, life=life, is_urgent=is_awaited)
+                except PeerError as error:
+                    run.journal.write(records.CheckpointFailedRecord(str(error)))
+            run.workers.show_levels(None, run.smp.persisted)
         self._report_checkpoint()
+        self._show_reasons()
+
+    def _is_awaited(self, committed: Version) -> bool:
+        """Whether a rank waits for a checkpoint that was not begun yet; true once per step."""
+        run = self._run
+        step = most(run.workers.pages, HeartbeatField.PERSIST_STEP)
+        if run.smp.writing or not self._persist_step < step <= committed.step:
+            return False
+        self._persist_step = committed.step
+        return True
+
+    def _show_reasons(self) -> None:
+        run = self._run
+        page, not_protected = run.workers.commands, run.smp.unprotected_reason
+        if page is None:
+            return
+        if page.not_protected != not_protected:
+            page.not_protected = not_protected
+        not_persisted = "" if run.smp.writing else self.not_written
+        if page.not_persisted != not_persisted:
+            page.not_persisted = not_persisted
 
     def _report_checkpoint(self) -> None:
         run = self._run

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
+from ftrun.agent.launch.worker_group import most
 from ftrun.agent.observe.devices import RecentDeviceErrors
 from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
@@ -108,6 +110,8 @@ class NodeReporter:
             repeat_warning=generations.repeats.warning,
             capture_warning=workers.slow_capture(),
             restart=generations.restart_times(now_s) if runs else None,
+            persisted=smp.persisted,
+            persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
         )
 
     def _ready(self) -> VersionPair | None:
@@ -133,4 +137,6 @@ def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
         heartbeat.problem,
         heartbeat.smp_port,
         heartbeat.restart is None,
+        heartbeat.persisted,
+        heartbeat.persist_step,
     )

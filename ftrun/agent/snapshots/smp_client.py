@@ -17,6 +17,7 @@ from ftrun.config.profile import CheckpointConfig
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
 from ftrun.recovery.commands import AbandonStep, CommitSnapshot
+from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -80,6 +81,12 @@ class AgentSmpClient:
     writing: bool = False
     _holds_more: bool = False
     """The SMP may have freed an arena at the last commit. It sends no message for that."""
+
+    @property
+    def persisted(self) -> VersionPair | None:
+        """The version of the newest checkpoint that this node has completed."""
+        written = self.last_checkpoint
+        return None if written is None else (written.generation, written.step)
 
     @property
     def children(self) -> list[ChildProcess]:

@@ -176,6 +176,8 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
+    persisted: VersionPair | None = None  # newest checkpoint that this node has completed
+    persist_step: int = 0  # a local rank waits for a checkpoint of this step; 0: none waits
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
@@ -205,6 +207,8 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     reason: str = ""
     advice: str = ""
     cause: WorkerExit | None = None
+    protected: VersionPair | None = None  # newest version that survives the loss of any member
+    persisted: VersionPair | None = None  # newest version of which a checkpoint is complete
 
 
 MembershipMessage = (

@@ -166,11 +166,10 @@ class Capture:
         self._last_boundary_ns = clock.now_ns()
 
     @property
-    def newest_step(self) -> int:
-        """Step of the newest snapshot that this rank has sealed; -1: none."""
+    def commit_wait(self) -> CommitWait:
+        """Of the seals of this rank, after the copy in progress."""
         self._await_copy()
-        sealed = self._commit_wait.newest_sealed
-        return -1 if sealed is None else sealed.step
+        return self._commit_wait
 
     def warm(self, arena: Arena) -> None:
         """Map the pages of an inherited arena in the copy thread, during the first step."""
