@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ftrun import dcp
     from ftrun.worker.session import Session as Session
+    from ftrun.worker.saved_files import load as load
+    from ftrun.worker.saved_files import save as save
     from ftrun.worker.session import attach as attach
 
 __version__ = "0.2.0"
-__all__ = ["Session", "__version__", "attach", "dcp"]
+__all__ = ["Session", "__version__", "attach", "dcp", "load", "save"]
 
 
 def __getattr__(name: str) -> object:
@@ -35,6 +37,10 @@ def __getattr__(name: str) -> object:
         from ftrun.worker import session
 
         return getattr(session, name)
+    if name in ("load", "save"):
+        from ftrun.worker import saved_files
+
+        return getattr(saved_files, name)
     if name == "dcp":
         return importlib.import_module("ftrun.dcp")
     raise AttributeError(f"module 'ftrun' has no attribute {name!r}")

@@ -228,8 +228,10 @@ class CommandExecutor:
         run.generations.repeats.conclude()
         run.before_end()
         run.signals.forget()
+        is_cancelled = lambda: run.signals.is_end_requested  # noqa: E731
         if not command.run_continues:
-            run.maintenance.end(command, is_cancelled=lambda: run.signals.is_end_requested)
+            run.maintenance.end(command, is_cancelled=is_cancelled)
+        run.maintenance.finish_files(command, is_cancelled=is_cancelled)
         if command.exit_code != ExitCode.DONE:
             raise RunEnded(command)
         self.is_done = True

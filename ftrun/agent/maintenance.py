@@ -5,6 +5,7 @@ Runs in the main thread, once per turn of the loop. Survives zygote and SMP.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from signal import SIGKILL
 from typing import TYPE_CHECKING
 
@@ -96,9 +97,7 @@ class Maintenance:
         run = self._run
         if run.spec.checkpoint_directory is None:
             return
-        is_stop = command.exit_code > 128 and command.cause is None
-        limit_s = run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
-        give_up_s = clock.now_s() + limit_s
+        give_up_s = clock.now_s() + self._limit_s(command)
         self._await_smp(give_up_s, is_cancelled)
         versions = self._last_versions()
         if versions or run.smp.committed:
@@ -108,6 +107,36 @@ class Maintenance:
                     run.smp.refused = "the snapshot manager was lost twice"
             self._report_checkpoint()
         run.smp.end_checkpoints(int(command.exit_code), command.reason, run.spec.command_digest)
+
+    def _limit_s(self, command: EndRun) -> float:
+        is_stop = command.exit_code > 128 and command.cause is None
+        return self._run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
+
+    def finish_files(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
+        """Have the files of ftrun.save written before the SMP ends."""
+        run = self._run
+        with suppress(PeerError):
+            run.smp.collect()
+        if not run.smp.files.held:
+            return
+        limit_s = self._limit_s(command)
+        self._await_smp(clock.now_s() + limit_s, is_cancelled)
+        try:
+            reason = run.smp.finish_files(limit_s)
+        except PeerError as error:
+            reason = str(error)
+        self._report_files()
+        if reason:
+            _log.warning("files of ftrun.save are lost: %s", reason)
+
+    def _report_files(self) -> None:
+        journal = self._run.journal
+        for one in self._run.smp.files.drain_results():
+            if one.reason:
+                journal.write(records.FileNotWritten(one.reason, one.path))
+                _log.warning("%s is not written: %s", one.path, one.reason)
+            else:
+                journal.write(records.FileWrittenRecord(one.path, one.num_bytes, one.seconds))
 
     def _await_smp(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for an SMP that starts, or that replaces one that has just been lost."""
@@ -259,6 +288,7 @@ class Maintenance:
                     run.journal.write(records.CheckpointFailedRecord(str(error)))
             run.workers.show_levels(None, run.smp.persisted)
         self._report_checkpoint()
+        self._report_files()
         self._show_reasons()
 
     def _is_awaited(self, committed: Version) -> bool:

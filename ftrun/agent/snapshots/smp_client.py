@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
+from ftrun.agent.snapshots.retained_files import RetainedFiles
 from ftrun.agent.snapshots.retained_memory import RetainedMemory
 from ftrun.config.profile import CheckpointConfig
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
@@ -20,6 +21,7 @@ from ftrun.recovery.commands import AbandonStep, CommitSnapshot
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import files as file_messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.run_environment import RunFolder
@@ -56,6 +58,7 @@ class AgentSmpClient:
     refused: str = ""
     """Reason why the last checkpoint could not be written."""
     memory: RetainedMemory = field(default_factory=RetainedMemory)
+    files: RetainedFiles = field(default_factory=RetainedFiles)
     needed: smp_messages.MemoryNeeded = field(default_factory=lambda: smp_messages.MemoryNeeded(0))
     """What snapshots need on this node, as the SMP reported it last."""
     ready_version: Version | None = None
@@ -159,6 +162,8 @@ class AgentSmpClient:
             self._hand_over()
         if self._run_state:
             self._ask(smp_messages.PersistRunState(self._run_state))
+        for file, fd in self.files.held:
+            self.channel.send(file, fds=(fd,))
 
     def complete(self, fds: list[int]) -> None:
         """Finish the hand-over to an adopted SMP if its own agent ended before.
@@ -288,6 +293,14 @@ class AgentSmpClient:
                 self._take(self.channel.receive(deadline_s=0.1))
         return True
 
+    def finish_files(self, deadline_s: float) -> str:
+        """Have all files written; return why one is not written, empty if all are.
+
+        `deadline_s` is the longest time without a message of the SMP. Raises PeerError.
+        """
+        answer = self._ask(file_messages.FinishFiles(), deadline_s=deadline_s).body
+        return answer.reason if isinstance(answer, messages.Refused) else ""
+
     def load_checkpoint(
         self, body: checkpoint_messages.LoadCheckpoint
     ) -> checkpoint_messages.CheckpointLoaded | str:
@@ -409,6 +422,10 @@ class AgentSmpClient:
                 self.unreachable = tuple(body.nodes)
             case smp_messages.SmpNotice():
                 self.notices.append(body)
+            case file_messages.FileHeld():
+                self.files.keep(body, *received.fds)
+            case file_messages.FileWritten():
+                self.files.written(body)
             case _:
                 pass
 

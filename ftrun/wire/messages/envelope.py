@@ -11,6 +11,7 @@ import msgspec
 
 from ftrun.wire.messages.checkpoint import CheckpointMessage
 from ftrun.wire.messages.faults import FaultAccepted, InjectFault
+from ftrun.wire.messages.files import FileMessage
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import SmpMessage
 from ftrun.wire.messages.worker import WorkerMessage
@@ -56,7 +57,7 @@ class StopRequest(Message, frozen=True, tag="StopRequest"):
 
 AnyMessage = (
     Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | InjectFault | FaultAccepted
-    | CheckpointMessage | SmpMessage | WorkerMessage
+    | CheckpointMessage | FileMessage | SmpMessage | WorkerMessage
 )  # fmt: skip
 
 
