@@ -119,12 +119,15 @@ class Maintenance:
             run.smp.collect()
         if not run.smp.files.held:
             return
-        limit_s = self._limit_s(command)
-        self._await_smp(clock.now_s() + limit_s, is_cancelled)
-        try:
-            reason = run.smp.finish_files(limit_s)
-        except PeerError as error:
-            reason = str(error)
+        give_up_s, reason = clock.now_s() + self._limit_s(command), ""
+        for _ in range(2):  # the SMP may end just now, and its successor gets the files
+            self._await_smp(give_up_s, is_cancelled)
+            try:
+                reason = run.smp.finish_files(give_up_s, is_cancelled)
+                break
+            except PeerError as error:
+                reason = str(error)
+                run.smp.lost()
         self._report_files()
         if reason:
             _log.warning("files of ftrun.save are lost: %s", reason)

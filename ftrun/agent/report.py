@@ -110,6 +110,7 @@ class NodeReporter:
             repeat_warning=generations.repeats.warning,
             capture_warning=workers.slow_capture(),
             restart=generations.restart_times(now_s) if runs else None,
+            file_warning=smp.files.warning,
             persisted=smp.persisted,
             persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
         )

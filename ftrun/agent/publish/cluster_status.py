@@ -279,7 +279,8 @@ def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
     nodes = sorted(heartbeats.items())
     wrong = [f"node {one}: {has.repeat_warning}" for one, has in nodes if has.repeat_warning]
     slow = [f"node {one}: {has.capture_warning}" for one, has in nodes if has.capture_warning]
-    return (*_first(wrong), *_first(slow))
+    files = [f"node {one}: {has.file_warning}" for one, has in nodes if has.file_warning]
+    return (*_first(wrong), *_first(files), *_first(slow))
 
 
 def _first(warnings: list[str]) -> list[str]:

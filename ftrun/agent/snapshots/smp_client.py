@@ -293,13 +293,19 @@ class AgentSmpClient:
                 self._take(self.channel.receive(deadline_s=0.1))
         return True
 
-    def finish_files(self, deadline_s: float) -> str:
-        """Have all files written; return why one is not written, empty if all are.
-
-        `deadline_s` is the longest time without a message of the SMP. Raises PeerError.
-        """
-        answer = self._ask(file_messages.FinishFiles(), deadline_s=deadline_s).body
-        return answer.reason if isinstance(answer, messages.Refused) else ""
+    def finish_files(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> str:
+        """Have all files written; return why one is not, empty if all are. Raises PeerError."""
+        if self.channel is None:
+            raise PeerLost(peer="the SMP")
+        number = self.channel.send_request(file_messages.FinishFiles())
+        while not is_cancelled() and clock.now_s() < give_up_s:
+            with suppress(PeerTimeout):
+                received = self.channel.receive(deadline_s=0.1)
+                if received.envelope.question == number:
+                    body = received.body
+                    return body.reason if isinstance(body, messages.Refused) else ""
+                self._take(received)
+        return "they were not written in time"
 
     def load_checkpoint(
         self, body: checkpoint_messages.LoadCheckpoint

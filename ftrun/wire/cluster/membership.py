@@ -176,6 +176,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     repeat_warning: str = ""  # how repeated steps of the local ranks differ, in words
     restart: RestartTimes | None = None
     capture_warning: str = ""  # why local ranks copy from devices slowly, and what to do
+    file_warning: str = ""  # which files of ftrun.save cannot be written here, and why
     persisted: VersionPair | None = None  # newest checkpoint that this node has completed
     persist_step: int = 0  # a local rank waits for a checkpoint of this step; 0: none waits
 
