@@ -148,6 +148,13 @@ def _lines(texts: Sequence[str], *, most: int = sys.maxsize) -> str:
     return "".join(f"\n  - {one}" for one in shown)
 
 
+class ProviderFailed(SnapshotError):
+    """An object with describe, capture and restore does not do its part."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the state provider {name}: {reason}")
+
+
 class ValueNotStorable(SnapshotError):
     """A value in a state_dict is neither a tensor nor plain data."""
 

@@ -43,7 +43,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
-from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, StructureChanged
+from ftrun.errors import (
+    FtrunError,
+    MemoryTooSmall,
+    PeerError,
+    ProviderFailed,
+    StructureChanged,
+)
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
@@ -354,7 +360,12 @@ class Capture:
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-            self._thread.start(lambda: self._copy(slots, slot, copy, check, step, replicas))
+
+            def work() -> None:
+                self._copy(slots, slot, copy, check, step, replicas)
+                copy.provided.clear()  # what they have frozen may be large
+
+            self._thread.start(work)
 
     def _slots_for(
         self, whole: BoundaryState, *, is_last: bool
@@ -428,6 +439,8 @@ class Capture:
             for key in ("memory", "value", "device memory"):
                 self._context.unprotected.remove(key)
             return True
+        except ProviderFailed as error:
+            self._skip_snapshot(step, "value", f"no snapshots until this is over: {error}")
         except torch.OutOfMemoryError:
             self._skip_snapshot(step, "device memory", _NO_DEVICE_MEMORY)
         except Exception as error:  # noqa: BLE001 - rule 5

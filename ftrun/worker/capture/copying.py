@@ -28,10 +28,12 @@ import numpy as np
 import torch
 import xxhash
 
+from ftrun.linux import available_memory
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece, cut
 from ftrun.worker.capture.device_copies import device_at, synchronize
 from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
 from ftrun.worker.capture.lazy_check import LazySamples, LazyTensor
+from ftrun.worker.state.providers import ProviderState
 from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut, copyable
 
@@ -81,11 +83,26 @@ class SlotCopy:
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
     on_devices: DeviceCopies = field(default_factory=lambda: DeviceCopies(()))
     packed: list[tuple[int, Any]] = field(default_factory=list)
-    """Index and slot bytes of all other pieces: packs, boundary copies, plain values."""
+    """Index and slot bytes of all other pieces: packs, boundary copies, providers, plain values."""
+    provided: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
+    """Providers, and their targets, that are written lazily."""
+    provided_now: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
+    """The same for providers that are written at the boundary."""
 
     @cached_property
     def samples(self) -> LazySamples:
         return LazySamples(self.lazy)
+
+    def provide(
+        self,
+        states: Sequence[ProviderState],
+        views: "SlotViews",
+        boundary_names: Collection[str],
+    ) -> None:
+        """Set what the providers write in this snapshot."""
+        pairs = [(one, byte_view(views.target(one.name)).numpy()) for one in states]
+        self.provided = [pair for pair in pairs if pair[0].name not in boundary_names]
+        self.provided_now = [pair for pair in pairs if pair[0].name in boundary_names]
 
     def copy_boundary(self, *, is_staged: bool = False, gb_s: float = 0.0) -> None:
         """Copy the boundary sources; on devices, queue the copies and the state to copy later.
@@ -106,12 +123,17 @@ class SlotCopy:
             self.on_devices.begin((), (), is_staged=is_staged, gb_s=gb_s)
         if targets:
             torch._foreach_copy_(targets, sources)
+        for state, target in self.provided_now:
+            state.write(target)
+        self.provided_now.clear()
 
     def synchronize(self) -> None:
         """Wait for all work on the devices of the sources, in whatever stream it is."""
         synchronize((*self.boundary_sources, *(one.source for one in self.lazy)))
 
     def copy_lazy(self, table: memoryview) -> None:
+        for state, target in self.provided:
+            state.write(target)
         if self.whole_targets:
             torch._foreach_copy_(self.whole_targets, self.whole_sources)
         if self.on_devices:
@@ -139,6 +161,11 @@ class SlotCopy:
         ):
             if content_digest(source) != content_digest(target):
                 names.add(name)
+        for state, target in self.provided:
+            has_room = available_memory().num_bytes > 2 * state.num_bytes
+            if has_room and state.differs_from(target):
+                names.add(state.name)
+        self.provided.clear()
         return sorted(names | self.on_devices.differing())
 
 
