@@ -1,0 +1,110 @@
+"""A training that draws its data from a state provider resumes bit for bit after a kill."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Start, in_full, script, start
+
+__all__ = ["script", "start"]
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(900)]
+
+TRAIN = """
+import hashlib, os, signal, sys
+import torch
+from torch import nn
+
+import ftrun
+
+item_bytes, die_at = int(sys.argv[1]), set(map(int, sys.argv[2:]))
+
+
+class Replay:
+    \"\"\"Items are appended and never changed, so a tuple of them is frozen.\"\"\"
+
+    def __init__(self):
+        self.items = []
+
+    def describe(self):
+        return len(self.items) * item_bytes, tuple(self.items)
+
+    def capture(self, frozen, into):
+        for at, item in enumerate(frozen):
+            into[at * item_bytes : (at + 1) * item_bytes] = item
+
+    def restore(self, data):
+        cuts = range(0, len(data), item_bytes)
+        self.items = [bytes(data[at : at + item_bytes]) for at in cuts]
+
+
+class Counts:
+    \"\"\"Wrong: `capture` writes what the counter holds then, so ftrun captures it at once.\"\"\"
+
+    def __init__(self):
+        self.value = 0
+
+    def describe(self):
+        return 8, None
+
+    def capture(self, frozen, into):
+        into[:] = self.value.to_bytes(8, "little")
+
+    def restore(self, data):
+        self.value = int.from_bytes(data, "little")
+
+
+torch.manual_seed(0)
+model = nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+replay, counts = Replay(), Counts()
+session = ftrun.attach(model, optimizer, replay=replay, counts=counts)
+for step in session.steps(16):
+    if step in die_at and session.generation == len([one for one in die_at if one < step]):
+        session.wait("committed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    replay.items.append(torch.randint(0, 256, (item_bytes,), dtype=torch.uint8).numpy().tobytes())
+    counts.value += step
+    item = replay.items[int(torch.randint(len(replay.items), ()))]
+    x = torch.frombuffer(bytearray(item[:256]), dtype=torch.uint8).view(4, 64) / 256
+    loss = (model(x).pow(2).mean() + counts.value / 1000)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+digest = hashlib.sha256(b"".join(replay.items))
+for value in (*model.state_dict().values(), loss.detach()):
+    digest.update(value.numpy().tobytes())
+print("digest", counts.value, len(replay.items), digest.hexdigest(), flush=True)
+"""
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("item_bytes", [100_000, *in_full(64 * MB)])
+def test_a_killed_rank_gets_the_bytes_of_its_providers_back(
+    start: Start, script: str, tmp_path: Path, item_bytes: int
+) -> None:
+    """16 items; in full 1 GB."""
+    name = script(TRAIN)
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("FTRUN_")}
+    plain = subprocess.run(
+        [sys.executable, name, str(item_bytes)],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    words = ("--nproc-per-node", "1", "--snapshot-every", "1")
+    run = start(*words, name, str(item_bytes), "7", "13")
+    assert run.wait() == 0, run.text
+    assert run.journal("generation_started")[-1]["generation"] == 2
+    assert [line for line in run.text.splitlines() if line.startswith("digest")] == [
+        line for line in plain.stdout.splitlines() if line.startswith("digest")
+    ]
+    assert "counts changed between a step boundary and the optimizer step" in run.text
+    assert "replay changed" not in run.text

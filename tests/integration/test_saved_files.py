@@ -1,0 +1,117 @@
+"""Files of ftrun.save reach the disk, whatever is killed, and are read from memory until then."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.conftest import Start, in_full, script, start
+
+__all__ = ["script", "start"]
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SAVE = """
+import os, signal, sys
+import torch
+import ftrun
+
+path, size = sys.argv[1], int(sys.argv[2])
+generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if generation == 0:
+    for at in range(3):
+        ftrun.save({"at": at, "weight": torch.full((size,), float(at))}, path)
+    found = ftrun.load(path, weights_only=True)
+    print("read", found["at"], flush=True)
+    if "die" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+else:
+    found = ftrun.load(path, map_location="cpu")
+    print("read again", found["at"], torch.equal(found["weight"], torch.full((size,), 2.0)))
+"""
+
+MB = 1 << 18  # floats
+
+
+def check_file(path: Path, size: int) -> None:
+    found = torch.load(path, weights_only=True)
+    assert found["at"] == 2, "the last save wins"
+    assert torch.equal(found["weight"], torch.full((size,), 2.0))
+    assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing else is left"
+
+
+def test_a_rank_that_is_killed_after_a_save_does_not_lose_the_file(
+    start: Start, script: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "files" / "a.pt"
+    path.parent.mkdir()
+    run = start("--nproc-per-node", "1", script(SAVE), str(path), str(20 * MB), "die")
+    assert run.wait() == 0, run.text
+    assert "read 2\n" in run.text
+    assert "read again 2 True" in run.text
+    check_file(path, 20 * MB)
+    (*_, written) = run.journal("file_written")
+    assert written["path"] == str(path)
+    assert written["total_bytes"] == path.stat().st_size
+
+
+POINTS = ["smp.file.copied", *in_full("smp.file.held", "smp.file.synced", "smp.file.renamed")]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_smp_that_is_killed_does_not_lose_the_file(
+    start: Start, script: str, tmp_path: Path, point: str
+) -> None:
+    path = tmp_path / "files" / "a.pt"
+    path.parent.mkdir()
+    crash = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(tmp_path / "once")}
+    run = start("--nproc-per-node", "1", script(SAVE), str(path), str(5 * MB), env=crash)
+    assert run.wait() == 0, run.text
+    assert (tmp_path / "once").exists(), "the SMP was not killed"
+    assert run.journal("smp_respawned")
+    assert "read 2\n" in run.text
+    check_file(path, 5 * MB)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+def test_a_full_disk_is_shown_and_the_file_is_written_when_there_is_room(
+    start: Start, script: str, tmp_path: Path
+) -> None:
+    waits = "\nimport time\nwhile not os.path.exists('end'):\n    time.sleep(0.02)\n"
+    small = tmp_path / "files"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", small], check=True)
+    try:
+        path = small / "a.pt"
+        run = start("--nproc-per-node", "1", script(SAVE + waits), str(path), str(10 * MB))
+        run.wait_until("named", lambda: run.journal("file_not_written"))
+        (failed,) = run.journal("file_not_written")
+        assert failed["reason"] == "No space left on device"
+        warnings = " ".join(run.status()["warnings"])  # type: ignore[arg-type]
+        assert f"{path} (No space left on device) of ftrun.save cannot be written" in warnings
+        assert "read 2\n" in run.text
+        assert list(small.iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
+        (tmp_path / "end").touch()
+        assert run.wait() == 0, run.text
+        check_file(path, 10 * MB)
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+
+
+@pytest.mark.full
+def test_a_run_that_is_stopped_writes_its_files_first(
+    start: Start, script: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "files" / "a.pt"
+    path.parent.mkdir()
+    waits = "\nprint('saved', flush=True)\nimport time\ntime.sleep(1000)\n"
+    run = start("--nproc-per-node", "1", script(SAVE + waits), str(path), str(100 * MB))
+    run.wait_until("saved", lambda: "saved\n" in run.text)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143, run.text
+    check_file(path, 100 * MB)
