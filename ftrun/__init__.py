@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ftrun import dcp
-    from ftrun.worker.session import Session as Session
     from ftrun.worker.saved_files import load as load
     from ftrun.worker.saved_files import save as save
+    from ftrun.worker.session import Session as Session
     from ftrun.worker.session import attach as attach
     from ftrun.worker.state.providers import StateProvider as StateProvider
 

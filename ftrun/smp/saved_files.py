@@ -53,9 +53,7 @@ class _Held:
 class SavedFiles:
     """The files of one node that are not written yet, by path."""
 
-    def __init__(
-        self, run_id: RunId, jobs: JobLanes, send_to_agent: Callable[..., None]
-    ) -> None:
+    def __init__(self, run_id: RunId, jobs: JobLanes, send_to_agent: Callable[..., None]) -> None:
         self._run_id = run_id
         self._jobs = jobs
         self._send_to_agent = send_to_agent
@@ -65,7 +63,20 @@ class SavedFiles:
         self._finishing: list[Requester] = []
         self._retries = IntervalTimer(jobs, self._retry)
 
-    def save(self, requester: Requester, body: file_messages.SaveFile, fds: tuple[int, ...]) -> None:
+    def serve(
+        self,
+        requester: Requester,
+        body: file_messages.SaveFile | file_messages.OpenSavedFile,
+        fds: tuple[int, ...],
+    ) -> None:
+        if isinstance(body, file_messages.SaveFile):
+            self.save(requester, body, fds)
+        else:
+            self.open(requester, body)
+
+    def save(
+        self, requester: Requester, body: file_messages.SaveFile, fds: tuple[int, ...]
+    ) -> None:
         if len(fds) != 1:
             requester.send(messages.Refused("a file was sent without its content"))
             return

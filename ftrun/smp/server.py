@@ -275,10 +275,8 @@ class SmpServer:
                 handler.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():
                 requester.send(handler.commits.withdraw(rank, version(body.generation, body.step)))
-            case file_messages.SaveFile():
-                handler.files.save(requester, body, received.fds)
-            case file_messages.OpenSavedFile():
-                handler.files.open(requester, body)
+            case file_messages.SaveFile() | file_messages.OpenSavedFile():
+                handler.files.serve(requester, body, received.fds)
             case worker_messages.AwaitRestored():
                 wanted = version(body.generation, body.step)
                 handler.group_work.restores.grant(requester, rank, wanted)

@@ -47,7 +47,7 @@ class _MemoryFile(io.RawIOBase):
     """A file in memory that grows only while memory is free."""
 
     def __init__(self, fd: int) -> None:
-        self._file = open(fd, "wb", buffering=0, closefd=False)
+        self._fd = fd
         self._checked_bytes = 0
         self.num_bytes = 0
 
@@ -63,7 +63,7 @@ class _MemoryFile(io.RawIOBase):
             self._checked_bytes = self.num_bytes + more
         at = 0
         while at < len(view):
-            at += self._file.write(view[at:])
+            at += os.write(self._fd, view[at:])
         self.num_bytes += at
         return at
 

@@ -29,8 +29,8 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 _POLL_S = 0.005
 
 _ONE_NODE = (
-    "all ranks are on one node, so no other node holds a copy. Wait for 'committed', which survives "
-    "the death of processes, or for 'persisted', which survives the node"
+    "all ranks are on one node, so no other node holds a copy. Wait for 'committed', which "
+    "survives the death of processes, or for 'persisted', which survives the node"
 )
 _NO_STORAGE = "the run writes no checkpoints: start it with --checkpoint-dir"
 _OF_OTHERS = "another rank has not sealed it, or other nodes take long to protect it"

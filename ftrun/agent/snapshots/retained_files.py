@@ -4,7 +4,9 @@ Runs in the main thread. This object owns the descriptors.
 """
 
 import os
+from collections.abc import Sequence
 
+from ftrun.wire.messages.envelope import AnyMessage
 from ftrun.wire.messages.files import FileHeld, FileWritten
 
 _SHOWN = 3
@@ -22,6 +24,13 @@ class RetainedFiles:
     @property
     def held(self) -> list[tuple[FileHeld, int]]:
         return list(self._held.values())
+
+    def take(self, body: AnyMessage, fds: Sequence[int]) -> None:
+        """Handle a message of the SMP; ignore other messages."""
+        if isinstance(body, FileHeld):
+            self.keep(body, *fds)
+        elif isinstance(body, FileWritten):
+            self.written(body)
 
     def keep(self, file: FileHeld, fd: int) -> None:
         before = self._held.pop(file.path, None)

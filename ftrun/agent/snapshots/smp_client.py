@@ -428,12 +428,8 @@ class AgentSmpClient:
                 self.unreachable = tuple(body.nodes)
             case smp_messages.SmpNotice():
                 self.notices.append(body)
-            case file_messages.FileHeld():
-                self.files.keep(body, *received.fds)
-            case file_messages.FileWritten():
-                self.files.written(body)
             case _:
-                pass
+                self.files.take(body, received.fds)
 
     def _connect(self, deadline_s: float) -> Channel:
         return connect(

@@ -94,7 +94,7 @@ class HeartbeatField(IntEnum):
     CALLS_WRITTEN = 38  # number of the request that was answered last, in the stack file
     STEP_NS = 39  # time at which STEP was written last
     LOSS_STEP = 40  # step of LOSS, from 1; written after it
-    PERSIST_STEP = 41  # the script waits for a checkpoint of this step or a later one; 0: it does not
+    PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
 
 
 class CommandField(IntEnum):

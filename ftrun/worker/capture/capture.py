@@ -60,6 +60,7 @@ from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
 from ftrun.worker.capture.device_sources import DeviceCopies
 from ftrun.worker.capture.lazy_check import LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
+from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient

@@ -170,10 +170,10 @@ class AttachedState:
             self.optimizers[name] = thing
         elif rng.is_generator(thing):
             self.generators[name] = thing
-        elif isinstance(thing, torch.Tensor):
-            self.tensors[name] = thing
-        elif isinstance(thing, np.ndarray):
-            self.tensors[name] = torch.from_numpy(thing)  # shares the array's memory
+        elif isinstance(thing, torch.Tensor | np.ndarray):
+            # A tensor that shares the array's memory.
+            is_array = isinstance(thing, np.ndarray)
+            self.tensors[name] = torch.from_numpy(thing) if is_array else thing
         elif is_provider(thing):
             self.providers[name] = thing
         elif is_stateful(thing):
@@ -186,9 +186,9 @@ class AttachedState:
         else:
             raise UsageError(
                 f"attach({name}=...) was given a {type(thing).__name__}, which has no state that a "
-                "snapshot can hold. Give an object with state_dict() and load_state_dict(), one with "
-                "describe(), capture() and restore() (ftrun.StateProvider), a module, an optimizer, a tensor, an array, a dict, a random generator, or a list "
-                "of these. Put single values into session.state"
+                "snapshot can hold. Give an object with state_dict() and load_state_dict(), an "
+                "ftrun.StateProvider, a module, an optimizer, a tensor, an array, a dict, a random "
+                "generator, or a list of these. Put single values into session.state"
             )
 
 

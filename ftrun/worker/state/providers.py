@@ -87,7 +87,9 @@ class ProviderState:
             reason = "capture() keeps a view of its memory. Copy into it, and let go of the view"
             raise ProviderFailed(self.name, reason) from error
         except Exception as error:
-            raise ProviderFailed(self.name, f"capture(): {type(error).__name__}: {error}") from error
+            raise ProviderFailed(
+                self.name, f"capture(): {type(error).__name__}: {error}"
+            ) from error
         target[self.num_bytes :] = 0
 
     def differs_from(self, target: np.ndarray) -> bool:

@@ -193,5 +193,5 @@ def test_an_object_with_two_of_the_three_methods_is_none() -> None:
 
         def capture(self) -> None: ...
 
-    with pytest.raises(UsageError, match="ftrun.StateProvider"):
+    with pytest.raises(UsageError, match=r"ftrun\.StateProvider"):
         AttachedState().add("half", Half())

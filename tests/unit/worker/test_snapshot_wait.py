@@ -147,7 +147,7 @@ def test_a_failed_checkpoint_ends_the_wait_and_an_older_failure_does_not() -> No
     context, wait = made()
     commit(context.commands)
     context.commands.not_persisted = "the disk was full"
-    with pytest.raises(SnapshotWaitTimeout, match="after 0.05 s: the disk was full"):
+    with pytest.raises(SnapshotWaitTimeout, match=r"after 0\.05 s: the disk was full"):
         wait.until("persisted", NOW, 0.05)
     attempt = ("", "the disk is full")
     changes = [lambda page, text=text: setattr(page, "not_persisted", text) for text in attempt]
