@@ -76,7 +76,8 @@ class ProviderState:
 
     @property
     def entry(self) -> LayoutEntry:
-        return LayoutEntry(self.name, "U8", (self.capacity_bytes,), CopyTiming.LAZY)
+        # As all state that no optimizer owns, so that each rank has its own.
+        return LayoutEntry(self.name, "U8", (self.capacity_bytes,), CopyTiming.BOUNDARY)
 
     def write(self, target: np.ndarray) -> None:
         """Fill the entry, [capacity] uint8. Raises ProviderFailed."""
