@@ -190,7 +190,7 @@ def write_file(file: file_messages.FileHeld, source: int, *, salt: str) -> None:
     therefore replaces what a killed one left.
     """
     target = Path(file.path)
-    words = f"{salt} {socket.gethostname()} {file.rank} {file.path}"
+    words = f"{salt} {socket.gethostname()} {file.rank} {file.path}".encode()
     temporary = target.with_name(f".ftrun-{xxhash.xxh3_64_hexdigest(words)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

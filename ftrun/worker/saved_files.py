@@ -15,7 +15,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -39,33 +39,30 @@ _link: "tuple[int, WorkerSmpClient] | None" = None
 _log = logging.getLogger(__name__)
 
 
-class _NoRoom(Exception):
-    """There is no memory for the next bytes."""
-
-
 class _MemoryFile(io.RawIOBase):
-    """A file in memory that grows only while memory is free."""
+    """A file in memory that takes bytes only while memory is free."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._checked_bytes = 0
         self.num_bytes = 0
+        self.has_room = True
+        """If not, the content is incomplete. An error would be replaced by one of torch's."""
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if self.num_bytes + len(view) > self._checked_bytes:
+        if self.has_room and self.num_bytes + len(view) > self._checked_bytes:
             more = max(len(view), _CHECK_BYTES)
-            if not _is_free(more):
-                raise _NoRoom
+            self.has_room = _is_free(more)
             self._checked_bytes = self.num_bytes + more
         at = 0
-        while at < len(view):
+        while self.has_room and at < len(view):
             at += os.write(self._fd, view[at:])
         self.num_bytes += at
-        return at
+        return len(view)
 
 
 def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **options: Any) -> None:
@@ -131,14 +128,14 @@ def _content_of(obj: object, path: str, args: Any, options: Any) -> tuple[int, i
     fd = os.memfd_create("ftrun-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         into = _MemoryFile(fd)
-        torch.save(obj, into, *args, **options)
-        _seal(fd)
-        return fd, into.num_bytes
-    except _NoRoom:
-        os.close(fd)
+        torch.save(obj, cast(IO[bytes], into), *args, **options)
+        if into.has_room:
+            _seal(fd)
+            return fd, into.num_bytes
     except BaseException:
         os.close(fd)
         raise
+    os.close(fd)
     with tempfile.TemporaryFile(dir=Path(path).parent) as file:
         torch.save(obj, file, *args, **options)
         file.flush()

@@ -161,9 +161,9 @@ class SlotCopy:
         ):
             if content_digest(source) != content_digest(target):
                 names.add(name)
-        for state, target in self.provided:
+        for state, written in self.provided:
             has_room = available_memory().num_bytes > 2 * state.num_bytes
-            if has_room and state.differs_from(target):
+            if has_room and state.differs_from(written):
                 names.add(state.name)
         self.provided.clear()
         return sorted(names | self.on_devices.differing())

@@ -346,7 +346,7 @@ def _plain_capacity(arena: Arena) -> int:
 
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
-    fresh = tuple(source.entry for source in (*state.fresh, *state.provided))
+    fresh = (*(one.entry for one in state.fresh), *(one.entry for one in state.provided))
     persistent = state.persistent
     shape = (persistent.entries, fresh, persistent.piece_bytes, persistent.members)
     return shape, len(state.plain) + 8

@@ -171,9 +171,8 @@ class AttachedState:
         elif rng.is_generator(thing):
             self.generators[name] = thing
         elif isinstance(thing, torch.Tensor | np.ndarray):
-            # A tensor that shares the array's memory.
-            is_array = isinstance(thing, np.ndarray)
-            self.tensors[name] = torch.from_numpy(thing) if is_array else thing
+            # A tensor shares the memory of an array.
+            self.tensors[name] = torch.from_numpy(thing) if isinstance(thing, np.ndarray) else thing
         elif is_provider(thing):
             self.providers[name] = thing
         elif is_stateful(thing):

@@ -18,6 +18,7 @@ Rule 3: an entry has room for more than the present bytes once they have grown, 
 Source: state providers are from DataStates-LLM (arXiv 2406.10707).
 """
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
@@ -81,17 +82,22 @@ class ProviderState:
 
     def write(self, target: np.ndarray) -> None:
         """Fill the entry, [capacity] uint8. Raises ProviderFailed."""
+        part = target[: self.num_bytes]
+        into = part.data
         try:
-            with memoryview(target)[: self.num_bytes] as into:
-                self.provider.capture(self.frozen, into)
-        except BufferError as error:
-            reason = "capture() keeps a view of its memory. Copy into it, and let go of the view"
-            raise ProviderFailed(self.name, reason) from error
+            self.provider.capture(self.frozen, into)
+            into.release()
         except Exception as error:
-            raise ProviderFailed(
-                self.name, f"capture(): {type(error).__name__}: {error}"
-            ) from error
+            raise self._failed(f"capture(): {type(error).__name__}: {error}") from error
+        # A view of `into` keeps a reference to its exporter, and could write to it later.
+        exporter = weakref.ref(part)
+        del part
+        if exporter() is not None:
+            raise self._failed("capture() keeps a view of its memory. Copy into it, and keep none")
         target[self.num_bytes :] = 0
+
+    def _failed(self, reason: str) -> ProviderFailed:
+        return ProviderFailed(self.name, reason)
 
     def differs_from(self, target: np.ndarray) -> bool:
         """Whether a second capture fails or gives other bytes."""
@@ -105,7 +111,7 @@ class ProviderState:
     def digest(self) -> str:
         content = np.empty(self.num_bytes, np.uint8)
         self.write(content)
-        return xxhash.xxh3_64_hexdigest(content)
+        return xxhash.xxh3_64_hexdigest(content.data)
 
 
 class ProviderSizes:
@@ -124,7 +130,8 @@ class ProviderSizes:
 
     def _described(self, name: str, provider: StateProvider) -> ProviderState:
         try:
-            num_bytes, frozen = provider.describe()
+            described: tuple[Any, Any] = provider.describe()
+            num_bytes, frozen = described
         except Exception as error:
             raise ProviderFailed(name, f"describe(): {type(error).__name__}: {error}") from error
         if not isinstance(num_bytes, int) or num_bytes < 0:
