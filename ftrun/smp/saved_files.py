@@ -154,7 +154,7 @@ class SavedFiles:
     def _written(self, held: _Held, seconds: float, reason: str) -> None:
         self._num_jobs -= 1
         file = held.file
-        if self._held.get(file.path) is held:  # not replaced meanwhile
+        if self._held.get(file.path) is held:  # no newer save has replaced it
             held.reason = reason
             if reason:
                 _log.warning("%s is not written: %s", file.path, reason)

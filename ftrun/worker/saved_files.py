@@ -128,7 +128,7 @@ def _content_of(obj: object, path: str, args: Any, options: Any) -> tuple[int, i
     fd = os.memfd_create("ftrun-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         into = _MemoryFile(fd)
-        torch.save(obj, cast(IO[bytes], into), *args, **options)
+        torch.save(obj, cast("IO[bytes]", into), *args, **options)
         if into.has_room:
             _seal(fd)
             return fd, into.num_bytes

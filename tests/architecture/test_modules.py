@@ -15,10 +15,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 13_700, "cli": 4_300, "config": 800, "erasure": 1_200, "integrations": 1_500,
+    "agent": 13_850, "cli": 4_300, "config": 800, "erasure": 1_200, "integrations": 1_500,
     "membership": 4_750, "monitor": 4_050, "network": 3_250, "records": 750, "recovery": 3_400,
-    "sharding": 2_950, "smp": 12_300, "snapshot": 2_000, "tools": 12_650, "wire": 5_450,
-    "worker": 13_250, "ftrun": 1_700,
+    "sharding": 2_950, "smp": 12_500, "snapshot": 2_000, "tools": 12_650, "wire": 5_450,
+    "worker": 14_000, "ftrun": 1_700,
 }  # fmt: skip
 """Lines of each folder and its subfolders; `ftrun`: of the modules that are in no folder. A commit
 that adds a feature raises the budget of its folder, and its message says what for."""

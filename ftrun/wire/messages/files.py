@@ -56,7 +56,7 @@ class FileWritten(Message, frozen=True, tag="FileWritten"):
 
 
 class FinishFiles(Message, frozen=True, tag="FinishFiles"):
-    """Agent -> SMP: the run ends. Reply when every file was tried once more: Done, or Refused."""
+    """Agent -> SMP: the run ends. Reply after another attempt at each file: Done, or Refused."""
 
 
 FileMessage = FileHeld | FileWritten | FinishFiles | OpenSavedFile | SaveFile | SavedFileOpened

@@ -151,7 +151,7 @@ def test_the_end_of_the_run_waits_for_all_files_and_names_what_is_not_written(
     smp.save(missing, b"b")
     smp.settle()
     smp.files.finish(agent)
-    assert len(agent.bodies) == 1, "it is tried once more"
+    assert len(agent.bodies) == 1, "there is another attempt first"
     smp.settle()
     assert agent.bodies[1:] == [messages.Refused(f"{missing}: No such file or directory")]
     missing.parent.mkdir()

@@ -140,7 +140,7 @@ def test_a_second_capture_finds_a_provider_that_was_not_frozen(is_at_boundary: b
     _, copy, _, table = captured(tree, {"live"} if is_at_boundary else set())
     live.content, frozen.content = b"behind", b"behind"
     assert copy.differing(table) == ([] if is_at_boundary else ["live"])
-    assert not copy.provided, "what a provider has frozen is let go"
+    assert not copy.provided, "what a provider has frozen is released"
 
 
 @pytest.mark.parametrize(
