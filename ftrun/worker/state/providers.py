@@ -15,7 +15,7 @@ Rule 2: a verified snapshot captures twice, at the boundary and before the next 
 Rule 3: an entry has room for more than the present bytes once they have grown, because a changed
         layout costs a new arena.
 
-Source: state providers are from DataStates-LLM (arXiv 2406.10707).
+Source: state providers are from the successor of DataStates-LLM (arXiv 2601.16956).
 """
 
 import weakref
