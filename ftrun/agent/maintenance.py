@@ -279,9 +279,9 @@ class Maintenance:
         run = self._run
         settings = run.spec.profile.checkpoint
         directory = run.spec.checkpoint_directory
-        committed = run.smp.committed
-        if directory and committed is not None and run.spec.nodes is None:
-            is_awaited = self._is_awaited(committed)
+        has_version = run.smp.committed is not None or run.workers.committed() is not None
+        if directory and has_version and run.spec.nodes is None:
+            is_awaited = self._is_awaited()
             if is_awaited or now_s > self._checkpoint_due_s:
                 self._checkpoint_due_s = now_s + settings.every_s
                 try:
@@ -294,13 +294,20 @@ class Maintenance:
         self._report_files()
         self._show_reasons()
 
-    def _is_awaited(self, committed: Version) -> bool:
-        """Whether a rank waits for a checkpoint that was not begun yet; true once per step."""
+    def _is_awaited(self) -> bool:
+        """Whether a rank waits for a checkpoint; true once for each step, and for each SMP."""
         run = self._run
         step = most(run.workers.pages, HeartbeatField.PERSIST_STEP)
-        if run.smp.writing or not self._persist_step < step <= committed.step:
+        if run.smp.channel is None:
+            self._persist_step = 0  # the SMP may have ended while it was writing
             return False
-        self._persist_step = committed.step
+        # The page, because a new SMP reports no commit of what it finds in memory.
+        committed, persisted = run.workers.committed(), run.smp.persisted
+        if persisted is not None and persisted >= (run.generations.number, step):
+            return False
+        if run.smp.writing or committed is None or not self._persist_step < step <= committed[1]:
+            return False
+        self._persist_step = committed[1]
         return True
 
     def _show_reasons(self) -> None:

@@ -108,3 +108,73 @@ def test_a_killed_rank_gets_the_bytes_of_its_providers_back(
     ]
     assert "counts changed between a step boundary and the optimizer step" in run.text
     assert "replay changed" not in run.text
+
+
+BROKEN = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ftrun
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+class Log:
+    def __init__(self, size):
+        self.content = bytes([rank]) * size
+        self.fails = False
+
+    def describe(self):
+        return len(self.content), self.content
+
+    def capture(self, frozen, into):
+        if self.fails:
+            raise OSError("no content")
+        into[:] = frozen
+
+    def restore(self, data):
+        self.content = bytes(data)
+
+
+log = Log(1_000_000 * (1 + rank))
+model = nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+session = ftrun.attach(model, optimizer, log=log)
+print(f"rank {rank} has {len(log.content)} of {set(log.content)}\\n", end="", flush=True)
+for step in session.steps(int(sys.argv[1])):
+    log.fails = step in (3, 4) and rank == 1
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if step == 6:
+        handle = session.snapshot()
+    if step == 7:
+        print(f"rank {rank}", handle.wait("committed"), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_an_error_of_a_provider_costs_its_snapshots_and_another_number_of_ranks_resumes(
+    start: Start, script: str, tmp_path: Path
+) -> None:
+    """Each rank has other bytes, of another size; a rank of another world takes one of them."""
+    name, directory = script(BROKEN), str(tmp_path / "saved")
+    words = ("--snapshot-every", "1", "--checkpoint-dir", directory)
+    run = start("--nproc-per-node", "2", *words, name, "9")
+    assert run.wait() == 0, run.text
+    assert "UNPROTECTED: no snapshots until this is over: the state provider log: " in run.text
+    assert "capture(): OSError: no content" in run.text
+    assert "rank 0 True" in run.text
+    assert "rank 1 True" in run.text, "a later boundary tries again"
+    smaller = start("--nproc-per-node", "1", *words, name, "10")
+    assert smaller.wait() == 0, smaller.text
+    assert "rank 0 has 1000000 of {0}" in smaller.text
+    assert "Each rank takes the state providers of the old rank" in smaller.text
+    larger = start("--nproc-per-node", "3", *words, name, "12")
+    assert larger.wait() == 0, larger.text
+    for rank in range(3):
+        assert f"rank {rank} has 1000000 of {{0}}" in larger.text

@@ -78,6 +78,22 @@ def test_a_wait_reaches_each_level_of_one_node_and_names_what_it_lacks(
     assert [line["step"] for line in run.journal("checkpoint_written")] == [2, 6]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("point", ["smp.commit.seal_received:4", "smp.checkpoint.shard_written"])
+def test_a_wait_outlasts_a_kill_of_the_smp(
+    start: Start, script: str, tmp_path: Path, point: str
+) -> None:
+    crash = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(tmp_path / "once")}
+    directory = tmp_path / "saved"
+    words = ("--nproc-per-node", "2", "--checkpoint-dir", str(directory), "--snapshot-every", "1")
+    run = start(*words, script(TRAIN), env=crash)
+    assert run.wait() == 0, run.text
+    assert run.journal("smp_respawned"), "the SMP was not killed"
+    for rank in (0, 1):
+        for level in ("committed", "persisted"):
+            assert f"rank {rank} generation 0 step 2 {level}: True" in run.text
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[NodesRun]:
     if reason := available():
