@@ -157,7 +157,7 @@ class SavedFiles:
         if self._held.get(file.path) is held:  # no newer save has replaced it
             held.reason = reason
             if reason:
-                _log.warning("%s is not written: %s", file.path, reason)
+                _log.debug("%s is not written: %s", file.path, reason)  # the agent warns
                 self._retries.start(RETRY_S)
             else:
                 del self._held[file.path]

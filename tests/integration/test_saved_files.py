@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,31 +77,48 @@ def test_an_smp_that_is_killed_does_not_lose_the_file(
     check_file(path, 5 * MB)
 
 
+WAITS = """
+import time
+while not os.path.exists("end"):
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small file system")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
 @pytest.mark.full
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_a_full_disk_is_shown_and_the_file_is_written_when_there_is_room(
-    start: Start, script: str, tmp_path: Path
+    start: Start, script: str, tmp_path: Path, small: Path, is_killed: bool
 ) -> None:
-    waits = "\nimport time\nwhile not os.path.exists('end'):\n    time.sleep(0.02)\n"
-    small = tmp_path / "files"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", small], check=True)
-    try:
-        path = small / "a.pt"
-        run = start("--nproc-per-node", "1", script(SAVE + waits), str(path), str(10 * MB))
-        run.wait_until("named", lambda: run.journal("file_not_written"))
-        (failed,) = run.journal("file_not_written")
-        assert failed["reason"] == "No space left on device"
-        warnings = " ".join(run.status()["warnings"])  # type: ignore[arg-type]
-        assert f"{path} (No space left on device) of ftrun.save cannot be written" in warnings
-        assert "read 2\n" in run.text
-        assert list(small.iterdir()) == []
-        subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
-        (tmp_path / "end").touch()
-        assert run.wait() == 0, run.text
-        check_file(path, 10 * MB)
-    finally:
-        subprocess.run(["umount", "--lazy", small], check=True)
+    """Also if agent and SMP are killed, one after the other, while it waits in memory."""
+    path = small / "a.pt"
+    run = start("--nproc-per-node", "1", script(SAVE + WAITS), str(path), str(10 * MB))
+    run.wait_until("named", lambda: run.journal("file_not_written"))
+    assert run.journal("file_not_written")[0]["reason"] == "No space left on device"
+    warnings = " ".join(run.status()["warnings"])  # type: ignore[arg-type]
+    assert f"{path} (No space left on device) of ftrun.save cannot be written" in warnings
+    run.wait_until("saved", lambda: "read 2\n" in run.text)
+    assert list(small.iterdir()) == []
+    if is_killed:
+        os.kill(run.pid_of("agent"), signal.SIGKILL)
+        run.wait_until("in the next agent", lambda: "read again 2 True" in run.text)
+        os.kill(run.pid_of("smp"), signal.SIGKILL)
+        run.wait_until("in the next SMP", lambda: run.journal("smp_ready"))
+    subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
+    (tmp_path / "end").touch()
+    assert run.wait() == 0, run.text
+    check_file(path, 10 * MB)
 
 
 @pytest.mark.full
