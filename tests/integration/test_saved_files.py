@@ -44,37 +44,27 @@ def check_file(path: Path, size: int) -> None:
     assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing else is left"
 
 
-def test_a_rank_that_is_killed_after_a_save_does_not_lose_the_file(
-    start: Start, script: str, tmp_path: Path
+POINTS = ["smp.file.copied", *in_full("", "smp.file.held", "smp.file.synced", "smp.file.renamed")]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_of_the_rank_and_of_the_smp_after_a_save_does_not_lose_the_file(
+    start: Start, script: str, tmp_path: Path, point: str
 ) -> None:
+    """The SMP is killed at this point of its first write, and the rank after its last save."""
     path = tmp_path / "files" / "a.pt"
     path.parent.mkdir()
-    run = start("--nproc-per-node", "1", script(SAVE), str(path), str(20 * MB), "die")
+    crash = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(tmp_path / "once")}
+    words = (script(SAVE), str(path), str(20 * MB), "die")
+    run = start("--nproc-per-node", "1", *words, env=crash if point else {})
     assert run.wait() == 0, run.text
+    assert (tmp_path / "once").exists() == bool(run.journal("smp_respawned")) == bool(point)
     assert "read 2\n" in run.text
     assert "read again 2 True" in run.text
     check_file(path, 20 * MB)
     (*_, written) = run.journal("file_written")
     assert written["path"] == str(path)
     assert written["total_bytes"] == path.stat().st_size
-
-
-POINTS = ["smp.file.copied", *in_full("smp.file.held", "smp.file.synced", "smp.file.renamed")]
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_an_smp_that_is_killed_does_not_lose_the_file(
-    start: Start, script: str, tmp_path: Path, point: str
-) -> None:
-    path = tmp_path / "files" / "a.pt"
-    path.parent.mkdir()
-    crash = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(tmp_path / "once")}
-    run = start("--nproc-per-node", "1", script(SAVE), str(path), str(5 * MB), env=crash)
-    assert run.wait() == 0, run.text
-    assert (tmp_path / "once").exists(), "the SMP was not killed"
-    assert run.journal("smp_respawned")
-    assert "read 2\n" in run.text
-    check_file(path, 5 * MB)
 
 
 WAITS = """

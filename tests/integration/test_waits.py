@@ -109,6 +109,7 @@ def nodes(tmp_path: Path) -> Iterator[NodesRun]:
     cluster.down()
 
 
+@pytest.mark.full  # unit tests have the announcements of the leader, and the waits for them
 def test_a_version_on_two_nodes_is_protected_and_persisted(nodes: NodesRun) -> None:
     nodes.start_all()
     assert [nodes.wait_for_code(node) for node in (0, 1)] == [0, 0]
