@@ -36,6 +36,9 @@ _RETRY_S = 0.1
 
 _link: "tuple[int, WorkerSmpClient] | None" = None
 
+_is_lost = False
+"""No SMP took the last file in time, so the next save tries once."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -78,8 +81,7 @@ def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **opt
         args: as in torch.save.
         options: as in torch.save.
     """
-    context = worker_context()
-    path = _path_of(f)
+    context, path = _context(), _path_of(f)
     if context is None or path is None or not _can_be_replaced(path):
         torch.save(obj, f, *args, **options)
         return
@@ -101,7 +103,7 @@ def load(f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **options: Any) ->
         args: as in torch.load.
         options: as in torch.load.
     """
-    context, path = worker_context(), _path_of(f)
+    context, path = _context(), _path_of(f)
     fd = None if context is None or path is None else _held(context, path)
     if fd is None:
         return torch.load(f, *args, **options)
@@ -109,6 +111,12 @@ def load(f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **options: Any) ->
         return torch.load(f"/proc/self/fd/{fd}", *args, **options)
     finally:
         os.close(fd)
+
+
+def _context() -> WorkerContext | None:
+    """None if there is no SMP in this run."""
+    context = worker_context()
+    return context if context is not None and context.settings.enabled else None
 
 
 def _path_of(f: object) -> str | None:
@@ -157,16 +165,19 @@ def _is_free(num_bytes: int) -> bool:
 
 def _hand_over(context: WorkerContext, path: str, fd: int, num_bytes: int) -> None:
     link, mode = _link_of(context), 0o666 & ~_umask()
-    give_up_s = clock.now_s() + _AWAIT_S
+    global _is_lost
+    give_up_s = clock.now_s() + (0.0 if _is_lost else _AWAIT_S)
     while True:
         try:
             link.save_file(path, fd, num_bytes=num_bytes, mode=mode)
         except PeerError:
             # The agent starts another SMP.
             if clock.now_s() >= give_up_s:
+                _is_lost = True
                 raise
             clock.sleep(_RETRY_S)
         else:
+            _is_lost = False
             return
 
 

@@ -2,13 +2,16 @@
 
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import ftrun
+from ftrun.config.profile import SnapshotConfig
 from ftrun.worker import saved_files
+from tests.launch_requests import context_of, launch_request
 
 STATE = {"weight": torch.arange(200_000.0), "step": 7, "names": ["a", "b"]}
 
@@ -80,3 +83,29 @@ def test_a_link_is_followed_as_by_open(tmp_path: Path) -> None:
     assert saved_files._path_of(tmp_path / "link") == str(tmp_path / "target")
     assert saved_files._path_of(io.BytesIO()) is None
     assert saved_files._umask() == os.umask(saved_files._umask())
+
+
+def test_without_an_smp_the_rank_writes_and_waits_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, path = context_of(), tmp_path / "a.pt"
+    monkeypatch.setattr(saved_files, "worker_context", lambda: context)
+    monkeypatch.setattr(saved_files, "_AWAIT_S", 0.3)
+    monkeypatch.setattr(saved_files, "_is_lost", False)
+    waits = []
+    for _ in range(2):
+        began = time.monotonic()
+        ftrun.save(STATE, path)
+        waits.append(time.monotonic() - began)
+        assert same(ftrun.load(path))
+        path.unlink()
+    assert waits[1] < 0.3 <= waits[0]
+
+
+def test_a_run_without_snapshots_has_no_smp_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = launch_request(snapshot=SnapshotConfig(enabled=False))
+    monkeypatch.setattr(saved_files, "worker_context", lambda: context_of(request))
+    ftrun.save(STATE, tmp_path / "a.pt")
+    assert same(ftrun.load(tmp_path / "a.pt"))
