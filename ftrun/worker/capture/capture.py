@@ -441,7 +441,7 @@ class Capture:
                 self._context.unprotected.remove(key)
             return True
         except ProviderFailed as error:
-            self._skip_snapshot(step, "value", f"no snapshots until this is over: {error}")
+            self._skip_bad_value(step, error)
         except torch.OutOfMemoryError:
             self._skip_snapshot(step, "device memory", _NO_DEVICE_MEMORY)
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -472,6 +472,9 @@ class Capture:
     def _fail(self, step: int, error: Exception) -> None:
         """Skip the snapshot of this step because of an error that may pass, such as a bad value."""
         self._check = self._verified = self._copy_of_devices = None
+        self._skip_bad_value(step, error)
+
+    def _skip_bad_value(self, step: int, error: Exception) -> None:
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
         is_new = "value" not in self._context.unprotected
         text = f"no snapshots until this is over: {kind}{error}"
