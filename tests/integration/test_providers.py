@@ -180,3 +180,48 @@ def test_an_error_of_a_provider_costs_its_snapshots_and_another_number_of_ranks_
     assert larger.wait() == 0, larger.text
     for rank in range(3):
         assert f"rank {rank} has 1000000 of {{0}}" in larger.text
+
+
+SLOW = """
+import threading
+import torch
+from torch import nn
+
+import ftrun
+
+stepped, seen = threading.Event(), []
+
+
+class Slow:
+    def describe(self):
+        stepped.clear()
+        return 4, b"abcd"
+
+    def capture(self, frozen, into):
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(stepped.wait(60))
+        into[:] = frozen
+
+    def restore(self, data):
+        assert bytes(data) == b"abcd"
+
+
+model = nn.Linear(300, 300)
+optimizer = torch.optim.AdamW(model.parameters())
+session = ftrun.attach(model, optimizer, slow=Slow())
+for step in session.steps(20):
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    stepped.set()
+print("seen", len(seen) >= 5 and all(seen[:-1]), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_an_optimizer_steps_while_a_provider_writes(start: Start, script: str) -> None:
+    """Each capture waits for the next step, so a step that waited for it would take a minute."""
+    flags = ("--snapshot-every", "3", "--set", "snapshot.verify_first=1")
+    run = start("--nproc-per-node", "1", *flags, script(SLOW))
+    assert run.wait() == 0, run.text
+    assert "seen True" in run.text

@@ -8,8 +8,9 @@ Survives: nothing; the slot with the newest committed version is never written, 
           moment leaves it whole.
 
 Rule 1: between two boundaries at most one snapshot is in progress. Whenever an optimizer changes a
-        parameter, the copy thread is idle, or has queued all its reads of devices. The stream of
-        the step waits for these reads, and the training thread does not.
+        parameter, the copy thread has read all tensors, or has queued all its reads of devices. The
+        stream of the step waits for these reads, and the training thread does not. State providers
+        write after that, while the step runs.
 Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
         boundary before its slot is sealed (lazy_check.py), and a difference discards the snapshot.
         The first `verify_first` snapshots, and one in `verify_every`, are verified snapshots. They
@@ -36,6 +37,7 @@ Source: the lazy copy during forward and backward is from DataStates-LLM (arXiv 
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +128,9 @@ class Capture:
         self._trouble = ""
         self._copy_of_devices: DeviceCopies | None = None
         """The copy in progress, or the last one, if it reads devices."""
+        self._has_read = threading.Event()
+        """Set when the snapshot in progress reads no more tensors in main memory."""
+        self._has_read.set()
         self._hook = register_optimizer_step_pre_hook(of_steps(self.before_step))
 
     # --- training thread -------------------------------------------------------------------
@@ -249,7 +254,7 @@ class Capture:
     def _observe(self) -> None:
         """Order what follows after the copy, and sample its sources before they may change."""
         if self._copy_of_devices is None:
-            self._thread.wait()
+            self._has_read.wait()
         else:
             self._copy_of_devices.precede()
         if self._check is not None:
@@ -338,7 +343,7 @@ class Capture:
             return
         slot = self._store.begin_copy(slots, step)
         copy = slots.copy_of(slot, state, self._at_boundary)
-        is_verified = self._is_verified()
+        is_verified = copy.is_verified = self._is_verified()
         if is_verified or self._is_hookless:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
@@ -361,12 +366,8 @@ class Capture:
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-
-            def work() -> None:
-                self._copy(slots, slot, copy, check, step, replicas)
-                copy.provided.clear()  # what they have frozen may be large
-
-            self._thread.start(work)
+            self._thread.start(lambda: self._copy(slots, slot, copy, check, step, replicas))
+            self._has_read = copy.has_read
 
     def _slots_for(
         self, whole: BoundaryState, *, is_last: bool
@@ -428,6 +429,7 @@ class Capture:
         try:
             copy.copy_lazy(slots.arena.table(slot))
             hashed = replicas()  # before `wrong_copies`, which covers the time of both
+            copy.has_read.set()
             crash_point("worker.capture.copied")
             wrong = check.wrong_copies()
             if wrong:
@@ -436,6 +438,7 @@ class Capture:
                 self._commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return False
+            copy.write_provided(slots.arena.table(slot))
             self._store.seal(slots, slot, step, self._link, hashed)
             for key in ("memory", "value", "device memory"):
                 self._context.unprotected.remove(key)
@@ -448,6 +451,7 @@ class Capture:
             self._give_up(error)
         finally:
             copy.on_devices.issued.set()
+            copy.has_read.set()
             self._copy_s = (clock.now_ns() - started_ns) / 1e9
         return False
 

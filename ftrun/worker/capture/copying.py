@@ -83,11 +83,16 @@ class SlotCopy:
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
     on_devices: DeviceCopies = field(default_factory=lambda: DeviceCopies(()))
     packed: list[tuple[int, Any]] = field(default_factory=list)
-    """Index and slot bytes of all other pieces: packs, boundary copies, providers, plain values."""
+    """Index and slot bytes of all other pieces: packs, boundary copies, plain values."""
     provided: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
     """Providers, and their targets, that are written lazily."""
     provided_now: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
     """The same for providers that are written at the boundary."""
+    provided_pieces: list[tuple[int, Any]] = field(default_factory=list)
+    is_verified: bool = False
+    """Whether `differing` will be called."""
+    has_read: threading.Event = field(default_factory=threading.Event)
+    """Set when this snapshot reads no more tensors; only providers may still write."""
 
     @cached_property
     def samples(self) -> LazySamples:
@@ -103,6 +108,19 @@ class SlotCopy:
         pairs = [(one, byte_view(views.target(one.name)).numpy()) for one in states]
         self.provided = [pair for pair in pairs if pair[0].name not in boundary_names]
         self.provided_now = [pair for pair in pairs if pair[0].name in boundary_names]
+        self.provided_pieces = [piece for one in states for piece in views.pieces_of(one.name)]
+        own = {index for index, _ in self.provided_pieces}
+        self.packed = [piece for piece in self.packed if piece[0] not in own]
+        self.has_read = threading.Event()
+
+    def write_provided(self, table: memoryview) -> None:
+        """Have the providers write, and compute the digests; raises ProviderFailed."""
+        for state, target in self.provided:
+            state.write(target)
+        for index, view in self.provided_pieces:
+            table[index] = digest_of(view)
+        if not self.is_verified:
+            self.provided.clear()  # what they have frozen may be large
 
     def copy_boundary(self, *, is_staged: bool = False, gb_s: float = 0.0) -> None:
         """Copy the boundary sources; on devices, queue the copies and the state to copy later.
@@ -132,8 +150,6 @@ class SlotCopy:
         synchronize((*self.boundary_sources, *(one.source for one in self.lazy)))
 
     def copy_lazy(self, table: memoryview) -> None:
-        for state, target in self.provided:
-            state.write(target)
         if self.whole_targets:
             torch._foreach_copy_(self.whole_targets, self.whole_sources)
         if self.on_devices:
@@ -188,6 +204,11 @@ class SlotViews:
         at = self._start + self._entries[PLAIN_NAME].offset
         self.image[at : at + 8] = len(plain).to_bytes(8, "little")
         self.image[at + 8 : at + 8 + len(plain)] = plain
+
+    def pieces_of(self, name: str) -> list[tuple[int, Any]]:
+        """Index and slot bytes of each piece of an entry."""
+        indices = self.layout.pieces_of(self._entries[name])
+        return [(index, self._bytes_of(self.layout.pieces[index])) for index in indices]
 
     def target(self, name: str) -> torch.Tensor:
         if name not in self._targets:

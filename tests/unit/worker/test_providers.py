@@ -10,7 +10,7 @@ from torch import nn
 from ftrun.errors import ProviderFailed, UsageError
 from ftrun.snapshot.layout import PIECE_BYTES, make_layout
 from ftrun.snapshot.plain_values import decode
-from ftrun.worker.capture.copying import SlotCopy, SlotViews
+from ftrun.worker.capture.copying import SlotCopy, SlotViews, digest_of
 from ftrun.worker.state.attached import AttachedState, Skip
 from ftrun.worker.state.providers import ProviderSizes, load_providers
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
@@ -75,8 +75,13 @@ def captured(
     copy = views.prepare(state.persistent.sources, state.fresh, boundary_names or set())
     copy.provide(state.provided, views, boundary_names or set())
     table = memoryview(bytearray(8 * len(layout.pieces))).cast("Q")
+    copy.is_verified = True
     copy.copy_boundary()
     copy.copy_lazy(table)
+    copy.write_provided(table)
+    assert list(table) == [
+        digest_of(views.bytes[one.offset : one.offset + one.num_bytes]) for one in layout.pieces
+    ]
     return state, copy, views, table
 
 
