@@ -110,6 +110,8 @@ class CommandExecutor:
                     self._request(command)
             case commands.WriteCheckpointPart():
                 run.maintenance.write_part(command.version)
+            case commands.ShowLevels():
+                run.workers.show_levels(command.protected, command.persisted)
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():
@@ -226,8 +228,10 @@ class CommandExecutor:
         run.generations.repeats.conclude()
         run.before_end()
         run.signals.forget()
+        is_cancelled = lambda: run.signals.is_end_requested  # noqa: E731
         if not command.run_continues:
-            run.maintenance.end(command, is_cancelled=lambda: run.signals.is_end_requested)
+            run.maintenance.end(command, is_cancelled=is_cancelled)
+        run.maintenance.finish_files(command, is_cancelled=is_cancelled)
         if command.exit_code != ExitCode.DONE:
             raise RunEnded(command)
         self.is_done = True

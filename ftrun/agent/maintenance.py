@@ -5,11 +5,13 @@ Runs in the main thread, once per turn of the loop. Survives zygote and SMP.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
+from ftrun.agent.launch.worker_group import most
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
@@ -58,6 +60,8 @@ class Maintenance:
         """Also after it was disabled, because its children are still reaped."""
         self._checkpoint_due_s = clock.now_s() + run.spec.profile.checkpoint.every_s
         self._checkpoints_seen = 0
+        self._persist_step = 0
+        """Newest step for which a checkpoint was begun because a rank waits for it."""
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
         self._slow_ranks: set[int] = set()
@@ -68,6 +72,7 @@ class Maintenance:
 
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = self._reap_due_s = now_s + REFILL_AFTER_S
+        self._persist_step = 0
         self._stalled_ranks.clear()
         self._slow_ranks.clear()
 
@@ -92,9 +97,7 @@ class Maintenance:
         run = self._run
         if run.spec.checkpoint_directory is None:
             return
-        is_stop = command.exit_code > 128 and command.cause is None
-        limit_s = run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
-        give_up_s = clock.now_s() + limit_s
+        give_up_s = clock.now_s() + self._limit_s(command)
         self._await_smp(give_up_s, is_cancelled)
         versions = self._last_versions()
         if versions or run.smp.committed:
@@ -104,6 +107,39 @@ class Maintenance:
                     run.smp.refused = "the snapshot manager was lost twice"
             self._report_checkpoint()
         run.smp.end_checkpoints(int(command.exit_code), command.reason, run.spec.command_digest)
+
+    def _limit_s(self, command: EndRun) -> float:
+        is_stop = command.exit_code > 128 and command.cause is None
+        return self._run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
+
+    def finish_files(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
+        """Have the files of ftrun.save written before the SMP ends."""
+        run = self._run
+        with suppress(PeerError):
+            run.smp.collect()
+        if not run.smp.files.held:
+            return
+        give_up_s, reason = clock.now_s() + self._limit_s(command), ""
+        for _ in range(2):  # the SMP may end just now, and its successor gets the files
+            self._await_smp(give_up_s, is_cancelled)
+            try:
+                reason = run.smp.finish_files(give_up_s, is_cancelled)
+                break
+            except PeerError as error:
+                reason = str(error)
+                run.smp.lost()
+        self._report_files()
+        if reason:
+            _log.warning("files of ftrun.save are lost: %s", reason)
+
+    def _report_files(self) -> None:
+        journal = self._run.journal
+        for one in self._run.smp.files.drain_results():
+            if one.reason:
+                journal.write(records.FileNotWritten(one.reason, one.path))
+                _log.warning("%s is not written: %s", one.path, one.reason)
+            else:
+                journal.write(records.FileWrittenRecord(one.path, one.num_bytes, one.seconds))
 
     def _await_smp(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for an SMP that starts, or that replaces one that has just been lost."""
@@ -243,14 +279,47 @@ class Maintenance:
         run = self._run
         settings = run.spec.profile.checkpoint
         directory = run.spec.checkpoint_directory
-        is_due = now_s > self._checkpoint_due_s and run.spec.nodes is None
-        if directory and is_due and run.smp.committed:
-            self._checkpoint_due_s = now_s + settings.every_s
-            try:
-                run.smp.begin_checkpoint(directory, settings, life=run.generations.life)
-            except PeerError as error:
-                run.journal.write(records.CheckpointFailedRecord(str(error)))
+        has_version = run.smp.committed is not None or run.workers.committed() is not None
+        if directory and has_version and run.spec.nodes is None:
+            is_awaited = self._is_awaited()
+            if is_awaited or now_s > self._checkpoint_due_s:
+                self._checkpoint_due_s = now_s + settings.every_s
+                try:
+                    life = run.generations.life
+                    run.smp.begin_checkpoint(directory, settings, life=life, is_urgent=is_awaited)
+                except PeerError as error:
+                    run.journal.write(records.CheckpointFailedRecord(str(error)))
+            run.workers.show_levels(None, run.smp.persisted)
         self._report_checkpoint()
+        self._report_files()
+        self._show_reasons()
+
+    def _is_awaited(self) -> bool:
+        """Whether a rank waits for a checkpoint; true once for each step, and for each SMP."""
+        run = self._run
+        step = most(run.workers.pages, HeartbeatField.PERSIST_STEP)
+        if run.smp.channel is None:
+            self._persist_step = 0  # the SMP may have ended while it was writing
+            return False
+        # The page, because a new SMP reports no commit of what it finds in memory.
+        committed, persisted = run.workers.committed(), run.smp.persisted
+        if persisted is not None and persisted >= (run.generations.number, step):
+            return False
+        if run.smp.writing or committed is None or not self._persist_step < step <= committed[1]:
+            return False
+        self._persist_step = committed[1]
+        return True
+
+    def _show_reasons(self) -> None:
+        run = self._run
+        page, not_protected = run.workers.commands, run.smp.unprotected_reason
+        if page is None:
+            return
+        if page.not_protected != not_protected:
+            page.not_protected = not_protected
+        not_persisted = "" if run.smp.writing else self.not_written
+        if page.not_persisted != not_persisted:
+            page.not_persisted = not_persisted
 
     def _report_checkpoint(self) -> None:
         run = self._run

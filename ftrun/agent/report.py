@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
+from ftrun.agent.launch.worker_group import most
 from ftrun.agent.observe.devices import RecentDeviceErrors
 from ftrun.agent.observe.evidence import PressureReader
 from ftrun.agent.publish.versions import held_versions
@@ -15,6 +16,7 @@ from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
@@ -113,6 +115,9 @@ class NodeReporter:
             pressure=self._pressure.poll(now_s),
             restart=generations.restart_times(now_s) if runs else None,
             versions=() if run.rpc is None else held_versions(smp.memory, generations.number),
+            file_warning=smp.files.warning,
+            persisted=smp.persisted,
+            persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
         )
 
     def _ready(self) -> VersionPair | None:
@@ -138,4 +143,6 @@ def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
         heartbeat.problem,
         heartbeat.smp_port,
         heartbeat.restart is None,
+        heartbeat.persisted,
+        heartbeat.persist_step,
     )

@@ -20,7 +20,7 @@ from ftrun.records.recovery import ResumeRanks as ResumeRanks
 from ftrun.records.recovery import SignalWorkers as SignalWorkers
 from ftrun.records.recovery import SuspendRanks as SuspendRanks
 from ftrun.records.recovery import UpdatePeerPorts as UpdatePeerPorts
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 from ftrun.wire.cluster.membership import CollectiveRing
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
@@ -93,6 +93,14 @@ class WriteCheckpointPart:
     """Write this node's part of this version to disk."""
 
     version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class ShowLevels:
+    """Show the ranks the newest version that any node may be lost with, and the newest on disk."""
+
+    protected: VersionPair | None
+    persisted: VersionPair | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +235,7 @@ NetworkCommand = Connect | Send | Disconnect
 SnapshotCommand = (
     CommitSnapshot
     | WriteCheckpointPart
+    | ShowLevels
     | AbandonStep
     | SetFirstSnapshotStep
     | SetSnapshotInterval

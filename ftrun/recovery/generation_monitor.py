@@ -102,6 +102,8 @@ class GenerationMonitor:
         self._problems: set[str] = set()
         self._is_boundary_reported = False
         self._checkpoint_s = self._waits_until_s = 0.0
+        self._persist_step = 0
+        """Newest step for which a checkpoint was ordered because a rank waits for it."""
         self._rate = StepRate(settings.times.heartbeat_interval_s)
 
     @property
@@ -195,7 +197,7 @@ class GenerationMonitor:
         self._problems.clear()
         self._is_boundary_reported = False
         self._rate.begin()
-        self._checkpoint_s = now_s
+        self._checkpoint_s, self._persist_step = now_s, 0
         self.watching.begin(plan)
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
@@ -224,6 +226,7 @@ class GenerationMonitor:
             return found
         self._note_rate(now_s)
         self._commit(heartbeat)
+        self._note_levels(heartbeat, now_s)
         if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
             self.name_checkpoint(now_s=now_s)
         known_port = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
@@ -461,6 +464,23 @@ class GenerationMonitor:
             take_from, step = self.orders.take_from, self.reports.step
             take_from = self._alignment.after_skip(take_from, skipped, step)
             self._order(abandoned_step=skipped, take_from=take_from)
+
+    def _note_levels(self, heartbeat: Heartbeat, now_s: float) -> None:
+        """Announce what is protected and persisted; order a checkpoint that a rank waits for."""
+        orders = self.orders
+        committed, persisted = orders.committed, heartbeat.persisted
+        if persisted is not None and (orders.persisted is None or persisted > orders.persisted):
+            self._order(persisted=persisted)
+        if committed is None:
+            return
+        is_ready = self.reports.ready_with(heartbeat) == committed
+        if is_ready and committed != orders.protected and self.reports.are_protected():
+            self._order(protected=committed)
+        # A node that still writes its part of the last checkpoint takes no other order.
+        is_idle = self.orders.checkpoint in (None, self.orders.persisted)
+        if is_idle and self._persist_step < heartbeat.persist_step <= committed[1]:
+            self._persist_step = committed[1]
+            self.name_checkpoint(now_s=now_s)
 
     def name_checkpoint(self, *, now_s: float) -> None:
         """Orders the newest committed version to be written, if a checkpoint directory exists."""

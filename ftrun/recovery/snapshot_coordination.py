@@ -56,13 +56,15 @@ class MemberReports:
         self._current: set[str] = set()
         self._ready: Counter[VersionPair] = Counter()
         self._num_at_boundary = 0
+        self._num_safe = 0
+        """Members whose version survives the loss of a node of their group."""
 
     def begin(self, plan: GenerationPlan) -> None:
         self._generation = plan.generation
         self._members = {node.node_id: node for node in plan.members}
         self._current.clear()
         self._ready.clear()
-        self.step = self.steps_here = self._num_at_boundary = 0
+        self.step = self.steps_here = self._num_at_boundary = self._num_safe = 0
         self.attached = False
         self.abandoned_step = self.sealed_step = -1
         self.committed = None
@@ -78,6 +80,7 @@ class MemberReports:
         if before is not None and node_id in self._current:
             self._current.discard(node_id)
             self._num_at_boundary -= before.at_boundary
+            self._num_safe -= before.survives > 0
             if (ready := _ready(before)) is not None:
                 self._ready[ready] -= 1
         self.heartbeats[node_id] = heartbeat
@@ -97,6 +100,7 @@ class MemberReports:
             return False
         self._current.add(node_id)
         self._num_at_boundary += heartbeat.at_boundary
+        self._num_safe += heartbeat.survives > 0
         if (ready := _ready(heartbeat)) is not None:
             self._ready[ready] += 1
         self.step = max(self.step, heartbeat.step)
@@ -154,7 +158,7 @@ class MemberReports:
 
     def are_protected(self) -> bool:
         """Whether any one member can be lost without losing the version it is ready with."""
-        return self.all_run and all(heartbeat.survives > 0 for heartbeat in self.current)
+        return self.all_run and self._num_safe == len(self._members)
 
     def note_protection(self, committed: VersionPair | None) -> None:
         if self.are_protected():

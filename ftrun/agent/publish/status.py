@@ -166,7 +166,11 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
             rank_statuses(reports, views, decided.lateness_s), run.workers.handles, strict=True
         )
     )
-    warnings = (run.generations.repeats.warning, run.workers.slow_capture())
+    warnings = (
+        run.generations.repeats.warning,
+        run.smp.files.warning,
+        run.workers.slow_capture(),
+    )
     return StatusView(
         run_id=run.spec.run_id,
         state=_state(run, decided),

@@ -94,6 +94,7 @@ class ArenaSlots:
         copy = cached[1]
         num_persistent = len(copy.boundary_targets) - len(state.fresh)
         copy.boundary_sources[num_persistent:] = [copyable(one.tensor) for one in state.fresh]
+        copy.provide(state.provided, self.views[slot], boundary_names)
         return copy
 
     def forget_copies(self) -> None:
@@ -417,7 +418,7 @@ def _plain_capacity(arena: Arena) -> int:
 
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
-    fresh = tuple(source.entry for source in state.fresh)
+    fresh = (*(one.entry for one in state.fresh), *(one.entry for one in state.provided))
     persistent = state.persistent
     shape = (persistent.entries, fresh, persistent.piece_bytes, persistent.members)
     return shape, len(state.plain) + 8

@@ -23,6 +23,7 @@ from ftrun.recovery.commands import (
     Send,
     SetFirstSnapshotStep,
     SetSnapshotInterval,
+    ShowLevels,
     SignalWorkers,
     StartRanks,
     UpdatePeerPorts,
@@ -418,6 +419,7 @@ def test_it_knows_chosen_and_accepted_plans(reported: ConfigurationId, is_known:
 ORDERS: list[tuple[dict[str, object], Command]] = [
     ({"committed": (4, 8)}, CommitSnapshot(version(4, 8))),
     ({"checkpoint": (4, 8)}, WriteCheckpointPart(version(4, 8))),
+    ({"protected": (4, 8), "persisted": (4, 6)}, ShowLevels((4, 8), (4, 6))),
     ({"abandoned_step": 3}, AbandonStep(3)),
     ({"take_from": 12}, SetFirstSnapshotStep(12)),
     ({"every": 5, "every_from_step": 70}, SetSnapshotInterval(5, 70)),
