@@ -22,19 +22,29 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ftrun import dcp
+    from ftrun.worker.saved_files import load as load
+    from ftrun.worker.saved_files import save as save
     from ftrun.worker.session import Session as Session
     from ftrun.worker.session import attach as attach
+    from ftrun.worker.state.providers import StateProvider as StateProvider
 
 __version__ = "0.2.0"
-__all__ = ["Session", "__version__", "attach", "dcp"]
+__all__ = ["Session", "StateProvider", "__version__", "attach", "dcp", "load", "save"]
+
+
+_MODULES = {
+    "attach": "ftrun.worker.session",
+    "Session": "ftrun.worker.session",
+    "StateProvider": "ftrun.worker.state.providers",
+    "load": "ftrun.worker.saved_files",
+    "save": "ftrun.worker.saved_files",
+}
 
 
 def __getattr__(name: str) -> object:
     # Lazy (PEP 562), because a re-export would load torch into the command line and every SMP.
-    if name in ("attach", "Session"):
-        from ftrun.worker import session
-
-        return getattr(session, name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "dcp":
         return importlib.import_module("ftrun.dcp")
     raise AttributeError(f"module 'ftrun' has no attribute {name!r}")

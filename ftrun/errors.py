@@ -90,6 +90,10 @@ class SnapshotError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.STATE_LOST
 
 
+class SnapshotWaitTimeout(SnapshotError, TimeoutError):
+    """A snapshot has not reached the level that the script waits for in time."""
+
+
 class MemoryTooSmall(SnapshotError):
     """Memory for snapshots does not fit on this node.
 
@@ -142,6 +146,13 @@ def _mb(num_bytes: int) -> str:
 def _lines(texts: Sequence[str], *, most: int = sys.maxsize) -> str:
     shown = [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]
     return "".join(f"\n  - {one}" for one in shown)
+
+
+class ProviderFailed(SnapshotError):
+    """An object with describe, capture and restore does not do its part."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the state provider {name}: {reason}")
 
 
 class ValueNotStorable(SnapshotError):

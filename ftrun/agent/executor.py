@@ -105,14 +105,18 @@ class CommandExecutor:
         run = self._run
         match command:
             case commands.CommitSnapshot():
-                run.maintenance.committed(command.version)
+                run.maintenance.checkpoints.committed(command.version)
                 if not run.generations.is_alone:
                     self._request(command)
             case commands.WriteCheckpointPart():
-                run.maintenance.write_part(command.version)
+                run.maintenance.checkpoints.write_part(command.version)
             case commands.WriteCapture():
                 # The leader does not know the step of a single member in time.
-                run.maintenance.write_capture(-1 if run.generations.is_alone else command.from_step)
+                run.maintenance.checkpoints.write_capture(
+                    -1 if run.generations.is_alone else command.from_step
+                )
+            case commands.ShowLevels():
+                run.workers.show_levels(command.protected, command.persisted)
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():
@@ -229,8 +233,10 @@ class CommandExecutor:
         run.generations.repeats.conclude()
         run.before_end()
         run.signals.forget()
+        is_cancelled = lambda: run.signals.is_end_requested  # noqa: E731
         if not command.run_continues:
-            run.maintenance.end(command, is_cancelled=lambda: run.signals.is_end_requested)
+            run.maintenance.end(command, is_cancelled=is_cancelled)
+        run.maintenance.finish_files(command, is_cancelled=is_cancelled)
         if command.exit_code != ExitCode.DONE:
             raise RunEnded(command)
         self.is_done = True

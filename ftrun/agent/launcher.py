@@ -348,6 +348,6 @@ def _kept(command: EndRun, spec: RunSpec, run: Run) -> list[str]:
         step=max(progress.step, held or 0),
         directory=None if directory is None else without_password(directory),
         checkpoint_step=None if written is None else written.step,
-        not_written=run.maintenance.not_written,
+        not_written=run.maintenance.checkpoints.not_written,
         part_step=None if part is None else part.step,
     )

@@ -5,12 +5,14 @@ Runs in the main thread, once per turn of the loop. Survives zygote and SMP.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
-from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, SHARE_WAIT_S
+from ftrun.agent.snapshots.checkpoint_orders import CheckpointOrders
+from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version
 from ftrun.monitor.worker_exits import exit_text
@@ -20,7 +22,6 @@ from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import ComponentRestarts
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.checkpoint import WriteCheckpoint
 from ftrun.wire.messages.smp import Inventory
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
@@ -50,20 +51,10 @@ class Maintenance:
         self.smp_is_starting = False
         self.smp_given_up = ""
         """Why there is no SMP any more; empty while there is one."""
-        self.not_written = ""
-        """Why the last checkpoint was not written; empty if it was."""
-        self.last_commit: Version | None = None
-        """On several nodes: the newest version that the leader has reported as committed."""
-        self.newest_order: Version | None = None
-        """On several nodes: the newest version that the leader has ordered to be written."""
-        self.num_skipped = 0
-        """Due versions that were not written, because the storage is slower than they are due."""
-        self._is_unordered = False
-        """The newest due version is committed, and not ordered to be written."""
         self._run = run
         self._zygote = run.workers.starter.zygote
         """Also after it was disabled, because its children are still reaped."""
-        self._checkpoint_due_s = clock.now_s() + run.spec.profile.checkpoint.every_s
+        self.checkpoints = CheckpointOrders(run)
         self._refill_due_s: float | None = None
         self._stalled_ranks: set[int] = set()
         self._slow_ranks: set[int] = set()
@@ -74,6 +65,7 @@ class Maintenance:
 
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = self._reap_due_s = now_s + REFILL_AFTER_S
+        self.checkpoints.generation_started()
         self._stalled_ranks.clear()
         self._slow_ranks.clear()
 
@@ -89,7 +81,8 @@ class Maintenance:
         self._refill(now_s)
         self._reap(now_s)
         self._bind_standbys()
-        self._checkpoint(now_s)
+        self.checkpoints.poll(now_s)
+        self._report_files()
         if self._bring_up_smp():
             run.generations.configure_new_smp()
 
@@ -98,9 +91,7 @@ class Maintenance:
         run = self._run
         if run.spec.checkpoint_directory is None:
             return
-        is_stop = command.exit_code > 128 and command.cause is None
-        limit_s = run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
-        give_up_s = clock.now_s() + limit_s
+        give_up_s = clock.now_s() + self._limit_s(command)
         self._await_smp(give_up_s, is_cancelled)
         versions = self._last_versions()
         if versions or run.smp.committed:
@@ -108,8 +99,41 @@ class Maintenance:
                 self._await_smp(give_up_s, is_cancelled)  # it has ended just now
                 if not self._write_last(versions, give_up_s, is_cancelled):
                     run.smp.refused = "the snapshot manager was lost twice"
-            self._report_checkpoint()
+            self.checkpoints.report()
         run.smp.end_checkpoints(int(command.exit_code), command.reason, run.spec.command_digest)
+
+    def _limit_s(self, command: EndRun) -> float:
+        is_stop = command.exit_code > 128 and command.cause is None
+        return self._run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
+
+    def finish_files(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
+        """Have the files of ftrun.save written before the SMP ends."""
+        run = self._run
+        with suppress(PeerError):
+            run.smp.collect()
+        if not run.smp.files.held:
+            return
+        give_up_s, reason = clock.now_s() + self._limit_s(command), ""
+        for _ in range(2):  # the SMP may end just now, and its successor gets the files
+            self._await_smp(give_up_s, is_cancelled)
+            try:
+                reason = run.smp.finish_files(give_up_s, is_cancelled)
+                break
+            except PeerError as error:
+                reason = str(error)
+                run.smp.lost()
+        self._report_files()
+        if reason:
+            _log.warning("files of ftrun.save are lost: %s", reason)
+
+    def _report_files(self) -> None:
+        journal = self._run.journal
+        for one in self._run.smp.files.drain_results():
+            if one.reason:
+                journal.write(records.FileNotWritten(one.reason, one.path))
+                _log.warning("%s is not written: %s", one.path, one.reason)
+            else:
+                journal.write(records.FileWrittenRecord(one.path, one.num_bytes, one.seconds))
 
     def _await_smp(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for an SMP that starts, or that replaces one that has just been lost."""
@@ -136,7 +160,7 @@ class Maintenance:
         try:
             if run.smp.finish_checkpoint(give_up_s, is_cancelled):
                 if run.spec.nodes is None:
-                    run.smp.begin_checkpoint(self._write_order(is_urgent=True))
+                    self.checkpoints.write_newest()
                     run.smp.finish_checkpoint(give_up_s, is_cancelled)
                 else:
                     self._write_last_part(versions, give_up_s, is_cancelled)
@@ -157,7 +181,7 @@ class Maintenance:
         """
         run = self._run
         if run.spec.nodes is not None and run.generations.has_ranks:
-            return [] if self.last_commit is None else [self.last_commit]
+            return [] if self.checkpoints.last_commit is None else [self.checkpoints.last_commit]
         return run.smp.whole_versions
 
     def _write_last_part(
@@ -167,7 +191,7 @@ class Maintenance:
         run = self._run
         written = run.smp.num_checkpoints
         for wanted in versions:
-            self.write_part(wanted, is_urgent=True)
+            self.checkpoints.write_part(wanted, is_urgent=True)
             is_over = run.smp.finish_checkpoint(give_up_s, is_cancelled)
             if not is_over or run.smp.num_checkpoints > written:
                 return
@@ -177,70 +201,6 @@ class Maintenance:
         run = self._run
         self._bring_up_smp(waits=True)
         return run.smp.inventory(), run.stores.next_port, run.smp.port
-
-    def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
-        """On several nodes: write this node's part of a version that all nodes write now."""
-        self.newest_order = wanted
-        self._is_unordered = False
-        self._begin(self._write_order(wanted, is_urgent=is_urgent))
-
-    def write_capture(self, from_step: int) -> None:
-        """Request a snapshot from this step on, and write it while it is captured.
-
-        -1: from the first step that no rank here has passed.
-        """
-        run = self._run
-        step = run.workers.request_capture(from_step)
-        wait_s = run.spec.profile.checkpoint.live_capture_timeout_s
-        wait_s += 2 * run.rank_observer.p99_s
-        self._begin(self._write_order(capture_from=step, wait_s=wait_s))
-
-    def committed(self, found: Version) -> None:
-        """On several nodes: a version is committed; the leader may order it to be written."""
-        self.last_commit = found
-        if self._run.spec.nodes is not None and self._is_due_at(found):
-            self.num_skipped += self._is_unordered
-            self._is_unordered = True
-
-    def _is_due_at(self, found: Version) -> bool:
-        every = self._run.spec.persist_every
-        return every > 0 and found.step % every == 0
-
-    def _begin(self, order: WriteCheckpoint) -> None:
-        run = self._run
-        if not order.directory or not run.generations.holds_ranks:
-            return
-        try:
-            self.num_skipped += not run.smp.begin_checkpoint(order)
-        except PeerError as error:
-            run.journal.write(records.CheckpointFailedRecord(str(error)))
-
-    def _write_order(
-        self,
-        wanted: Version | None = None,
-        *,
-        capture_from: int = -1,
-        wait_s: float = 0.0,
-        is_urgent: bool = False,
-    ) -> WriteCheckpoint:
-        """Without a version: the capture, if one is given, else the newest committed version."""
-        run = self._run
-        settings, generations = run.spec.profile.checkpoint, run.generations
-        is_alone = is_urgent and wanted is None
-        return WriteCheckpoint(
-            run.spec.checkpoint_directory or "",
-            settings.keep,
-            (wanted.generation, wanted.step) if wanted is not None else None,
-            "" if is_alone else generations.token,
-            keep_s=settings.max_age_s,
-            bytes_per_s=0.0 if is_urgent else settings.max_bytes_per_s,
-            life=generations.life,
-            live_capture_timeout_s=wait_s,
-            capture_from=(generations.number, capture_from) if capture_from >= 0 else None,
-            keep_bytes=settings.keep_bytes,
-            share_timeout_s=0.0 if run.spec.nodes is None else SHARE_WAIT_S,
-            writers=settings.writers,
-        )
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         run = self._run
@@ -291,47 +251,6 @@ class Maintenance:
         pages = self._run.workers.pages
         if pages and all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             self._zygote.bind(len(pages))
-
-    def _checkpoint(self, now_s: float) -> None:
-        run, settings = self._run, self._run.spec.profile.checkpoint
-        new, run.smp.new_commits = run.smp.new_commits, []
-        is_on = run.spec.checkpoint_directory is not None and run.spec.nodes is None
-        if is_on and settings.every_steps:
-            for found in filter(self._is_due_at, new):
-                self._begin(self._write_order(found))
-        elif is_on and now_s > self._checkpoint_due_s:
-            if run.workers.progress().attached and settings.live_capture_timeout_s:
-                self._checkpoint_due_s = now_s + settings.every_s
-                self.write_capture(-1)
-            elif run.smp.committed:
-                self._checkpoint_due_s = now_s + settings.every_s
-                self._begin(self._write_order())
-        self._report_checkpoint()
-
-    def _report_checkpoint(self) -> None:
-        run = self._run
-        new, run.smp.new_checkpoints = run.smp.new_checkpoints, []
-        superseded, run.smp.superseded = run.smp.superseded, []
-        if run.spec.persist_every:
-            self.num_skipped += len(superseded)
-        elif superseded and not new and not run.smp.num_writes:
-            run.smp.refused = superseded[-1]
-        if run.smp.refused:
-            run.journal.write(records.CheckpointFailedRecord(run.smp.refused))
-            _log.warning("no checkpoint was written: %s", run.smp.refused)
-            self.not_written, run.smp.refused = run.smp.refused, ""
-        for written in new:
-            self.not_written = ""
-            run.journal.write(
-                records.CheckpointWrittenRecord(
-                    written.generation,
-                    written.step,
-                    written.path,
-                    written.total_bytes,
-                    written.seconds,
-                    written.ahead_s,
-                )
-            )
 
     def _report_no_progress(self, now_s: float, limit_s: float) -> None:
         for slot in self._run.workers.slots:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
+from ftrun.agent.launch.worker_group import most
 from ftrun.agent.observe.devices import RecentDeviceErrors
 from ftrun.agent.observe.evidence import PressureReader
 from ftrun.agent.publish.versions import held_versions
@@ -16,6 +17,7 @@ from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
@@ -111,11 +113,14 @@ class NodeReporter:
             differing_ranks=self._differs[1],
             repeat_warning=generations.repeats.warning,
             capture_warning=workers.slow_capture(),
-            checkpoint=_pair(run.maintenance.newest_order),
+            checkpoint=_pair(run.maintenance.checkpoints.newest_order),
             num_writes=smp.num_writes,
             pressure=self._pressure.poll(now_s),
             restart=generations.restart_times(now_s) if runs else None,
             versions=() if run.rpc is None else held_versions(smp.memory, generations.number),
+            file_warning=smp.files.warning,
+            persisted=smp.persisted,
+            persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
         )
 
     def _ready(self) -> VersionPair | None:
@@ -147,4 +152,6 @@ def _what_matters(heartbeat: Heartbeat) -> tuple[object, ...]:
         heartbeat.checkpoint,
         heartbeat.num_writes,
         heartbeat.restart is None,
+        heartbeat.persisted,
+        heartbeat.persist_step,
     )

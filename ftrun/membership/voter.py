@@ -45,6 +45,7 @@ from ftrun.recovery.commands import (
     Send,
     SetFirstSnapshotStep,
     SetSnapshotInterval,
+    ShowLevels,
     SignalWorkers,
     StartRanks,
     UpdatePeerPorts,
@@ -374,6 +375,8 @@ class Voter:
             found.append(AbandonStep(body.abandoned_step))
         if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):
             found.append(SetSnapshotInterval(body.every, body.every_from_step))
+        if (body.protected, body.persisted) != (done.protected, done.persisted):
+            found.append(ShowLevels(body.protected, body.persisted))
         return found
 
     def _new_orders(self, body: LeaderHeartbeat) -> list[Command]:

@@ -71,6 +71,20 @@ class CheckpointFailedRecord(ReasonRecord, frozen=True, tag="checkpoint_failed")
     """A checkpoint was not written."""
 
 
+class FileWrittenRecord(Record, frozen=True, tag="file_written"):
+    """A file of ftrun.save is on storage."""
+
+    path: str
+    total_bytes: int
+    seconds: Seconds
+
+
+class FileNotWritten(ReasonRecord, frozen=True, tag="file_not_written"):
+    """A file of ftrun.save cannot be written; it stays in memory."""
+
+    path: str
+
+
 class CheckpointRejected(Record, frozen=True, tag="checkpoint_rejected"):
     """A checkpoint is not used."""
 

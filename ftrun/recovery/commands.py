@@ -20,7 +20,7 @@ from ftrun.records.recovery import ResumeRanks as ResumeRanks
 from ftrun.records.recovery import SignalWorkers as SignalWorkers
 from ftrun.records.recovery import SuspendRanks as SuspendRanks
 from ftrun.records.recovery import UpdatePeerPorts as UpdatePeerPorts
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 from ftrun.wire.cluster.membership import CollectiveRing
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
@@ -100,6 +100,14 @@ class WriteCapture:
     """Have the ranks take a snapshot from this step on, and write it while it is captured."""
 
     from_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShowLevels:
+    """Show the ranks the newest version that any node may be lost with, and the newest on disk."""
+
+    protected: VersionPair | None
+    persisted: VersionPair | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +243,7 @@ SnapshotCommand = (
     CommitSnapshot
     | WriteCheckpointPart
     | WriteCapture
+    | ShowLevels
     | AbandonStep
     | SetFirstSnapshotStep
     | SetSnapshotInterval

@@ -232,8 +232,10 @@ class GenerationMonitor:
             return found
         self._note_rate(now_s)
         self._commit(heartbeat)
-        ahead = self._ahead(1)
-        self._order(**self._checkpoints.poll(self.orders, self.reports, ahead=ahead, now_s=now_s))
+        self._order(**self.reports.new_levels(heartbeat, self.orders))
+        ahead, awaited = self._ahead(1), heartbeat.persist_step
+        changes = self._checkpoints.poll(self.orders, self.reports, ahead, awaited, now_s=now_s)
+        self._order(**changes)
         known_port = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
         if heartbeat.smp_port and heartbeat.smp_port != known_port:
             self._order(moved={**self.orders.moved, node_id: heartbeat.smp_port})

@@ -64,13 +64,15 @@ class MemberReports:
         self._current: set[str] = set()
         self._ready: Counter[VersionPair] = Counter()
         self._num_at_boundary = 0
+        self._num_safe = 0
+        """Members whose version survives the loss of a node of their group."""
 
     def begin(self, plan: GenerationPlan) -> None:
         self._generation = plan.generation
         self._members = {node.node_id: node for node in plan.members}
         self._current.clear()
         self._ready.clear()
-        self.step = self.steps_here = self._num_at_boundary = 0
+        self.step = self.steps_here = self._num_at_boundary = self._num_safe = 0
         self.attached = False
         self.abandoned_step = self.sealed_step = -1
         self.committed = None
@@ -86,6 +88,7 @@ class MemberReports:
         if before is not None and node_id in self._current:
             self._current.discard(node_id)
             self._num_at_boundary -= before.at_boundary
+            self._num_safe -= before.survives > 0
             if (ready := _ready(before)) is not None:
                 self._ready[ready] -= 1
         self.heartbeats[node_id] = heartbeat
@@ -105,6 +108,7 @@ class MemberReports:
             return False
         self._current.add(node_id)
         self._num_at_boundary += heartbeat.at_boundary
+        self._num_safe += heartbeat.survives > 0
         if (ready := _ready(heartbeat)) is not None:
             self._ready[ready] += 1
         self.step = max(self.step, heartbeat.step)
@@ -162,7 +166,7 @@ class MemberReports:
 
     def are_protected(self) -> bool:
         """Whether any one member can be lost without losing the version it is ready with."""
-        return self.all_run and all(heartbeat.survives > 0 for heartbeat in self.current)
+        return self.all_run and self._num_safe == len(self._members)
 
     def note_protection(self, committed: VersionPair | None) -> None:
         if self.are_protected():
@@ -175,6 +179,17 @@ class MemberReports:
         version there is nothing to lose.
         """
         return newest in (None, self._protected) or self.are_protected()
+
+    def new_levels(self, heartbeat: Heartbeat, orders: LeaderHeartbeat) -> dict[str, object]:
+        """What has become protected or persisted since the last orders."""
+        found: dict[str, object] = {}
+        persisted, committed = heartbeat.persisted, orders.committed
+        if persisted is not None and (orders.persisted is None or persisted > orders.persisted):
+            found["persisted"] = persisted
+        is_new = committed is not None and committed != orders.protected
+        if is_new and self.ready_with(heartbeat) == committed and self.are_protected():
+            found["protected"] = committed
+        return found
 
     def requested_every(self) -> int:
         """In steps; 0: no rank requests an interval."""
@@ -253,10 +268,12 @@ class CheckpointSchedule:
         self._polled: VersionPair | None = None
         self._ordered: list[VersionPair] = []
         """The newest orders of this generation, which a member may not have received."""
+        self._persist_step = 0
+        """Newest step for which a checkpoint was ordered because a rank waits for it."""
 
     def begin(self, *, now_s: float) -> None:
         self._written_s, self._give_up_s = now_s, None
-        self._polled = None
+        self._polled, self._persist_step = None, 0
         self._ordered.clear()
 
     def order_committed(
@@ -271,12 +288,27 @@ class CheckpointSchedule:
         return {"checkpoint": committed}
 
     def poll(
-        self, orders: LeaderHeartbeat, reports: MemberReports, *, ahead: int, now_s: float
+        self,
+        orders: LeaderHeartbeat,
+        reports: MemberReports,
+        ahead: int,
+        awaited: int,
+        *,
+        now_s: float,
     ) -> dict[str, object]:
-        """`ahead`: steps that may be made before every rank has received an order."""
+        """Changes of the orders.
+
+        Args:
+            ahead: steps that may be made before every rank has received an order.
+            awaited: a rank waits for a checkpoint of this step or a later one; 0: none does.
+        """
         settings = self._settings
         if not self._is_on:
             return {}
+        if self._is_awaited(orders, reports, awaited):
+            assert orders.committed is not None
+            self._persist_step = orders.committed[1]
+            return self.order_committed(orders.committed, orders, now_s=now_s)
         if settings.every_steps:
             return self._poll_steps(orders, reports, now_s=now_s)
         if self._give_up_s is not None:
@@ -289,6 +321,14 @@ class CheckpointSchedule:
         self._written_s = now_s
         self._give_up_s = now_s + two_steps_s + settings.live_capture_timeout_s
         return {"capture_from": max(orders.take_from, reports.step + ahead)}
+
+    def _is_awaited(self, orders: LeaderHeartbeat, reports: MemberReports, awaited: int) -> bool:
+        """Whether the committed version must be written now; true once for each awaited step."""
+        committed, persisted = orders.committed, orders.persisted
+        if committed is None or not self._persist_step < awaited <= committed[1]:
+            return False
+        is_written = persisted is not None and persisted >= (orders.generation, awaited)
+        return not is_written and self._has_room(reports)
 
     def _poll_request(
         self, orders: LeaderHeartbeat, reports: MemberReports, *, ahead: int, now_s: float

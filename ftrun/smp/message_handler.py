@@ -22,6 +22,7 @@ from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.redundancy.coordinator import RedundancyCoordinator
 from ftrun.smp.redundancy.group import parity_share, protecting_of
+from ftrun.smp.saved_files import SavedFiles
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
@@ -66,6 +67,7 @@ class MessageHandler:
             is_short=self.checkpoints.give_back,
             parity_region_bytes=lambda: self.group_work.parity_store.allocated_bytes,
         )
+        self.files = SavedFiles(run_id, jobs, self._send_to_agent)
         self._run_id = run_id
         self._run_state = b""
 
@@ -113,6 +115,7 @@ class MessageHandler:
             ),
             fds=(*(one.fd for one in arenas), *parity_store.fds),
         )
+        self.files.send_all()
 
     def adopt(
         self, body: smp_messages.AdoptMemory, received: ReceivedMessage
@@ -200,6 +203,7 @@ class MessageHandler:
 
     def free(self) -> None:
         self.checkpoints.stop()
+        self.files.free()
         self.group_work.free()
         self.memory.free()
         self.commits.forget_page()

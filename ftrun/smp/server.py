@@ -26,6 +26,7 @@ from ftrun.smp.jobs import JobLanes
 from ftrun.smp.message_handler import MessageHandler
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import files as file_messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.transport.channel import Channel, ReceivedMessage, accept, listen, short_socket_path
@@ -42,6 +43,8 @@ _OfWorker = (
     | worker_messages.OpenShards
     | worker_messages.FetchShardHeaders
     | worker_messages.FetchPieces
+    | file_messages.SaveFile
+    | file_messages.OpenSavedFile
 )
 ACCEPT_AGAIN_S = 0.5
 """Pause after a connection could not be accepted, for example without a free descriptor."""
@@ -243,7 +246,7 @@ class SmpServer:
         elif client.role is ClientRole.WORKER and not self._has_to_wait(client):
             self._handler.commits.resend_sealed(Rank(client.rank))
 
-    def _serve_worker(  # noqa: C901
+    def _serve_worker(  # noqa: C901, PLR0912
         self, client: ClientConnection, received: ReceivedMessage
     ) -> None:
         handler, body, requester = self._handler, received.body, Requester(client, received)
@@ -275,6 +278,8 @@ class SmpServer:
                 handler.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():
                 requester.send(handler.commits.withdraw(rank, version(body.generation, body.step)))
+            case file_messages.SaveFile() | file_messages.OpenSavedFile():
+                handler.files.serve(requester, body, received.fds)
             case worker_messages.AwaitRestored():
                 wanted = version(body.generation, body.step)
                 handler.group_work.restores.grant(requester, rank, wanted)
@@ -320,6 +325,10 @@ class SmpServer:
                 handler.checkpoints.load(requester, body)
             case checkpoint_messages.EndCheckpoints() as body:
                 handler.checkpoints.end(requester, body)
+            case file_messages.FileHeld() as body:
+                handler.files.take_back(body, received.fds)
+            case file_messages.FinishFiles():
+                handler.files.finish(requester)
             case messages.StatusRequest():
                 return handler.status(self._orphan_status())
             case smp_messages.Shutdown():

@@ -24,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ftrun.errors import UsageError
+from ftrun.worker.snapshot_wait import Level, SnapshotHandle, check_level
 from ftrun.worker.state.data_position import DataPosition
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class Loops(ABC):
         self._steps_left: set[int] = set()
         """Indices of the `steps()` loops that were left by `break`; part of a snapshot."""
         self._force = False
+        self._requested: SnapshotHandle | None = None
+        """Of a snapshot that the script has requested for the next boundary."""
         self._has_stepped = False
         """An optimizer has stepped since the last boundary."""
         self._in_hand: DataPosition | None = None
@@ -108,6 +111,33 @@ class Loops(ABC):
         if self._in_hand is None:
             raise UsageError("batch_index has a value inside a loop over session.batches()")
         return self._in_hand.index
+
+    def snapshot(self) -> SnapshotHandle:
+        """Take a snapshot at the next boundary and wait for its seal. Call it on every rank."""
+        self._force = True
+        if self._requested is None:
+            self._requested = SnapshotHandle(self._wait)
+        return self._requested
+
+    def wait(self, level: Level, timeout_s: float = 600.0) -> bool:
+        """Wait until the newest snapshot of this rank, or a newer one, has reached a level.
+
+        Args:
+            level: "sealed": this rank's copy is complete. "committed": all ranks have sealed it, so
+                that it survives their death. "protected": other nodes hold what is needed to
+                rebuild it, so that it survives the loss of any node. "persisted": a checkpoint of
+                it is complete; if none is, the wait requests one.
+            timeout_s: longest wait.
+
+        Returns:
+            True. False outside of ftrun, where there are no snapshots.
+
+        Raises:
+            SnapshotError: it cannot reach the level, for example "protected" on one node.
+            SnapshotWaitTimeout: it has not reached the level within `timeout_s`.
+        """
+        check_level(level)
+        return self._wait(level, timeout_s, None)
 
     def steps(self, total: int) -> Iterator[int]:
         """Iterate over the steps from the restored step on; each turn ends in a boundary.
@@ -235,6 +265,10 @@ class Loops(ABC):
 
     @abstractmethod
     def _boundary(self, *, allowed: bool) -> None: ...
+
+    @abstractmethod
+    def _wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
+        """Wait for the snapshot of a handle; None: for the newest."""
 
     @abstractmethod
     def _keep(self) -> None:

@@ -4,8 +4,7 @@ Runs in:  worker; also under plain python or torchrun, on any system, without sn
 Takes in: the model and every other object whose state the run depends on.
 Gives:    a `Session`; the attached state is restored in place if there is a version to restore.
 
-This module runs on any system. Modules that need Linux are imported only if an agent started this
-process.
+Modules that need Linux are imported only if an agent started this process.
 """
 
 import logging
@@ -20,10 +19,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from ftrun import clock
-from ftrun.errors import UsageError
+from ftrun.errors import SnapshotError, UsageError
 from ftrun.sharding.rules import ShardingRules
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.loops import Loops, SessionPhase, after_optimizer_step, left_pass
+from ftrun.worker.snapshot_wait import Level, SnapshotHandle
 from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
@@ -229,10 +229,6 @@ class Session(Loops):
         self._has_started = True
         self._boundary(allowed=snapshot)
 
-    def snapshot(self) -> None:
-        """Take a snapshot at the next boundary and wait for its seal. Call it on every rank."""
-        self._force = True
-
     def phase(self, name: str) -> SessionPhase:
         """Report the current phase; as a context manager, only for the duration of its block.
 
@@ -403,8 +399,18 @@ class Session(Loops):
             if self._recording is not None:
                 self._recording.started(self._step)
 
+    def _wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
+        if self._context is None:
+            return False
+        if self._protection is None:
+            raise SnapshotError(f"wait({level!r}): this session takes no snapshots")
+        return self._protection.wait(level, timeout_s, handle)
+
     def _boundary(self, *, allowed: bool) -> None:
         self._step += 1
+        handle, self._requested = self._requested, None
+        if handle is not None:
+            handle.step = self._step
         self._has_stepped = False
         self._boundaries += 1
         if self._is_plain_phase:
@@ -422,6 +428,8 @@ class Session(Loops):
         if self._recording is not None:
             allowed = self._recording.boundary(self._step) and allowed
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
+        if handle is not None:
+            self._protection.passed(handle)
         if self._recording is not None:
             self._recording.passed(self._step)
 

@@ -22,6 +22,7 @@ from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, PeerTimeout, 
 from ftrun.ids import Incarnation, Rank, Version
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.messages.envelope import AnyMessage, Done, Hello, Refused
+from ftrun.wire.messages.files import OpenSavedFile, SavedFileOpened, SaveFile
 from ftrun.wire.messages.worker import (
     ArenaGranted,
     AwaitRestored,
@@ -224,6 +225,18 @@ class WorkerSmpClient:
         body = FetchPieces(rank, wanted.generation, wanted.step, list(pieces))
         return self._fetch(body, PiecesFetched, num_fds=1, deadline_s=_FETCH_S).fds[0]
 
+    def save_file(self, path: str, fd: int, *, num_bytes: int, mode: int) -> None:
+        """Hand over the content of a file, which the SMP writes behind."""
+        body = SaveFile(self._context.rank, path, num_bytes, mode)
+        received = self._ask(body, fds=(fd,))
+        if not isinstance(received.body, Done):
+            raise PeerError(f"the SMP answered {received.body!r} to a file")
+
+    def open_saved_file(self, path: str) -> int | None:
+        """Return a descriptor of a file that is not written yet, or None."""
+        received = self._ask(OpenSavedFile(self._context.rank, path))
+        return received.fds[0] if isinstance(received.body, SavedFileOpened) else None
+
     def _fetch(
         self,
         body: AnyMessage,
@@ -244,17 +257,19 @@ class WorkerSmpClient:
         with self._lock:
             self._drop()
 
-    def _ask(self, body: AnyMessage, *, deadline_s: float = _ANSWER_S) -> ReceivedMessage:
+    def _ask(
+        self, body: AnyMessage, *, deadline_s: float = _ANSWER_S, fds: tuple[int, ...] = ()
+    ) -> ReceivedMessage:
         with self._lock:
             try:
-                return self._connected().ask(body, deadline_s=deadline_s)
+                return self._connected().ask(body, deadline_s=deadline_s, fds=fds)
             except PeerTimeout:
                 self._drop()  # at the next request another SMP may listen at this path
                 raise
             except PeerError:
                 self._drop()
             try:
-                return self._connected().ask(body, deadline_s=deadline_s)
+                return self._connected().ask(body, deadline_s=deadline_s, fds=fds)
             except PeerError:
                 self._drop()
                 raise

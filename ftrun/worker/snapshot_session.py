@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ftrun import clock
-from ftrun.errors import MemoryTooSmall, PeerError
+from ftrun.errors import MemoryTooSmall, PeerError, SnapshotError
 from ftrun.ids import Version
 from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.replica_shares import Group
@@ -33,6 +33,12 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.snapshot_wait import (
+    Level,
+    LevelWait,
+    SnapshotHandle,
+    unprotected_reason,
+)
 from ftrun.worker.state.attached import AttachedState, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
 from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
@@ -346,14 +352,35 @@ class SnapshotSession:
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
         """Take a snapshot without a boundary, unless `step` already has one."""
         capture = self._capture
-        if capture is None or capture.newest_step == step or not self._is_good():
+        if capture is None or self.newest_step == step or not self._is_good():
             return
         collect = lambda: self._collect(extra())  # noqa: E731
         capture.boundary(step, collect=collect, force=True, allowed=True)
 
     @property
+    def newest(self) -> Version | None:
+        """The newest snapshot that this rank has sealed or restored, after the copy in progress."""
+        return None if self._capture is None else self._capture.commit_wait.newest_sealed
+
+    @property
     def newest_step(self) -> int | None:
-        return None if self._capture is None else self._capture.newest_step
+        """None: no snapshots are taken; -1: this rank has none."""
+        if self._capture is None:
+            return None
+        newest = self.newest
+        return -1 if newest is None else newest.step
+
+    def wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
+        if self._capture is None:
+            raise SnapshotError(f"wait({level!r}): this run takes no snapshots (snapshot.enabled)")
+        commit_wait = self._capture.commit_wait
+        wanted = commit_wait.newest_sealed if handle is None else handle.version(level)
+        wait = LevelWait(self._context, commit_wait, self._link.send_again)
+        return wait.until(level, wanted, timeout_s)
+
+    def passed(self, handle: SnapshotHandle) -> None:
+        """Complete a handle after its boundary."""
+        handle.passed(self.newest, unprotected_reason(self._context))
 
     def _report_waiting(self) -> None:
         accumulation, reasons = self._accumulation, self._context.unprotected

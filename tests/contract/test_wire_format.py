@@ -14,6 +14,7 @@ import ftrun.wire.cluster.messages
 import ftrun.wire.messages.checkpoint
 import ftrun.wire.messages.envelope
 import ftrun.wire.messages.faults
+import ftrun.wire.messages.files
 import ftrun.wire.messages.smp
 import ftrun.wire.messages.worker  # noqa: F401 - all modules with messages
 from ftrun.wire.messages.status import StatusView

@@ -120,7 +120,7 @@ def test_the_first_arena_is_made_of_the_memory_that_attach_prepares(
         monkeypatch.setattr(memory_link.WorkerSmpClient, name, noted(name))
     training = Training(run)
     training.steps(3)
-    assert training.committed() == 2
+    assert training.committed() >= 2
     (prepared,), (used,) = inodes["prepare_arena"], inodes["request_arena"]
     assert (prepared == used) is is_expected
 

@@ -79,6 +79,7 @@ def started(start: Start, folder: Path, code: str, *words: str, ranks: int = 1) 
         pytest.param("EMA evaluation", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
         pytest.param("GAN", 1, {"0": 10, "1": 7}, marks=pytest.mark.full),
         pytest.param("Own loop with torch.save", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
+        pytest.param("Replay buffer", 1, {"0": 6, "1": 5}, marks=pytest.mark.full),
     ],
 )
 def test_a_recipe_killed_twice_ends_as_undisturbed(

@@ -250,6 +250,8 @@ class GenerationRunner:
             restore_world_size=self._previous_world_size,
             skip_batches=plan.skip_batches if self._restored is not None else 0,
             snapshot=self._spec.profile.snapshot,
+            num_nodes=len(plan.members),
+            has_storage=self._spec.checkpoint_directory is not None,
         )
 
     def _restore_point(self, plan: GenerationPlan) -> Version | None:

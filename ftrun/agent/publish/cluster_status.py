@@ -290,7 +290,8 @@ def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
     nodes = sorted(heartbeats.items())
     wrong = [f"node {one}: {has.repeat_warning}" for one, has in nodes if has.repeat_warning]
     slow = [f"node {one}: {has.capture_warning}" for one, has in nodes if has.capture_warning]
-    return (*_first(wrong), *_first(slow))
+    files = [f"node {one}: {has.file_warning}" for one, has in nodes if has.file_warning]
+    return (*_first(wrong), *_first(files), *_first(slow))
 
 
 def _first(warnings: list[str]) -> list[str]:
@@ -349,17 +350,13 @@ class _LedRun:
 
         late_s = lateness_of(self.control_loop)
         peers = sorted(self.leader.known, key=position)
-        found = [
-            _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s) for peer in peers
-        ]
         wrong = self.control_loop.monitor.reports.wrong_sums
-        return (
-            *(
-                msgspec.structs.replace(one, preflight=wrong.get(one.node_id, one.preflight))
-                for one in found
-            ),
-            *(_gone(one, now_s) for one in self._earlier_nodes()),
-        )
+        found = []
+        for peer in peers:
+            one = _node(peer, plan, heartbeats.get(peer.card.node_id), late_s, now_s)
+            preflight = wrong.get(one.node_id, one.preflight)
+            found.append(msgspec.structs.replace(one, preflight=preflight))
+        return (*found, *(_gone(one, now_s) for one in self._earlier_nodes()))
 
     def protection(self) -> dict[str, Any]:
         plan, committed = self.plan, self.control_loop.monitor.orders.committed

@@ -166,7 +166,11 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
             rank_statuses(reports, views, decided.lateness_s), run.workers.handles, strict=True
         )
     )
-    warnings = (run.generations.repeats.warning, run.workers.slow_capture())
+    warnings = (
+        run.generations.repeats.warning,
+        run.smp.files.warning,
+        run.workers.slow_capture(),
+    )
     return StatusView(
         run_id=run.spec.run_id,
         state=_state(run, decided),
@@ -338,7 +342,7 @@ def _checkpoint(run: "Run", now_s: float) -> CheckpointStatus | None:
         directory=without_password(settings.directory),
         step=written.step if written else None,
         age_s=now_s - run.smp.last_checkpoint_s if written else None,
-        last_error=run.maintenance.not_written,
+        last_error=run.maintenance.checkpoints.not_written,
         num_writes=run.smp.num_writes,
-        skipped=run.maintenance.num_skipped,
+        skipped=run.maintenance.checkpoints.num_skipped,
     )

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
+from ftrun.agent.snapshots.retained_files import RetainedFiles
 from ftrun.agent.snapshots.retained_memory import RetainedMemory
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
 from ftrun.recovery.commands import AbandonStep, CommitSnapshot
 from ftrun.recovery.snapshot_coordination import MAX_WRITES
+from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import files as file_messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.run_environment import RunFolder
@@ -60,6 +63,7 @@ class AgentSmpClient:
     superseded: list[str] = field(default_factory=list)
     """Reasons why versions were not written, because later ones were captured or written."""
     memory: RetainedMemory = field(default_factory=RetainedMemory)
+    files: RetainedFiles = field(default_factory=RetainedFiles)
     needed: smp_messages.MemoryNeeded = field(default_factory=lambda: smp_messages.MemoryNeeded(0))
     """What snapshots need on this node, as the SMP reported it last."""
     ready_version: Version | None = None
@@ -86,6 +90,8 @@ class AgentSmpClient:
     """Checkpoints that the SMP is writing."""
     new_checkpoints: list[checkpoint_messages.CheckpointWritten] = field(default_factory=list)
     """Those that were written since the list was cleared."""
+    persisted: VersionPair | None = None
+    """The newest version of which this node has completed a checkpoint."""
     new_commits: list[Version] = field(default_factory=list)
     """Versions that were committed since the list was cleared; on one node."""
     _holds_more: bool = False
@@ -162,6 +168,8 @@ class AgentSmpClient:
             self._hand_over()
         if self._run_state:
             self._ask(smp_messages.PersistRunState(self._run_state))
+        for file, fd in self.files.held:
+            self.channel.send(file, fds=(fd,))
 
     def complete(self, fds: list[int]) -> None:
         """Finish the hand-over to an adopted SMP if its own agent ended before.
@@ -270,6 +278,20 @@ class AgentSmpClient:
                 self._take(self.channel.receive(deadline_s=0.1))
         return True
 
+    def finish_files(self, give_up_s: float, is_cancelled: Callable[[], bool]) -> str:
+        """Have all files written; return why one is not, empty if all are. Raises PeerError."""
+        if self.channel is None:
+            raise PeerLost(peer="the SMP")
+        number = self.channel.send_request(file_messages.FinishFiles())
+        while not is_cancelled() and clock.now_s() < give_up_s:
+            with suppress(PeerTimeout):
+                received = self.channel.receive(deadline_s=0.1)
+                if received.envelope.question == number:
+                    body = received.body
+                    return body.reason if isinstance(body, messages.Refused) else ""
+                self._take(received)
+        return "they were not written in time"
+
     def load_checkpoint(
         self, body: checkpoint_messages.LoadCheckpoint
     ) -> checkpoint_messages.CheckpointLoaded | str:
@@ -364,6 +386,8 @@ class AgentSmpClient:
             case checkpoint_messages.CheckpointWritten():
                 self._end_write("")
                 self.last_checkpoint = body
+                written = (body.generation, body.step)
+                self.persisted = max(self.persisted or written, written)
                 self.new_checkpoints.append(body)
                 self.last_part = None  # set only for a newer version that is incomplete
                 self.num_checkpoints += 1
@@ -402,7 +426,7 @@ class AgentSmpClient:
             case smp_messages.SmpNotice():
                 self.notices.append(body)
             case _:
-                pass
+                self.files.take(body, received.fds)
 
     def _connect(self, deadline_s: float) -> Channel:
         return connect(

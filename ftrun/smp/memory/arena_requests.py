@@ -130,7 +130,12 @@ class ArenaRequests:
             self._report_needed()
             requester.send(granted(shape), fds=(arena.fd,))
             return
-        arena = self._memory.divide_prepared(shape, generation)
+        try:
+            arena = self._memory.divide_prepared(shape, generation)
+        except MemoryTooSmall as error:
+            self._report_needed()
+            self._refuse([requester], error)
+            return
         if arena is not None:
             self._grant(shape, arena.fd, [requester])
             return
@@ -236,7 +241,7 @@ class ArenaRequests:
 
     def _report_needed(self) -> None:
         self._send_to_agent(
-            smp_messages.MemoryNeeded(self._memory.wanted_bytes, self._all_parity_bytes)
+            smp_messages.MemoryNeeded(self._memory.unused_bytes, self._all_parity_bytes)
         )
 
     def _check_parity(self) -> None:

@@ -114,7 +114,7 @@ class ArenaStore:
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
         available = self._available()
-        num_ranks = sum(1 for wanted in self._wanted.values() if wanted)
+        num_ranks = len({one for one, wanted in self._wanted.items() if wanted} | {*self._prepared})
         available.check(self._needed_bytes, state_bytes=image_bytes, num_ranks=num_ranks)
 
     @property
@@ -127,9 +127,14 @@ class ArenaStore:
         return sum(self._wanted.values())
 
     @property
+    def unused_bytes(self) -> int:
+        """Bytes for snapshots that are in no arena yet: requested, granted, refused or prepared."""
+        return self.wanted_bytes + self._prepared_bytes
+
+    @property
     def planned_bytes(self) -> int:
         newest = sum(arenas[-1].shape.total_bytes for arenas in self._arenas.values())
-        return newest + self.wanted_bytes + self._prepared_bytes
+        return newest + self.unused_bytes
 
     @property
     def _needed_bytes(self) -> int:
@@ -182,13 +187,18 @@ class ArenaStore:
     def divide_prepared(self, shape: ArenaShape, generation: Generation) -> SmpArena | None:
         """Make an arena of the memory that was prepared for the rank; None if it has none.
 
-        Memory that is too small is freed.
+        Memory that is too small is freed. Raises MemoryTooSmall, and frees it, if the requests of
+        the other ranks do not fit.
         """
         fd, _ = self._prepared.pop(Rank(shape.rank), (None, None))
         if fd is None:
             return None
         try:
+            self.promise(Rank(shape.rank), 0, image_bytes=shape.image_bytes)
             divide(fd, shape)
+        except MemoryTooSmall:
+            os.close(fd)
+            raise
         except OSError as error:
             _log.info("rank %d: freed memory that was prepared: %s", shape.rank, error)
             os.close(fd)

@@ -102,6 +102,9 @@ class ExportSource:
         generators = ", ".join(["", *self._first["generators"]])
         found = [f"random states of {count(len(self._parts), 'rank')}{generators}"]
         found += [f"position of {name}" for name in self._first["loaders"]]
+        found += [
+            f"bytes of the state provider {name}" for name in self._first.get("providers", ())
+        ]
         if frozen := self._first["frozen"]:
             found.append(f"frozen parameters: {listed(frozen, _SHOWN)}")
         return found

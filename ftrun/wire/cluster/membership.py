@@ -191,6 +191,9 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     num_writes: int = 0  # checkpoints that this node is writing
     pressure: HostPressure | None = None  # on this node; None: its kernel reports none
     versions: tuple[HeldVersion, ...] = ()  # in the memory of this node
+    file_warning: str = ""  # which files of ftrun.save cannot be written here, and why
+    persisted: VersionPair | None = None  # newest checkpoint that this node has completed
+    persist_step: int = 0  # a local rank waits for a checkpoint of this step; 0: none waits
 
 
 class CollectiveRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -230,6 +233,8 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     reason: str = ""
     advice: str = ""
     cause: WorkerExit | None = None
+    protected: VersionPair | None = None  # newest version that survives the loss of any member
+    persisted: VersionPair | None = None  # newest version of which a checkpoint is complete
 
 
 MembershipMessage = (

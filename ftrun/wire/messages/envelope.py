@@ -11,6 +11,7 @@ import msgspec
 
 from ftrun.wire.messages.checkpoint import CheckpointMessage
 from ftrun.wire.messages.faults import FaultAccepted, InjectFault
+from ftrun.wire.messages.files import FileMessage
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import SmpMessage
 from ftrun.wire.messages.worker import WorkerMessage
@@ -62,7 +63,7 @@ class ReadmitRequest(Message, frozen=True, tag="ReadmitRequest"):
 
 AnyMessage = (
     Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | ReadmitRequest
-    | InjectFault | FaultAccepted | CheckpointMessage | SmpMessage | WorkerMessage
+    | InjectFault | FaultAccepted | CheckpointMessage | FileMessage | SmpMessage | WorkerMessage
 )  # fmt: skip
 
 

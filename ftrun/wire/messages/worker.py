@@ -77,6 +77,8 @@ class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     is_module: bool = False
     variables: dict[str, str] = {}
     cwd: str = ""
+    num_nodes: int = 1  # nodes that run ranks
+    has_storage: bool = False  # checkpoints are written
 
 
 def encode_launch(request: LaunchRequest) -> bytes:

@@ -41,6 +41,7 @@ _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
 _ALLOCATED_BYTES = 1 << 24  # for each call; less: a more exact report of what is missing
+_MAPPED_BYTES = 1 << 26
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -179,10 +180,13 @@ def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
 def map_all(fd: int) -> mmap.mmap:
     """Map every page of an arena for writing, or of memory for one.
 
-    A first touch in a step costs eight times a warm copy (2026-11).
+    A first touch in a step costs eight times a warm copy (2026-11). The kernel maps a part at a
+    time, because other threads that map memory or fork wait for it.
     """
     mapped = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    _advise(mapped, 0, len(mapped), _MADV_POPULATE_WRITE)
+    for at in range(0, len(mapped), _MAPPED_BYTES):
+        num_bytes = min(_MAPPED_BYTES, len(mapped) - at)
+        _advise(mapped, at, num_bytes, _MADV_POPULATE_WRITE)
     return mapped
 
 

@@ -94,6 +94,7 @@ class HeartbeatField(IntEnum):
     CALLS_WRITTEN = 38  # number of the request that was answered last, in the stack file
     STEP_NS = 39  # time at which STEP was written last
     LOSS_STEP = 40  # step of LOSS, from 1; written after it
+    PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
 
 
 class CommandField(IntEnum):
@@ -113,16 +114,20 @@ class CommandField(IntEnum):
     RETAINED_GENERATION = 11  # version committed before this generation; retained until
     RETAINED_STEP = 12  # the generation commits one; may be older than the restored version
     REPLICA_SHARES = 13  # number of the decision to share replicas; 0: none yet; -1: whole copies
-    CAPTURE_FROM = (
-        14  # one more snapshot at the first possible boundary from this step on; -1: none
-    )
-    PERSIST_EVERY = 15  # multiples of this step get a snapshot too, for a checkpoint; 0: none
+    PROTECTED_GENERATION = 14  # newest version that survives the loss of any node
+    PROTECTED_STEP = 15
+    PERSISTED_GENERATION = 16  # newest version of which a checkpoint is complete
+    PERSISTED_STEP = 17
+    CAPTURE_FROM = 18  # one more snapshot, at the first possible boundary from this step; -1: none
+    PERSIST_EVERY = 19  # multiples of this step get a snapshot too, for a checkpoint; 0: none
 
 
 _NONE_YET = (
     CommandField.COMMITTED_GENERATION, CommandField.COMMITTED_STEP, CommandField.COMMITTED_IN,
     CommandField.RETAINED_GENERATION, CommandField.RETAINED_STEP, CommandField.ABANDONED_STEP,
     CommandField.PROTECTING_STEP, CommandField.TAKE_FROM, CommandField.CAPTURE_FROM,
+    CommandField.PROTECTED_GENERATION, CommandField.PROTECTED_STEP,
+    CommandField.PERSISTED_GENERATION, CommandField.PERSISTED_STEP,
 )  # fmt: skip
 """Fields that are -1 on a new command page."""
 
@@ -153,6 +158,10 @@ class SharedPage:
     slow_capture = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
     """Why copies of devices are slower than they could be, and what to do; empty if they are not.
     It is written once."""
+    not_protected = _Text(2176, 1024)
+    """Of a command page: why this node's group does not protect versions; empty if it does."""
+    not_persisted = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
+    """Of a command page: why the last checkpoint was not written; empty if it was."""
     backends = _Text(_BACKENDS_AT, _BACKENDS_BYTES)
     """Backends of this rank's groups, encoded by `ftrun.monitor.page_values`, as are `groups`."""
     groups = _Text(_GROUPS_AT, _GROUPS_BYTES)  # process groups of this rank
@@ -172,6 +181,18 @@ class SharedPage:
     def add(self, at: HeartbeatField | CommandField, value: int) -> None:
         """Only for fields with one writer."""
         self._words[at] += value
+
+    def version_at(self, generation_at: CommandField) -> tuple[int, int]:
+        """The version whose step is in the next field."""
+        return (self._words[generation_at], self._words[generation_at + 1])
+
+    def show_version(self, generation_at: CommandField, shown: tuple[int, int]) -> None:
+        """Show a version that is not older than the last one.
+
+        The step is first: a reader that sees it with the old generation sees an older version.
+        """
+        self._words[generation_at + 1] = shown[1]
+        self._words[generation_at] = shown[0]
 
     @property
     def loss(self) -> float:

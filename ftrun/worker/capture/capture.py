@@ -8,8 +8,9 @@ Survives: nothing; the slot with the newest committed version is never written, 
           moment leaves it whole.
 
 Rule 1: between two boundaries at most one snapshot is in progress. Whenever an optimizer changes a
-        parameter, the copy thread is idle, or has queued all its reads of devices. The stream of
-        the step waits for these reads, and the training thread does not.
+        parameter, the copy thread has read all tensors, or has queued all its reads of devices. The
+        stream of the step waits for these reads, and the training thread does not. State providers
+        write after that, while the step runs.
 Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
         boundary before its slot is sealed (lazy_check.py), and a difference discards the snapshot.
         The first `verify_first` snapshots, and one in `verify_every`, are verified snapshots. They
@@ -36,6 +37,7 @@ Source: the lazy copy during forward and backward is from DataStates-LLM (arXiv 
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +45,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
-from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, StructureChanged
+from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, ProviderFailed, StructureChanged
 from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.crash_points import crash_point
@@ -55,6 +57,7 @@ from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
 from ftrun.worker.capture.device_sources import DeviceCopies
 from ftrun.worker.capture.lazy_check import LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
+from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -121,6 +124,9 @@ class Capture:
         self._trouble = ""
         self._copy_of_devices: DeviceCopies | None = None
         """The copy in progress, or the last one, if it reads devices."""
+        self._has_read = threading.Event()
+        """Set when the snapshot in progress reads no more tensors in main memory."""
+        self._has_read.set()
         self._hook = register_optimizer_step_pre_hook(of_steps(self.before_step))
 
     # --- training thread -------------------------------------------------------------------
@@ -169,11 +175,10 @@ class Capture:
         self._last_boundary_ns = clock.now_ns()
 
     @property
-    def newest_step(self) -> int:
-        """Step of the newest snapshot that this rank has sealed; -1: none."""
+    def commit_wait(self) -> CommitWait:
+        """Of the seals of this rank, after the copy in progress."""
         self._await_copy()
-        sealed = self._commit_wait.newest_sealed
-        return -1 if sealed is None else sealed.step
+        return self._commit_wait
 
     def warm(self, arena: Arena) -> None:
         """Map the pages of an inherited arena in the copy thread, during the first step."""
@@ -250,7 +255,7 @@ class Capture:
     def _observe(self) -> None:
         """Order what follows after the copy, and sample its sources before they may change."""
         if self._copy_of_devices is None:
-            self._thread.wait()
+            self._has_read.wait()
         else:
             self._copy_of_devices.precede()
         if self._check is not None:
@@ -346,7 +351,7 @@ class Capture:
         slot = self._store.begin_copy(slots, step)
         self._newest_taken = step
         copy = slots.copy_of(slot, state, self._at_boundary)
-        is_verified = self._is_verified()
+        is_verified = copy.is_verified = self._is_verified()
         if is_verified or self._is_hookless:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
@@ -370,6 +375,7 @@ class Capture:
         else:
             self._turn = StepActivity.COPY
             self._thread.start(lambda: self._copy(slots, slot, copy, check, step, replicas))
+            self._has_read = copy.has_read
 
     def _slots_for(
         self, whole: BoundaryState, *, is_last: bool
@@ -431,6 +437,7 @@ class Capture:
         try:
             copy.copy_lazy(slots.arena.table(slot))
             hashed = replicas()  # before `wrong_copies`, which covers the time of both
+            copy.has_read.set()
             crash_point("worker.capture.copied")
             wrong = check.wrong_copies()
             if wrong:
@@ -439,16 +446,20 @@ class Capture:
                 self._commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return False
+            copy.write_provided(slots.arena.table(slot))
             self._store.seal(slots, slot, step, self._link, hashed)
             for key in ("memory", "value", "device memory"):
                 self._context.unprotected.remove(key)
             return True
+        except ProviderFailed as error:
+            self._skip_bad_value(step, error)
         except torch.OutOfMemoryError:
             self._skip_snapshot(step, "device memory", _NO_DEVICE_MEMORY)
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
             copy.on_devices.issued.set()
+            copy.has_read.set()
             self._copy_s = (clock.now_ns() - started_ns) / 1e9
         return False
 
@@ -473,6 +484,9 @@ class Capture:
     def _fail(self, step: int, error: Exception) -> None:
         """Skip the snapshot of this step because of an error that may pass, such as a bad value."""
         self._check = self._verified = self._copy_of_devices = None
+        self._skip_bad_value(step, error)
+
+    def _skip_bad_value(self, step: int, error: Exception) -> None:
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
         is_new = "value" not in self._context.unprotected
         text = f"no snapshots until this is over: {kind}{error}"

@@ -28,10 +28,12 @@ import numpy as np
 import torch
 import xxhash
 
+from ftrun.linux import available_memory
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece, cut
 from ftrun.worker.capture.device_copies import device_at, synchronize
 from ftrun.worker.capture.device_sources import DeviceCopies, DeviceSource
 from ftrun.worker.capture.lazy_check import LazySamples, LazyTensor
+from ftrun.worker.state.providers import ProviderState
 from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut, copyable, uninitialized
 
@@ -82,10 +84,43 @@ class SlotCopy:
     on_devices: DeviceCopies = field(default_factory=lambda: DeviceCopies(()))
     packed: list[tuple[int, Any]] = field(default_factory=list)
     """Index and slot bytes of all other pieces: packs, boundary copies, plain values."""
+    provided: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
+    """Providers, and their targets, that are written lazily."""
+    provided_now: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
+    """The same for providers that are written at the boundary."""
+    provided_pieces: list[tuple[int, Any]] = field(default_factory=list)
+    is_verified: bool = False
+    """Whether `differing` will be called."""
+    has_read: threading.Event = field(default_factory=threading.Event)
+    """Set when this snapshot reads no more tensors; only providers may still write."""
 
     @cached_property
     def samples(self) -> LazySamples:
         return LazySamples(self.lazy)
+
+    def provide(
+        self,
+        states: Sequence[ProviderState],
+        views: "SlotViews",
+        boundary_names: Collection[str],
+    ) -> None:
+        """Set what the providers write in this snapshot."""
+        pairs = [(one, byte_view(views.target(one.name)).numpy()) for one in states]
+        self.provided = [pair for pair in pairs if pair[0].name not in boundary_names]
+        self.provided_now = [pair for pair in pairs if pair[0].name in boundary_names]
+        self.provided_pieces = [piece for one in states for piece in views.pieces_of(one.name)]
+        own = {index for index, _ in self.provided_pieces}
+        self.packed = [piece for piece in self.packed if piece[0] not in own]
+        self.has_read = threading.Event()
+
+    def write_provided(self, table: memoryview) -> None:
+        """Have the providers write, and compute the digests; raises ProviderFailed."""
+        for state, target in self.provided:
+            state.write(target)
+        for index, view in self.provided_pieces:
+            table[index] = digest_of(view)
+        if not self.is_verified:
+            self.provided.clear()  # what they have frozen may be large
 
     def copy_boundary(self, *, is_staged: bool = False, gb_s: float = 0.0) -> None:
         """Copy the boundary sources; on devices, queue the copies and the state to copy later.
@@ -106,6 +141,9 @@ class SlotCopy:
             self.on_devices.begin((), (), is_staged=is_staged, gb_s=gb_s)
         if targets:
             torch._foreach_copy_(targets, sources)
+        for state, target in self.provided_now:
+            state.write(target)
+        self.provided_now.clear()
 
     def synchronize(self) -> None:
         """Wait for all work on the devices of the sources, in whatever stream it is."""
@@ -139,6 +177,11 @@ class SlotCopy:
         ):
             if content_digest(source) != content_digest(target):
                 names.add(name)
+        for state, written in self.provided:
+            has_room = available_memory().num_bytes > 2 * state.num_bytes
+            if has_room and state.differs_from(written):
+                names.add(state.name)
+        self.provided.clear()
         return sorted(names | self.on_devices.differing())
 
 
@@ -161,6 +204,11 @@ class SlotViews:
         at = self._start + self._entries[PLAIN_NAME].offset
         self.image[at : at + 8] = len(plain).to_bytes(8, "little")
         self.image[at + 8 : at + 8 + len(plain)] = plain
+
+    def pieces_of(self, name: str) -> list[tuple[int, Any]]:
+        """Index and slot bytes of each piece of an entry."""
+        indices = self.layout.pieces_of(self._entries[name])
+        return [(index, self._bytes_of(self.layout.pieces[index])) for index in indices]
 
     def target(self, name: str) -> torch.Tensor:
         if name not in self._targets:

@@ -50,6 +50,8 @@ def state_digests(state: BoundaryState) -> Digests:
         found[f"tensor {source.name}"] = tensor_digest(source.tensor)
         if not source.tensor.is_contiguous():
             found[f"strides {source.name}"] = str(source.tensor.stride())
+    for one in state.provided:
+        found[f"tensor {one.name}"] = one.digest()
     for part, packed in decode(state.plain).items():
         word = {"rng": "random", "generators": "random"}.get(part, "value")
         word = "position" if part in _POSITIONS else word

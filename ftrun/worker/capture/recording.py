@@ -117,7 +117,7 @@ class Recording:
         things = (
             *attached.modules.values(), *attached.optimizers.values(),
             *attached.stateful.values(), *attached.tensors.values(), *attached.dicts.values(),
-            *attached.generators.values(),
+            *attached.generators.values(), *attached.providers.values(),
         )  # fmt: skip
         self._captured = {id(attached.state), *map(id, things), *map(id, known)}
         for module in attached.modules.values():

@@ -37,6 +37,7 @@ from ftrun.wire.shared_memory.arena import (
     Arena,
     SlotHeader,
     SlotState,
+    arena_bytes,
     map_all,
     table_digest,
 )
@@ -93,6 +94,7 @@ class ArenaSlots:
         copy = cached[1]
         num_persistent = len(copy.boundary_targets) - len(state.fresh)
         copy.boundary_sources[num_persistent:] = [copyable(one.tensor) for one in state.fresh]
+        copy.provide(state.provided, self.views[slot], boundary_names)
         return copy
 
     def forget_copies(self) -> None:
@@ -144,7 +146,7 @@ class SlotProvider:
         self._num_arenas = 0
         self._preparing: threading.Thread | None = None
         self._prepared: tuple[int, mmap.mmap] | None = None
-        """Memory for the first arena: its descriptor, and a mapping of every page."""
+        """Memory for the first arena: its inode, and a mapping of every page."""
         self.commit_wait = CommitWait(context.commands, context.generation, context.restore)
 
     def inherit(self, arena: Arena) -> None:
@@ -161,7 +163,13 @@ class SlotProvider:
             link = WorkerSmpClient(self._context)
             try:
                 fd = link.prepare_arena(image_bytes=image_bytes, num_pieces=num_pieces)
-                self._prepared = fd, map_all(fd)
+                try:
+                    mapped = map_all(fd)
+                    # Else a DataLoader worker would keep memory that proves too small.
+                    mapped.madvise(mmap.MADV_DONTFORK)
+                    self._prepared = os.fstat(fd).st_ino, mapped
+                finally:
+                    os.close(fd)
             except (FtrunError, OSError) as error:
                 _log.debug("no memory is prepared: %s", error)
             finally:
@@ -352,12 +360,43 @@ class SlotProvider:
         return ArenaSlots(arena, layout, layout_id, shape)
 
     def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
+        inode, prepared = self._take_prepared(layout)
+        try:
+            fd = self._request(layout, layout_id, frozen_bytes)
+        except MemoryTooSmall:
+            if prepared is None:
+                raise
+            prepared.close()  # the SMP has freed it, so the memory is free now
+            inode, prepared = 0, None
+            fd = self._request(layout, layout_id, frozen_bytes)
+        try:
+            if prepared is not None and os.fstat(fd).st_ino == inode:
+                prepared.madvise(mmap.MADV_DOFORK)
+            else:
+                prepared = map_all(fd)
+            arena = Arena(fd, writable=True, mapped=prepared)
+        finally:
+            os.close(fd)
+        crash_point("worker.capture.arena_mapped")
+        return arena
+
+    def _take_prepared(self, layout: Layout) -> tuple[int, mmap.mmap | None]:
+        """The prepared memory, if it is large enough; else it is released."""
         if self._preparing is not None:
             self._preparing.join()
+        inode, mapped = self._prepared or (0, None)
+        self._prepared = None
+        total_bytes = arena_bytes(layout.image_bytes, len(layout.pieces))
+        if mapped is not None and len(mapped) < total_bytes:
+            mapped.close()
+            return 0, None
+        return inode, mapped
+
+    def _request(self, layout: Layout, layout_id: int, frozen_bytes: int) -> int:
         # A connection of its own, so that a boundary can send other requests during this one.
         link = WorkerSmpClient(self._context)
         try:
-            fd = link.request_arena(
+            return link.request_arena(
                 image_bytes=layout.image_bytes,
                 num_pieces=len(layout.pieces),
                 layout_id=layout_id,
@@ -365,19 +404,6 @@ class SlotProvider:
             )
         finally:
             link.close()
-        prepared, self._prepared = self._prepared, None
-        try:
-            if prepared is not None and os.path.sameopenfile(fd, prepared[0]):
-                mapped = prepared[1]
-            else:
-                mapped = map_all(fd)
-            arena = Arena(fd, writable=True, mapped=mapped)
-        finally:
-            os.close(fd)
-            if prepared is not None:
-                os.close(prepared[0])
-        crash_point("worker.capture.arena_mapped")
-        return arena
 
 
 def _plain_capacity(arena: Arena) -> int:
@@ -392,7 +418,7 @@ def _plain_capacity(arena: Arena) -> int:
 
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
-    fresh = tuple(source.entry for source in state.fresh)
+    fresh = (*(one.entry for one in state.fresh), *(one.entry for one in state.provided))
     persistent = state.persistent
     shape = (persistent.entries, fresh, persistent.piece_bytes, persistent.members)
     return shape, len(state.plain) + 8

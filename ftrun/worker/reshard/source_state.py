@@ -49,6 +49,7 @@ _SHOULD_AGREE = {
     "extra_state": "modules",
     "own_keys": "modules",
     "optimizer_keys": "optimizers",
+    "providers": "state providers",
 }
 _SHARED_OUT = {
     "loaders": DataShares.loaders,

@@ -28,6 +28,7 @@ from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip, loadable
 from ftrun.worker.state.optimizer_state import load_optimizer, load_wrapper, put_back_gradients
+from ftrun.worker.state.providers import load_providers
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, copyable, is_expanded
@@ -171,6 +172,9 @@ def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     crash_point("worker.restore.tensors_loaded")
     _load_optimizers(saved, tree, persistent, groups)
     _load_objects(saved, tree.attached, persistent)
+    content = saved.optional_part("providers") or {}
+    _check_names(content, tree.providers, tree.attached.skip)
+    load_providers(content, tree.providers, tree.sizes)
     saved.check_all_used()
     synchronize(persistent.originals)
     crash_point("worker.restore.loaded")

@@ -26,6 +26,7 @@ from ftrun.sharding.rules import ShardingRules
 from ftrun.snapshot.plain_values import join
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state.module_state import named_parts
+from ftrun.worker.state.providers import StateProvider, is_provider
 
 
 class Stateful(Protocol):
@@ -151,6 +152,7 @@ class AttachedState:
     wrappers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     """Optimizers without a separate state; the inner optimizer is attached in their place."""
     stateful: dict[str, Stateful] = field(default_factory=dict)
+    providers: dict[str, StateProvider] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
@@ -172,10 +174,11 @@ class AttachedState:
             self.optimizers[name] = thing
         elif rng.is_generator(thing):
             self.generators[name] = thing
-        elif isinstance(thing, torch.Tensor):
-            self.tensors[name] = thing
-        elif isinstance(thing, np.ndarray):
-            self.tensors[name] = torch.from_numpy(thing)  # shares the array's memory
+        elif isinstance(thing, torch.Tensor | np.ndarray):
+            # A tensor shares the memory of an array.
+            self.tensors[name] = torch.from_numpy(thing) if isinstance(thing, np.ndarray) else thing
+        elif is_provider(thing):
+            self.providers[name] = thing
         elif is_stateful(thing):
             self.stateful[name] = thing
         elif isinstance(thing, MutableMapping):
@@ -186,9 +189,9 @@ class AttachedState:
         else:
             raise UsageError(
                 f"attach({name}=...) was given a {type(thing).__name__}, which has no state that a "
-                "snapshot can hold. Give an object with state_dict() and load_state_dict(), a "
-                "module, an optimizer, a tensor, an array, a dict, a random generator, or a list "
-                "of these. Put single values into session.state"
+                "snapshot can hold. Give an object with state_dict() and load_state_dict(), an "
+                "ftrun.StateProvider, a module, an optimizer, a tensor, an array, a dict, a random "
+                "generator, or a list of these. Put single values into session.state"
             )
 
 

@@ -45,6 +45,12 @@ from ftrun.worker.state.optimizer_state import (
     state_of,
     state_values,
 )
+from ftrun.worker.state.providers import (
+    ProviderSizes,
+    ProviderState,
+    StateProvider,
+    packed_sizes,
+)
 from ftrun.worker.state.structure import Structure, structure_of
 from ftrun.worker.state.tensors import (
     address_of,
@@ -143,6 +149,7 @@ class BoundaryState:
     persistent: PersistentSources
     fresh: tuple[TensorSource, ...]
     plain: bytes
+    provided: tuple[ProviderState, ...] = ()
 
 
 class StateTree:
@@ -155,6 +162,7 @@ class StateTree:
         self._persistent: PersistentSources | None = None
         self._built: Structure | None = None
         self._groups = GroupReader()
+        self.sizes = ProviderSizes()
         self._not_taken_back: dict[str, dict[str, bytes]] = {}
         skip = attached.skip
         self._skips: dict[str, Skips] = {}
@@ -207,7 +215,14 @@ class StateTree:
             packed["optimizer_keys"] = encode(own, skip=skip)
         packed["optimizer_state"] = persistent.optimizer_state
         packed["modules"] = persistent.modules
-        return BoundaryState(persistent, tuple(fresh.sources), encode(packed))
+        if provided := self.sizes.describe(self.providers):
+            packed["providers"] = packed_sizes(provided)
+        return BoundaryState(persistent, tuple(fresh.sources), encode(packed), provided)
+
+    @property
+    def providers(self) -> dict[str, StateProvider]:
+        every, skip = self.attached.providers, self.attached.skip
+        return {name: one for name, one in every.items() if not skip(name)}
 
     def persistent(self) -> PersistentSources:
         if self._persistent is None or not self._holds(self._persistent):
@@ -321,7 +336,7 @@ class StateTree:
         attached = self.attached
         literal = re.split(r"[*?\[]", pattern)[0]
         groups = (attached.modules, attached.optimizers, attached.stateful, attached.tensors,
-                  attached.dicts, self._roots)  # fmt: skip
+                  attached.dicts, attached.providers, self._roots)  # fmt: skip
         names = (name for group in groups for name in group)
         return any(
             one.startswith(literal) or re.match(rf"{re.escape(one)}\W", literal) for one in names

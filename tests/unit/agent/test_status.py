@@ -169,9 +169,12 @@ def test_no_warning_of_slow_copies_hides_one_of_a_wrong_result() -> None:
     assert found[-1].startswith("61 more nodes")
 
 
-def test_both_warnings_of_a_node_are_shown() -> None:
-    own = Heartbeat(generation=1, repeat_warning="differs", capture_warning="rank 0: pageable")
-    assert _warnings({"n0": own}) == ("node n0: differs", "node n0: rank 0: pageable")
+def test_all_warnings_of_a_node_are_shown() -> None:
+    own = Heartbeat(
+        generation=1, repeat_warning="differs", capture_warning="pageable", file_warning="full"
+    )
+    words = ("differs", "full", "pageable")
+    assert _warnings({"n0": own}) == tuple(f"node n0: {one}" for one in words)
 
 
 def test_a_node_that_has_come_is_standby_also_without_a_vote() -> None:

@@ -639,3 +639,47 @@ def test_a_hang_of_unknown_origin_is_acted_on_at_last() -> None:
         made.heartbeat_received("a", unresponsive(now_s)["b"], now_s=now_s)
         found = made.tick(now_s=now_s)
     assert len(starts(found)) == 1
+
+
+# --- protection and checkpoints ---------------------------------------------------------------
+
+
+def test_a_committed_version_is_announced_as_protected_when_every_group_protects_it() -> None:
+    made = monitor()
+    made.heartbeat_received("a", heartbeat(ready=(1, 5), survives=1), now_s=1.0)
+    made.heartbeat_received("b", heartbeat(ready=(1, 5), survives=0), now_s=1.0)
+    assert (made.orders.committed, made.orders.protected) == ((1, 5), None)
+    made.heartbeat_received("b", heartbeat(ready=(1, 5), survives=1), now_s=1.1)
+    assert made.orders.protected == (1, 5)
+    # The next version is not protected by the protection of the last one.
+    made.heartbeat_received("a", heartbeat(ready=(1, 9), survives=1), now_s=1.2)
+    assert made.orders.protected == (1, 5)
+    made.heartbeat_received("b", heartbeat(ready=(1, 9), survives=0), now_s=1.2)
+    assert (made.orders.committed, made.orders.protected) == ((1, 9), (1, 5))
+
+
+def test_the_newest_complete_checkpoint_is_announced_whichever_node_completed_it() -> None:
+    made = monitor()
+    made.heartbeat_received("a", heartbeat(persisted=(0, 40)), now_s=1.0)
+    assert made.orders.persisted == (0, 40)
+    made.heartbeat_received("b", heartbeat(persisted=(0, 20)), now_s=1.0)
+    assert made.orders.persisted == (0, 40)
+    made.heartbeat_received("b", heartbeat(persisted=(1, 3)), now_s=1.0)
+    assert made.orders.persisted == (1, 3)
+
+
+def test_a_checkpoint_that_a_rank_waits_for_is_ordered_once_and_after_the_last_one() -> None:
+    made = monitor(orders_checkpoints=True, checkpoint=CheckpointConfig(every_s=600.0))
+    waits = heartbeat(ready=(1, 5), persist_step=5)
+    made.heartbeat_received("a", waits, now_s=1.0)
+    assert made.orders.checkpoint is None, "nothing is committed"
+    made.heartbeat_received("b", heartbeat(ready=(1, 5)), now_s=1.0)
+    made.heartbeat_received("a", waits, now_s=1.1)
+    assert made.orders.checkpoint == (1, 5)
+    for node_id in "ab":
+        made.heartbeat_received(node_id, heartbeat(ready=(1, 8), persist_step=8), now_s=2.0)
+    assert made.orders.committed == (1, 8)
+    assert made.orders.checkpoint == (1, 5), "a node may still write its part of it"
+    made.heartbeat_received("b", heartbeat(ready=(1, 8), persisted=(1, 5)), now_s=3.0)
+    made.heartbeat_received("a", heartbeat(ready=(1, 8), persist_step=8), now_s=3.0)
+    assert made.orders.checkpoint == (1, 8)

@@ -33,7 +33,11 @@ def test_without_an_agent_the_loop_runs_and_nothing_is_restored(session: Session
     assert list(session.steps(3)) == [0, 1, 2]
     assert (session.step, session.restored, session.generation) == (3, False, 0)
     assert len(session.id) == 12
-    session.snapshot()
+    handle = session.snapshot()
+    assert not session.wait("committed")
+    assert not handle.wait("persisted")
+    with pytest.raises(UsageError, match="the levels are"):
+        session.wait("written")  # type: ignore[arg-type]
     session.report(loss=torch.tensor(1.0))
     with session.phase("eval"):
         pass

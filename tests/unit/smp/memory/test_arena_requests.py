@@ -214,6 +214,23 @@ def test_prepared_memory_counts_once_as_needed(node: Node) -> None:
     assert isinstance(node.reserve(1, MB), worker_messages.MemoryRefused)
 
 
+def test_prepared_memory_is_not_granted_while_the_requests_of_others_do_not_fit(node: Node) -> None:
+    node.may_go_on.set()
+    prepared = node.prepare(0)
+    node.finish(prepared)
+    node.free_bytes = 100
+    refused = node.reserve(1, MB)
+    assert isinstance(refused, worker_messages.MemoryRefused)
+    assert refused.num_ranks == 2
+    asked = node.ask(0)
+    assert isinstance(asked.answer, worker_messages.MemoryRefused)
+    assert num_arenas() == node.num_others
+    node.free_bytes = 10**10
+    again = node.ask(0)
+    node.finish(again)
+    assert node.layouts() == [1]
+
+
 def test_a_request_without_a_thread_is_refused_and_the_next_one_is_granted(node: Node) -> None:
     with no_threads():
         refused = node.ask()

@@ -1,0 +1,58 @@
+"""The agent holds one duplicate for each file that is not written, and names failures once."""
+
+import os
+
+from ftrun.agent.snapshots.retained_files import RetainedFiles
+from ftrun.wire.messages.files import FileHeld, FileWritten
+
+
+def file(number: int, path: str = "/a") -> FileHeld:
+    return FileHeld(0, path, 3, 0o644, number)
+
+
+def result(number: int, reason: str = "", path: str = "/a") -> FileWritten:
+    return FileWritten(path, number, 3, 0.1, reason)
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_newer_save_replaces_an_older_one_and_a_written_file_is_closed() -> None:
+    files = RetainedFiles()
+    first, second = os.memfd_create("first"), os.memfd_create("second")
+    files.keep(file(1), first)
+    files.keep(file(2), second)
+    assert (is_open(first), is_open(second)) == (False, True)
+    files.written(result(1))  # of the older one, which was being written
+    assert files.held == [(file(2), second)]
+    files.written(result(2))
+    assert not files.held
+    assert not is_open(second)
+    assert [one.number for one in files.drain_results()] == [1, 2]
+    assert files.drain_results() == []
+
+
+def test_a_failure_is_reported_once_and_shown_until_the_write_succeeds() -> None:
+    files = RetainedFiles()
+    files.keep(file(1), os.memfd_create("file"))
+    assert files.warning == ""
+    for _ in range(3):
+        files.written(result(1, "No space left on device"))
+    assert len(files.drain_results()) == 1
+    assert files.held, "the content stays in memory"
+    assert files.warning.startswith("/a (No space left on device) of ftrun.save cannot be written")
+    files.written(result(1))
+    assert files.warning == ""
+    assert not files.held
+
+
+def test_many_failures_are_counted() -> None:
+    files = RetainedFiles()
+    for at in range(5):
+        files.written(result(at, "full", path=f"/{at}"))
+    assert "/2 (full) and 2 more of ftrun.save" in files.warning

@@ -1,0 +1,111 @@
+"""Outside of a run save and load are torch's; the content of a file is what torch writes."""
+
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ftrun
+from ftrun.config.profile import SnapshotConfig
+from ftrun.worker import saved_files
+from tests.launch_requests import context_of, launch_request
+
+STATE = {"weight": torch.arange(200_000.0), "step": 7, "names": ["a", "b"]}
+
+
+def same(found: dict[str, object]) -> bool:
+    return torch.equal(found["weight"], STATE["weight"]) and found["step"] == 7  # type: ignore
+
+
+def test_outside_of_a_run_both_are_torchs(tmp_path: Path) -> None:
+    path, theirs = tmp_path / "a.pt", tmp_path / "theirs" / "a.pt"
+    theirs.parent.mkdir()
+    ftrun.save(STATE, path)
+    torch.save(STATE, theirs)
+    assert path.read_bytes() == theirs.read_bytes()
+    assert same(ftrun.load(path, weights_only=True))
+    assert same(ftrun.load(str(path), map_location="cpu", mmap=True))
+    buffer = io.BytesIO()
+    ftrun.save(STATE, buffer)
+    buffer.seek(0)
+    assert same(ftrun.load(buffer))
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_the_content_is_that_of_torch_and_cannot_change(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    fd, num_bytes = saved_files._content_of(STATE, str(tmp_path / "a"), (), options)
+    buffer = io.BytesIO()
+    torch.save(STATE, buffer, **options)
+    assert os.pread(fd, num_bytes + 1, 0) == buffer.getvalue()
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    assert same(torch.load(f"/proc/self/fd/{fd}", weights_only=True))
+    os.close(fd)
+
+
+def test_without_memory_the_content_is_on_the_storage_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 500_000
+    monkeypatch.setattr(saved_files, "_CHECK_BYTES", 1)
+    monkeypatch.setattr(saved_files, "_is_free", lambda num_bytes: num_bytes < limit)
+    fd, num_bytes = saved_files._content_of(STATE, str(tmp_path / "a"), (), {})
+    assert os.fstat(fd).st_size == num_bytes > limit
+    assert same(torch.load(f"/proc/self/fd/{fd}", weights_only=True))
+    assert list(tmp_path.iterdir()) == [], "it has no name"
+    os.close(fd)
+
+
+def test_an_object_that_cannot_be_saved_is_torchs_error_and_leaves_nothing(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Exception, match="pickle"):
+        saved_files._content_of(lambda: None, str(tmp_path / "a"), (), {})
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_only_a_plain_file_in_a_folder_that_can_be_written_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    assert saved_files._can_be_replaced(str(tmp_path / "new"))
+    assert saved_files._can_be_replaced(str(tmp_path / "file"))
+    for name in ("pipe", ".", "missing/new", "file/new"):
+        assert not saved_files._can_be_replaced(str(tmp_path / name))
+
+
+def test_a_link_is_followed_as_by_open(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to("target")
+    assert saved_files._path_of(tmp_path / "link") == str(tmp_path / "target")
+    assert saved_files._path_of(io.BytesIO()) is None
+    assert saved_files._umask() == os.umask(saved_files._umask())
+
+
+def test_without_an_smp_the_rank_writes_and_waits_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, path = context_of(), tmp_path / "a.pt"
+    monkeypatch.setattr(saved_files, "worker_context", lambda: context)
+    monkeypatch.setattr(saved_files, "_AWAIT_S", 0.3)
+    monkeypatch.setattr(saved_files, "_is_lost", False)
+    waits = []
+    for _ in range(2):
+        began = time.monotonic()
+        ftrun.save(STATE, path)
+        waits.append(time.monotonic() - began)
+        assert same(ftrun.load(path))
+        path.unlink()
+    assert waits[1] < 0.3 <= waits[0]
+
+
+def test_a_run_without_snapshots_has_no_smp_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = launch_request(snapshot=SnapshotConfig(enabled=False))
+    monkeypatch.setattr(saved_files, "worker_context", lambda: context_of(request))
+    ftrun.save(STATE, tmp_path / "a.pt")
+    assert same(ftrun.load(tmp_path / "a.pt"))
