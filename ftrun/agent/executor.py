@@ -101,6 +101,10 @@ class CommandExecutor:
             case _:
                 self._execute_snapshot(command)
 
+    def _show_levels(self, command: commands.ShowLevels) -> None:
+        if self._run.workers.commands is not None:
+            self._run.workers.commands.show_levels(command.protected, command.persisted)
+
     def _execute_snapshot(self, command: commands.SnapshotCommand) -> None:
         run = self._run
         match command:
@@ -111,7 +115,7 @@ class CommandExecutor:
             case commands.WriteCheckpointPart():
                 run.maintenance.write_part(command.version)
             case commands.ShowLevels():
-                run.workers.show_levels(command.protected, command.persisted)
+                self._show_levels(command)
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():

@@ -289,7 +289,8 @@ class Maintenance:
                     run.smp.begin_checkpoint(directory, settings, life=life, is_urgent=is_awaited)
                 except PeerError as error:
                     run.journal.write(records.CheckpointFailedRecord(str(error)))
-            run.workers.show_levels(None, run.smp.persisted)
+            if run.workers.commands is not None:
+                run.workers.commands.show_levels(None, run.smp.persisted)
         self._report_checkpoint()
         self._report_files()
         self._show_reasons()

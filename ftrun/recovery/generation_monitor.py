@@ -12,7 +12,6 @@ Rule 3: a version is committed when every member reports that it holds and prote
         version. After a commit in a generation, no older version is committed in it.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
@@ -51,12 +50,7 @@ from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.repeated_causes import Placement
 from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment, StepRate
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
-from ftrun.wire.cluster.generation import (
-    ConfigurationId,
-    FailureHistory,
-    GenerationPlan,
-    NodeCard,
-)
+from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
@@ -355,13 +349,8 @@ class GenerationMonitor:
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
         self.incidents.ended(command.reason, self.reports.progress, is_done=is_done, now_s=now_s)
-        self._order(
-            ended=True,
-            exit_code=int(command.exit_code),
-            reason=command.reason,
-            advice=command.advice,
-            cause=command.cause,
-        )
+        texts = {"reason": command.reason, "advice": command.advice, "cause": command.cause}
+        self._order(ended=True, exit_code=int(command.exit_code), **texts)
 
     def stopped(self) -> EndRun:
         return EndRun(128 + self.stop_signal, "stopped while no generation was running")
@@ -467,34 +456,27 @@ class GenerationMonitor:
 
     def _note_levels(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Announce what is protected and persisted; order a checkpoint that a rank waits for."""
-        orders = self.orders
-        committed, persisted = orders.committed, heartbeat.persisted
-        if persisted is not None and (orders.persisted is None or persisted > orders.persisted):
-            self._order(persisted=persisted)
-        if committed is None:
-            return
-        is_ready = self.reports.ready_with(heartbeat) == committed
-        if is_ready and committed != orders.protected and self.reports.are_protected():
-            self._order(protected=committed)
+        if levels := self.reports.new_levels(heartbeat, self.orders):
+            self._order(**levels)
+        committed = self.orders.committed
         # A node that still writes its part of the last checkpoint takes no other order.
         is_idle = self.orders.checkpoint in (None, self.orders.persisted)
-        if is_idle and self._persist_step < heartbeat.persist_step <= committed[1]:
-            self._persist_step = committed[1]
+        newest = committed[1] if committed is not None else -1
+        if is_idle and self._persist_step < heartbeat.persist_step <= newest:
+            self._persist_step = newest
             self.name_checkpoint(now_s=now_s)
 
     def name_checkpoint(self, *, now_s: float) -> None:
         """Orders the newest committed version to be written, if a checkpoint directory exists."""
         committed = self.orders.committed
-        is_requested = self._settings.orders_checkpoints
-        if is_requested and committed is not None and committed != self.orders.checkpoint:
+        if self._settings.orders_checkpoints and committed not in (None, self.orders.checkpoint):
             self._checkpoint_s = now_s
             self._order(checkpoint=committed)
 
     def _ahead(self, steps: int) -> int:
         """`steps` plus the steps made before every node has received an order."""
-        if self._plan is None or len(self._plan.members) == 1:
-            return steps
-        return steps + math.ceil(self._rate.per_s * self._settings.same_boundary_s)
+        is_alone = self._plan is None or len(self._plan.members) == 1
+        return steps if is_alone else steps + self._rate.steps_in(self._settings.same_boundary_s)
 
     def _note_rate(self, now_s: float) -> None:
         if self._rate.note(self.reports.step, now_s=now_s):

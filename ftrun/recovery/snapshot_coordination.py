@@ -21,12 +21,13 @@ Rule 3: nothing new is committed while a member misses heartbeats. The commit fr
         before it. If two nodes of one group are lost at once, only that version may have survived.
 """
 
+import math
 from collections import Counter
 
 from ftrun.events import Progress
 from ftrun.ids import Step
 from ftrun.wire.cluster.generation import GenerationPlan, PlanMember, VersionPair
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 
 class MemberReports:
@@ -160,6 +161,17 @@ class MemberReports:
         """Whether any one member can be lost without losing the version it is ready with."""
         return self.all_run and self._num_safe == len(self._members)
 
+    def new_levels(self, heartbeat: Heartbeat, orders: LeaderHeartbeat) -> dict[str, VersionPair]:
+        """Newer versions to announce as `persisted` and `protected` after this heartbeat."""
+        found = {}
+        persisted, committed = heartbeat.persisted, orders.committed
+        if persisted is not None and (orders.persisted is None or persisted > orders.persisted):
+            found["persisted"] = persisted
+        is_new = committed is not None and committed != orders.protected
+        if committed and is_new and self.ready_with(heartbeat) == committed:
+            found |= {"protected": committed} if self.are_protected() else {}
+        return found
+
     def note_protection(self, committed: VersionPair | None) -> None:
         if self.are_protected():
             self._protected = committed
@@ -196,6 +208,9 @@ class StepRate:
 
     def begin(self) -> None:
         self._from = None
+
+    def steps_in(self, seconds: float) -> int:
+        return math.ceil(self.per_s * seconds)
 
     def note(self, step: int, *, now_s: float) -> bool:
         """Records the newest step; returns whether the rate was measured."""

@@ -229,13 +229,6 @@ class WorkerGroup:
         step = self.commands.get(CommandField.COMMITTED_STEP)
         return (self.commands.get(CommandField.COMMITTED_GENERATION), step)
 
-    def show_levels(self, protected: VersionPair | None, persisted: VersionPair | None) -> None:
-        """Show the ranks the newest protected version, and the newest with a checkpoint."""
-        if self.commands is not None and protected is not None:
-            self.commands.show_version(CommandField.PROTECTED_GENERATION, protected)
-        if self.commands is not None and persisted is not None:
-            self.commands.show_version(CommandField.PERSISTED_GENERATION, persisted)
-
     def take_from(self, step: int) -> None:
         if self.commands is not None:
             # a new leader starts with a lower step
