@@ -101,22 +101,22 @@ class CommandExecutor:
             case _:
                 self._execute_snapshot(command)
 
+    def _show_levels(self, command: commands.ShowLevels) -> None:
+        if self._run.workers.commands is not None:
+            self._run.workers.commands.show_levels(command.protected, command.persisted)
+
     def _execute_snapshot(self, command: commands.SnapshotCommand) -> None:
         run = self._run
         match command:
             case commands.CommitSnapshot():
                 run.maintenance.checkpoints.committed(command.version)
-                if not run.generations.is_alone:
-                    self._request(command)
+                self._request(command)
             case commands.WriteCheckpointPart():
                 run.maintenance.checkpoints.write_part(command.version)
             case commands.WriteCapture():
-                # The leader does not know the step of a single member in time.
-                run.maintenance.checkpoints.write_capture(
-                    -1 if run.generations.is_alone else command.from_step
-                )
+                run.maintenance.checkpoints.write_capture(command.from_step)
             case commands.ShowLevels():
-                run.workers.show_levels(command.protected, command.persisted)
+                self._show_levels(command)
             case commands.AbandonStep():
                 self._request(command)
             case commands.SetFirstSnapshotStep():
@@ -140,6 +140,8 @@ class CommandExecutor:
     def _request(self, command: commands.CommitSnapshot | commands.AbandonStep) -> None:
         run = self._run
         generation = run.generations.number
+        if isinstance(command, commands.CommitSnapshot) and run.generations.is_alone:
+            return  # the SMP of a single member commits without the leader
         self._unconfirmed.add(command, generation, now_s=clock.now_s())
         with suppress(PeerError):
             if isinstance(command, commands.CommitSnapshot):

@@ -12,7 +12,6 @@ Rule 3: a version is committed when every member reports that it holds and prote
         version. After a commit in a generation, no older version is committed in it.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
@@ -56,12 +55,7 @@ from ftrun.recovery.snapshot_coordination import (
     StepRate,
 )
 from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
-from ftrun.wire.cluster.generation import (
-    ConfigurationId,
-    FailureHistory,
-    GenerationPlan,
-    NodeCard,
-)
+from ftrun.wire.cluster.generation import ConfigurationId, FailureHistory, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
@@ -362,13 +356,8 @@ class GenerationMonitor:
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
         self.incidents.ended(command.reason, self.reports.progress, is_done=is_done, now_s=now_s)
-        self._order(
-            ended=True,
-            exit_code=int(command.exit_code),
-            reason=command.reason,
-            advice=command.advice,
-            cause=command.cause,
-        )
+        texts = {"reason": command.reason, "advice": command.advice, "cause": command.cause}
+        self._order(ended=True, exit_code=int(command.exit_code), **texts)
 
     def stopped(self) -> EndRun:
         return EndRun(128 + self.stop_signal, "stopped while no generation was running")
@@ -474,14 +463,12 @@ class GenerationMonitor:
 
     def name_checkpoint(self, *, now_s: float) -> None:
         """Orders the newest committed version to be written, if a checkpoint directory exists."""
-        committed, orders = self.orders.committed, self.orders
-        self._order(**self._checkpoints.order_committed(committed, orders, now_s=now_s))
+        self._order(**self._checkpoints.order_committed(self.orders, now_s=now_s))
 
     def _ahead(self, steps: int) -> int:
         """`steps` plus the steps made before every node has received an order."""
-        if self._plan is None or len(self._plan.members) == 1:
-            return steps
-        return steps + math.ceil(self._rate.per_s * self._settings.same_boundary_s)
+        is_alone = self._plan is None or len(self._plan.members) == 1
+        return steps if is_alone else steps + self._rate.steps_in(self._settings.same_boundary_s)
 
     def _note_rate(self, now_s: float) -> None:
         if self._rate.note(self.reports.step, now_s=now_s):

@@ -28,6 +28,7 @@ Rule 5: a checkpoint that is due by steps is a committed version. It is ordered 
         it is skipped, because a part without the others is of no use.
 """
 
+import math
 from collections import Counter
 
 from ftrun.config.profile import CheckpointConfig
@@ -168,6 +169,17 @@ class MemberReports:
         """Whether any one member can be lost without losing the version it is ready with."""
         return self.all_run and self._num_safe == len(self._members)
 
+    def new_levels(self, heartbeat: Heartbeat, orders: LeaderHeartbeat) -> dict[str, VersionPair]:
+        """Newer versions to announce as `persisted` and `protected` after this heartbeat."""
+        found = {}
+        persisted, committed = heartbeat.persisted, orders.committed
+        if persisted is not None and (orders.persisted is None or persisted > orders.persisted):
+            found["persisted"] = persisted
+        is_new = committed is not None and committed != orders.protected
+        if committed and is_new and self.ready_with(heartbeat) == committed:
+            found |= {"protected": committed} if self.are_protected() else {}
+        return found
+
     def note_protection(self, committed: VersionPair | None) -> None:
         if self.are_protected():
             self._protected = committed
@@ -179,17 +191,6 @@ class MemberReports:
         version there is nothing to lose.
         """
         return newest in (None, self._protected) or self.are_protected()
-
-    def new_levels(self, heartbeat: Heartbeat, orders: LeaderHeartbeat) -> dict[str, object]:
-        """What has become protected or persisted since the last orders."""
-        found: dict[str, object] = {}
-        persisted, committed = heartbeat.persisted, orders.committed
-        if persisted is not None and (orders.persisted is None or persisted > orders.persisted):
-            found["persisted"] = persisted
-        is_new = committed is not None and committed != orders.protected
-        if is_new and self.ready_with(heartbeat) == committed and self.are_protected():
-            found["protected"] = committed
-        return found
 
     def requested_every(self) -> int:
         """In steps; 0: no rank requests an interval."""
@@ -215,6 +216,9 @@ class StepRate:
 
     def begin(self) -> None:
         self._from = None
+
+    def steps_in(self, seconds: float) -> int:
+        return math.ceil(self.per_s * seconds)
 
     def note(self, step: int, *, now_s: float) -> bool:
         """Records the newest step; returns whether the rate was measured."""
@@ -276,10 +280,9 @@ class CheckpointSchedule:
         self._polled, self._persist_step = None, 0
         self._ordered.clear()
 
-    def order_committed(
-        self, committed: VersionPair | None, orders: LeaderHeartbeat, *, now_s: float
-    ) -> dict[str, object]:
+    def order_committed(self, orders: LeaderHeartbeat, *, now_s: float) -> dict[str, object]:
         """Order the committed version now, if there is a newer one than the last."""
+        committed = orders.committed
         if not self._is_on or committed in (None, orders.checkpoint):
             return {}
         assert committed is not None
@@ -305,10 +308,8 @@ class CheckpointSchedule:
         settings = self._settings
         if not self._is_on:
             return {}
-        if self._is_awaited(orders, reports, awaited):
-            assert orders.committed is not None
-            self._persist_step = orders.committed[1]
-            return self.order_committed(orders.committed, orders, now_s=now_s)
+        if self._take_awaited(orders, reports, awaited):
+            return self.order_committed(orders, now_s=now_s)
         if settings.every_steps:
             return self._poll_steps(orders, reports, now_s=now_s)
         if self._give_up_s is not None:
@@ -316,19 +317,22 @@ class CheckpointSchedule:
         if now_s - self._written_s < settings.every_s:
             return {}
         if not reports.attached or not settings.live_capture_timeout_s:
-            return self.order_committed(orders.committed, orders, now_s=now_s)
+            return self.order_committed(orders, now_s=now_s)
         two_steps_s = 2 * max((one.p99_s for one in reports.current), default=0.0)
         self._written_s = now_s
         self._give_up_s = now_s + two_steps_s + settings.live_capture_timeout_s
         return {"capture_from": max(orders.take_from, reports.step + ahead)}
 
-    def _is_awaited(self, orders: LeaderHeartbeat, reports: MemberReports, awaited: int) -> bool:
+    def _take_awaited(self, orders: LeaderHeartbeat, reports: MemberReports, awaited: int) -> bool:
         """Whether the committed version must be written now; true once for each awaited step."""
         committed, persisted = orders.committed, orders.persisted
         if committed is None or not self._persist_step < awaited <= committed[1]:
             return False
         is_written = persisted is not None and persisted >= (orders.generation, awaited)
-        return not is_written and self._has_room(reports)
+        if is_written or not self._has_room(reports):
+            return False
+        self._persist_step = committed[1]
+        return True
 
     def _poll_request(
         self, orders: LeaderHeartbeat, reports: MemberReports, *, ahead: int, now_s: float
@@ -339,7 +343,7 @@ class CheckpointSchedule:
             self._give_up_s = None
         elif now_s >= self._give_up_s:
             self._give_up_s = None
-            return self.order_committed(committed, orders, now_s=now_s)
+            return self.order_committed(orders, now_s=now_s)
         elif orders.abandoned_step >= orders.capture_from:
             return {"capture_from": max(orders.take_from, reports.step + ahead)}
         return {}
@@ -353,7 +357,7 @@ class CheckpointSchedule:
         self._polled = committed
         if committed[1] % self._settings.every_steps or not self._has_room(reports):
             return {}
-        return self.order_committed(committed, orders, now_s=now_s)
+        return self.order_committed(orders, now_s=now_s)
 
     def _has_room(self, reports: MemberReports) -> bool:
         """Whether every member may begin another write."""

@@ -208,17 +208,8 @@ class WorkerGroup:
     def ask_last_snapshot(self, after_step: int) -> None:
         """Have every rank stop after this step; -1: at the first boundary that none has passed."""
         if self.commands is not None:
-            furthest = most(self.pages, HeartbeatField.STEP)
-            self.commands.set(
-                CommandField.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
-            )
-
-    def request_capture(self, from_step: int) -> int:
-        """Request a snapshot from this step on; -1: from the first that no rank has passed."""
-        step = from_step if from_step >= 0 else most(self.pages, HeartbeatField.STEP) + 1
-        if self.commands is not None:
-            self.commands.set(CommandField.CAPTURE_FROM, step)
-        return step
+            step = after_step if after_step >= 0 else most(self.pages, HeartbeatField.STEP) + 1
+            self.commands.set(CommandField.STOP_AFTER_STEP, step)
 
     def sealed(self) -> tuple[int, int] | None:
         """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
@@ -236,13 +227,6 @@ class WorkerGroup:
             return None
         step = self.commands.get(CommandField.COMMITTED_STEP)
         return (self.commands.get(CommandField.COMMITTED_GENERATION), step)
-
-    def show_levels(self, protected: VersionPair | None, persisted: VersionPair | None) -> None:
-        """Show the ranks the newest protected version, and the newest with a checkpoint."""
-        if self.commands is not None and protected is not None:
-            self.commands.show_version(CommandField.PROTECTED_GENERATION, protected)
-        if self.commands is not None and persisted is not None:
-            self.commands.show_version(CommandField.PERSISTED_GENERATION, persisted)
 
     def take_from(self, step: int) -> None:
         if self.commands is not None:

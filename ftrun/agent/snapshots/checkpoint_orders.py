@@ -53,7 +53,8 @@ class CheckpointOrders:
         new, run.smp.new_commits = run.smp.new_commits, []
         if run.spec.checkpoint_directory is not None and run.spec.nodes is None:
             self._begin_due(new, now_s)
-            run.workers.show_levels(None, run.smp.persisted)
+            if run.workers.commands is not None:
+                run.workers.commands.show_levels(None, run.smp.persisted)
         self.report()
         self._show_reasons()
 

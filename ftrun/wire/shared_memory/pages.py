@@ -194,6 +194,15 @@ class SharedPage:
         self._words[generation_at + 1] = shown[1]
         self._words[generation_at] = shown[0]
 
+    def show_levels(
+        self, protected: tuple[int, int] | None, persisted: tuple[int, int] | None
+    ) -> None:
+        """Show the ranks the newest protected version, and the newest with a checkpoint."""
+        if protected is not None:
+            self.show_version(CommandField.PROTECTED_GENERATION, protected)
+        if persisted is not None:
+            self.show_version(CommandField.PERSISTED_GENERATION, persisted)
+
     @property
     def loss(self) -> float:
         return self._floats[HeartbeatField.LOSS]

@@ -668,7 +668,7 @@ def test_the_newest_complete_checkpoint_is_announced_whichever_node_completed_it
     assert made.orders.persisted == (1, 3)
 
 
-def test_a_checkpoint_that_a_rank_waits_for_is_ordered_once_and_after_the_last_one() -> None:
+def test_a_checkpoint_that_a_rank_waits_for_is_ordered_once_and_if_nodes_have_room() -> None:
     made = monitor(orders_checkpoints=True, checkpoint=CheckpointConfig(every_s=600.0))
     waits = heartbeat(ready=(1, 5), persist_step=5)
     made.heartbeat_received("a", waits, now_s=1.0)
@@ -679,7 +679,12 @@ def test_a_checkpoint_that_a_rank_waits_for_is_ordered_once_and_after_the_last_o
     for node_id in "ab":
         made.heartbeat_received(node_id, heartbeat(ready=(1, 8), persist_step=8), now_s=2.0)
     assert made.orders.committed == (1, 8)
-    assert made.orders.checkpoint == (1, 5), "a node may still write its part of it"
-    made.heartbeat_received("b", heartbeat(ready=(1, 8), persisted=(1, 5)), now_s=3.0)
-    made.heartbeat_received("a", heartbeat(ready=(1, 8), persist_step=8), now_s=3.0)
-    assert made.orders.checkpoint == (1, 8)
+    assert made.orders.checkpoint == (1, 8), "nodes write two at a time"
+    waits = heartbeat(ready=(1, 9), persist_step=9, checkpoint=(1, 8), num_writes=2)
+    for node_id in "abb":
+        made.heartbeat_received(node_id, waits, now_s=3.0)
+    assert made.orders.committed == (1, 9)
+    assert made.orders.checkpoint == (1, 8), "nodes have no room"
+    for node_id in "ab":
+        made.heartbeat_received(node_id, msgspec.structs.replace(waits, num_writes=1), now_s=4.0)
+    assert made.orders.checkpoint == (1, 9)

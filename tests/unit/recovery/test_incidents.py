@@ -137,6 +137,8 @@ def test_a_loss_that_has_jumped_keeps_the_incident_open(
     made.drain_journal_entries()
     for step, loss in enumerate(losses, start=21):
         assert (made.open is not None) is (step <= closed_at)
+        assert made.has_stepped is (step <= closed_at)
+        assert made.has_jumped is (21 < step <= closed_at)
         made.progress(heartbeats(step, loss), progress(step), now_s=float(step + 20))
     assert made.life is LifecycleState.RUN
     assert made.closed[-1][1].verified.loss == says

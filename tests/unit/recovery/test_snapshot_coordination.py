@@ -195,8 +195,8 @@ class Checkpoints:
     def commit(self, at: VersionPair | None, **changes: object) -> None:
         self.orders = msgspec.structs.replace(self.orders, committed=at, **changes)
 
-    def poll(self, now_s: float) -> dict[str, object]:
-        found = self.made.poll(self.orders, self.reports, ahead=AHEAD, now_s=now_s)
+    def poll(self, now_s: float, *, awaited: int = 0) -> dict[str, object]:
+        found = self.made.poll(self.orders, self.reports, AHEAD, awaited, now_s=now_s)
         self.orders = msgspec.structs.replace(self.orders, **found)
         return found
 
@@ -245,14 +245,40 @@ def test_without_a_capture_to_wait_for_the_committed_version_is_ordered(timeout_
     made.commit((1, 5))
     assert made.poll(10.0) == {"checkpoint": (1, 5)}
     assert made.poll(20.0) == {}, "there is nothing newer"
-    assert made.made.order_committed(None, made.orders, now_s=20.0) == {}
+    assert made.made.order_committed(made.orders, now_s=20.0) == {}
+
+
+@pytest.mark.parametrize("every_steps", [0, 4])
+def test_a_version_that_a_rank_waits_for_is_ordered_once_and_if_there_is_room(
+    every_steps: int,
+) -> None:
+    made = Checkpoints(every_steps=every_steps)
+    assert made.poll(0.1, awaited=5) == {}, "nothing is committed"
+    made.commit((1, 4), persisted=(1, 5))
+    assert made.poll(0.2, awaited=5) == ({"checkpoint": (1, 4)} if every_steps else {})
+    made.commit((1, 6))
+    assert made.poll(0.3, awaited=5) == {}, "there is a checkpoint of it"
+    assert made.poll(0.4, awaited=7) == {}, "it is not committed"
+    assert made.poll(0.5, awaited=6) == {"checkpoint": (1, 6)}
+    assert made.poll(0.6, awaited=6) == {}, "once"
+    for node_id in "ab":
+        made.report(node_id, checkpoint=(1, 6), num_writes=MAX_WRITES)
+    made.commit((1, 9))
+    assert made.poll(0.7, awaited=9) == {}, "no node has room"
+    for node_id in "ab":
+        made.report(node_id, checkpoint=(1, 6), num_writes=1)
+    assert made.poll(0.8, awaited=8) == {"checkpoint": (1, 9)}
+    assert made.poll(0.9, awaited=9) == {}, "the one that was ordered includes it"
+    made.made.begin(now_s=1.0)
+    made.commit((1, 3), persisted=None, checkpoint=None)
+    assert made.poll(1.1, awaited=3) == {"checkpoint": (1, 3)}, "a new generation"
 
 
 def test_a_run_without_a_directory_orders_nothing() -> None:
     made = Checkpoints(is_on=False)
     made.commit((1, 5))
     assert made.poll(99.0) == {}
-    assert made.made.order_committed((1, 5), made.orders, now_s=99.0) == {}
+    assert made.made.order_committed(made.orders, now_s=99.0) == {}
 
 
 def test_a_checkpoint_by_steps_is_ordered_if_all_members_have_room() -> None:
