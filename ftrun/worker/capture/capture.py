@@ -108,10 +108,8 @@ class Capture:
         self._check: LazyCopyCheck | None = None
         self._verified: tuple[SlotCopy, memoryview] | None = None
         self._graphs = JudgedGraphs()
-        self._num_taken = 0
-        self._newest_taken = -1
-        self._copy_s = 0.0
-        self._blocked_ns = 0
+        self._num_taken, self._newest_taken = 0, -1
+        self._copy_s, self._blocked_ns = 0.0, 0
         self._turn = StepActivity.QUIET
         self._is_typical = True
         self._last_boundary_ns = 0
@@ -149,13 +147,13 @@ class Capture:
             return
         started_ns = clock.now_ns()
         try:
-            # `_learn` comes later, but `is_due` does not depend on it: the agent writes an interval
-            # to the command page, for steps that no rank has reached.
+            # `is_due` does not depend on `_learn`: an interval begins at steps that no rank has made.
             is_due = (allowed and self._cadence.is_due(step)) or force
             self._end_turn(is_due=is_due, allowed=allowed)
             self._learn(started_ns)
             self._link.send_again()
-            self._report_missed(self._cadence.drain_missed())
+            if (missed := self._cadence.drain_missed()) > self._newest_taken:
+                self._report_skip(missed)  # other ranks may have a snapshot of this step
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
             # The agent starts another SMP; until then no memory can be requested.
@@ -326,19 +324,16 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._fail(step, error)
 
-    def _report_missed(self, step: int) -> None:
-        """Report that other ranks may have a snapshot of this step, and this one has none."""
-        if step > self._newest_taken:
-            self._commit_wait.skipped(step)
-            self._link.report_skipped(step)
+    def _report_skip(self, step: int) -> None:
+        self._commit_wait.skipped(step)
+        self._link.report_skipped(step)
 
     def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
             # Report a skip, not a withdrawal: the SMP may still commit the last seal, so no rank
             # may overwrite it.
             self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
-            self._commit_wait.skipped(step)
-            self._link.report_skipped(step)
+            self._report_skip(step)
             return
         crash_point("worker.capture.started")
         whole = collect()
