@@ -1,17 +1,21 @@
 """Evidence on a failure from outside of the rank: what it wrote, and the pressure on its node.
 
-Runs in:  the main thread when a rank has ended; the thread of the rank observer in a hang.
+Runs in:  a thread of its own, with a deadline for the main thread when a rank has ended, and for
+          the thread of the rank observer in a hang; pressure in the main thread.
 Takes in: the log files of `--redirects` and `--tee`; /proc/pressure, or that of the cgroup.
 Gives:    lines with error classes, once for each failure of a rank; pressure, once a second.
-Survives: files of any size and content: the end of each regular file is read, and no more.
+Survives: files of any size and content: the end of each regular file is read, and no more. A file
+          system that does not answer.
 """
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
+from ftrun.agent.observe.devices import BoundedCall
 from ftrun.events import ErrorLine
 from ftrun.linux import pressure_file
 from ftrun.monitor.error_classes import ErrorClasses
@@ -20,6 +24,27 @@ from ftrun.monitor.slow.host_pressure import HostPressure
 TAIL_BYTES = 16 << 10
 STREAMS = ("stderr.log", "stdout.log")
 PRESSURE_EVERY_S = 1.0
+
+T = TypeVar("T")
+
+
+class BoundedReads:
+    """Reads of files whose file system may be dead, for one thread.
+
+    While a read hangs, no other one begins, so at most one thread is lost.
+    """
+
+    def __init__(self) -> None:
+        self._call: BoundedCall[Any] | None = None
+
+    def result(self, read: Callable[[], T], deadline_s: float) -> T | None:
+        """None: it failed, it takes longer, or an earlier read still hangs."""
+        if self._call is not None and self._call.unresponsive_s:
+            self._call.answer(0.0)
+            if self._call.unresponsive_s:
+                return None
+        self._call = call = BoundedCall[T | None](read, otherwise=None)
+        return call.answer(deadline_s)
 
 
 class WrittenErrors:

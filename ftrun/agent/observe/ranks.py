@@ -34,13 +34,13 @@ from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
 from ftrun.agent.observe.recorder_dumps import write_dumps
-from ftrun.agent.observe.recorder_memory import read_stopped
+from ftrun.agent.observe.recorder_memory import newest_call
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
 from ftrun.monitor.device_faults import DeviceReport
 from ftrun.monitor.flight_recorder import (
     RecorderSource,
-    last_call_text,
+    call_text,
     parse_trace,
     recorded_groups,
 )
@@ -207,6 +207,7 @@ class RankObserver:
             self.troubles.put(trouble)
         for handle in handles:
             if handle.stopped_since_s is not None and handle.last_call is None:
+                handle.last_call = ""  # if this fails, it is not tried again
                 handle.last_call = self._sampler.last_call(handle)
         pages = [handle.slot.page for handle in handles]
         known_s = max([quantile_s(page.step_times, 0.99) for page in pages], default=0.0)
@@ -414,9 +415,8 @@ class Sampler:
 
     def last_call(self, handle: WorkerHandle) -> str:
         """Of a stopped rank: from its memory, else from the newest sample; empty: neither."""
-        if trace := read_stopped(handle.pid):
-            text = last_call_text(trace, now_ns=clock.wall_s() * 1e9)
-            return f"its last collective is {text}" if text else ""
+        if (newest := newest_call(handle.pid)) is not None:
+            return f"its last collective is {call_text(newest, now_ns=clock.wall_s() * 1e9)}"
         rank = handle.slot.rank
         known = [f"#{seq:,} of group {group}" for (one, group), seq in self._reported.items()
                  if one == rank]  # fmt: skip

@@ -1,9 +1,17 @@
 """Evidence from outside of a rank: the end of its logs, and the pressure on its node."""
 
 import os
+import threading
 from pathlib import Path
 
-from ftrun.agent.observe.evidence import TAIL_BYTES, PressureReader, WrittenErrors, tail
+from ftrun import clock
+from ftrun.agent.observe.evidence import (
+    TAIL_BYTES,
+    BoundedReads,
+    PressureReader,
+    WrittenErrors,
+    tail,
+)
 from ftrun.monitor.slow.host_pressure import HostPressure
 
 SOME = (
@@ -41,6 +49,33 @@ def test_what_is_no_regular_file_is_not_read_and_blocks_nothing(tmp_path: Path) 
     assert tail(str(tmp_path / "stderr.log")) == []
     assert tail(str(tmp_path / "missing")) == []
     assert tail(str(tmp_path)) == []
+
+
+def test_a_file_system_that_does_not_answer_takes_the_deadline_once_and_one_thread() -> None:
+    reads = BoundedReads()
+    hanging, answer = os.pipe()
+    try:
+        before_s, threads = clock.now_s(), threading.active_count()
+        assert reads.result(lambda: os.read(hanging, 1), 0.2) is None
+        assert clock.now_s() - before_s >= 0.2
+        for _ in range(20):
+            assert reads.result(lambda: b"x", 60.0) is None
+        assert clock.now_s() - before_s < 30.0
+        assert threading.active_count() <= threads + 1
+        os.write(answer, b"1")
+        until_s = clock.now_s() + 60.0
+        while (found := reads.result(lambda: b"x", 60.0)) is None:
+            assert clock.now_s() < until_s
+        assert found == b"x", "the late answer is not that of another read"
+    finally:
+        os.close(hanging)
+        os.close(answer)
+
+
+def test_a_read_that_fails_gives_none_and_the_next_one_works(tmp_path: Path) -> None:
+    reads = BoundedReads()
+    assert reads.result((tmp_path / "missing").read_bytes, 60.0) is None
+    assert reads.result(lambda: 7, 60.0) == 7
 
 
 def _pressure(folder: Path, name: str, **values: float) -> None:
