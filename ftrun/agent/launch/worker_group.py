@@ -19,7 +19,7 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
-from ftrun.agent.observe.evidence import WrittenErrors
+from ftrun.agent.observe.evidence import BoundedReads, WrittenErrors
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -27,7 +27,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.linux import open_device_files
 from ftrun.monitor.page_values import quantile_s
-from ftrun.monitor.worker_exits import ExitFacts, explain, is_broken_connection
+from ftrun.monitor.worker_exits import ExitFacts, explain, first_cause, is_broken_connection
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.fault_orders import FaultPages
@@ -51,6 +51,8 @@ _FULL_BYTES = 1 << 16
 _POLL_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
+_LOGS_S = 0.5
+"""Deadline for the logs of a rank that has ended; later only its exception is examined."""
 
 
 class WorkerGroup:
@@ -74,6 +76,7 @@ class WorkerGroup:
         self._smp = smp
         self._error_files: dict[int, str] = {}
         self._written = WrittenErrors(spec.profile.monitor.error_patterns)
+        self._reads = BoundedReads()
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
@@ -289,7 +292,30 @@ class WorkerGroup:
             handle.exit_seen = True
         return found
 
-    def explain(self, handle: WorkerHandle, *, oom_kills: int | None) -> events.WorkerExit:
+    def explain(
+        self, handles: Sequence[WorkerHandle], *, oom_kills: int | None
+    ) -> list[events.WorkerExit]:
+        """How ranks have ended. The first cause among them has its error classes too."""
+        ends, errors = zip(*(self._explain(one, oom_kills) for one in handles), strict=True)
+        found = list(ends)
+        failed = [
+            one for one in found
+            if one.kind is not events.ExitKind.FINISHED and not is_broken_connection(one)
+        ]  # fmt: skip
+        if failed:
+            at = found.index(first_cause(failed))
+            classes = self._reads.result(
+                lambda: self.written_errors(handles[at], errors[at]), _LOGS_S
+            )
+            if classes is None:
+                classes = self._written.find("", errors[at])
+            found[at] = replace(found[at], errors=classes)
+        return found
+
+    def _explain(
+        self, handle: WorkerHandle, oom_kills: int | None
+    ) -> tuple[events.WorkerExit, str]:
+        """How a rank has ended, and its exception."""
         page = handle.slot.page
         message, traceback, failed_at_ns = self._error(handle)
         traceback = traceback or _last_stack(handle)
@@ -311,10 +337,7 @@ class WorkerGroup:
             full_disk=self._full_disk(handle),
             corrupt=page.note if corrupt else "",
         )
-        found = explain(facts)
-        if found.kind is events.ExitKind.FINISHED or is_broken_connection(found):
-            return found  # what a consequence has written is not read
-        return replace(found, errors=self.written_errors(handle, f"{traceback}\n{message}"))
+        return explain(facts), f"{traceback}\n{message}"
 
     def written_errors(self, handle: WorkerHandle, error: str = "") -> tuple[events.ErrorLine, ...]:
         """Error classes in the exception and the logs of a rank; from any thread."""

@@ -29,6 +29,7 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.devices import DeviceCounters
+from ftrun.agent.observe.evidence import BoundedReads
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
@@ -59,6 +60,9 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, left_call
 _log = logging.getLogger(__name__)
 
 POLL_EVERY_S = 0.5
+LOGS_S = 1.0
+"""Deadline for the logs of all ranks here; the views of a poll are published before."""
+
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
 
@@ -128,7 +132,7 @@ class RankObserver:
     ) -> None:
         """`dumps` is the folder for dumps of the flight recorders, taken once in a hang.
 
-        `written_errors` reads the error classes of a rank's logs, also once in a hang.
+        `written_errors` reads the error classes of a rank's logs, before each deadline of a hang.
         """
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any. Of the
@@ -144,8 +148,11 @@ class RankObserver:
         self._dumps = dumps
         self._has_dumped = False
         self._written_errors = written_errors
+        self._reads = BoundedReads()
         self._errors: dict[int, tuple[ErrorLine, ...]] = {}
         """By rank; of this hang."""
+        self._deadlines_read = 0
+        """Number of deadlines of this hang before which the logs were read."""
         self._readers: dict[str, RecorderReader] = {}
         """By the rank's socket; replaced with each generation."""
         self.sample: NodeSample | None = None
@@ -222,7 +229,7 @@ class RankObserver:
             self._memories.clear()
             self._group_memory.clear()
             self._has_dumped = False
-            self._errors.clear()
+            self._errors, self._deadlines_read = {}, 0
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
@@ -232,6 +239,7 @@ class RankObserver:
         views = tuple(self._view(one, connections.get(one.pid, ())) for one in handles)
         if handles is self._handles:
             self.views = views
+        self._read_errors(handles, deadlines.number(unresponsive_s + 2 * POLL_EVERY_S))
         if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
             self._has_dumped = True
             folder = self._dumps / str(handles[0].slot.request.generation)
@@ -257,7 +265,7 @@ class RankObserver:
             has_stepped=bool(page.get(HeartbeatField.FIRST_STEP_NS)),
             is_finished=handle.child.status == 0,
             connections=connections,
-            errors=self._errors_of(handle),
+            errors=self._errors.get(rank, ()),
         )
         if facts is None:
             return view
@@ -280,11 +288,15 @@ class RankObserver:
             child=facts.child,
         )
 
-    def _errors_of(self, handle: WorkerHandle) -> tuple[ErrorLine, ...]:
-        rank = handle.slot.rank
-        if rank not in self._errors:
-            self._errors[rank] = self._written_errors(handle)
-        return self._errors[rank]
+    def _read_errors(self, handles: Sequence[WorkerHandle], number: int) -> None:
+        """Read the logs again if another deadline is near; the next views have the result."""
+        if number <= self._deadlines_read:
+            return
+        self._deadlines_read = number
+        found = self._reads.result(
+            lambda: {one.slot.rank: self._written_errors(one) for one in handles}, LOGS_S
+        )
+        self._errors = self._errors if found is None else found
 
     def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
