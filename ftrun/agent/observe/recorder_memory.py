@@ -8,7 +8,7 @@ system may be slow or dead. That takes 20 ms of CPU (2026-11-29, 2 cores, torch 
 Source:   FlightRecorder.hpp of torch 2.13, libstdc++ and glibc on x86-64; the address is in the
           symbol table of libtorch_cpu.so, which torch's wheels have.
 
-Rule 1: the layout is of one version of torch. The version beside the library, and id, time and
+Rule 1: the layout is of one version of torch. The version of the library, and id, time and
         texts of the newest entry are checked, so another layout, another build or a torn entry
         gives no collective, and no wrong one.
 Rule 2: what is read is evidence. The rank is the culprit because it is stopped.
