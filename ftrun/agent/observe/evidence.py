@@ -10,14 +10,14 @@ Survives: files of any size and content: the end of each regular file is read, a
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ftrun.agent.observe.devices import BoundedCall
 from ftrun.events import ErrorLine
-from ftrun.linux import pressure_file
+from ftrun.linux import pressure_files
 from ftrun.monitor.error_classes import ErrorClasses
 from ftrun.monitor.slow.host_pressure import HostPressure
 
@@ -87,21 +87,22 @@ class PressureReader:
     """The pressure on this node, read at most once in `PRESSURE_EVERY_S`."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._files = [pressure_file(kind, root) for kind in ("cpu", "memory", "io")]
+        self._files = [pressure_files(kind, root) for kind in ("cpu", "memory", "io")]
         self._read_s = float("-inf")
         self._last: HostPressure | None = None
 
     def poll(self, now_s: float) -> HostPressure | None:
         """None: the kernel has no pressure information."""
-        if now_s - self._read_s >= PRESSURE_EVERY_S and any(self._files):
+        if now_s - self._read_s >= PRESSURE_EVERY_S:
             self._read_s = now_s
-            self._last = HostPressure(*(_some_avg10(path) for path in self._files))
+            found = HostPressure(*map(_some_avg10, self._files))
+            self._last = None if found == HostPressure() else found
         return self._last
 
 
-def _some_avg10(path: Path | None) -> float:
-    """The percentage of `some avg10=42.51 avg60=...`; 0 if it cannot be read."""
-    with suppress(OSError, ValueError, IndexError):
-        words = path.read_text("ascii").split() if path is not None else []
-        return float(words[1].removeprefix("avg10="))
-    return 0.0
+def _some_avg10(paths: Iterable[Path]) -> float | None:
+    """The percentage of `some avg10=42.51 avg60=...` in the first file that can be read."""
+    for path in paths:
+        with suppress(OSError, ValueError, IndexError):
+            return float(path.read_text("ascii").split()[1].removeprefix("avg10="))
+    return None
