@@ -74,13 +74,14 @@ class SocketCounters:
     unacked_segments: int
     """In flight."""
     notsent_bytes: int
-    window_bytes: int
-    """What the peer has room for; 0 if the kernel does not report it."""
+    window_bytes: int | None
+    """What the peer has room for; None if the kernel does not report it."""
 
     @property
     def is_waiting(self) -> bool:
-        is_held_back = self.notsent_bytes > 0 and self.window_bytes >= _OPEN_WINDOW_BYTES
-        return self.unacked_segments > 0 or is_held_back
+        room = self.window_bytes
+        is_held_back = self.notsent_bytes > 0 and (room or 0) >= _OPEN_WINDOW_BYTES
+        return (self.unacked_segments > 0 and room != 0) or is_held_back
 
 
 class SocketStats:
@@ -242,7 +243,8 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
     local_port, remote_port = _PORTS.unpack_from(data, start + 4)
     local = data[start + 8 : start + 8 + size]
     remote = data[start + 24 : start + 24 + size]
-    found = _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
+    info = _tcp_info(data, start + _DIAG_BYTES, end)
+    found = _INFO.unpack(info.ljust(_INFO_BYTES, b"\0"))
     unacked, rtt_us, again, acked, received, notsent, _, busy_us, no_room_us, _, sent, room = found
     return SocketCounters(
         inode=inode,
@@ -256,18 +258,18 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
         retransmits=again,
         unacked_segments=unacked,
         notsent_bytes=notsent,
-        window_bytes=room,
+        window_bytes=room if len(info) == _INFO_BYTES else None,
     )
 
 
 def _tcp_info(data: bytes, at: int, end: int) -> bytes:
-    """The kernel's tcp_info, cut or zero-filled to the length of `_INFO`."""
+    """The kernel's tcp_info, at most of the length of `_INFO`."""
     while at + _ATTRIBUTE.size <= end:
         length, kind = _ATTRIBUTE.unpack_from(data, at)
         if kind == _INET_DIAG_INFO:
-            return data[at + 4 : at + length][:_INFO_BYTES].ljust(_INFO_BYTES, b"\0")
+            return data[at + 4 : at + length][:_INFO_BYTES]
         at += max(4, (length + 3) & ~3)
-    return bytes(_INFO_BYTES)
+    return b""
 
 
 def _address(family: int, packed: bytes) -> str:
