@@ -100,6 +100,8 @@ def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> No
     stats = SocketStats()
     child.send(10_000)
     assert stats.poll([child.process.pid], clock.now_s()) == []  # counts begin here
+    shown = stats.connections([child.process.pid], clock.now_s())[child.process.pid]
+    assert all(one.acked_s == -1.0 for one in shown)
     child.send(300_000)
     sample = observed(stats, child, 300_000)
     assert sample.to_host == child.sock.getsockname()[0]
@@ -113,6 +115,7 @@ def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> No
     # The child's end is 127.0.0.1 or ::1. A connection within one address is not of two machines.
     is_remote = here[0] != child.sock.getpeername()[0]
     assert known == ([(here, 310_001, 0.0)] if is_remote else [])
+    assert all(0.0 <= one.acked_s < WAIT_S for one in shown)
     assert stats.error == ""
 
 

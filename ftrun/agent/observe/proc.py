@@ -95,6 +95,8 @@ class SocketStats:
         self._before: dict[int, SocketCounters] = {}
         self._moved: dict[int, tuple[float, SocketCounters]] = {}
         """Each connection when it last made progress, or began to wait."""
+        self._acked_s: dict[int, float] = {}
+        """When a byte of each connection was acknowledged."""
 
     def poll(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
         """Changes since the last poll, for each remote address, in a stable order.
@@ -155,8 +157,13 @@ class SocketStats:
 
     def _note_progress(self, figures: Iterable[SocketCounters], now_s: float) -> None:
         before, self._moved = self._moved, {}
+        acked_s, self._acked_s = self._acked_s, {}
         for one in figures:
             at_s, moved = before.get(one.inode, (now_s, one))
+            if one.bytes_acked > moved.bytes_acked:
+                self._acked_s[one.inode] = now_s
+            elif one.inode in acked_s:
+                self._acked_s[one.inode] = acked_s[one.inode]
             # What was sent since the last poll may have been sent just now.
             is_as_before = one.is_waiting and moved.is_waiting
             is_stalled = is_as_before and moved.bytes_acked == one.bytes_acked
@@ -172,6 +179,7 @@ class SocketStats:
             acked_bytes=one.bytes_acked,
             received_bytes=one.bytes_received,
             retransmits=again,
+            acked_s=round(now_s - self._acked_s.get(one.inode, now_s + 1.0), 2),
         )
 
 
