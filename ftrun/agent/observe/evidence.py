@@ -8,22 +8,29 @@ Survives: files of any size and content: the end of each regular file is read, a
           system that does not answer.
 """
 
+import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from ftrun import clock
 from ftrun.agent.observe.devices import BoundedCall
-from ftrun.events import ErrorLine
+from ftrun.events import ErrorLine, ExitKind, WorkerExit
 from ftrun.linux import pressure_files
 from ftrun.monitor.error_classes import ErrorClasses
 from ftrun.monitor.slow.host_pressure import HostPressure
+from ftrun.monitor.worker_exits import first_cause, is_broken_connection
 
 TAIL_BYTES = 16 << 10
 STREAMS = ("stderr.log", "stdout.log")
+LOGS_S = 0.5
+"""Deadline for the logs of a rank that has ended; later only its exception is examined."""
 PRESSURE_EVERY_S = 1.0
+_FULL_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -47,23 +54,62 @@ class BoundedReads:
         return call.answer(deadline_s)
 
 
+class EndedRank(NamedTuple):
+    """How a rank has ended, and what it has left."""
+
+    end: WorkerExit
+    folder: str
+    """Of its log files; empty: it has none."""
+    error: str
+    """Traceback and text of the exception that ended it."""
+
+
 class WrittenErrors:
     """Error classes in what ranks write, with those of the profile."""
 
     def __init__(self, own: Mapping[str, str]) -> None:
         self._classes = ErrorClasses(own)
+        self._reads = BoundedReads()
+
+    def of_first_cause(self, ended: Sequence[EndedRank]) -> list[WorkerExit]:
+        """The ends; that of the first cause with its errors. Runs in the main thread."""
+        found = [one.end for one in ended]
+        failed = [
+            one for one in found
+            if one.kind is not ExitKind.FINISHED and not is_broken_connection(one)
+        ]  # fmt: skip
+        if failed:
+            at = found.index(first_cause(failed))
+            _, folder, error = ended[at]
+            errors = self._reads.result(lambda: self.find(folder, error), LOGS_S)
+            errors = self.find("", error) if errors is None else errors
+            found[at] = replace(found[at], errors=errors)
+        return found
 
     def find(self, folder: str, error: str = "") -> tuple[ErrorLine, ...]:
-        """The likely cause first.
-
-        Args:
-            folder: of the rank's log files; empty: it has none.
-            error: traceback and text of the exception that ended it.
-        """
+        """The likely cause first; `folder` and `error` as of `EndedRank`. Runs in any thread."""
         found = self._classes.find(error.splitlines(), "exception")
         for name in STREAMS if folder else ():
             found += self._classes.find(tail(os.path.join(folder, name)), name)
         return self._classes.first(found)
+
+
+def read_exception(path: str) -> tuple[str, str, int]:
+    """Text, traceback and time (monotonic, in ns) of a rank's error file; empty: it has none."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        document = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+        extra = document["extraInfo"]
+        age_s = clock.wall_s() - float(extra["timestamp"])
+        return document["message"], extra["py_callstack"], clock.now_ns() - int(age_s * 1e9)
+    return "", "", 0
+
+
+def is_disk_full(folder: str) -> bool:
+    with suppress(OSError):
+        has = os.statvfs(folder)
+        is_full = has.f_blocks > 0 and has.f_bavail * has.f_frsize < _FULL_BYTES
+        return is_full or (has.f_files > 0 and has.f_favail == 0)
+    return False
 
 
 def tail(path: str) -> list[str]:
