@@ -7,7 +7,7 @@ Rule 1: a direction is lost if its sender has bytes to send and gets no acknowle
         end shows which direction it is: if it has received bytes that are not acknowledged, the
         acknowledgements are lost, else the data.
 Rule 2: if only one end is known, its data or the answers are lost, which is no proof. Such stalls
-        count only if both ends of others are not known to stall, and at a port that a rank owns.
+        count if no other has two known ends, and at a port that a rank owns.
 Rule 3: a rank that waits in a collective or message for such a connection is a victim.
 """
 
@@ -83,7 +83,10 @@ class StalledConnection:
 def stalled_connections(
     views: Mapping[int, RankView], node_of: Mapping[int, str], *, limit_s: float
 ) -> list[StalledConnection]:
-    """Connections between nodes of the run that have stalled for `limit_s`, the longest first."""
+    """Connections between nodes of the run that have stalled for `limit_s`, the longest first.
+
+    If both ends of some are known, only these.
+    """
     ends = {
         (one.local, one.remote): (rank, one)
         for rank, view in views.items()
@@ -103,6 +106,7 @@ def stalled_connections(
             continue
         has_arrived = other is not None and other.received_bytes > one.acked_bytes + _SYN
         found.append(StalledConnection(rank, node, peer_rank, peer_node, one, has_arrived))
+    found = [one for one in found if one.peer_rank is not None] or found
     return sorted(found, key=lambda one: (-one.counters.stalled_s, one.rank, one.counters.remote))
 
 
@@ -110,14 +114,12 @@ def with_stalled(
     verdict: Verdict, stalled: Sequence[StalledConnection], views: Mapping[int, RankView]
 ) -> Verdict:
     """The verdict on a hang, with these connections as its cause if they explain it."""
-    proven = [one for one in stalled if one.peer_rank is not None]
-    stalled = proven or stalled
     if not stalled or not _is_explained(verdict, stalled, views):
         return verdict
     # A member that was not read may have a cause of its own.
-    is_proven = bool(proven) and not any(
-        WaitGraph(views).unread(group) for view in views.values() for group in view.waiting
-    )
+    groups = {group.name: group for view in views.values() for group in view.waiting}
+    unread = any(WaitGraph(views).unread(group) for group in groups.values())
+    is_proven = stalled[0].peer_rank is not None and not unread
     others = [_OTHERS] if others_carry_data(stalled, views) else []
     nodes = _nodes(stalled)
     victims = tuple(sorted({*verdict.victims, *verdict.culprits}))
@@ -139,15 +141,19 @@ def with_stalled(
 
 
 def others_carry_data(stalled: Sequence[StalledConnection], views: Mapping[int, RankView]) -> bool:
-    """Whether a byte was acknowledged between the same two addresses since one of these stalled."""
-    known = [(one.counters.local[0], one.counters.remote[0], one.counters) for one in stalled]
-    return any(
-        (local, remote) == (other.local[0], other.remote[0])
-        and 0 <= other.acked_s < one.stalled_s - _BETWEEN_POLLS_S
+    """Whether a byte was acknowledged between each two addresses of these since one stalled."""
+    stalled_s = {_hosts(one.counters): one.counters.stalled_s for one in reversed(stalled)}
+    carry = {
+        frozenset(_hosts(one))
         for view in views.values()
-        for other in view.connections
-        for local, remote, one in known
-    )
+        for one in view.connections
+        if 0 <= one.acked_s < stalled_s.get(_hosts(one), 0.0) - _BETWEEN_POLLS_S
+    }
+    return bool(stalled) and {frozenset(hosts) for hosts in stalled_s} <= carry
+
+
+def _hosts(one: RankConnection) -> tuple[str, str]:
+    return one.local[0], one.remote[0]
 
 
 def _is_explained(

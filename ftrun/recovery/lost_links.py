@@ -196,7 +196,7 @@ class HungLinks:
         """
         before, self.nodes = self.nodes, verdict.nodes
         earlier = Counter(node for pair in self.pairs for node in pair)
-        if len(verdict.nodes) <= _PAIR:
+        if 0 < len(verdict.nodes) <= _PAIR:
             self.pairs = (*self.pairs, verdict.nodes)[-_KEPT:]
         lost = lost_links(reports.heartbeats, plan, cut)
         if lost is not None:

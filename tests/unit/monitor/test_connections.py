@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from unit.monitor.ranks import view
 from unit.monitor.test_hang_detector import SETTINGS, behind, waiting
 
-from ftrun.monitor.connections import stalled_connections, with_stalled
+from ftrun.monitor.connections import others_carry_data, stalled_connections, with_stalled
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Confidence, RankConnection, RankView, Verdict, VerdictKind
 
@@ -159,8 +159,10 @@ def test_stalls_with_one_known_end_do_not_count_if_others_have_both(hidden: int)
     """Rank 2 accepts from ranks 0 and 1, and connects to rank 3."""
     views = world((2, 1), (2, hidden))
     views[hidden] = without(views[hidden], 2)
-    stalled = stalled_connections(views, NODES, limit_s=LIMIT_S)
-    assert {one.peer_rank for one in stalled} == {1, 2, None}
+    (alone,) = stalled_connections(
+        {**world((2, hidden)), hidden: views[hidden]}, NODES, limit_s=LIMIT_S
+    )
+    assert (alone.node, alone.peer_rank, alone.peer_node) == ("node2", None, f"node{hidden}")
     found = judged(views)
     assert found.nodes == ("node1", "node2")
     assert found.text.startswith("nothing that rank 2 on node2 sends to rank 1 on node1 arrives")
@@ -201,6 +203,19 @@ def test_another_connection_between_the_same_addresses_shows_that_the_link_carri
         assert found.act_immediately
         words = "other connections between the same addresses carry data"
         assert (words in found.evidence) is shown
+
+
+def test_two_links_carry_data_only_if_others_of_both_do() -> None:
+    views = world((1, 2), (1, 3))
+    stalled = stalled_connections(views, NODES, limit_s=LIMIT_S)
+    assert not others_carry_data(stalled, views)
+    assert not others_carry_data([], views)
+    for peer, carries in ((2, False), (3, True)):
+        # The other end has sent: what it got acknowledged came through too.
+        other = RankConnection((f"10.0.0.{peer}", 8), ("10.0.0.1", 9), acked_s=1.0)
+        known = (*views[peer].connections, other)
+        views[peer] = replace(views[peer], connections=known)
+        assert others_carry_data(stalled, views) is carries
 
 
 def test_a_short_stall_and_connections_to_others_are_left_out() -> None:
