@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 
 class BoundedReads:
-    """Reads of files whose file system may be dead, for one thread.
+    """Reads and writes of files whose file system may be dead, for one thread.
 
-    While a read hangs, no other one begins, so at most one thread is lost.
+    While one hangs, no other one begins, so at most one thread is lost.
     """
 
     def __init__(self) -> None:

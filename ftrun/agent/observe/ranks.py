@@ -63,6 +63,9 @@ POLL_EVERY_S = 0.5
 LOGS_S = 1.0
 """Deadline for the logs of all ranks here; the views of a poll are published before."""
 
+DUMPS_S = 10.0
+"""Deadline for the dumps of all ranks here. Their files may be on a dead file system too."""
+
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
 
@@ -243,7 +246,8 @@ class RankObserver:
         if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
             self._has_dumped = True
             folder = self._dumps / str(handles[0].slot.request.generation)
-            write_dumps(folder, [(handle, self._reader(handle)) for handle in handles])
+            ranks = [(handle, self._reader(handle)) for handle in handles]
+            self._reads.result(lambda: write_dumps(folder, ranks), DUMPS_S)
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page

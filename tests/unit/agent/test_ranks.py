@@ -1,8 +1,11 @@
 """Observations of ranks that make no steps: times without a change, and their logs."""
 
 import os
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -110,3 +113,39 @@ def test_logs_on_a_dead_file_system_delay_no_views(
     finally:
         os.write(end, b"1")
         os.close(end)
+
+
+def answer(listener: socket.socket) -> None:
+    """The server of a rank, with an empty recorder."""
+    with suppress(OSError):
+        while True:
+            link, _ = listener.accept()
+            with link:
+                is_list = link.recv(1 << 12).startswith(b"GET")
+                body = b'["fr_trace_json"]' if is_list else b'{"entries": []}'
+                size = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n"
+                link.sendall(size.encode() + body)
+
+
+def test_dumps_on_a_dead_file_system_delay_the_views_once(
+    handle: WorkerHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "DUMPS_S", 0.1)
+    handle.slot.page.set(HeartbeatField.HAS_SERVER, 1)
+    request = replace(handle.slot.request, rank_socket=str(tmp_path / "socket"))
+    handle.slot = LaunchSlot(request, handle.slot.page)
+    part = tmp_path / "0" / ".rank_1"
+    part.parent.mkdir()
+    os.mkfifo(part)  # without a reader, an open for writing hangs
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(request.rank_socket)
+        listener.listen()
+        threading.Thread(target=answer, args=[listener], daemon=True).start()
+        observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
+        observer.observe([handle])
+        for for_s in (9.0, 9.5, 119.5):
+            hang(observer, handle, for_s)
+            assert observer.views[0].unresponsive_s >= for_s
+        assert not (part.parent / "rank_1").exists()
+        assert part.read_bytes(), "the thread continues when the file system answers"
+        listener.shutdown(socket.SHUT_RDWR)
