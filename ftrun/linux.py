@@ -216,18 +216,17 @@ def cgroup_limit_left(controller: str) -> int | None:
     return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 
-def pressure_file(kind: str, root: Path = Path("/")) -> Path | None:
-    """Pressure stall information of `cpu`, `memory` or `io`, of this cgroup if it has its own.
+def pressure_files(kind: str, root: Path = Path("/")) -> list[Path]:
+    """Pressure stall information of `cpu`, `memory` or `io`: of this cgroup, then of the machine.
 
-    None: the kernel has none.
+    Each may be missing or unreadable.
     """
+    found = []
     for mount, inside, is_v2 in _cgroups(kind, root):
         folder = mount / inside.lstrip("/")
-        found = (folder if folder.is_dir() else mount) / f"{kind}.pressure"
-        if is_v2 and found.exists():
-            return found
-    found = root / "proc/pressure" / kind
-    return found if found.exists() else None
+        if is_v2:
+            found.append((folder if folder.is_dir() else mount) / f"{kind}.pressure")
+    return [*found, root / "proc/pressure" / kind]
 
 
 def _cgroup_limits(controller: str, root: Path) -> Iterator[tuple[int, str]]:

@@ -49,7 +49,7 @@ class NodeReporter:
         before = self._oom_kills
         new = None if kills is None or before is None else max(0, kills - before)
         self._oom_kills = kills
-        exits = [workers.explain(handle, oom_kills=new) for handle in ended]
+        exits = workers.explain(ended, oom_kills=new)
         self._exits += exits
         self._run.journal.write(events.WorkersExited(tuple(exits), workers.progress()))
 

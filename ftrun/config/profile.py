@@ -97,10 +97,10 @@ class MonitorConfig(_Section, frozen=True, kw_only=True):
         "a rank stopped (SIGSTOP) for this time is killed and replaced", gt=0)] = 5.0
     no_progress_report_after_s: Annotated[float, _meta(
         "a rank without a step for this time is reported in the journal", gt=0)] = 60.0
-    error_patterns: Annotated[dict[str, str], _meta(
+    error_patterns: Annotated[dict[str, Annotated[str, Meta(min_length=1)]], _meta(
         "more error classes, such as {quota: 'quota*exceeded'}, searched in the lines that a "
         "failed rank wrote, with * and ? as in file names; they are evidence and decide nothing",
-        wanted="names with patterns")] = field(default_factory=dict)
+        wanted="names with patterns that are not empty")] = field(default_factory=dict)
 
 
 class HangConfig(_Section, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ Source:   C4's rule for a hang in communication (arXiv 2406.04594): the culprit 
 Rule 1: a direction is lost if its sender has bytes to send and gets no acknowledgement. The other
         end shows which direction it is: if it has received bytes that are not acknowledged, the
         acknowledgements are lost, else the data.
-Rule 2: if only one end is known, its data or the answers are lost, which is no proof.
+Rule 2: if only one end is known, its data or the answers are lost, which is no proof. Such stalls
+        count if no other has two known ends, and at a port that a rank owns.
 Rule 3: a rank that waits in a collective or message for such a connection is a victim.
 """
 
@@ -24,9 +25,15 @@ from ftrun.monitor.verdicts import (
     VerdictKind,
     ranks_text,
 )
+from ftrun.monitor.wait_graph import WaitGraph
 
 _MANY = 3
 """Maximum number of connections that are described individually."""
+
+_BETWEEN_POLLS_S = 1.0
+"""An acknowledgement and a stall that one poll has seen may have come in any order."""
+
+_OTHERS = "other connections between the same addresses carry data"
 
 _SYN = 1
 """The end that opened a connection counts its SYN as an acknowledged byte."""
@@ -76,22 +83,30 @@ class StalledConnection:
 def stalled_connections(
     views: Mapping[int, RankView], node_of: Mapping[int, str], *, limit_s: float
 ) -> list[StalledConnection]:
-    """Connections between nodes of the run that have stalled for `limit_s`, the longest first."""
+    """Connections between nodes of the run that have stalled for `limit_s`, the longest first.
+
+    If both ends of some are known, only these.
+    """
     ends = {
         (one.local, one.remote): (rank, one)
         for rank, view in views.items()
         for one in view.connections
     }
     nodes = {one.local[0]: node_of[rank] for rank, one in ends.values() if rank in node_of}
+    # Connections that a rank has accepted have the port of its listener in common.
+    ports = {local for local, _ in ends}
+    accepting = {local for local, remote in ends if (remote, local) in ends}
     found = []
     for rank, one in ends.values():
         peer_rank, other = ends.get((one.remote, one.local), (None, None))
         peer_node = nodes.get(one.remote[0], "")
         node = node_of.get(rank, "")
-        if one.stalled_s < limit_s or not node or peer_node in ("", node):
+        is_of_ranks = one.remote in ports or one.local in accepting
+        if one.stalled_s < limit_s or not node or peer_node in ("", node) or not is_of_ranks:
             continue
         has_arrived = other is not None and other.received_bytes > one.acked_bytes + _SYN
         found.append(StalledConnection(rank, node, peer_rank, peer_node, one, has_arrived))
+    found = [one for one in found if one.peer_rank is not None] or found
     return sorted(found, key=lambda one: (-one.counters.stalled_s, one.rank, one.counters.remote))
 
 
@@ -101,7 +116,11 @@ def with_stalled(
     """The verdict on a hang, with these connections as its cause if they explain it."""
     if not stalled or not _is_explained(verdict, stalled, views):
         return verdict
-    is_proven = any(one.peer_rank is not None for one in stalled)
+    # A member that was not read may have a cause of its own.
+    groups = {group.name: group for view in views.values() for group in view.waiting}
+    unread = any(WaitGraph(views).unread(group) for group in groups.values())
+    is_proven = stalled[0].peer_rank is not None and not unread
+    others = [_OTHERS] if others_carry_data(stalled, views) else []
     nodes = _nodes(stalled)
     victims = tuple(sorted({*verdict.victims, *verdict.culprits}))
     verb = "waits" if len(victims) == 1 else "wait"
@@ -113,12 +132,28 @@ def with_stalled(
         nodes=nodes,
         victims=victims,
         text=f"{_sentence(stalled)}, and {ranks_text(victims)} {verb} for it",
-        evidence=(*(one.text for one in stalled[:_MANY]), *verdict.evidence),
+        evidence=(*(one.text for one in stalled[:_MANY]), *others, *verdict.evidence),
         confidence=Confidence.CERTAIN if is_proven else Confidence.LIKELY,
         may_take_long=False,
         act_immediately=is_proven,
         fingerprint=f"{kind.value} {' '.join(nodes)}",
     )
+
+
+def others_carry_data(stalled: Sequence[StalledConnection], views: Mapping[int, RankView]) -> bool:
+    """Whether a byte was acknowledged between each two addresses of these since one stalled."""
+    stalled_s = {_hosts(one.counters): one.counters.stalled_s for one in reversed(stalled)}
+    carry = {
+        frozenset(_hosts(one))
+        for view in views.values()
+        for one in view.connections
+        if 0 <= one.acked_s < stalled_s.get(_hosts(one), 0.0) - _BETWEEN_POLLS_S
+    }
+    return bool(stalled) and {frozenset(hosts) for hosts in stalled_s} <= carry
+
+
+def _hosts(one: RankConnection) -> tuple[str, str]:
+    return one.local[0], one.remote[0]
 
 
 def _is_explained(

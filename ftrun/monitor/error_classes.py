@@ -10,6 +10,7 @@ Rule 2: classes are in the order of causes before consequences: a full disk befo
 Rule 3: the last line of a class is shown, because earlier ones may be warnings.
 Rule 4: patterns of the profile are wildcards. A regular expression may take hours for one line, and
         the agent would stop with it.
+Rule 5: lines leave the node, in the journal and by hooks. What looks like a secret is left out.
 """
 
 import fnmatch
@@ -50,24 +51,39 @@ CLASSES: Mapping[str, str] = {
 }
 """Regular expressions by class, searched in each line."""
 
+_NAME = (
+    r"[\w.-]{0,40}(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|"
+    r"private[_-]?key|credential|authorization)[\w.-]{0,40}"
+)
+_VALUE = r"\"[^\"]*(?:\"|$)|'[^']*(?:'|$)|(?:(?:bearer|basic|token)\s+)?[^\s,;&\"'(){}\[\]]+"
+_SECRETS = (
+    (re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]"), ""),
+    (re.compile(r"://[^\s/]*@"), "://***@"),
+    (re.compile(r"(://[^\s?#\"'<>]*[?#]|\?(?=[\w.%-]+=))[^\s\"'<>]+"), r"\1***"),
+    (re.compile(rf"({_NAME}[\"']?\s*[:=]\s*|--{_NAME}\s+)(?:{_VALUE})", re.IGNORECASE), r"\1***"),
+)
+"""Escape sequences of terminals; userinfo and queries of URLs; values of keys with such a name."""
+
 
 class ErrorClasses:
     """The classes of one run."""
 
     def __init__(self, own: Mapping[str, str]) -> None:
         """`own`: the profile's; they come first, and replace classes of the same name."""
-        wildcards = {name: fnmatch.translate(f"*{text}*") for name, text in own.items()}
-        texts = {**wildcards, **{name: one for name, one in CLASSES.items() if name not in own}}
-        self._patterns = {name: re.compile(text) for name, text in texts.items()}
+        self._finds = {name: re.compile(_wildcard(text)).match for name, text in own.items()}
+        self._finds |= {
+            name: re.compile(text).search for name, text in CLASSES.items() if name not in own
+        }
 
     def find(self, lines: Sequence[str], source: str) -> tuple[ErrorLine, ...]:
-        """The last line of each class, in the order of the classes."""
-        cut = [line.strip()[:MAX_LINE] for line in lines]
+        """The last line of each class, in the order of the classes, without secrets."""
+        # A secret that begins before the limit ends behind it.
+        cut = [line.strip()[: 2 * MAX_LINE] for line in lines]
         found = []
-        for name, pattern in self._patterns.items():
-            line = next((one for one in reversed(cut) if pattern.search(one)), "")
+        for name, finds in self._finds.items():
+            line = next((one for one in reversed(cut) if finds(one[:MAX_LINE])), "")
             if line:
-                found.append(ErrorLine(name, line, source))
+                found.append(ErrorLine(name, _without_secrets(line), source))
         return tuple(found)
 
     def first(self, found: Iterable[ErrorLine]) -> tuple[ErrorLine, ...]:
@@ -75,5 +91,16 @@ class ErrorClasses:
         by_class: dict[str, ErrorLine] = {}
         for one in found:
             by_class.setdefault(one.error_class, one)
-        ordered = [by_class[name] for name in self._patterns if name in by_class]
+        ordered = [by_class[name] for name in self._finds if name in by_class]
         return tuple(ordered[:MAX_CLASSES])
+
+
+def _wildcard(text: str) -> str:
+    """With * and ? alone; `fnmatch` also reads sets in brackets."""
+    return fnmatch.translate(f"*{text.replace('[', '[[]')}*")
+
+
+def _without_secrets(line: str) -> str:
+    for pattern, replacement in _SECRETS:
+        line = pattern.sub(replacement, line)
+    return "".join(one if one.isprintable() else " " for one in line)[:MAX_LINE]

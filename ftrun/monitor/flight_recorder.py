@@ -111,20 +111,17 @@ def trace_of(dump: object) -> Trace | None:
         return None
 
 
-def last_call_text(trace: Trace, *, now_ns: float) -> str:
-    """The newest call in a trace, in words that continue "its last collective is"; empty: none."""
-    one = max(trace.entries, key=lambda one: one.time_created_ns, default=None)
-    if one is None:
-        return ""
+def call_text(one: RecordedCollective, *, now_ns: float) -> str:
+    """A call in words that continue "its last collective is"; `now_ns` is when it was read."""
     seq = one.p2p_seq_id if one.is_p2p else one.collective_seq_id
     over_ns = one.time_discovered_completed_ns
-    end = "and has not left"
+    end = "had not left"
     if one.is_over(has_states=False):
-        end = "and has left"
+        end = "had left"
         end += f" for {max(0.0, (now_ns - over_ns) / 1e9):.1f} s" if over_ns else ""
     return (
-        f"{one.op} #{seq:,} of {group_text(*one.process_group)}, which it entered "
-        f"{_age_s(one, now_ns):.1f} s ago {end}"
+        f"{one.op} #{seq:,} of {group_text(*one.process_group)}, which it had entered "
+        f"{_age_s(one, now_ns):.1f} s before it was read, and {end}"
     )
 
 

@@ -206,6 +206,8 @@ class RankConnection(msgspec.Struct, frozen=True):
     received_bytes: int = 0
     retransmits: int = 0
     """Segments sent again in `stalled_s`; 0: this node drops what it sends."""
+    acked_s: float = -1.0
+    """Seconds since a byte was acknowledged; -1: none was while it was observed."""
 
 
 class RankView(msgspec.Struct, frozen=True):

@@ -50,6 +50,11 @@ class HangDeadlines:
         leave_s = max(settings.phase_timeout_s, kill_s)
         return HangDeadlines(_CHECKED * limit_s, _NAME_AT * limit_s, limit_s, kill_s, leave_s)
 
+    def number(self, unresponsive_s: float) -> int:
+        """Number of deadlines, from `suspect_after_s` on, that are over."""
+        limits_s = (self.suspect_after_s, self.act_s, self.kill_s, self.leave_s)
+        return sum(unresponsive_s >= one for one in limits_s)
+
 
 _VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")
 """Operations whose sizes differ between ranks; `all_reduce` is not one of them."""

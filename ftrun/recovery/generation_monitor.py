@@ -126,18 +126,18 @@ class GenerationMonitor:
         self.past.succeed(history.past_restarts, history.gone, known_s=known_s)
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
-        self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
+        self.watching.hung.succeed(history)
         self.failures.succeed(history, newest, known_s=known_s)
 
     def history(self, *, now_s: float) -> FailureHistory:
-        known = self.supervisor.history(now_s=now_s)
         return msgspec.structs.replace(
-            known,
+            self.supervisor.history(now_s=now_s),
             node_failures=self.failures.ages_s(now_s=now_s),
             barred=self.failures.barred_ages_s(now_s=now_s),
             exclusions=self.failures.reasons(now_s=now_s),
             incidents=self.incidents.count,
             hung_nodes=[*self.watching.hung.nodes],
+            hung_pairs=[[*pair] for pair in self.watching.hung.pairs],
             longest_start_s=self.watching.hung.longest_s,
             bad_version=self.watching.bad_version,
             skip_to=self.watching.skip_to,

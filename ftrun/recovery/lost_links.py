@@ -12,15 +12,18 @@ from typing import Protocol
 import msgspec
 
 from ftrun.config.profile import HangConfig
+from ftrun.monitor.connections import others_carry_data, stalled_connections
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_text
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import ProbePathResult
 
 _FIRST_STEP_FACTOR = 3.0
-
+_PAIR = 2
+_KEPT = 16
+"""Earlier hangs that are remembered."""
 
 Pair = tuple[str, str]
 
@@ -44,15 +47,9 @@ class PairFinder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LostLinks:
-    """The lost links of one observation; at least one pair.
-
-    Args:
-        pairs: in the order of the plan's members.
-        node_out: the end to replace.
-    """
+    """The lost links of one observation; at least one pair, in the order of the plan's members."""
 
     pairs: tuple[Pair, ...]
-    node_out: str
 
     @property
     def words(self) -> str:
@@ -80,7 +77,7 @@ def lost_links(
         if (one, other) in cut
         or (other in unreachable.get(one, ()) and one in unreachable.get(other, ()))
     )
-    return LostLinks(pairs, _node_out(pairs, plan.leader)) if pairs else None
+    return LostLinks(pairs) if pairs else None
 
 
 def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[int]) -> Verdict:
@@ -108,12 +105,16 @@ class HungLinks:
         """Nodes named by the last hang in communication, until a step is made."""
         self.longest_s = 0.0
         """Longest time of a generation up to its first step, in seconds; 0: unknown."""
+        self.pairs: tuple[tuple[str, ...], ...] = ()
+        """Nodes of the earlier hangs of this run whose link was named, the newest last."""
         self._started_s: float | None = None
         self._lost_s: float | None = None
         self._has_stepped = False
 
-    def succeed(self, nodes: Collection[str], longest_s: float) -> None:
-        self.nodes, self.longest_s = tuple(nodes), max(self.longest_s, longest_s)
+    def succeed(self, history: FailureHistory) -> None:
+        self.nodes = tuple(history.hung_nodes)
+        self.longest_s = max(self.longest_s, history.longest_start_s)
+        self.pairs = tuple(map(tuple, history.hung_pairs))
 
     def begin(self) -> None:
         self._started_s = self._lost_s = None
@@ -189,17 +190,30 @@ class HungLinks:
     ) -> str:
         """The node to replace for this hang; empty: none.
 
-        If neither a link is lost nor the verdict has proof, the same nodes are restarted first. If
-        no step follows, one of the nodes is replaced.
+        If neither a link is lost nor the verdict has proof, or if other connections between the two
+        nodes carry data, the same nodes are restarted first. If no step follows, or if one of the
+        nodes was in an earlier hang of this run, it is replaced.
         """
         before, self.nodes = self.nodes, verdict.nodes
+        earlier = Counter(node for pair in self.pairs for node in pair)
+        if 0 < len(verdict.nodes) <= _PAIR:
+            self.pairs = (*self.pairs, verdict.nodes)[-_KEPT:]
         lost = lost_links(reports.heartbeats, plan, cut)
         if lost is not None:
-            return lost.node_out
-        known = verdict.nodes if verdict.act_immediately else before
-        nodes = [one for one in known if plan.member(one) is not None]
-        last = next((one for one in reversed(nodes) if one != plan.leader), "")
-        return last or (nodes[0] if nodes and verdict.act_immediately else "")
+            return _node_out(lost.pairs, plan.leader, earlier)
+        is_link = verdict.act_immediately and (
+            any(earlier[node] for node in verdict.nodes) or not self._others_carry(plan, reports)
+        )
+        nodes = [
+            one for one in (verdict.nodes if is_link else before)
+            if plan.member(one) is not None and (is_link or one != plan.leader)
+        ]  # fmt: skip
+        return _node_out([tuple(nodes)], plan.leader, earlier)
+
+    def _others_carry(self, plan: GenerationPlan, reports: MemberReports) -> bool:
+        views = {view.rank: view for heartbeat in reports.current for view in heartbeat.views}
+        limit_s = self._settings.no_activity_s
+        return others_carry_data(stalled_connections(views, plan.node_of, limit_s=limit_s), views)
 
 
 def _no_first_step(
@@ -240,7 +254,14 @@ def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[in
     )
 
 
-def _node_out(pairs: Sequence[Pair], leader: str) -> str:
-    """The node with the most lost links; of equals not the leader's, then the later one."""
+def _node_out(pairs: Sequence[tuple[str, ...]], leader: str, earlier: Mapping[str, int]) -> str:
+    """The node with the most lost links; of equals that in the most earlier hangs, then not the
+    leader's, then the later one. Empty: no pair has a node.
+    """  # noqa: D205 - one sentence
     counts = Counter(node for pair in pairs for node in pair)
-    return max(counts, key=lambda node: (counts[node], node != leader, list(counts).index(node)))
+    order = {node: at for at, node in enumerate(counts)}
+    return max(
+        counts,
+        key=lambda node: (counts[node], earlier.get(node, 0), node != leader, order[node]),
+        default="",
+    )

@@ -1,6 +1,7 @@
 """What a failed rank has written and its last collective are evidence, and decide nothing."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -54,9 +55,11 @@ def test_a_stopped_rank_and_one_that_reports_its_error(start: Start, tmp_path: P
     frozen, crash = verdicts(run)
     assert (frozen["kind"], frozen["culprits"], frozen["error_class"]) == ("frozen", [1], "")
     call = (
-        r"its last collective is all_reduce #\d+ of the default group, which it entered [\d.]+ s "
-        "ago and has not left"
+        r"its last collective is all_reduce #\d+ of the default group, which it had entered "
+        r"[\d.]+ s before it was read, and had not left"
     )
+    if platform.machine() != "x86_64":
+        call = r"its last sample has collective #\d+ of group 0"
     assert any(re.fullmatch(call, line) for line in frozen["evidence"]), frozen
     # One line names a NaN, and no verdict follows from it: the rank crashed.
     assert (crash["kind"], crash["culprits"]) == ("crash", [0])

@@ -5,13 +5,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from virtual_cluster import available
 
 from ftrun import clock
 from ftrun.agent.observe import proc as socket_stats
-from ftrun.agent.observe.proc import SocketStats
+from ftrun.agent.observe.proc import SocketCounters, SocketStats
 from ftrun.monitor.slow.delay_matrix import LinkSample
 
 WAIT_S = 600.0
@@ -70,7 +71,7 @@ class Child:
         self.process.communicate()
 
 
-@pytest.fixture(params=["127.0.0.1", "::1"])
+@pytest.fixture(params=["127.0.0.2", "::1"])
 def child(request: pytest.FixtureRequest) -> Iterator[Child]:
     family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
     try:
@@ -99,6 +100,8 @@ def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> No
     stats = SocketStats()
     child.send(10_000)
     assert stats.poll([child.process.pid], clock.now_s()) == []  # counts begin here
+    shown = stats.connections([child.process.pid], clock.now_s())[child.process.pid]
+    assert all(one.acked_s == -1.0 for one in shown)
     child.send(300_000)
     sample = observed(stats, child, 300_000)
     assert sample.to_host == child.sock.getsockname()[0]
@@ -106,7 +109,13 @@ def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> No
     assert 0 <= sample.busy_s < WAIT_S
     assert 0 < sample.rtt_s < 1
     assert sample.unacked_bytes == 0
-    assert stats.connections([child.process.pid], clock.now_s()) == {child.process.pid: ()}
+    shown = stats.connections([child.process.pid], clock.now_s())[child.process.pid]
+    known = [(one.remote, one.acked_bytes, one.stalled_s) for one in shown]
+    here = child.sock.getsockname()[:2]
+    # The child's end is 127.0.0.1 or ::1. A connection within one address is not of two machines.
+    is_remote = here[0] != child.sock.getpeername()[0]
+    assert known == ([(here, 310_001, 0.0)] if is_remote else [])
+    assert all(0.0 <= one.acked_s < WAIT_S for one in shown)
     assert stats.error == ""
 
 
@@ -125,13 +134,33 @@ def test_a_peer_that_reads_nothing_stalls_but_is_not_the_networks_fault(child: C
     pid = child.process.pid
     child.send(64 << 20, read=False)
     give_up_s = clock.now_s() + WAIT_S
-    while not (figures := stats.figures([pid], clock.now_s())) or not figures[0].notsent_bytes:
-        assert clock.now_s() < give_up_s
-    stats.poll([pid], 100.0)
-    (sample,) = stats.poll([pid], 103.0)
-    before = sample.busy_s
-    (sample,) = stats.poll([pid], 110.0)
-    assert sample.busy_s + before < WAIT_S
+    while True:  # until its buffers are full
+        figures = stats.figures([pid], clock.now_s())
+        if figures and figures[0].notsent_bytes and figures[0].window_bytes == 0:
+            break
+        assert clock.now_s() < give_up_s, figures
+    assert not figures[0].is_waiting
+    stats.poll([pid], clock.now_s())
+    clock.sleep(0.5)
+    (sample,) = stats.poll([pid], clock.now_s())
+    assert sample.bytes == 0
+    assert sample.busy_s < 0.1, "the peer had no window in this time"
+
+
+def test_a_closed_window_is_no_stall_if_the_kernel_reports_it() -> None:
+    """Segments that the peer has no memory for are sent again too."""
+    open_window = SocketCounters(
+        inode=1, local=("a", 1), remote=("b", 2), rtt_s=0.1, bytes_acked=5, bytes_received=0,
+        bytes_sent=9, busy_s=1.0, retransmits=3, unacked_segments=2, notsent_bytes=0,
+        window_bytes=500,
+    )  # fmt: skip
+    assert open_window.is_waiting
+    assert replace(open_window, window_bytes=None).is_waiting
+    assert not replace(open_window, window_bytes=0).is_waiting
+    held_back = replace(open_window, unacked_segments=0, notsent_bytes=1)
+    assert not held_back.is_waiting
+    assert replace(held_back, window_bytes=1 << 16).is_waiting
+    assert not replace(held_back, window_bytes=None).is_waiting
 
 
 _WITHOUT_ANSWERS = """

@@ -3,11 +3,9 @@
 Runs in the main thread. Pages and error files outlive their worker, and are read here.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGCONT, SIGKILL, SIGSTOP
@@ -19,7 +17,12 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
-from ftrun.agent.observe.evidence import WrittenErrors
+from ftrun.agent.observe.evidence import (
+    EndedRank,
+    WrittenErrors,
+    is_disk_full,
+    read_exception,
+)
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -27,7 +30,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.linux import open_device_files
 from ftrun.monitor.page_values import quantile_s
-from ftrun.monitor.worker_exits import ExitFacts, explain, is_broken_connection
+from ftrun.monitor.worker_exits import ExitFacts, explain
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.fault_orders import FaultPages
@@ -47,7 +50,6 @@ KILL_WAIT_S = 20.0
 """Shorter than the leader's wait for the answer of a node: `MembershipSettings.answer_s`."""
 
 _ORPHANS_WAIT_S = 1.0
-_FULL_BYTES = 1 << 16
 _POLL_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
@@ -288,9 +290,16 @@ class WorkerGroup:
             handle.exit_seen = True
         return found
 
-    def explain(self, handle: WorkerHandle, *, oom_kills: int | None) -> events.WorkerExit:
-        page = handle.slot.page
-        message, traceback, failed_at_ns = self._error(handle)
+    def explain(
+        self, handles: Sequence[WorkerHandle], *, oom_kills: int | None
+    ) -> list[events.WorkerExit]:
+        """How ranks have ended; the first cause among them has its error classes too."""
+        return self._written.of_first_cause([self._explain(one, oom_kills) for one in handles])
+
+    def _explain(self, handle: WorkerHandle, oom_kills: int | None) -> EndedRank:
+        page, folder = handle.slot.page, self._log_folder(handle)
+        error_file = self._error_files.get(handle.local_rank_id, "")
+        message, traceback, failed_at_ns = read_exception(error_file)
         traceback = traceback or _last_stack(handle)
         corrupt = page.get(HeartbeatField.CORRUPT_SLOT)
         if corrupt:
@@ -307,17 +316,14 @@ class WorkerGroup:
             oom_kills=oom_kills,
             stopped_s=handle.killed_for_s,
             last_call=handle.last_call or "",
-            full_disk=self._full_disk(handle),
+            full_disk=folder if is_disk_full(folder) else "",
             corrupt=page.note if corrupt else "",
         )
-        found = explain(facts)
-        if found.kind is events.ExitKind.FINISHED or is_broken_connection(found):
-            return found  # what a consequence has written is not read
-        return replace(found, errors=self.written_errors(handle, f"{traceback}\n{message}"))
+        return EndedRank(explain(facts), folder, f"{traceback}\n{message}")
 
-    def written_errors(self, handle: WorkerHandle, error: str = "") -> tuple[events.ErrorLine, ...]:
-        """Error classes in the exception and the logs of a rank; from any thread."""
-        return self._written.find(self._log_folder(handle), error)
+    def written_errors(self, handle: WorkerHandle) -> tuple[events.ErrorLine, ...]:
+        """Error classes in the logs of a rank; from any thread."""
+        return self._written.find(self._log_folder(handle))
 
     def _log_folder(self, handle: WorkerHandle) -> str:
         return os.path.dirname(self._error_files.get(handle.local_rank_id, ""))
@@ -433,26 +439,6 @@ class WorkerGroup:
                 os.close(slot.stack_fd)
         if self.command_fd >= 0:
             os.close(self.command_fd)
-
-    def _full_disk(self, handle: WorkerHandle) -> str:
-        """The folder of torch's redirects and the error file if its disk is full; else empty."""
-        folder = self._log_folder(handle)
-        with suppress(OSError):
-            has = os.statvfs(folder)
-            is_full = has.f_blocks > 0 and has.f_bavail * has.f_frsize < _FULL_BYTES
-            if is_full or (has.f_files > 0 and has.f_favail == 0):
-                return folder
-        return ""
-
-    def _error(self, handle: WorkerHandle) -> tuple[str, str, int]:
-        path = self._error_files.get(handle.local_rank_id, "")
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            document = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
-            extra = document["extraInfo"]
-            age_s = clock.wall_s() - float(extra["timestamp"])
-            failed_ns = clock.now_ns() - int(age_s * 1e9)
-            return document["message"], extra["py_callstack"], failed_ns
-        return "", "", 0
 
 
 def _report(handle: WorkerHandle, now_s: float) -> RankReport:

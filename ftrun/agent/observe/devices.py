@@ -60,7 +60,10 @@ class BoundedCall(Generic[T]):
     def begin(self) -> None:
         if self._asked_s is None:
             self._asked_s = clock.now_s()
-            threading.Thread(target=self._call, name="device-driver", daemon=True).start()
+            try:
+                threading.Thread(target=self._call, name="ftrun-bounded", daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._answers.put(self._otherwise)
 
     def answer(self, timeout_s: float) -> T | None:
         """The answer of the call in progress, or of a new one; None: not within `timeout_s`."""
@@ -81,7 +84,7 @@ class BoundedCall(Generic[T]):
         try:
             self._answers.put(self._function())
         except Exception:  # noqa: BLE001 - a caller must not wait for ever
-            _log.debug("a call of a driver failed", exc_info=True)
+            _log.debug("a call of a driver or of a file system failed", exc_info=True)
             self._answers.put(self._otherwise)
 
 

@@ -74,13 +74,14 @@ class SocketCounters:
     unacked_segments: int
     """In flight."""
     notsent_bytes: int
-    window_bytes: int
-    """What the peer has room for; 0 if the kernel does not report it."""
+    window_bytes: int | None
+    """What the peer has room for; None if the kernel does not report it."""
 
     @property
     def is_waiting(self) -> bool:
-        is_held_back = self.notsent_bytes > 0 and self.window_bytes >= _OPEN_WINDOW_BYTES
-        return self.unacked_segments > 0 or is_held_back
+        room = self.window_bytes
+        is_held_back = self.notsent_bytes > 0 and (room or 0) >= _OPEN_WINDOW_BYTES
+        return (self.unacked_segments > 0 and room != 0) or is_held_back
 
 
 class SocketStats:
@@ -94,6 +95,8 @@ class SocketStats:
         self._before: dict[int, SocketCounters] = {}
         self._moved: dict[int, tuple[float, SocketCounters]] = {}
         """Each connection when it last made progress, or began to wait."""
+        self._acked_s: dict[int, float] = {}
+        """When a byte of each connection was acknowledged."""
 
     def poll(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
         """Changes since the last poll, for each remote address, in a stable order.
@@ -154,8 +157,13 @@ class SocketStats:
 
     def _note_progress(self, figures: Iterable[SocketCounters], now_s: float) -> None:
         before, self._moved = self._moved, {}
+        acked_s, self._acked_s = self._acked_s, {}
         for one in figures:
             at_s, moved = before.get(one.inode, (now_s, one))
+            if one.bytes_acked > moved.bytes_acked:
+                self._acked_s[one.inode] = now_s
+            elif one.inode in acked_s:
+                self._acked_s[one.inode] = acked_s[one.inode]
             # What was sent since the last poll may have been sent just now.
             is_as_before = one.is_waiting and moved.is_waiting
             is_stalled = is_as_before and moved.bytes_acked == one.bytes_acked
@@ -171,6 +179,7 @@ class SocketStats:
             acked_bytes=one.bytes_acked,
             received_bytes=one.bytes_received,
             retransmits=again,
+            acked_s=round(now_s - self._acked_s.get(one.inode, now_s + 1.0), 2),
         )
 
 
@@ -242,7 +251,8 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
     local_port, remote_port = _PORTS.unpack_from(data, start + 4)
     local = data[start + 8 : start + 8 + size]
     remote = data[start + 24 : start + 24 + size]
-    found = _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
+    info = _tcp_info(data, start + _DIAG_BYTES, end)
+    found = _INFO.unpack(info.ljust(_INFO_BYTES, b"\0"))
     unacked, rtt_us, again, acked, received, notsent, _, busy_us, no_room_us, _, sent, room = found
     return SocketCounters(
         inode=inode,
@@ -256,18 +266,18 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
         retransmits=again,
         unacked_segments=unacked,
         notsent_bytes=notsent,
-        window_bytes=room,
+        window_bytes=room if len(info) == _INFO_BYTES else None,
     )
 
 
 def _tcp_info(data: bytes, at: int, end: int) -> bytes:
-    """The kernel's tcp_info, cut or zero-filled to the length of `_INFO`."""
+    """The kernel's tcp_info, at most of the length of `_INFO`."""
     while at + _ATTRIBUTE.size <= end:
         length, kind = _ATTRIBUTE.unpack_from(data, at)
         if kind == _INET_DIAG_INFO:
-            return data[at + 4 : at + length][:_INFO_BYTES].ljust(_INFO_BYTES, b"\0")
+            return data[at + 4 : at + length][:_INFO_BYTES]
         at += max(4, (length + 3) & ~3)
-    return bytes(_INFO_BYTES)
+    return b""
 
 
 def _address(family: int, packed: bytes) -> str:

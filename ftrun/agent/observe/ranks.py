@@ -29,18 +29,19 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.devices import DeviceCounters
+from ftrun.agent.observe.evidence import BoundedReads
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
 from ftrun.agent.observe.recorder_dumps import write_dumps
-from ftrun.agent.observe.recorder_memory import read_stopped
+from ftrun.agent.observe.recorder_memory import newest_call
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
 from ftrun.monitor.device_faults import DeviceReport
 from ftrun.monitor.flight_recorder import (
     RecorderSource,
-    last_call_text,
+    call_text,
     parse_trace,
     recorded_groups,
 )
@@ -59,6 +60,12 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, left_call
 _log = logging.getLogger(__name__)
 
 POLL_EVERY_S = 0.5
+LOGS_S = 1.0
+"""Deadline for the logs of all ranks here; the views of a poll are published before."""
+
+DUMPS_S = 10.0
+"""Deadline for the dumps of all ranks here. Their files may be on a dead file system too."""
+
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
 
@@ -128,7 +135,7 @@ class RankObserver:
     ) -> None:
         """`dumps` is the folder for dumps of the flight recorders, taken once in a hang.
 
-        `written_errors` reads the error classes of a rank's logs, also once in a hang.
+        `written_errors` reads the error classes of a rank's logs, before each deadline of a hang.
         """
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any. Of the
@@ -144,8 +151,11 @@ class RankObserver:
         self._dumps = dumps
         self._has_dumped = False
         self._written_errors = written_errors
+        self._reads = BoundedReads()
         self._errors: dict[int, tuple[ErrorLine, ...]] = {}
         """By rank; of this hang."""
+        self._deadlines_read = 0
+        """Number of deadlines of this hang before which the logs were read."""
         self._readers: dict[str, RecorderReader] = {}
         """By the rank's socket; replaced with each generation."""
         self.sample: NodeSample | None = None
@@ -207,6 +217,7 @@ class RankObserver:
             self.troubles.put(trouble)
         for handle in handles:
             if handle.stopped_since_s is not None and handle.last_call is None:
+                handle.last_call = ""  # if this fails, it is not tried again
                 handle.last_call = self._sampler.last_call(handle)
         pages = [handle.slot.page for handle in handles]
         known_s = max([quantile_s(page.step_times, 0.99) for page in pages], default=0.0)
@@ -221,7 +232,7 @@ class RankObserver:
             self._memories.clear()
             self._group_memory.clear()
             self._has_dumped = False
-            self._errors.clear()
+            self._errors, self._deadlines_read = {}, 0
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
@@ -231,10 +242,12 @@ class RankObserver:
         views = tuple(self._view(one, connections.get(one.pid, ())) for one in handles)
         if handles is self._handles:
             self.views = views
+        self._read_errors(handles, deadlines.number(unresponsive_s + 2 * POLL_EVERY_S))
         if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
             self._has_dumped = True
             folder = self._dumps / str(handles[0].slot.request.generation)
-            write_dumps(folder, [(handle, self._reader(handle)) for handle in handles])
+            ranks = [(handle, self._reader(handle)) for handle in handles]
+            self._reads.result(lambda: write_dumps(folder, ranks), DUMPS_S)
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page
@@ -256,7 +269,7 @@ class RankObserver:
             has_stepped=bool(page.get(HeartbeatField.FIRST_STEP_NS)),
             is_finished=handle.child.status == 0,
             connections=connections,
-            errors=self._errors_of(handle),
+            errors=self._errors.get(rank, ()),
         )
         if facts is None:
             return view
@@ -279,11 +292,15 @@ class RankObserver:
             child=facts.child,
         )
 
-    def _errors_of(self, handle: WorkerHandle) -> tuple[ErrorLine, ...]:
-        rank = handle.slot.rank
-        if rank not in self._errors:
-            self._errors[rank] = self._written_errors(handle)
-        return self._errors[rank]
+    def _read_errors(self, handles: Sequence[WorkerHandle], number: int) -> None:
+        """Read the logs again if another deadline is near; the next views have the result."""
+        if number <= self._deadlines_read:
+            return
+        self._deadlines_read = number
+        found = self._reads.result(
+            lambda: {one.slot.rank: self._written_errors(one) for one in handles}, LOGS_S
+        )
+        self._errors = self._errors if found is None else found
 
     def _reader(self, handle: WorkerHandle) -> RecorderReader:
         path = handle.slot.request.rank_socket
@@ -414,9 +431,8 @@ class Sampler:
 
     def last_call(self, handle: WorkerHandle) -> str:
         """Of a stopped rank: from its memory, else from the newest sample; empty: neither."""
-        if trace := read_stopped(handle.pid):
-            text = last_call_text(trace, now_ns=clock.wall_s() * 1e9)
-            return f"its last collective is {text}" if text else ""
+        if (newest := newest_call(handle.pid)) is not None:
+            return f"its last collective is {call_text(newest, now_ns=clock.wall_s() * 1e9)}"
         rank = handle.slot.rank
         known = [f"#{seq:,} of group {group}" for (one, group), seq in self._reported.items()
                  if one == rank]  # fmt: skip

@@ -10,11 +10,14 @@ SHOWN_PERCENT = 10.0
 
 
 class HostPressure(msgspec.Struct, frozen=True):
-    """Percent of the last 10 s in which at least one task waited; of the cgroup of the agent."""
+    """Percent of the last 10 s in which at least one task waited; None: not known.
 
-    cpu: float = 0.0
-    memory: float = 0.0
-    io: float = 0.0
+    Of the agent's cgroup, or of the machine if the cgroup's cannot be read.
+    """
+
+    cpu: float | None = None
+    memory: float | None = None
+    io: float | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -23,5 +26,5 @@ class HostPressure(msgspec.Struct, frozen=True):
         return tuple(
             f"tasks waited for {what} in {percent:.0f} % of the last 10 s (PSI)"
             for percent, what in of
-            if percent >= SHOWN_PERCENT
+            if percent is not None and percent >= SHOWN_PERCENT
         )

@@ -166,6 +166,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_version: VersionPair | None = None  # it and later ones hold numerical anomalies
     skip_to: int = -1  # batches up to this step are skipped in repeated steps; -1: none is skipped
     hung_nodes: list[str] = []  # of the last hang in communication, if no step was completed since
+    hung_pairs: list[list[str]] = []  # nodes of the last hangs whose link was named, in this run
     longest_start_s: float = 0.0  # longest time of a generation up to its first step; 0: not known
     bad_checkpoints: dict[str, str] = {}  # not loaded, because one node cannot use them: reasons
     past_restarts: list[PastRestart] = []  # the last restarts, for status

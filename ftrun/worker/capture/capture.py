@@ -147,7 +147,7 @@ class Capture:
             return
         started_ns = clock.now_ns()
         try:
-            # `is_due` does not depend on `_learn`: an interval begins at steps that no rank has made.
+            # `is_due` does not depend on `_learn`: intervals begin at steps that no rank has made.
             is_due = (allowed and self._cadence.is_due(step)) or force
             self._end_turn(is_due=is_due, allowed=allowed)
             self._learn(started_ns)

@@ -13,7 +13,7 @@ from tests.kernel_hang import kernel_hang
 WAIT_S = 600.0
 
 SETUP = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from ftrun import linux, process_tree
 from ftrun.agent.launch.process import ChildProcess, spawn
@@ -197,6 +197,39 @@ group.kill()
 print("clean")
 """
 
+LOGS = """
+group = group_of("exit 3", "exit 4", "exit 5")
+for rank in range(3):
+    folder = Path(str(rank))
+    folder.mkdir()
+    (folder / "stderr.log").write_text("OSError: [Errno 28] No space left on device\\n")
+    (folder / "error.json").write_text(json.dumps({"message": {
+        "message": "MemoryError: 1 GB" if rank else "RuntimeError: Connection reset by peer",
+        "extraInfo": {"py_callstack": f"of {rank}", "timestamp": f"{rank}00"}}}))
+    group._error_files[rank] = str(folder / "error.json")
+handles = group.handles
+for handle in handles:
+    assert handle.child.wait(60)
+exits = group.explain(handles, oom_kills=0)
+assert [one.rank for one in exits] == [0, 1, 2]
+classes = [[one.error_class for one in end.errors] for end in exits]
+assert classes == [[], ["out of memory", "disk full"], []], classes
+
+never, _ = os.pipe()
+pread = os.pread
+def on_a_dead_mount(fd, size, at):
+    is_log = os.readlink(f"/proc/self/fd/{fd}").endswith("stderr.log")
+    return os.read(never, 1) if is_log else pread(fd, size, at)
+os.pread = on_a_dead_mount
+before_s = time.monotonic()
+for _ in range(20):
+    exits = group.explain(handles, oom_kills=0)
+    classes = [[one.error_class for one in end.errors] for end in exits]
+    assert classes == [[], ["out of memory"], []], classes
+assert 0.5 <= time.monotonic() - before_s < 5.0
+print("clean", flush=True)
+"""
+
 NUMBER_IS_TAKEN_AGAIN = """
 child = spawn(["true"], name="rank", variables=os.environ, new_session=True)
 assert child.wait(60)
@@ -245,6 +278,13 @@ print("clean")
 )
 def test_what_ranks_have_started_stops_and_ends_with_them(code: str, tmp_path: object) -> None:
     done = output_of(code, tmp_path)
+    assert done.stdout == "clean\n", done.stderr
+
+
+def test_the_log_of_the_first_cause_is_read_and_a_dead_file_system_delays_no_exit(
+    tmp_path: Path,
+) -> None:
+    done = output_of(LOGS, tmp_path)
     assert done.stdout == "clean\n", done.stderr
 
 

@@ -124,9 +124,11 @@ def test_error_patterns_are_texts_by_name(tmp_path: Path) -> None:
     text = "monitor:\n  error_patterns: {quota: 'quota*exceeded'}\n"
     found = resolve(profile(tmp_path, text), variables={}).profile.monitor
     assert found.error_patterns == {"quota": "quota*exceeded"}
-    for wrong in ("[quota]", "{quota: [1]}"):
+    for wrong in ("[quota]", "{quota: [1]}", "{quota: ''}"):
         text = f"monitor:\n  error_patterns: {wrong}\n"
-        assert "should be names with patterns, and is" in problems(profile(tmp_path, text))
+        assert "should be names with patterns that are not empty, and is" in problems(
+            profile(tmp_path, text)
+        )
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "snapshot:\n", "{}"])

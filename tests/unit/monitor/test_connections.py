@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from unit.monitor.ranks import view
 from unit.monitor.test_hang_detector import SETTINGS, behind, waiting
 
-from ftrun.monitor.connections import stalled_connections, with_stalled
+from ftrun.monitor.connections import others_carry_data, stalled_connections, with_stalled
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Confidence, RankConnection, RankView, Verdict, VerdictKind
 
@@ -18,8 +18,8 @@ SENT = 100
 
 
 def end(rank: int, peer: int) -> tuple[str, int]:
-    """The address of this rank's end of the connection."""
-    return f"10.0.0.{rank}", 1000 + 10 * min(rank, peer) + max(rank, peer)
+    """The address of this rank's end of the connection; the higher rank has accepted it."""
+    return f"10.0.0.{rank}", 2000 + rank if rank > peer else 1000 + 10 * rank + peer
 
 
 def connection(rank: int, peer: int, lost: frozenset[tuple[int, int]]) -> RankConnection:
@@ -146,6 +146,76 @@ def test_one_end_alone_is_no_proof() -> None:
     assert found.text.startswith("nothing that node node1 sends to node node2 arrives")
     assert (found.confidence, found.act_immediately) == (Confidence.LIKELY, False)
     assert found.evidence[0].startswith("rank 1 on node1 has sent segments to node2 (10.0.0.1:")
+
+
+def without(view: RankView, peer: int) -> RankView:
+    """The view without its end of the connection with this rank."""
+    shown = [one for one in view.connections if one.remote[0] != f"10.0.0.{peer}"]
+    return replace(view, connections=tuple(shown))
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_stalls_with_one_known_end_do_not_count_if_others_have_both(hidden: int) -> None:
+    """Rank 2 accepts from ranks 0 and 1, and connects to rank 3."""
+    views = world((2, 1), (2, hidden))
+    views[hidden] = without(views[hidden], 2)
+    (alone,) = stalled_connections(
+        {**world((2, hidden)), hidden: views[hidden]}, NODES, limit_s=LIMIT_S
+    )
+    assert (alone.node, alone.peer_rank, alone.peer_node) == ("node2", None, f"node{hidden}")
+    found = judged(views)
+    assert found.nodes == ("node1", "node2")
+    assert found.text.startswith("nothing that rank 2 on node2 sends to rank 1 on node1 arrives")
+    assert not any(f"node{hidden}" in one for one in found.evidence)
+    assert found.act_immediately
+
+
+def test_a_stalled_connection_to_a_port_of_no_rank_is_left_out() -> None:
+    """A file server on a node of the run, which is not a rank."""
+    views = world()
+    other = RankConnection(("10.0.0.1", 700), ("10.0.0.2", 2049), stalled_s=9.0, retransmits=4)
+    views[1] = replace(views[1], connections=(other, *views[1].connections))
+    assert stalled_connections(views, NODES, limit_s=LIMIT_S) == []
+
+
+def test_there_is_no_proof_while_a_member_of_the_group_is_not_read() -> None:
+    views = world((1, 2))
+    views[3] = replace(views[3], groups=(), is_recorder_complete=False)
+    found = judged(views)
+    assert found.nodes == ("node1", "node2")
+    assert (found.confidence, found.act_immediately) == (Confidence.LIKELY, False)
+    assert "whether rank 3 entered all_reduce #5 of the default group is not known" in (
+        found.counter_evidence
+    )
+
+
+@pytest.mark.parametrize(
+    ("acked_s", "carries"), [(-1.0, False), (7.5, False), (6.6, False), (2.0, True), (0.0, True)]
+)
+def test_another_connection_between_the_same_addresses_shows_that_the_link_carries_data(
+    acked_s: float, carries: bool
+) -> None:
+    views = world((1, 2))
+    for remote, shown in ((("10.0.0.2", 9), carries), (("10.0.0.3", 9), False)):
+        other = RankConnection(("10.0.0.1", 8), remote, acked_s=acked_s)
+        with_other = {**views, 1: replace(views[1], connections=(*views[1].connections, other))}
+        found = judged(with_other)
+        assert found.act_immediately
+        words = "other connections between the same addresses carry data"
+        assert (words in found.evidence) is shown
+
+
+def test_two_links_carry_data_only_if_others_of_both_do() -> None:
+    views = world((1, 2), (1, 3))
+    stalled = stalled_connections(views, NODES, limit_s=LIMIT_S)
+    assert not others_carry_data(stalled, views)
+    assert not others_carry_data([], views)
+    for peer, carries in ((2, False), (3, True)):
+        # The other end has sent: what it got acknowledged came through too.
+        other = RankConnection((f"10.0.0.{peer}", 8), ("10.0.0.1", 9), acked_s=1.0)
+        known = (*views[peer].connections, other)
+        views[peer] = replace(views[peer], connections=known)
+        assert others_carry_data(stalled, views) is carries
 
 
 def test_a_short_stall_and_connections_to_others_are_left_out() -> None:

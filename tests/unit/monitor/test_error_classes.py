@@ -1,5 +1,7 @@
 """Error classes of lines as torch, NCCL, the kernel and libraries write them."""
 
+import time
+
 import pytest
 
 from ftrun.monitor.error_classes import CLASSES, MAX_CLASSES, MAX_LINE, ErrorClasses
@@ -58,6 +60,49 @@ def test_classes_of_the_profile_come_first_and_replace_others() -> None:
     assert classes(LINES["disk full"], **{"disk full": "quota is used"}) == []
     assert classes("my quota is used", **{"disk full": "quota is used"}) == ["disk full"]
     assert classes("my quota of 5 TB is used up", quota="quota*used ?p") == ["quota"]
+
+
+def test_a_pattern_reads_only_two_wildcards() -> None:
+    assert classes("E [quota] used", quota="[quota] used") == ["quota"]
+    assert classes("E q used", quota="[quota] used") == []
+    assert classes("E [!] used", quota="[!] used") == ["quota"]
+
+
+SECRETS = [
+    ("403 Forbidden: https://me:pw@ss@host/data", "403 Forbidden: https://***@host/data"),
+    ("403 Forbidden: s3://b/k?X-Amz-Signature=abc&x=1 (1)", "403 Forbidden: s3://b/k?*** (1)"),
+    ("Connection refused with url: /a/b?key=abc (x)", "Connection refused with url: /a/b?*** (x)"),
+    ("403 Forbidden for http://h/cb#access=abc", "403 Forbidden for http://h/cb#***"),
+    ("NCCL error, HF_TOKEN=abc, rank=3", "NCCL error, HF_TOKEN=***, rank=3"),
+    ("NCCL error {'api_key': 'a b', 'x': 1}", "NCCL error {'api_key': ***, 'x': 1}"),
+    ('NCCL error {"db-password" : "a\'b", "x": 1}', 'NCCL error {"db-password" : ***, "x": 1}'),
+    ("403 Forbidden Authorization: Bearer abc.def", "403 Forbidden Authorization: ***"),
+    ("NCCL error in run --client-secret abc --steps 3",
+     "NCCL error in run --client-secret *** --steps 3"),
+    ("\x1b[1;31mNCCL error\x1b[0m\tat\x07 x\u202ey", "NCCL error at  x y"),
+    ("ImportError: no name 'Token' in x", "ImportError: no name 'Token' in x"),
+    ("OSError: No space left on device: '/a?b'", "OSError: No space left on device: '/a?b'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "shown"), SECRETS)
+def test_secrets_and_control_characters_are_left_out(line: str, shown: str) -> None:
+    (found,) = ErrorClasses({}).find([line], "stderr.log")
+    assert found.line == shown
+
+
+def test_a_secret_on_the_border_of_the_limit_is_left_out() -> None:
+    start = "NCCL error " + "x" * (MAX_LINE - 11 - 12)
+    (found,) = ErrorClasses({}).find([f"{start} s3://me:secretword@host/"], "stderr.log")
+    assert "secret" not in found.line
+
+
+def test_hiding_secrets_takes_a_moment_for_any_line() -> None:
+    lines = [LINES["NCCL error"] + one * MAX_LINE for one in ("a", "token", "://@", "?a=", "--a ")]
+    before_s = time.process_time()
+    for line in lines:
+        ErrorClasses({}).find([line], "stderr.log")
+    assert time.process_time() - before_s < 2.0
 
 
 def test_no_pattern_of_the_profile_can_stop_the_agent() -> None:

@@ -8,8 +8,7 @@ import pytest
 from ftrun.monitor.flight_recorder import (
     RecordedGroups,
     RecorderSource,
-    Trace,
-    last_call_text,
+    call_text,
     parse_trace,
     recorded_groups,
     trace_of,
@@ -195,24 +194,30 @@ def test_the_end_of_the_newest_completed_collective_is_known_if_it_was_noticed()
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "all_reduce #1,005 of group desc 0, which it entered 2.0 s ago and has not left"),
+        (
+            {},
+            "all_reduce #1,005 of group desc 0, which it had entered 2.0 s before it was read, "
+            "and had not left",
+        ),
         (
             {"retired": True, "process_group": ["0", "default_pg"]},
-            "all_reduce #1,005 of the default group, which it entered 2.0 s ago and has left",
+            "all_reduce #1,005 of the default group, which it had entered 2.0 s before it was "
+            "read, and had left",
         ),
         (
             {"state": "completed", "time_discovered_completed_ns": 8_000_000_000},
-            "all_reduce #1,005 of group desc 0, which it entered 2.0 s ago and has left for 1.0 s",
+            "all_reduce #1,005 of group desc 0, which it had entered 2.0 s before it was read, "
+            "and had left for 1.0 s",
         ),
         (
             {"is_p2p": True, "p2p_seq_id": 3, "profiling_name": "gloo:send 0->1"},
-            "send 0->1 #3 of group desc 0, which it entered 2.0 s ago and has not left",
+            "send 0->1 #3 of group desc 0, which it had entered 2.0 s before it was read, and "
+            "had not left",
         ),
     ],
 )
-def test_the_newest_call_in_words(changes: dict[str, object], text: str) -> None:
-    newest = entry(1005, **{"time_created_ns": 7_000_000_000, **changes})
-    trace = parse_trace(json.dumps({"entries": [newest, entry(6)]}).encode())
+def test_a_call_in_words(changes: dict[str, object], text: str) -> None:
+    one = entry(1005, **{"time_created_ns": 7_000_000_000, **changes})
+    trace = parse_trace(json.dumps({"entries": [one]}).encode())
     assert trace is not None
-    assert last_call_text(trace, now_ns=NOW_NS) == text
-    assert last_call_text(Trace(), now_ns=NOW_NS) == ""
+    assert call_text(trace.entries[0], now_ns=NOW_NS) == text

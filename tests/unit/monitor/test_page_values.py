@@ -65,6 +65,7 @@ def test_deadlines_follow_the_steps() -> None:
     slow = HangDeadlines.of(20.0, HangConfig())
     assert (slow.act_s, slow.kill_s) == (60.0, 200.0)
     assert quick.sample_s < quick.suspect_after_s < quick.act_s
+    assert [quick.number(one) for one in (8.0, 9.0, 10.0, 120.0, 1800.0)] == [0, 1, 2, 3, 4]
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, unique=True))

@@ -10,11 +10,12 @@ from unit.recovery.test_health import heartbeat
 
 from ftrun.config.cluster import ClusterSize
 from ftrun.config.profile import HangConfig
-from ftrun.monitor.verdicts import RankView, VerdictKind
+from ftrun.monitor.verdicts import RankConnection, RankView, VerdictKind
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.lost_links import lost_links, with_lost_links
+from ftrun.recovery.lost_links import _node_out, lost_links, with_lost_links
+from ftrun.wire.cluster.generation import FailureHistory
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, fields, plan, settings
 
@@ -47,7 +48,7 @@ def test_a_link_is_lost_where_both_ends_report_it(
 ) -> None:
     found = lost_links(heartbeats(unreachable), PLAN)
     assert (None if found is None else list(found.pairs)) == pairs
-    assert found is None or found.node_out == out
+    assert found is None or _node_out(found.pairs, "a", {}) == out
 
 
 def test_each_lost_link_is_named() -> None:
@@ -89,6 +90,8 @@ class Run:
         self.monitor.begin(PLAN, now_s=0.0)
         self.monitor.num_spares = spares
         self.number, self.generation = 0, 1
+        self.acked_s = -1.0
+        """Since a byte was acknowledged on another connection from b to c."""
         self.reasons: list[str] = []
 
     def at(
@@ -117,6 +120,9 @@ class Run:
             made = heartbeat("a", step)
             poll = self._view(rank, unresponsive_s, str(rank) in knows)
             ends = [connection(rank, peer, frozenset(lost)) for peer in range(4) if peer != rank]
+            if one == "b":
+                other = RankConnection(("10.0.0.1", 8), ("10.0.0.2", 9), acked_s=self.acked_s)
+                ends.append(other)
             poll = msgspec.structs.replace(poll, connections=tuple(ends))
             body = msgspec.structs.replace(
                 made,
@@ -169,6 +175,56 @@ def test_a_connection_without_data_is_named_and_one_end_replaced() -> None:
     assert run.excluded() == {"c"}
     assert len(run.reasons) == 1
     assert "nothing that rank 1 on b sends to rank 2 on c arrives" in run.reasons[0]
+
+
+def test_if_other_connections_between_two_nodes_carry_data_they_are_restarted_first() -> None:
+    run = Run()
+    run.at(1.0, 0, 0.0, is_cut=False)
+    run.at(5.0, 40, 0.0, is_cut=False)
+    run.acked_s = 0.5
+    for at_s in (50.0, 52.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False, lost=((1, 2),))
+    assert len(run.reasons) == 1
+    assert run.excluded() == set()
+    run.generation += 1
+    run.monitor.begin(plan(run.generation, MEMBERS, spares="s"), now_s=60.0)
+    for at_s in (61.0, 200.0, 202.0):  # no step follows
+        run.at(at_s, 0, 0.0, is_cut=False)
+    assert len(run.reasons) == 2
+    assert run.excluded() == {"c"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "out"),
+    [((3, 1), (1, 2), "b"), ((0, 3), (0, 2), "a"), ((0, 3), (1, 2), ""), ((1, 2), (1, 2), "c")],
+    ids=["common", "the leader is common", "none is common", "both are common"],
+)
+def test_the_node_that_was_in_an_earlier_hang_is_replaced(
+    first: tuple[int, int], second: tuple[int, int], out: str
+) -> None:
+    """In the first hang, the run restarts without a replacement; the next leader knows of it."""
+    run = Run(spares=0)
+    for at_s in (50.0, 165.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False, lost=(first,))
+    assert len(run.reasons) == 1
+    assert run.excluded() == set()
+    history = run.monitor.history(now_s=170.0)
+    after = Run()
+    after.acked_s = 0.5  # not considered, if a node was in an earlier hang
+    after.monitor.succeed(history, now_s=200.0, known_s=200.0)
+    for at_s in (205.0, 250.0, 252.0):
+        lost = (second,) if at_s > 205.0 else ()
+        after.at(at_s, 40, 0.0 if at_s == 205.0 else at_s - 241.0, is_cut=False, lost=lost)
+    assert len(after.reasons) == 1
+    assert after.excluded() == ({out} if out else set())
+
+
+def test_of_links_that_both_ends_report_the_node_of_an_earlier_hang_is_replaced() -> None:
+    run = Run()
+    run.monitor.succeed(FailureHistory(hung_pairs=[["b", "d"]]), now_s=0.0, known_s=0.0)
+    for at_s in (50.0, 52.0):
+        run.at(at_s, 40, at_s - 41.0)
+    assert run.excluded() == {"b"}
 
 
 def test_the_leader_is_replaced_if_nothing_that_it_sends_arrives() -> None:
