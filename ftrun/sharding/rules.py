@@ -311,13 +311,19 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """One file of rules; `placements` places tensors that are not on all ranks, axis by axis."""
+    """One file of rules.
+
+    Args:
+        placements: of tensors that are not on all ranks, axis by axis.
+        is_strict: a name needs a rule also if it has a placement.
+    """
 
     source: str
     mesh: Mesh
     rules: tuple[ShardingRule, ...] = ()
     placements: tuple[StagePlacement, ...] = ()
     text: str = ""
+    is_strict: bool = False
 
     def on(self, mesh: Mesh) -> "ShardingRules":
         return replace(self, mesh=mesh)
