@@ -380,7 +380,7 @@ def test_parameters_that_are_padded_alone(convert: Converter) -> None:
         assert_ranks(arrays_of(found), zero3(ranks))
 
 
-MEGATRON = "megatron-core:layers=2,vocab=200,divisible=16"
+MEGATRON = "megatron-core:layers=2,vocab=200,divisible=16,fc1=2"
 
 
 def megatron(pipeline: int, tensor: int) -> list[dict[str, Array]]:
