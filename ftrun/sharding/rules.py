@@ -82,10 +82,13 @@ class Mesh:
         return [found[index] for index in range(self.num_batches)]
 
     def resized(self, num_ranks: int) -> "Mesh | None":
-        """This mesh with another size of the batch axis; None if `num_ranks` does not fit."""
-        if len(self.batch_axes) != 1:
+        """This mesh with another size of the first batch axis; None if `num_ranks` does not fit.
+
+        The other batch axes, such as that of experts, must have size 1.
+        """
+        axis = next(iter(self.batch_axes), None)
+        if axis is None or self.num_batches != self.size_of(axis):
             return None
-        axis = self.batch_axes[0]
         others = self.size // self.size_of(axis)
         if num_ranks < 1 or num_ranks % others:
             return None

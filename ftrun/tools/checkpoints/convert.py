@@ -188,7 +188,8 @@ def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> Shardin
         if mesh is None:
             raise UsageError(
                 f"--ranks {arguments.ranks} does not fit the mesh of {rules.source} "
-                f"({rules.mesh}): it changes only the single axis of batches. Give the new sizes, "
+                f"({rules.mesh}): it changes only the first axis of batches, if the others have size 1. "
+                "Give the new sizes, "
                 "such as --mesh tp=4,dp=2"
             )
         return rules.on(mesh)
