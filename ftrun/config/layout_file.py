@@ -25,9 +25,7 @@ PACKAGED = Path(__file__).parent / "layouts"
 _WITH_VALUES = re.compile(r"(.+?):(\w+=[^,]+(?:,\w+=[^,]+)*)")
 _ONLY = re.compile(r"# only (\w+)=(\w+)$")
 _DECLARED = re.compile(r"^# values: (.*)$", re.MULTILINE)
-_REQUIRED = re.compile(
-    r"^# require: (\w+)=(\S+)(?: unless (\w+)=(\S+))? \((.*)\)$", re.MULTILINE
-)
+_REQUIRED = re.compile(r"^# require: (\w+)=(\S+)(?: unless (\w+)=(\S+))? \((.*)\)$", re.MULTILINE)
 
 
 def layout_text(given: str) -> str:

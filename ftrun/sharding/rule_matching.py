@@ -113,8 +113,8 @@ def match(
             found[name] = MatchedRule(REPLICATED, places)
         elif places:
             unmatched.append(
-                f"{name} is placed by {places[0].placement}, and with strict: true it needs another "
-                "rule too, such as replicate"
+                f"{name} is placed by {places[0].placement}, and with strict: true it needs "
+                "another rule too, such as replicate"
             )
         elif owner is not None and owner.how is None:
             unmatched.append(

@@ -33,7 +33,7 @@ from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layo
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.checkpoints.catalog import find_damage
 from ftrun.tools.checkpoints.convert import convert as converted
-from ftrun.wire.messages.checkpoint import INDEX_NAME
+from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -63,7 +63,7 @@ class World:
             WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
         )
         order = WriteJob(
-            str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
+            str(folder), tuple(fds), len(ranks), retention=Retention(3), life="made"
         )
         try:
             self.path = Path(writer.write(fds, order).path)
@@ -513,6 +513,56 @@ def test_several_hosts_write_the_files_of_one_checkpoint(convert: Converter) -> 
     assert digests(made) == digests(whole)
     assert_ranks(arrays_of(made), large(2, 3))
     assert not list(made.glob("part-*"))
+    indexes = [parse_index((one / INDEX_NAME).read_bytes(), what="it") for one in (made, whole)]
+    assert indexes[0].life == "made"
+    assert indexes[0] == indexes[1]
+
+
+def share_of_two(number: int, *words: str) -> ConvertReport:
+    return converted(["old", "new", *words, "--share", f"{number}/2"])
+
+
+@pytest.mark.parametrize("point", ["index_written", "renamed", "link_made"])
+def test_a_share_that_was_killed_while_it_joined_is_repeated(
+    convert: Converter, point: str
+) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("--rules", convert.rules("large.yaml", LARGE), "--mesh", "tp=1,dp=2")
+    assert share_of_two(1, *words).missing_shares == (2,)
+    module = "ftrun.tools.checkpoints.convert"
+    killed = subprocess.run(
+        [sys.executable, "-m", module, "old", "new", *words, "--share", "2/2"],
+        env={**os.environ, "FTRUN_CRASH_AT": f"smp.checkpoint.{point}"},
+        stdout=subprocess.DEVNULL, timeout=60, check=False,
+    )  # fmt: skip
+    assert killed.returncode == -9
+    assert share_of_two(2, *words).missing_shares == ()
+    made = convert.folder / "new" / "latest"
+    assert_ranks(arrays_of(made), large(2, 1))
+    assert not list(made.glob("part-*"))
+    assert [path.name for path in made.parent.glob("*step-*")] == ["step-00000042-g3"]
+
+
+def test_a_share_that_is_repeated_after_the_join_finds_the_checkpoint(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("--rules", convert.rules("large.yaml", LARGE), "--mesh", "tp=1,dp=2")
+    share_of_two(1, *words)
+    first = share_of_two(2, *words)
+    again = share_of_two(1, *words)
+    assert (again.problem, again.missing_shares, again.path) == ("", (), first.path)
+    names = ("step-*", ".tmp-*")
+    assert [len(list((convert.folder / "new").glob(one))) for one in names] == [1, 0]
+    other = share_of_two(1, *words, "--dtype", "model.norm=bf16")  # of another conversion
+    assert other.missing_shares == (2,)
+
+
+def test_a_share_compares_only_what_it_writes(convert: Converter) -> None:
+    ranks = stages(2, 2)
+    ranks[3]["model.head"] = ranks[3]["model.head"] + 1  # of the last stage
+    World(convert.folder / "old", ranks)
+    words = ("--rules", convert.rules("pipeline.yaml"), "--mesh", "pp=2,tp=1")
+    assert share_of_two(1, *words).problem == ""
+    assert "model.head is F32" in share_of_two(2, *words).problem
 
 
 def test_there_and_back_is_what_it_was(convert: Converter) -> None:

@@ -24,21 +24,20 @@ import xxhash
 from ftrun import clock
 from ftrun.cli.screen.atomic_output import check_free, staged_output
 from ftrun.cli.screen.text import listed, ranges
-from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
+from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.sharding import atoms
 from ftrun.sharding.partition import StoredRegion
-from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rules import SharingKind
 from ftrun.sharding.source_index import RegionIndex
 from ftrun.sharding.world_layout import WorldLayout
 from ftrun.smp.checkpoint.index import FORMAT
-from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import strides_of, whole
 from ftrun.snapshot.layout import CopyTiming
 from ftrun.tools.checkpoints.convert_writer import Assembler
 from ftrun.tools.checkpoints.source import (
     OpenedVersion,
+    check_replicas,
     directory,
     opened_version,
     rules_file,
@@ -125,8 +124,7 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
     with opened_version(source_folder(arguments.source), rules) as source:
         plan = _planned(arguments.operation, source)
         mine = _of_share(plan, share)
-        if isinstance(source.files, CheckpointReader):
-            _check_replicas(source.files, source.world, mine)
+        check_replicas(source, {job.plan.entry for job in mine.jobs})
         workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
         missing = _write(mine, out, share, workers)
     files = mine.index.files
@@ -286,16 +284,6 @@ def _of_share(plan: StorePlan, share: tuple[int, int]) -> StorePlan:
     number, count = share
     mine = [one for one in plan.jobs if atoms.share_of(one.plan.entry, count) == number - 1]
     return StorePlan(plan.index, mine, plan.assembler, plan.values)
-
-
-def _check_replicas(files: CheckpointReader, world: WorldLayout, mine: StorePlan) -> None:
-    wanted = {job.plan.entry for job in mine.jobs}
-    some = {name: one for name, one in world.wholes.items() if name in wanted}
-    if problems := differing(files, replace(world, wholes=some)):
-        if world.rules.is_empty:
-            problems.insert(0, "it declares no layout rules: give them by --rules FILE, if ranks "
-                            "hold parts of plain tensors")  # fmt: skip
-        raise RulesMismatch(source=world.rules.source, problems=problems)
 
 
 def _write(plan: StorePlan, out: Path, share: tuple[int, int], workers: int) -> list[int]:

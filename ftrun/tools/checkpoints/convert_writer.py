@@ -135,6 +135,11 @@ class WorldWriter:
         self._assembler = assembler
         self._workers = workers
 
+    @property
+    def layout_ids(self) -> list[str]:
+        """`ShardFile.layout_id` of each new rank."""
+        return [xxhash.xxh3_64_hexdigest(one.header) for one in self._job.layouts]
+
     def write(self, folder: Path, ranks_here: Container[int] = range(1 << 30)) -> list[ShardFile]:
         """Writes the files of some ranks, durable; CheckpointError: the source is damaged."""
         found: list[ShardFile] = []

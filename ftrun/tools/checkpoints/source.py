@@ -6,17 +6,18 @@ read as a checkpoint of one rank.
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from ftrun.config.layout_file import layout_text
-from ftrun.errors import CheckpointError, UsageError
+from ftrun.errors import CheckpointError, RulesMismatch, UsageError
 from ftrun.sharding.part_layout import world_of_parts
+from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_carried, read_rules
 from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.source_index import RegionIndex
@@ -112,6 +113,19 @@ def _of_checkpoint(files: CheckpointReader, rules: ShardingRules | None) -> Open
         for name in entries
     }
     return OpenedVersion(files, files.index, world, world.index(files.entry), files.parts, when)
+
+
+def check_replicas(source: OpenedVersion, names: Collection[str]) -> None:
+    """Raises RulesMismatch if ranks that should have equal tensors, of these names, do not."""
+    files, world = source.files, source.world
+    if not isinstance(files, CheckpointReader):
+        return
+    some = {name: one for name, one in world.wholes.items() if name in names}
+    if problems := differing(files, replace(world, wholes=some)):
+        if world.rules.is_empty:
+            problems.insert(0, "it declares no layout rules: give them by --rules FILE, if ranks "
+                            "hold parts of plain tensors")  # fmt: skip
+        raise RulesMismatch(source=world.rules.source, problems=problems)
 
 
 def rules_file(given: str) -> ShardingRules:

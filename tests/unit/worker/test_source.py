@@ -6,7 +6,13 @@ import pytest
 import torch
 import xxhash
 
-from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotCorrupt, SnapshotError, TensorIncomplete
+from ftrun.errors import (
+    LayoutUnknown,
+    RanksDiffer,
+    SnapshotCorrupt,
+    SnapshotError,
+    TensorIncomplete,
+)
 from ftrun.ids import Rank, version
 from ftrun.sharding.replica_check import check_replicas
 from ftrun.sharding.rules import ranks_alone
