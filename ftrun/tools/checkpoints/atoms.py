@@ -23,7 +23,7 @@ import xxhash
 
 from ftrun import clock
 from ftrun.cli.screen.atomic_output import check_free, staged_output
-from ftrun.cli.screen.text import listed, ranges
+from ftrun.cli.screen.text import listed, shares_to_write
 from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.sharding import atoms
 from ftrun.sharding.partition import StoredRegion
@@ -52,9 +52,11 @@ from ftrun.tools.checkpoints.tensor_store import (
     Stage,
     StoreIndex,
     TensorStore,
+    index_of,
     join_shares,
+    joined,
     plan_of,
-    shared_folder,
+    shares_folder,
     with_files,
     write_files,
     write_index,
@@ -119,7 +121,7 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
         raise UsageError("--force replaces a folder, and shares add to it: remove the folder first")
     rules = None if arguments.rules is None else rules_file(arguments.rules)
     out = directory(arguments.out, "copy the new folder from a directory to it")
-    if share[1] == 1:
+    if share[1] == 1 or not (out / ATOMS_NAME).exists():
         check_free(out, is_folder=True, may_replace=arguments.force, ours=_names_in(out))
     with opened_version(source_folder(arguments.source), rules) as source:
         plan = _planned(arguments.operation, source)
@@ -130,7 +132,7 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
     files = mine.index.files
     notes = mine.index.notes
     if missing:
-        left = f"{out} is complete when shares {ranges(missing)} of {share[1]} are written"
+        left = f"{out} is complete when {shares_to_write(missing)}, of {share[1]}"
         notes = (*notes, left)
     return ExportReport(
         str(source.folder),
@@ -289,13 +291,28 @@ def _of_share(plan: StorePlan, share: tuple[int, int]) -> StorePlan:
 def _write(plan: StorePlan, out: Path, share: tuple[int, int], workers: int) -> list[int]:
     """Returns the shares that are missing; the files are in `plan.index` afterwards."""
     if share[1] > 1:
-        with shared_folder(out) as folder:
-            _write_files(plan, folder, workers)
-            return join_shares(folder, share, plan.index, plan.values)
+        return _write_share(plan, out, share, workers)
     with staged_output(out) as folder:
         folder.mkdir()
         _write_files(plan, folder, workers)
         write_index(folder, plan.index, plan.values)
+    return []
+
+
+def _write_share(plan: StorePlan, out: Path, share: tuple[int, int], workers: int) -> list[int]:
+    if not out.exists():
+        try:
+            folder = shares_folder(out, plan.index)
+            folder.mkdir(exist_ok=True)
+            _write_files(plan, folder, workers)
+            if missing := join_shares(out, share, plan.index, plan.values):
+                return missing
+        except FileNotFoundError:  # another worker has just joined the shares
+            if not out.exists():
+                raise
+    mine = {job.plan.path for job in plan.jobs}
+    files = joined(out, plan.index).files
+    plan.index = with_files(plan.index, [one for one in files if one.path in mine])
     return []
 
 
@@ -308,8 +325,16 @@ def _names_in(out: Path) -> set[str]:
     """The names in a store that `--force` may replace."""
     if not (out / ATOMS_NAME).exists():
         return set()
-    folders = {Path(one.path).parts[0] for one in TensorStore(out).index.files}
-    return {ATOMS_NAME, VALUES_NAME, *folders}
+    try:
+        folders = {Path(one.path).parts[0] for one in index_of(out).files}
+    except CheckpointError:  # it is damaged
+        folders = {
+            one.name
+            for one in out.iterdir()
+            if one.is_dir() and all(".safetensors" in path.name for path in one.iterdir())
+        }
+    left = (one.name for one in out.glob("share-*-of-*.json"))
+    return {ATOMS_NAME, VALUES_NAME, *folders, *left}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ftrun import clock
 from ftrun.cli.completion import AsJson, option, with_groups
 from ftrun.cli.launch.checkpoint_check import ask_catalog, report_of
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.screen.text import count, duration, ranges, seconds_of, size, size_of
+from ftrun.cli.screen.text import count, duration, seconds_of, shares_to_write, size, size_of
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.wire.messages.checkpoint import (
     DTYPE_WORDS,
@@ -396,8 +396,8 @@ def _show_converted(found: ConvertReport) -> None:
         )
     render.write_plain(text)
     if found.missing_shares:
-        missing = ranges(found.missing_shares)
-        render.write_plain(f"{found.path}: a checkpoint when share {missing} is written")
+        left = shares_to_write(found.missing_shares)
+        render.write_plain(f"{found.path}: a checkpoint when {left}")
     else:
         render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
     for note in found.notes:

@@ -27,7 +27,7 @@ from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry
-from ftrun.tools.checkpoints.tensor_store import TensorStore
+from ftrun.tools.checkpoints.tensor_store import TensorStore, has_shares
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.messages.checkpoint import ATOMS_NAME, INDEX_NAME
 
@@ -168,6 +168,6 @@ def source_folder(text: str) -> Path:
     names = [one.name for one in storage.checkpoints() if one.index is not None]
     if name := storage.latest_name() or next(iter(names), ""):
         return path / name
-    if any(path.glob("share-*-of-*.json")):
-        raise CheckpointError(f"{path} has some of the shares of a store: write the others first")
+    if has_shares(path):
+        raise CheckpointError(f"{path} lacks shares of a store: write the others first")
     raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a latest one")
