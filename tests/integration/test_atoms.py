@@ -358,9 +358,10 @@ def test_the_commands(here: Path) -> None:
     assert "a checkpoint of 2 ranks" in said
     assert_ranks(arrays_of(here / "new" / "latest"), rows(1, 2))
     assert "load takes atoms" in ftrun("load", "old", "x", "--rules", "zero.yaml", code=2)
-    assert "--only is not for atoms" in ftrun(
-        "export", "old", "x", "--format", "atoms", "--only", "m", code=2
-    )
+    for flag in ("--only", "--file-size"):
+        assert f"{flag} is not for atoms" in ftrun(
+            "export", "old", "x", "--format", "atoms", flag, "1GB", code=2
+        )
     assert "--rules and --share are for" in ftrun(
         "export", "old", "x", "--format", "dcp", "--share", "1/2", code=2
     )
