@@ -31,6 +31,7 @@ from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.plain_values import TensorRef
+from ftrun.tools.checkpoints.atoms import make as made
 from ftrun.tools.checkpoints.catalog import find_damage
 from ftrun.tools.checkpoints.convert import convert as converted
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
@@ -62,9 +63,7 @@ class World:
         writer = CheckpointWriter(
             WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
         )
-        order = WriteJob(
-            str(folder), tuple(fds), len(ranks), retention=Retention(3), life="made"
-        )
+        order = WriteJob(str(folder), tuple(fds), len(ranks), retention=Retention(3), life="made")
         try:
             self.path = Path(writer.write(fds, order).path)
         finally:
@@ -439,6 +438,25 @@ def test_what_is_in_padding_does_not_count(convert: Converter) -> None:
     name = convert.rules("x.yaml", text.replace("{dp: 2}", "{dp: 2, tp: 1}"))
     found = convert("new", "--rules", name, "--mesh", "dp=1")
     assert arrays_of(found)[0]["model.w"].tolist() == [1, 2, 3, 0]
+
+
+def test_padding_is_kept_if_its_size_stays_and_else_reported(convert: Converter) -> None:
+    text = ("mesh: {pp: 1, tp: 2}\n"
+            "shard: [{name: model.*, axis: tp, dim: 0, size: 3, pad_to: 2}]\n")  # fmt: skip
+    rows = np.array([1, 2, 3, 9], np.float32)
+    World(convert.folder / "old", [{"model.w": part} for part in np.split(rows, 2)])
+    name = convert.rules("x.yaml", text)
+    convert.rules("to.yaml", text.replace("tp: 2", "tp: 1").replace("pad_to: 2", "pad_to: 4"))
+    done = converted(["old", "kept", "--rules", name, "--to", "to.yaml"])
+    assert_ranks(arrays_of(convert.folder / "kept" / "latest"), [{"model.w": rows}])
+    assert not any("padding" in note for note in done.notes)
+    done = converted(["old", "new", "--rules", name, "--mesh", "tp=3"])
+    dropped = "padding of model.w, state.model.w.mean that is not zero"
+    assert any(dropped in note for note in done.notes)
+    empty = np.zeros(2, np.float32)
+    expected = [{"model.w": part} for part in (rows[:2], np.array([3, 0], np.float32), empty)]
+    assert_ranks(arrays_of(convert.folder / "new" / "latest"), expected)
+    assert any(dropped in note for note in made(["export", "old", "atoms", "--rules", name]).notes)
 
 
 # --- a larger one -----------------------------------------------------------------------------

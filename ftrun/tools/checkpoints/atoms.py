@@ -178,6 +178,10 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
     values = atoms.values_of_one_rank(source.parts, world, one)
     states = plain.decode(values["optimizer_state"])
     packed = plain.encode(values)
+    assembler = Assembler(source.files, source.regions)
+    notes = _notes(world)
+    if dropped := assembler.dropped_padding(world, one):
+        notes.append(f"dropped: padding of {listed(dropped, _SHOWN)} that is not zero")
     index = StoreIndex(
         FORMAT,
         MADE[operation],
@@ -189,14 +193,14 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
         xxhash.xxh3_64_hexdigest(packed),
         _entries(one, source),
         (),
-        notes=_notes(world),
+        notes=tuple(notes),
     )
     if operation == "export":
         plans = _atoms(one, states)
         first = _first_holders(world)
         jobs = [FileJob(p, _of_source(p, first), one.wholes[p.entry].dtype) for p in plans]
         index = _with_dtypes(index, plans)
-        return StorePlan(index, jobs, Assembler(source.files, source.regions), packed)
+        return StorePlan(index, jobs, assembler, packed)
     found = atoms.extract(world)
     paths = atoms.paths_of([file for _, file in found], states)
     raw, jobs = RegionIndex(), []
@@ -267,16 +271,16 @@ def _of_source(plan: FilePlan, first: Mapping[str, int]) -> list[StoredRegion]:
     return [replace(one, tensor=f"{plan.entry}@{first[plan.entry]}") for one in regions]
 
 
-def _notes(world: WorldLayout) -> tuple[str, ...]:
+def _notes(world: WorldLayout) -> list[str]:
     if world.mesh.size == 1:
-        return ()
+        return []
     notes = ["random states are those of rank 0; the ranks that load the atoms derive theirs"]
     if own := list(_first_holders(world)):
         notes.append(f"each rank has its own {listed(own, _SHOWN)}: those of the first rank")
     kinds = {name: one.rule.kind for name, one in world.sharing.items()}
     if diverged := [name for name, kind in kinds.items() if kind is SharingKind.AVERAGE]:
         notes.append(f"copies have diverged of {listed(diverged, _SHOWN)}: their mean")
-    return tuple(notes)
+    return notes
 
 
 # --- files --------------------------------------------------------------------------------------

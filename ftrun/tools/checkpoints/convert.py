@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from ftrun import clock
+from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.ids import version
 from ftrun.sharding.rank_values import RankValues
@@ -136,15 +137,20 @@ def _converted(
     values = RankValues(source.parts, before, after)
     plain = [values.of(rank) for rank in range(after.mesh.size)]
     job = Conversion(before, after, dtypes, plain, source.when)
-    writer = WorldWriter(job, Assembler(files, source.regions), workers=workers)
+    assembler = Assembler(files, source.regions)
+    writer = WorldWriter(job, assembler, workers=workers)
+    notes = values.notes()
+    if dropped := assembler.dropped_padding(before, after):
+        notes.append(f"dropped, because the padded size changes: padding of {listed(dropped, 5)} "
+                     "that is not zero")  # fmt: skip
     if ranks.step == 1:
         path, num_bytes = publish(source.index, out, writer)
-        return _facts(source, path, num_bytes, after, notes=values.notes())
+        return _facts(source, path, num_bytes, after, notes=notes)
     token = [source.digest, wanted.text, str(wanted.mesh), sorted(dtypes.items())]
     name = xxhash.xxh3_64_hexdigest(msgspec.json.encode(token))
     part = _part_of(source.index, name, after.mesh.size)
     path, num_bytes, missing = publish_share(part, ranks, out, writer)
-    found = _facts(source, path, num_bytes, after, notes=values.notes())
+    found = _facts(source, path, num_bytes, after, notes=notes)
     return msgspec.structs.replace(found, missing_shares=tuple(missing))
 
 

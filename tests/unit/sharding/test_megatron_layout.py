@@ -199,6 +199,21 @@ def test_a_model_moves_to_another_mesh_and_back(before: Megatron, after: Megatro
     assert_same(found, after.ranks())
 
 
+def test_padding_of_the_vocabulary_is_kept_if_its_size_stays() -> None:
+    arrays, name = DENSE.ranks(), "model.embedding.word_embeddings.weight"
+    names = [name, f"optimizer.state.{name}.exp_avg"]
+    for one in names:
+        arrays[1][one] = np.where(arrays[1][one] == 0, 7, arrays[1][one])  # of the first stage
+    source = world_of(DENSE, arrays)
+    for tp in (2, 1):
+        after = replace(DENSE, pp=1, layers=(4,), tp=tp)
+        found = moved(source, arrays, lay_out(after.rules(), source))
+        joined = np.concatenate([held[name] for held in found])
+        assert set(joined[VOCAB:].flat) == ({7} if tp == 2 else {0})
+        if tp == 2:
+            assert all(np.array_equal(found[1][one], arrays[1][one]) for one in names)
+
+
 def test_an_expert_that_no_rank_has_is_named() -> None:
     with pytest.raises(RulesMismatch, match=r"declares 9 layers, but no rank holds layer 4"):
         world_of(replace(EXPERTS, experts=9), EXPERTS.ranks())
