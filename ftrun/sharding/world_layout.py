@@ -464,7 +464,8 @@ class _Placer:
             return self._entry(view.shape, patches_of(f"{name}@{previous_rank}", view))
         if source is None and rule.kind is SharingKind.AVERAGE:
             copy = self._where[rule.axis]
-        shape, mesh, padding = self._whole.shape, self._rules.mesh, ()
+        shape, mesh = self._whole.shape, self._rules.mesh
+        padding: tuple[StoredRegion, ...] = ()
         view = self._view(shape, rule.cuts)
         wide = padded_view(shape, rule.cuts, mesh, self._where)
         if source is None:

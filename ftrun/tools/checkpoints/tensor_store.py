@@ -10,9 +10,9 @@ Each file is a safetensors file with one tensor. The index has digests of its da
 
 Rule 1: the index names all files, so a folder without an index is no store.
 Rule 2: several workers, on one host or on several, write shares of the tensors to one folder
-        beside the final one, whose name has the digest of what they write. Each leaves the index of
-        its share. The worker that finds all of them writes the index, which is the same whichever
-        worker that is and however many there are, and renames the folder.
+        next to the final one, whose name has the digest of what they write. Each leaves the index
+        of its share. The worker that finds all of them writes the index, which is the same
+        whichever worker that is and however many there are, and renames the folder.
 
 Source: Universal Checkpointing (arXiv 2406.18820, sections 4 and 5): one file for each parameter
 and state; parallel over tensors, balanced by size.
