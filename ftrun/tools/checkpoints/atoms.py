@@ -27,10 +27,12 @@ from ftrun.cli.screen.text import listed, shares_to_write
 from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.sharding import atoms
 from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.replica_check import padding_notes
 from ftrun.sharding.rules import SharingKind
 from ftrun.sharding.source_index import RegionIndex
 from ftrun.sharding.world_layout import WorldLayout
 from ftrun.smp.checkpoint.index import FORMAT
+from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import strides_of, whole
 from ftrun.snapshot.layout import CopyTiming
@@ -178,10 +180,8 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
     values = atoms.values_of_one_rank(source.parts, world, one)
     states = plain.decode(values["optimizer_state"])
     packed = plain.encode(values)
-    assembler = Assembler(source.files, source.regions)
-    notes = _notes(world)
-    if dropped := assembler.dropped_padding(world, one):
-        notes.append(f"dropped: padding of {listed(dropped, _SHOWN)} that is not zero")
+    assert isinstance(source.files, CheckpointReader)
+    notes = [*_notes(world), *padding_notes(source.files, world, one)]
     index = StoreIndex(
         FORMAT,
         MADE[operation],
@@ -200,7 +200,7 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
         first = _first_holders(world)
         jobs = [FileJob(p, _of_source(p, first), one.wholes[p.entry].dtype) for p in plans]
         index = _with_dtypes(index, plans)
-        return StorePlan(index, jobs, assembler, packed)
+        return StorePlan(index, jobs, Assembler(source.files, source.regions), packed)
     found = atoms.extract(world)
     paths = atoms.paths_of([file for _, file in found], states)
     raw, jobs = RegionIndex(), []
@@ -271,9 +271,9 @@ def _of_source(plan: FilePlan, first: Mapping[str, int]) -> list[StoredRegion]:
     return [replace(one, tensor=f"{plan.entry}@{first[plan.entry]}") for one in regions]
 
 
-def _notes(world: WorldLayout) -> list[str]:
+def _notes(world: WorldLayout) -> Sequence[str]:
     if world.mesh.size == 1:
-        return []
+        return ()
     notes = ["random states are those of rank 0; the ranks that load the atoms derive theirs"]
     if own := list(_first_holders(world)):
         notes.append(f"each rank has its own {listed(own, _SHOWN)}: those of the first rank")

@@ -20,10 +20,10 @@ import msgspec
 import xxhash
 
 from ftrun import clock
-from ftrun.cli.screen.text import listed
 from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.ids import version
 from ftrun.sharding.rank_values import RankValues
+from ftrun.sharding.replica_check import padding_notes
 from ftrun.sharding.rules import NamePattern, ShardingRules
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out
 from ftrun.smp.checkpoint.index import (
@@ -137,12 +137,10 @@ def _converted(
     values = RankValues(source.parts, before, after)
     plain = [values.of(rank) for rank in range(after.mesh.size)]
     job = Conversion(before, after, dtypes, plain, source.when)
-    assembler = Assembler(files, source.regions)
-    writer = WorldWriter(job, assembler, workers=workers)
+    writer = WorldWriter(job, Assembler(files, source.regions), workers=workers)
     notes = values.notes()
-    if dropped := assembler.dropped_padding(before, after):
-        notes.append(f"dropped, because the padded size changes: padding of {listed(dropped, 5)} "
-                     "that is not zero")  # fmt: skip
+    if isinstance(files, CheckpointReader):
+        notes += padding_notes(files, before, after)
     if ranks.step == 1:
         path, num_bytes = publish(source.index, out, writer)
         return _facts(source, path, num_bytes, after, notes=notes)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +34,6 @@ from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
 from ftrun.smp.checkpoint.index import ShardFile
 from ftrun.smp.checkpoint.storage.direct_file import DirectFile, no_pace
 from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
-from ftrun.snapshot.boxes import strides_of
 from ftrun.snapshot.layout import (
     ITEM_BYTES,
     PLAIN_NAME,
@@ -80,23 +79,6 @@ class Assembler:
         ]
         made = read[0] if len(read) == 1 else mean(read, old)
         return made if old == new else converted(made, old, new)
-
-    def dropped_padding(self, before: WorldLayout, after: WorldLayout) -> list[str]:
-        """Names of tensors with padding that is not zero, and that the new world has not."""
-        found = []
-        for name, whole in before.wholes.items():
-            if name not in after.wholes or before.padded_shape(name) == after.padded_shape(name):
-                continue
-            placed = {id(one[name]): one[name] for one in before.entries if name in one}
-            padding = [region for one in placed.values() for region in one.padding]
-            if any(self._has_bits(region, whole.dtype) for region in padding):
-                found.append(name)
-        return found
-
-    def _has_bits(self, region: StoredRegion, dtype: str) -> bool:
-        alone = replace(region, first=0, strides=strides_of(region.box.shape))
-        made = self.assembled([alone], region.box.num_items, dtype, dtype)
-        return bool(made.view(np.uint8).any())
 
     def _read(self, copy: BoxCopy) -> memoryview:
         (holder,) = copy.holders
