@@ -23,7 +23,7 @@ from urllib.parse import quote
 import xxhash
 import yaml
 
-from ftrun.sharding.partition import StoredRegion, StoredView, patches_of, round_up, view_of
+from ftrun.sharding.partition import StoredRegion, StoredView, padded_shape, patches_of, view_of
 from ftrun.sharding.rank_values import RankValues, refs_changed
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.rules import DimensionSplit, Mesh, SharingKind, ranks_alone
@@ -223,15 +223,10 @@ def _of_whole(ref: TensorRef) -> TensorRef:
 
 
 def _padded(shape: Shape, cuts: Sequence[DimensionSplit], mesh: Mesh) -> StoredView:
-    """The whole tensor at the size to which the first split of each dimension pads it."""
-    padded: dict[int, DimensionSplit] = {}
-    for cut in cuts:
-        dim = cut.dim % len(shape)
-        if dim not in padded:
-            step = cut.pad_to * mesh.size_of(cut.axis)
-            size = round_up(shape[dim], step) if step else shape[dim]
-            padded[dim] = DimensionSplit("dp", dim, pad_to=size)
-    return view_of(shape, list(padded.values()), _ALONE, _HERE)
+    padded = enumerate(padded_shape(shape, cuts, mesh))
+    return view_of(
+        shape, [DimensionSplit("dp", d, pad_to=size) for d, size in padded], _ALONE, _HERE
+    )
 
 
 # --- names --------------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def gradients_merged(
     return {"usual": usual, "except": except_}
 
 
-def parameters_of(groups: Mapping[str, Iterable[Plain]]) -> set[str]:
-    return {name for some in groups.values() for group in some for name in group["params"]}
+def parameters_of(groups: Mapping[str, Iterable[Plain]]) -> dict[str, None]:
+    """The parameters of all groups, in their order."""
+    return {name: None for some in groups.values() for group in some for name in group["params"]}
 
 
 class ModuleValues:

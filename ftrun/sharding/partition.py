@@ -8,10 +8,10 @@ therefore all regions.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftrun.sharding.rules import DimensionSplit, FlatBuffer, FusedPart, Mesh, UnevenPolicy
-from ftrun.snapshot.boxes import Box, Shape, item_at, overlap, strides_of, whole
+from ftrun.snapshot.boxes import Box, Shape, item_at, overlap, strides_of, whole, without
 
 
 class SplitImpossible(ValueError):
@@ -152,6 +152,40 @@ def view_of(
         held = hold(cut, size, count=mesh.size_of(cut.axis), index=where[cut.axis])
         view = _cut(view, dim, held)
     return view
+
+
+def padded_shape(shape: Shape, cuts: Sequence[DimensionSplit], mesh: Mesh) -> Shape:
+    """The shape to which the first split of each dimension pads a tensor."""
+    padded = list(shape)
+    for dim, cut in _first_cuts(shape, cuts).items():
+        if cut.pad_to:
+            padded[dim] = round_up(shape[dim], cut.pad_to * mesh.size_of(cut.axis))
+    return tuple(padded)
+
+
+def padded_view(
+    shape: Shape, cuts: Sequence[DimensionSplit], mesh: Mesh, where: Mapping[str, int]
+) -> StoredView:
+    """As `view_of`, with the padding of `padded_shape` as part of the tensor."""
+    first = _first_cuts(shape, cuts).values()
+    unpadded = [replace(cut, size=None, pad_to=0) if cut in first else cut for cut in cuts]
+    return view_of(padded_shape(shape, cuts, mesh), unpadded, mesh, where)
+
+
+def _first_cuts(shape: Shape, cuts: Sequence[DimensionSplit]) -> dict[int, DimensionSplit]:
+    return {cut.dim % len(shape): cut for cut in reversed(cuts)}
+
+
+def padding_of(tensor: str, shape: Shape, view: StoredView) -> tuple[StoredRegion, ...]:
+    """The regions of a padded view that are outside of the tensor."""
+    strides = strides_of(view.shape)
+    found = []
+    for block in view.blocks:
+        for box in without(block.box, whole(shape)):
+            moved = zip(block.at, box.offsets, block.box.offsets, strict=True)
+            first = item_at(tuple(at + to - begin for at, to, begin in moved), strides)
+            found.append(StoredRegion(tensor, box, first, strides))
+    return tuple(found)
 
 
 def _cut(view: StoredView, dim: int, held: StoredRuns) -> StoredView:

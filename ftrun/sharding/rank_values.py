@@ -23,7 +23,8 @@ Rule 4: a random stream that is equal on all old ranks stays equal, because scri
         the same decision on all ranks. Any other stream continues in the rank of the same number. A
         rank without a counterpart gets a stream derived from its number and an old rank's stream.
 Rule 5: parameter groups and optimizer state name the parameters of the new rank, by its own names,
-        in the order of the old ranks.
+        in the order of the old ranks. Groups of the same number are one group, and must have equal
+        settings; a later stage may have further ones.
 Rule 6: extra state, own keys and flags of modules are on the ranks that have the modules.
 """
 
@@ -35,7 +36,9 @@ from typing import Any, Protocol
 
 import xxhash
 
+from ftrun.errors import RulesMismatch
 from ftrun.sharding.module_values import ModuleValues
+from ftrun.sharding.replica_check import difference
 from ftrun.sharding.rule_parser import carried
 from ftrun.sharding.rules import Mesh
 from ftrun.sharding.world_layout import WorldLayout
@@ -262,6 +265,7 @@ class RankValues:
         self._own_keys = list(map(modules_renamed, own_keys, whole))
         every = (map(one, held) for one, held in zip(whole, decoded["frozen"], strict=True))
         self._frozen = list(dict.fromkeys(chain.from_iterable(every)))
+        _check_settings(self._groups, source.rules.source)
         self._named = _named(self._groups)
         self._modules = ModuleValues(
             parts, source, target, groups=self._groups, frozen=self._frozen
@@ -273,7 +277,7 @@ class RankValues:
         shares, stages = self._shares(rank), self._stages(old)
         names = self._target.entries[rank]
         own = self._target.names[rank].own
-        made["groups"] = plain.encode(groups_renamed(self._groups_of(old, rank), own))
+        made["groups"] = plain.encode(groups_renamed(self._groups_of(rank), own))
         made["optimizer_state"] = plain.encode(states_renamed(self._states_of(rank), own))
         for name, saved in (("extra_state", self._extra_state), ("own_keys", self._own_keys)):
             of_modules = self._of_modules(saved, stages, rank)
@@ -298,15 +302,16 @@ class RankValues:
     def _decoded(self, rank: int, name: str) -> Any:
         return plain.decode(self._parts[rank][name])
 
-    def _groups_of(self, old: int, rank: int) -> Plain:
+    def _groups_of(self, rank: int) -> Plain:
         names = self._target.entries[rank]
-        return {
-            name: [
-                {**group, "params": [one for one in self._named[name][at] if one in names]}
-                for at, group in enumerate(groups)
+        made = {}
+        for name, named in self._named.items():
+            longest = max((one.get(name, ()) for one in self._groups), key=len)
+            made[name] = [
+                {**group, "params": [one for one in params if one in names]}
+                for group, params in zip(longest, named, strict=True)
             ]
-            for name, groups in self._groups[old].items()
-        }
+        return made
 
     def _stages(self, old: int) -> list[int]:
         """An old rank, and then the old ranks that differ from it by their stage only."""
@@ -335,6 +340,24 @@ class RankValues:
                     if key in names or key not in self._known:
                         state.setdefault(key, values)
         return made
+
+
+def _check_settings(saved: Sequence[Plain], source: str) -> None:
+    """Raises RulesMismatch if groups of the same number have other settings on another rank."""
+    first: dict[tuple[str, int], tuple[int, Plain]] = {}
+    for rank, one in enumerate(saved):
+        for name, groups in one.items():
+            for at, group in enumerate(groups):
+                settings = {**group, "params": None}
+                known_on, known = first.setdefault((name, at), (rank, settings))
+                found = difference(known, settings, f"{name}.param_groups[{at}]")
+                if found is not None:
+                    problem = (
+                        f"{found.path} is {found.one} on rank {known_on} and {found.other} on rank "
+                        f"{rank}: groups of the same number become one group, so give all stages "
+                        "the same groups, empty ones too"
+                    )
+                    raise RulesMismatch(source=source, problems=[problem])
 
 
 def _named(saved: Sequence[Plain]) -> dict[str, list[list[str]]]:

@@ -5,7 +5,7 @@ Plain values are compared as trees, with a `TensorContent` in place of each tens
 Comparing the digest tables of tensors reads no data and proves that equal entries at equal
 positions match. A small entry is hashed together with its neighbours. If a neighbour is part of a
 sharded tensor, the digest differs from rank to rank. The bytes of the small entry are then
-compared. Padding that rules describe is ignored.
+compared. Padding that rules describe is ignored; a note names tensors that lose it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +35,7 @@ from ftrun.snapshot.plain_values import join
 from ftrun.snapshot.shard_header import ShardHeader
 
 _LONGEST = 80
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +265,31 @@ def _item_runs(patch: StoredRegion) -> Iterator[tuple[int, int]]:
     steps = patch.strides[:-1]
     for at in product(*map(range, outer)):
         yield patch.first + item_at(at, steps), count
+
+
+def padding_notes(shards: Shards, before: WorldLayout, after: WorldLayout) -> list[str]:
+    """A line about padding that is not zero and that the new world does not have."""
+    found = [
+        name
+        for name in before.wholes
+        if before.padded_shape(name) != after.padded_shape(name)
+        and _is_padding_used(shards, before, name)
+    ]
+    if not found:
+        return []
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    names = ", ".join(found[:_MOST_NAMES])
+    return [f"dropped, because the padded size changes: padding of {names}{more} that is not zero"]
+
+
+def _is_padding_used(shards: Shards, world: WorldLayout, name: str) -> bool:
+    item_bytes = ITEM_BYTES[world.wholes[name].dtype]
+    held = [(rank, entries[name]) for rank, entries in enumerate(world.entries) if name in entries]
+    placed = {id(one): (rank, one) for rank, one in reversed(held)}
+    runs = (
+        (rank, world.own_name(rank, name), first * item_bytes, count * item_bytes)
+        for rank, one in placed.values()
+        for region in one.padding
+        for first, count in _item_runs(region)
+    )
+    return any(bytes(shards.read(*run)).strip(b"\0") for run in runs)

@@ -2,7 +2,8 @@
 
 Optimizer state follows its parameter, so rules need not name it. State of the parameter's shape is
 shared as the parameter is. A single number, such as the step, is equal on all ranks that have the
-parameter. A rule that names the state itself takes precedence.
+parameter. A rule that names the state itself takes precedence. A pattern under unique may match
+state also where it means parameters, so a placement does not replace the rule of the parameter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,12 +82,13 @@ def match(
 ) -> dict[str, MatchedRule]:
     """The matched rule of each name, given with its owning parameter.
 
-    Raises RulesMismatch if no rule matches a name, or two do.
+    Raises RulesMismatch if no rule matches a name, or two do. A placement alone is a rule too,
+    unless the rules are strict.
     """
-    listed = list(names)
     found: dict[str, MatchedRule] = {}
     twice: list[str] = []
-    for name, _ in listed:
+    others: list[tuple[str, OwningParameter | None, tuple[PlacedName, ...]]] = []
+    for name, owner in names:
         matching, placements = rules.rules_of(name), rules.placements_by_axis(name)
         several: list[Sequence[object]] = [matching, *placements.values()]
         twice += [
@@ -94,16 +96,26 @@ def match(
             for some in several
             if len(some) > 1
         ]
-        if matching or placements:
-            rule = matching[0] if matching else REPLICATED
-            found[name] = MatchedRule(rule, _placed(name, placements))
+        places = _placed(name, placements)
+        if matching:
+            found[name] = MatchedRule(matching[0], places)
+        elif places and not rules.is_strict and (owner is None or owner.how is None):
+            found[name] = MatchedRule(REPLICATED, places)
+        else:
+            others.append((name, owner, places))
     unmatched = []
-    for name, owner in listed:
-        if name in found:
-            continue
+    for name, owner, places in others:
         inherited = _inherited(found, owner)
         if inherited is not None:
-            found[name] = inherited
+            by_axis = {one.axis: one for one in (*inherited.places, *places)}
+            found[name] = MatchedRule(inherited.rule, tuple(by_axis.values()))
+        elif places and not rules.is_strict:
+            found[name] = MatchedRule(REPLICATED, places)
+        elif places:
+            unmatched.append(
+                f"{name} is placed by {places[0].placement}, and with strict: true it needs "
+                "another rule too, such as replicate"
+            )
         elif owner is not None and owner.how is None:
             unmatched.append(
                 f"{name} matches no rule, and does not have the shape of {owner.parameter}"

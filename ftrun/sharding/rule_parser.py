@@ -88,7 +88,8 @@ class _Reader:
             self.problems.append("line 1, column 1: expected mesh and rules, and the file is empty")
             raise _NotThis
         kinds = [kind.value for kind in SharingKind]
-        parts = self._mapping(root, "rules", ("mesh", "batches", *kinds, "unique"), ["mesh"])
+        keys = ("mesh", "batches", "strict", *kinds, "unique")
+        parts = self._mapping(root, "rules", keys, ["mesh"])
         mesh = self._mesh(parts["mesh"], parts.get("batches"))
         rules: list[ShardingRule] = []
         for kind in SharingKind:
@@ -97,7 +98,8 @@ class _Reader:
         placements: list[StagePlacement] = []
         for node in self._listed(parts.get("unique"), "a list of unique rules"):
             placements += self._each(node, self._placements)
-        return ShardingRules(source, mesh, tuple(rules), tuple(placements))
+        is_strict = self._optional(parts, "strict", self._boolean, False)
+        return ShardingRules(source, mesh, tuple(rules), tuple(placements), is_strict=is_strict)
 
     # --- the parts of a file ---------------------------------------------------------------
 

@@ -82,10 +82,13 @@ class Mesh:
         return [found[index] for index in range(self.num_batches)]
 
     def resized(self, num_ranks: int) -> "Mesh | None":
-        """This mesh with another size of the batch axis; None if `num_ranks` does not fit."""
-        if len(self.batch_axes) != 1:
+        """This mesh with another size of the first batch axis; None if `num_ranks` does not fit.
+
+        The other batch axes, such as that of experts, must have size 1.
+        """
+        axis = next(iter(self.batch_axes), None)
+        if axis is None or self.num_batches != self.size_of(axis):
             return None
-        axis = self.batch_axes[0]
         others = self.size // self.size_of(axis)
         if num_ranks < 1 or num_ranks % others:
             return None
@@ -311,13 +314,19 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """One file of rules; `placements` places tensors that are not on all ranks, axis by axis."""
+    """One file of rules.
+
+    Args:
+        placements: of tensors that are not on all ranks, axis by axis.
+        is_strict: a name needs a rule also if it has a placement.
+    """
 
     source: str
     mesh: Mesh
     rules: tuple[ShardingRule, ...] = ()
     placements: tuple[StagePlacement, ...] = ()
     text: str = ""
+    is_strict: bool = False
 
     def on(self, mesh: Mesh) -> "ShardingRules":
         return replace(self, mesh=mesh)

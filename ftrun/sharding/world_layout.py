@@ -19,6 +19,9 @@ from ftrun.sharding.partition import (
     StoredRegion,
     StoredView,
     flat_part,
+    padded_shape,
+    padded_view,
+    padding_of,
     patches_of,
     view_of,
 )
@@ -54,12 +57,13 @@ class StoredEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlacedEntry:
-    """A stored entry, and the regions in it."""
+    """A stored entry, and the regions in it; `padding` is outside of the whole tensor."""
 
     name: str
     dtype: str
     shape: Shape
     patches: tuple[StoredRegion, ...]
+    padding: tuple[StoredRegion, ...] = ()
 
     @property
     def num_items(self) -> int:
@@ -110,12 +114,17 @@ class WorldLayout:
     def has_module(self, rank: int, path: str) -> bool:
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
+    def padded_shape(self, name: str) -> Shape:
+        return padded_shape(self.wholes[name].shape, self.sharing[name].rule.cuts, self.mesh)
+
     def index(self, entry: Callable[[int, str], LayoutEntry]) -> RegionIndex:
         """All stored regions as sources of copies; `entry` finds an entry by a rank's own name."""
         index = RegionIndex()
         for rank, entries in enumerate(self.entries):
             for one in entries.values():
-                index.add(rank, entry(rank, self.own_name(rank, one.name)), one.patches)
+                index.add(
+                    rank, entry(rank, self.own_name(rank, one.name)), (*one.patches, *one.padding)
+                )
         return index
 
 
@@ -152,7 +161,7 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
         except SplitImpossible as error:
             notes.add(f"{name}: {error}")
     notes.check()
-    world = _laid_out(rules, wholes, sharing, rank_names, copies=True, counterpart=None)
+    world = _laid_out(rules, wholes, sharing, rank_names)
     for rank, (stored, placed) in enumerate(zip(by_rank, world.entries, strict=True)):
         for name, one in stored.items():
             if one.shape != placed[name].shape:
@@ -168,7 +177,8 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
 def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
     """The layout of the same tensors in the world of other rules.
 
-    Raises RulesMismatch with all problems if the tensors cannot be shared by these rules.
+    Padding of the same size is kept; it is in `patches`. Raises RulesMismatch with all problems if
+    the tensors cannot be shared by these rules.
     """
     owner = [(whole.name, whole.owner) for whole in source.wholes.values()]
     sharing = match(rules, owner)
@@ -182,9 +192,7 @@ def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
             notes.add(f"{name} is each rank's own by only one of {before} and {one.rule}")
     rank_names = notes.names()
     notes.check()
-    return _laid_out(
-        rules, source.wholes, sharing, rank_names, copies=False, counterpart=source.mesh
-    )
+    return _laid_out(rules, source.wholes, sharing, rank_names, source)
 
 
 class _Problems:
@@ -307,7 +315,7 @@ def _whole(
     if rule.kind is SharingKind.AVERAGE and first.dtype not in FLOATS:
         raise SplitImpossible(f"it is {first.dtype}, but only {', '.join(FLOATS)} have a mean")
     if rule.flat is not None:
-        shape: Shape = (sum(math.prod(shape) for _, shape in rule.flat.tensors),)
+        shape: Shape = (sum(math.prod(one) for _, one in rule.flat.tensors),)
     elif rule.kind in (SharingKind.SHARD, SharingKind.FRAGMENT):
         shapes = {rank: one.shape for rank, one in held.items()}
         shape = _whole_shape(rules.mesh, rule.cuts, shapes)
@@ -372,15 +380,9 @@ def _laid_out(
     wholes: dict[str, GlobalTensor],
     sharing: dict[str, MatchedRule],
     names: Sequence[RankNames],
-    *,
-    copies: bool,
-    counterpart: Mesh | None,
+    source: WorldLayout | None = None,
 ) -> WorldLayout:
-    """Entries for all ranks.
-
-    `copies` distinguishes divergent copies. `counterpart` is the mesh whose ranks' own tensors are
-    taken over; None: this world's.
-    """
+    """Entries for all ranks, as they are stored, or to be filled from a source."""
     notes = _Problems(rules)
     entries: tuple[dict[str, PlacedEntry], ...] = tuple({} for _ in range(rules.mesh.size))
     for name, whole in wholes.items():
@@ -389,13 +391,13 @@ def _laid_out(
         try:
             for rank in _ranks_of(rules.mesh, sharing[name]):
                 previous_rank = rank
-                if counterpart is not None:
-                    previous_rank = counterpart.counterpart(rules.mesh, rank)
-                    previous_rank = _owner_near(counterpart, previous_rank, whole.own_shapes)
+                if source is not None:
+                    previous_rank = source.mesh.counterpart(rules.mesh, rank)
+                    previous_rank = _owner_near(source.mesh, previous_rank, whole.own_shapes)
                 placer = _Placer(rules, whole, sharing[name], rank)
                 key = placer.key(previous_rank)
                 if key not in made:
-                    made[key] = placer.placed(copies=copies, previous_rank=previous_rank)
+                    made[key] = placer.placed(previous_rank, source)
                 entries[rank][name] = made[key]
         except SplitImpossible as error:
             notes.add(f"{name}: {error}")
@@ -428,7 +430,7 @@ def joined_rows(world: WorldLayout, name: str) -> list[PlacedEntry]:
             where = {**world.mesh.coordinates(rank), axis: 0}
             at = rules.mesh.rank_at(where)
             placer = _Placer(rules, world.wholes[name], MatchedRule(row), at)
-            made.setdefault(placer.key(0), placer.placed(copies=False, previous_rank=0))
+            made.setdefault(placer.key(0), placer.placed(0, world))
     return list(made.values())
 
 
@@ -453,17 +455,24 @@ class _Placer:
             axes = {flat.axis, *(cut.axis for cut in inner)}
         return tuple(at for axis, at in self._where.items() if axis in axes)
 
-    def placed(self, *, copies: bool, previous_rank: int) -> PlacedEntry:
+    def placed(self, previous_rank: int, source: WorldLayout | None) -> PlacedEntry:
         name, rule, copy = self._whole.name, self._rule, 0
         if rule.flat is not None:
             return self._row(rule.flat)
         if rule.kind is SharingKind.OWN:
             view = self._view(self._whole.own_shapes[previous_rank], ())
             return self._entry(view.shape, patches_of(f"{name}@{previous_rank}", view))
-        if copies and rule.kind is SharingKind.AVERAGE:
+        if source is None and rule.kind is SharingKind.AVERAGE:
             copy = self._where[rule.axis]
-        view = self._view(self._whole.shape, rule.cuts)
-        return self._entry(view.shape, patches_of(name, view, copy=copy))
+        shape, mesh = self._whole.shape, self._rules.mesh
+        padding: tuple[StoredRegion, ...] = ()
+        view = self._view(shape, rule.cuts)
+        wide = padded_view(shape, rule.cuts, mesh, self._where)
+        if source is None:
+            padding = padding_of(name, shape, wide)
+        elif padded_shape(shape, rule.cuts, mesh) == source.padded_shape(name):
+            view = wide
+        return self._entry(view.shape, patches_of(name, view, copy=copy), padding)
 
     def _row(self, flat: FlatBuffer) -> PlacedEntry:
         members = [
@@ -487,5 +496,5 @@ class _Placer:
             _check_dim(cut, shape)
         return view_of(shape, cuts, self._rules.mesh, self._where)
 
-    def _entry(self, shape: Shape, patches: tuple[StoredRegion, ...]) -> PlacedEntry:
-        return PlacedEntry(self._whole.name, self._whole.dtype, shape, patches)
+    def _entry(self, shape: Shape, *regions: tuple[StoredRegion, ...]) -> PlacedEntry:
+        return PlacedEntry(self._whole.name, self._whole.dtype, shape, *regions)

@@ -131,13 +131,18 @@ def test_any_number_of_workers_and_of_hosts_gives_the_same_bytes(here: Path) -> 
         words = ("--rules", "large.yaml", "--share", f"{number}/3")
         found = made("export", "old", "shared", *words)
         notes.append(found.notes[-1])
-        assert (here / "shared" / "atoms.json").exists() == (number == 1)
+        assert (here / "shared").exists() == (number == 1)
         assert 0 < len(found.files) < len(tree("one")) - 2
-    assert "complete when shares 1, 3 of 3 are written" in notes[0]
-    assert "complete when shares 1 of 3 are written" in notes[1]
+    assert "complete when shares 1, 3 are written, of 3" in notes[0]
+    assert "complete when share 1 is written, of 3" in notes[1]
     assert tree("shared") == tree("one")
-    code, problem = refused("export", "old", "shared", "--rules", "large.yaml", "--share", "1/3")
-    assert (code, "is complete already" in problem) == (77, True)
+    assert [path.name for path in here.glob(".*")] == []
+    words = ("export", "old", "shared", "--rules", "large.yaml", "--share", "1/3")
+    assert made(*words).files == found.files  # repeated after the join
+    World(here / "old", large(1, 2))
+    Path("large.yaml").write_text(LARGE.replace("dp: 2, tp: 2", "dp: 1, tp: 2"))
+    assert "shared exists already, and is of another checkpoint" in refused(*words)[1]
+    assert tree("shared") == tree("one")
 
 
 def test_several_processes_that_end_together_join_their_shares_once(here: Path) -> None:
@@ -164,9 +169,10 @@ def test_a_share_that_was_killed_is_written_again(here: Path) -> None:
     words = ("export", "old", "shared", "--rules", "large.yaml")
     made(*words, "--share", "1/2")
     command = [sys.executable, "-m", "ftrun.tools.checkpoints.atoms", *words, "--share", "2/2"]
-    before = len(tree("shared"))
+    (folder,) = map(str, here.glob(".shared.shares-*"))
+    before = len(tree(folder))
     running = subprocess.Popen([*command, "--workers", "1"], stdout=subprocess.DEVNULL)
-    while len(tree_names("shared")) == before and running.poll() is None:
+    while len(tree_names(folder)) == before and running.poll() is None:
         pass
     running.kill()
     running.wait()
@@ -178,14 +184,41 @@ def test_a_share_that_was_killed_is_written_again(here: Path) -> None:
 def test_shares_of_two_checkpoints_are_not_joined(here: Path) -> None:
     World(here / "old", large(2, 2))
     World(here / "other", large(1, 2))
-    made("export", "old", "out", "--rules", "large.yaml", "--share", "1/2")
+    first = ("export", "old", "out", "--rules", "large.yaml", "--share")
+    made(*first, "1/2")
     Path("less.yaml").write_text(LARGE.replace("dp: 2, tp: 2", "dp: 1, tp: 2"))
     words = ("out", "--rules", "less.yaml", "--share", "2/2")
-    code, problem = refused("export", "other", *words)
-    assert code == 77
-    assert "share 1 of 2" in problem
+    assert "complete when share 1 is written" in made("export", "other", *words).notes[-1]
     code, problem = refused("strip", "out", "new")
-    assert (code, "some of the shares" in problem) == (77, True)
+    assert (code, "lacks shares" in problem) == (77, True)
+    made(*first, "2/2")
+    made("export", "old", "whole", "--rules", "large.yaml")
+    assert tree("out") == tree("whole")
+
+
+def test_shares_are_not_added_to_a_folder_of_others(here: Path) -> None:
+    World(here / "old", large(2, 2))
+    (here / "out").mkdir()
+    (here / "out" / "mine").touch()
+    words = ("export", "old", "out", "--rules", "large.yaml", "--share", "1/1")
+    for share in ("1/1", "1/2"):
+        assert "out exists already" in refused(*words[:-1], share)[1]
+    assert list(tree("out")) == ["mine"]
+
+
+def test_a_kill_after_the_rename_leaves_a_store_that_a_repeated_share_cleans(here: Path) -> None:
+    World(here / "old", large(2, 2))
+    made("export", "old", "one", "--rules", "large.yaml")
+    words = ("export", "old", "out", "--rules", "large.yaml", "--share")
+    for number in (1, 2):
+        made(*words, f"{number}/2")
+    left = (Path("out/share-1-of-2.json"), Path("out/model.norm/.fp32.safetensors.abcd"))
+    for path in left:
+        path.touch()
+    Path("out/model.norm/.mine").touch()
+    made(*words, "2/2")
+    Path("out/model.norm/.mine").unlink()
+    assert tree("out") == tree("one")
 
 
 def test_layers_of_stages_have_global_numbers_and_load_into_other_stages(here: Path) -> None:
@@ -300,6 +333,9 @@ def test_force_replaces_atoms_and_nothing_else(here: Path) -> None:
     (here / "atoms" / "model.norm" / "fp32.safetensors").unlink()
     made(*words)
     assert (here / "atoms" / "model.norm" / "fp32.safetensors").exists()
+    for damaged in ("atoms.json", "values.msgpack"):
+        (here / "atoms" / damaged).write_bytes(b"{}")
+        made(*words)
     (here / "atoms" / "mine").touch()
     assert "files that no export wrote (mine)" in refused(*words)[1]
 
@@ -322,9 +358,10 @@ def test_the_commands(here: Path) -> None:
     assert "a checkpoint of 2 ranks" in said
     assert_ranks(arrays_of(here / "new" / "latest"), rows(1, 2))
     assert "load takes atoms" in ftrun("load", "old", "x", "--rules", "zero.yaml", code=2)
-    assert "--only is not for atoms" in ftrun(
-        "export", "old", "x", "--format", "atoms", "--only", "m", code=2
-    )
+    for flag in ("--only", "--file-size"):
+        assert f"{flag} is not for atoms" in ftrun(
+            "export", "old", "x", "--format", "atoms", flag, "1GB", code=2
+        )
     assert "--rules and --share are for" in ftrun(
         "export", "old", "x", "--format", "dcp", "--share", "1/2", code=2
     )

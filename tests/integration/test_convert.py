@@ -33,9 +33,10 @@ from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.plain_values import TensorRef
+from ftrun.tools.checkpoints.atoms import make as made
 from ftrun.tools.checkpoints.catalog import find_damage
 from ftrun.tools.checkpoints.convert import convert as converted
-from ftrun.wire.messages.checkpoint import INDEX_NAME
+from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -65,9 +66,7 @@ class World:
         self.folder = folder
         self.ranks = [self._with_state(held) for held in ranks]
         fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
-        order = WriteJob(
-            str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
-        )
+        order = WriteJob(str(folder), tuple(fds), len(ranks), retention=Retention(3), life="made")
         part = replace(order, version=version(3, 42), token="t", share_wait_s=30.0)
         parts = [replace(part, ranks=(rank,)) for rank in fds]
         try:
@@ -393,7 +392,7 @@ def test_parameters_that_are_padded_alone(convert: Converter) -> None:
         assert_ranks(arrays_of(found), zero3(ranks))
 
 
-MEGATRON = "megatron-core:layers=2,vocab=200,divisible=16"
+MEGATRON = "megatron-core:layers=2,vocab=200,divisible=16,fc1=2"
 
 
 def megatron(pipeline: int, tensor: int) -> list[dict[str, Array]]:
@@ -452,6 +451,25 @@ def test_what_is_in_padding_does_not_count(convert: Converter) -> None:
     name = convert.rules("x.yaml", text.replace("{dp: 2}", "{dp: 2, tp: 1}"))
     found = convert("new", "--rules", name, "--mesh", "dp=1")
     assert arrays_of(found)[0]["model.w"].tolist() == [1, 2, 3, 0]
+
+
+def test_padding_is_kept_if_its_size_stays_and_else_reported(convert: Converter) -> None:
+    text = ("mesh: {pp: 1, tp: 2}\n"
+            "shard: [{name: model.*, axis: tp, dim: 0, size: 3, pad_to: 2}]\n")  # fmt: skip
+    rows = np.array([1, 2, 3, 9], np.float32)
+    World(convert.folder / "old", [{"model.w": part} for part in np.split(rows, 2)])
+    name = convert.rules("x.yaml", text)
+    convert.rules("to.yaml", text.replace("tp: 2", "tp: 1").replace("pad_to: 2", "pad_to: 4"))
+    done = converted(["old", "kept", "--rules", name, "--to", "to.yaml"])
+    assert_ranks(arrays_of(convert.folder / "kept" / "latest"), [{"model.w": rows}])
+    assert not any("padding" in note for note in done.notes)
+    done = converted(["old", "new", "--rules", name, "--mesh", "tp=3"])
+    dropped = "padding of model.w, state.model.w.mean that is not zero"
+    assert any(dropped in note for note in done.notes)
+    empty = np.zeros(2, np.float32)
+    expected = [{"model.w": part} for part in (rows[:2], np.array([3, 0], np.float32), empty)]
+    assert_ranks(arrays_of(convert.folder / "new" / "latest"), expected)
+    assert any(dropped in note for note in made(["export", "old", "atoms", "--rules", name]).notes)
 
 
 # --- a larger one -----------------------------------------------------------------------------
@@ -568,6 +586,56 @@ def test_several_hosts_write_the_files_of_one_checkpoint(convert: Converter) -> 
     assert digests(made) == digests(whole)
     assert_ranks(arrays_of(made), large(2, 3))
     assert not list(made.glob("part-*"))
+    indexes = [parse_index((one / INDEX_NAME).read_bytes(), what="it") for one in (made, whole)]
+    assert indexes[0].life == "made"
+    assert indexes[0] == indexes[1]
+
+
+def share_of_two(number: int, *words: str) -> ConvertReport:
+    return converted(["old", "new", *words, "--share", f"{number}/2"])
+
+
+@pytest.mark.parametrize("point", ["index_written", "renamed", "link_made"])
+def test_a_share_that_was_killed_while_it_joined_is_repeated(
+    convert: Converter, point: str
+) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("--rules", convert.rules("large.yaml", LARGE), "--mesh", "tp=1,dp=2")
+    assert share_of_two(1, *words).missing_shares == (2,)
+    module = "ftrun.tools.checkpoints.convert"
+    killed = subprocess.run(
+        [sys.executable, "-m", module, "old", "new", *words, "--share", "2/2"],
+        env={**os.environ, "FTRUN_CRASH_AT": f"smp.checkpoint.{point}"},
+        stdout=subprocess.DEVNULL, timeout=60, check=False,
+    )  # fmt: skip
+    assert killed.returncode == -9
+    assert share_of_two(2, *words).missing_shares == ()
+    made = convert.folder / "new" / "latest"
+    assert_ranks(arrays_of(made), large(2, 1))
+    assert not list(made.glob("part-*"))
+    assert [path.name for path in made.parent.glob("*step-*")] == ["step-00000042-g3"]
+
+
+def test_a_share_that_is_repeated_after_the_join_finds_the_checkpoint(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("--rules", convert.rules("large.yaml", LARGE), "--mesh", "tp=1,dp=2")
+    share_of_two(1, *words)
+    first = share_of_two(2, *words)
+    again = share_of_two(1, *words)
+    assert (again.problem, again.missing_shares, again.path) == ("", (), first.path)
+    names = ("step-*", ".tmp-*")
+    assert [len(list((convert.folder / "new").glob(one))) for one in names] == [1, 0]
+    other = share_of_two(1, *words, "--dtype", "model.norm=bf16")  # of another conversion
+    assert other.missing_shares == (2,)
+
+
+def test_a_share_compares_only_what_it_writes(convert: Converter) -> None:
+    ranks = stages(2, 2)
+    ranks[3]["model.head"] = ranks[3]["model.head"] + 1  # of the last stage
+    World(convert.folder / "old", ranks)
+    words = ("--rules", convert.rules("pipeline.yaml"), "--mesh", "pp=2,tp=1")
+    assert share_of_two(1, *words).problem == ""
+    assert "model.head is F32" in share_of_two(2, *words).problem
 
 
 def test_there_and_back_is_what_it_was(convert: Converter) -> None:

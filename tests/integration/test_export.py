@@ -167,7 +167,7 @@ def test_files_are_cut_at_a_size_and_are_the_same_for_any_number_of_writers(
     trained: Trainings, tmp_path: Path
 ) -> None:
     for writers in (1, 3):
-        words = ("--format", "safetensors", "--file-size", "400KB", "--writers", writers)
+        words = ("--format", "safetensors", "--file-size", "400KB", "--workers", writers)
         export(trained.saved("fsdp"), tmp_path / str(writers), *words)
     one, three = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("1", "3"))
     assert one == three
@@ -415,7 +415,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
         (["HERE", "OUT", "--format", "zip"], 2, "safetensors, dcp, state_dict"),
         (["HERE", "OUT", "--format", "dcp", "--dtype", "int4"], 2, "bf16, fp16, fp32, fp64"),
         (["HERE", "OUT", "--format", "dcp", "--file-size", "big"], 2, "500MB or 5GB"),
-        (["HERE", "OUT", "--format", "dcp", "--writers", "0"], 2, "at least 1"),
+        (["HERE", "OUT", "--format", "dcp", "--workers", "0"], 2, "at least 1"),
         (["HERE", "HERE", "--format", "dcp"], 2, "exists already"),
     ],
 )

@@ -135,11 +135,11 @@ def staged_output(out: Path) -> Iterator[Path]:
         made = staging / out.name
         yield made
         for path in [*made.iterdir(), made] if made.is_dir() else [made]:
-            _sync(path)
+            sync_path(path)
         if out.is_dir():
             out.rename(staging / _OLD)
         made.rename(out)
-        _sync(out.parent)
+        sync_path(out.parent)
     finally:
         _put_back(staging, out)
         shutil.rmtree(staging, ignore_errors=True)
@@ -170,7 +170,8 @@ def _put_back(staging: Path, out: Path) -> None:
         old.rename(out)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Makes a file, or the names in a folder, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -130,6 +130,12 @@ def by_number(name: str) -> tuple[object, ...]:
     return tuple(int(one) if index % 2 else one for index, one in enumerate(parts))
 
 
+def shares_to_write(numbers: Sequence[int]) -> str:
+    """Formats as `shares 1, 3 are written`."""
+    is_one = len(numbers) == 1
+    return f"share{'' if is_one else 's'} {ranges(numbers)} {'is' if is_one else 'are'} written"
+
+
 def ranges(values: Sequence[int], *, most: int = 8) -> str:
     """Formats as `0-2, 4, 6-511`; after `most` ranges, only the number of other values follows."""
     runs: list[list[int]] = []

@@ -37,15 +37,15 @@ Rule 5: a URL cannot be locked. If an index of another life appears there, the w
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import msgspec
 
 from ftrun import clock
 from ftrun.errors import CheckpointError, CheckpointSuperseded, SnapshotCorrupt
-from ftrun.ids import Rank, Version
+from ftrun.ids import Rank, Version, version
 from ftrun.smp.checkpoint.index import (
     CheckpointIndex,
     CheckpointPart,
@@ -183,14 +183,7 @@ class _Attempt:
         self, found: Sequence[StoredCheckpoint], contents: set[Content]
     ) -> WriteResult | None:
         """Return this version if it is a checkpoint already, and complete an interrupted finish."""
-        for one in found:
-            if one.index is None or not _is_of(one.index, self.blank):
-                continue
-            if not contents or not contents <= {shard.content for shard in one.index.shards}:
-                continue
-            sizes = self.storage.sizes(one.name)
-            if not all(is_whole(shard, sizes) for shard in one.index.shards):
-                continue
+        for one in whole_checkpoints(self.storage, found, self.blank, contents):
             if one is found[0] or self._is_alone:
                 self._resolve(one.name, found)
             return WriteResult(self.chosen.version, self.storage.path_of(one.name), 0)
@@ -263,7 +256,7 @@ class _Attempt:
 
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
         """Finish it if all parts exist, or return the missing ranks; raises CheckpointError."""
-        storage, blank, version = self.storage, self.blank, self.chosen.version
+        storage, blank, wanted = self.storage, self.blank, self.chosen.version
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
         if part_name(self.job.ranks) not in sizes:
             raise CheckpointSuperseded(
@@ -272,34 +265,15 @@ class _Attempt:
         shards, written_s, notes = gather(storage, self.folder, sizes, blank)
         missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
         if missing:
-            before = earlier_of_run(found, blank.run_id, version)
+            before = earlier_of_run(found, blank.run_id, wanted)
             notes += _never_written(storage, before, missing)
-            return WriteResult(version, path, 0, missing_ranks=missing, note="; ".join(notes))
+            return WriteResult(wanted, path, 0, missing_ranks=missing, note="; ".join(notes))
         files = with_places(shards)
-        crash_point("smp.checkpoint.merged")
-        index = CheckpointIndex(
-            format_of(files),
-            next_serial(found, besides=self.folder),
-            blank.run_id,
-            max(0, blank.generation),
-            blank.step,
-            blank.world_size,
-            files,
-            life=blank.life,
-            written_s=written_s,
-        )
-        with self.discarded_if_sole():
-            storage.put(f"{self.folder}/{INDEX_NAME}", seal(index))
-            crash_point("smp.checkpoint.index_written")
-            storage.sync(self.folder)
-        crash_point("smp.checkpoint.synced")
-        name = storage.publish(self.folder, version)
-        crash_point("smp.checkpoint.renamed")
-        storage.sync()
-        crash_point("smp.checkpoint.parts_renamed")
+        whole = msgspec.structs.replace(blank, shards=files, written_s=written_s)
+        name = publish_whole(storage, self.folder, whole, found, self.discarded_if_sole())
         self._resolve(name, found)
-        total_bytes = sum(file_sizes(index.shards).values())
-        return WriteResult(version, storage.path_of(name), total_bytes, note="; ".join(notes))
+        total_bytes = sum(file_sizes(files).values())
+        return WriteResult(wanted, storage.path_of(name), total_bytes, note="; ".join(notes))
 
     @contextmanager
     def discarded_if_sole(self) -> Iterator[None]:
@@ -373,7 +347,63 @@ def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
     return like.generation < 0 or found == (like.run_id, like.life, like.generation)
 
 
+def whole_checkpoints(
+    storage: Storage,
+    found: Sequence[StoredCheckpoint],
+    like: CheckpointPart,
+    contents: Collection[Content],
+) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints of a version that have these contents, with all their files."""
+    for one in found:
+        if one.index is None or not _is_of(one.index, like):
+            continue
+        if not contents or not {*contents} <= {shard.content for shard in one.index.shards}:
+            continue
+        sizes = storage.sizes(one.name)
+        if all(is_whole(shard, sizes) for shard in one.index.shards):
+            yield one
+
+
 # --- parts ------------------------------------------------------------------------------------
+
+
+def publish_whole(
+    storage: Storage,
+    folder: str,
+    whole: CheckpointPart,
+    found: Sequence[StoredCheckpoint],
+    unfinished: AbstractContextManager[None],
+) -> str:
+    """Write the index, and publish the folder; return its name.
+
+    The parts stay, so that another node finds them; they are removed afterwards.
+
+    Args:
+        whole: a part that has the files of all ranks, in their order.
+        unfinished: entered until the index is durable.
+    """
+    crash_point("smp.checkpoint.merged")
+    index = CheckpointIndex(
+        format_of(whole.shards),
+        next_serial(found, besides=folder),
+        whole.run_id,
+        max(0, whole.generation),
+        whole.step,
+        whole.world_size,
+        whole.shards,
+        life=whole.life,
+        written_s=whole.written_s,
+    )
+    with unfinished:
+        storage.put(f"{folder}/{INDEX_NAME}", seal(index))
+        crash_point("smp.checkpoint.index_written")
+        storage.sync(folder)
+    crash_point("smp.checkpoint.synced")
+    name = storage.publish(folder, version(whole.generation, whole.step))
+    crash_point("smp.checkpoint.renamed")
+    storage.sync()
+    crash_point("smp.checkpoint.parts_renamed")
+    return name
 
 
 def gather(

@@ -23,11 +23,11 @@ import xxhash
 
 from ftrun import clock
 from ftrun.cli.screen.atomic_output import check_free, staged_output
-from ftrun.cli.screen.text import listed, ranges
-from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
+from ftrun.cli.screen.text import listed, shares_to_write
+from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.sharding import atoms
 from ftrun.sharding.partition import StoredRegion
-from ftrun.sharding.replica_check import differing
+from ftrun.sharding.replica_check import padding_notes
 from ftrun.sharding.rules import SharingKind
 from ftrun.sharding.source_index import RegionIndex
 from ftrun.sharding.world_layout import WorldLayout
@@ -39,6 +39,7 @@ from ftrun.snapshot.layout import CopyTiming
 from ftrun.tools.checkpoints.convert_writer import Assembler
 from ftrun.tools.checkpoints.source import (
     OpenedVersion,
+    check_replicas,
     directory,
     opened_version,
     rules_file,
@@ -53,9 +54,11 @@ from ftrun.tools.checkpoints.tensor_store import (
     Stage,
     StoreIndex,
     TensorStore,
+    index_of,
     join_shares,
+    joined,
     plan_of,
-    shared_folder,
+    shares_folder,
     with_files,
     write_files,
     write_index,
@@ -120,19 +123,18 @@ def _make(arguments: argparse.Namespace) -> ExportReport:
         raise UsageError("--force replaces a folder, and shares add to it: remove the folder first")
     rules = None if arguments.rules is None else rules_file(arguments.rules)
     out = directory(arguments.out, "copy the new folder from a directory to it")
-    if share[1] == 1:
+    if share[1] == 1 or not (out / ATOMS_NAME).exists():
         check_free(out, is_folder=True, may_replace=arguments.force, ours=_names_in(out))
     with opened_version(source_folder(arguments.source), rules) as source:
         plan = _planned(arguments.operation, source)
         mine = _of_share(plan, share)
-        if isinstance(source.files, CheckpointReader):
-            _check_replicas(source.files, source.world, mine)
+        check_replicas(source, {job.plan.entry for job in mine.jobs})
         workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
         missing = _write(mine, out, share, workers)
     files = mine.index.files
     notes = mine.index.notes
     if missing:
-        left = f"{out} is complete when shares {ranges(missing)} of {share[1]} are written"
+        left = f"{out} is complete when {shares_to_write(missing)}, of {share[1]}"
         notes = (*notes, left)
     return ExportReport(
         str(source.folder),
@@ -178,6 +180,8 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
     values = atoms.values_of_one_rank(source.parts, world, one)
     states = plain.decode(values["optimizer_state"])
     packed = plain.encode(values)
+    assert isinstance(source.files, CheckpointReader)
+    notes = [*_notes(world), *padding_notes(source.files, world, one)]
     index = StoreIndex(
         FORMAT,
         MADE[operation],
@@ -189,7 +193,7 @@ def _of_checkpoint(operation: str, source: OpenedVersion) -> StorePlan:
         xxhash.xxh3_64_hexdigest(packed),
         _entries(one, source),
         (),
-        notes=_notes(world),
+        notes=tuple(notes),
     )
     if operation == "export":
         plans = _atoms(one, states)
@@ -267,7 +271,7 @@ def _of_source(plan: FilePlan, first: Mapping[str, int]) -> list[StoredRegion]:
     return [replace(one, tensor=f"{plan.entry}@{first[plan.entry]}") for one in regions]
 
 
-def _notes(world: WorldLayout) -> tuple[str, ...]:
+def _notes(world: WorldLayout) -> Sequence[str]:
     if world.mesh.size == 1:
         return ()
     notes = ["random states are those of rank 0; the ranks that load the atoms derive theirs"]
@@ -276,7 +280,7 @@ def _notes(world: WorldLayout) -> tuple[str, ...]:
     kinds = {name: one.rule.kind for name, one in world.sharing.items()}
     if diverged := [name for name, kind in kinds.items() if kind is SharingKind.AVERAGE]:
         notes.append(f"copies have diverged of {listed(diverged, _SHOWN)}: their mean")
-    return tuple(notes)
+    return notes
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -288,26 +292,31 @@ def _of_share(plan: StorePlan, share: tuple[int, int]) -> StorePlan:
     return StorePlan(plan.index, mine, plan.assembler, plan.values)
 
 
-def _check_replicas(files: CheckpointReader, world: WorldLayout, mine: StorePlan) -> None:
-    wanted = {job.plan.entry for job in mine.jobs}
-    some = {name: one for name, one in world.wholes.items() if name in wanted}
-    if problems := differing(files, replace(world, wholes=some)):
-        if world.rules.is_empty:
-            problems.insert(0, "it declares no layout rules: give them by --rules FILE, if ranks "
-                            "hold parts of plain tensors")  # fmt: skip
-        raise RulesMismatch(source=world.rules.source, problems=problems)
-
-
 def _write(plan: StorePlan, out: Path, share: tuple[int, int], workers: int) -> list[int]:
     """Returns the shares that are missing; the files are in `plan.index` afterwards."""
     if share[1] > 1:
-        with shared_folder(out) as folder:
-            _write_files(plan, folder, workers)
-            return join_shares(folder, share, plan.index, plan.values)
+        return _write_share(plan, out, share, workers)
     with staged_output(out) as folder:
         folder.mkdir()
         _write_files(plan, folder, workers)
         write_index(folder, plan.index, plan.values)
+    return []
+
+
+def _write_share(plan: StorePlan, out: Path, share: tuple[int, int], workers: int) -> list[int]:
+    if not out.exists():
+        try:
+            folder = shares_folder(out, plan.index)
+            folder.mkdir(exist_ok=True)
+            _write_files(plan, folder, workers)
+            if missing := join_shares(out, share, plan.index, plan.values):
+                return missing
+        except FileNotFoundError:  # another worker has just joined the shares
+            if not out.exists():
+                raise
+    mine = {job.plan.path for job in plan.jobs}
+    files = joined(out, plan.index).files
+    plan.index = with_files(plan.index, [one for one in files if one.path in mine])
     return []
 
 
@@ -320,8 +329,16 @@ def _names_in(out: Path) -> set[str]:
     """The names in a store that `--force` may replace."""
     if not (out / ATOMS_NAME).exists():
         return set()
-    folders = {Path(one.path).parts[0] for one in TensorStore(out).index.files}
-    return {ATOMS_NAME, VALUES_NAME, *folders}
+    try:
+        folders = {Path(one.path).parts[0] for one in index_of(out).files}
+    except CheckpointError:  # it is damaged
+        folders = {
+            one.name
+            for one in out.iterdir()
+            if one.is_dir() and all(".safetensors" in path.name for path in one.iterdir())
+        }
+    left = (one.name for one in out.glob("share-*-of-*.json"))
+    return {ATOMS_NAME, VALUES_NAME, *folders, *left}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ftrun import clock
 from ftrun.cli.completion import AsJson, option, with_groups
 from ftrun.cli.launch.checkpoint_check import ask_catalog, report_of
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.screen.text import count, duration, ranges, seconds_of, size, size_of
+from ftrun.cli.screen.text import count, duration, seconds_of, shares_to_write, size, size_of
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.wire.messages.checkpoint import (
     DTYPE_WORDS,
@@ -31,6 +31,7 @@ from ftrun.wire.messages.checkpoint import (
 
 _HEAD = ("checkpoint", "step", "ranks", "size", "written", "run", "state")
 _MAX_WRITERS = 4
+_FILE_SIZE = "5GB"
 _Word = TypeVar("_Word", bound=str)
 
 app = typer.Typer(
@@ -171,10 +172,12 @@ class ExportOptions:
     only: Annotated[
         list[str] | None, option("--only", "such as 'model.*'; may be repeated", "PATTERN")
     ] = None
-    file_size: Annotated[str, option("--file-size", "limit of a safetensors file", "SIZE")] = "5GB"
+    file_size: Annotated[
+        str | None, option("--file-size", "limit of a safetensors file (default: 5GB)", "SIZE")
+    ] = None
     num_writers: Annotated[
         int | None,
-        option("--writers", "threads (default: up to 4)", "N"),
+        option("--workers", "threads (default: up to 4)", "W"),
     ] = None
     may_replace: Annotated[bool, option("--force", "replace an existing export")] = False
     rules: Annotated[
@@ -195,10 +198,10 @@ def _export(
 ) -> None:
     """Write one in another format, or as atoms for any layout (docs/checkpoints.md)."""
     if options.kind == "atoms":
-        if options.only or options.dtype:
-            flag = "--only" if options.only else "--dtype"
+        given = {"only": options.only, "dtype": options.dtype, "file-size": options.file_size}
+        if flags := [name for name, value in given.items() if value]:
             raise UsageError(
-                f"{flag} is not for atoms, which are whole, with 16-bit floats as fp32"
+                f"--{flags[0]} is not for atoms, which are whole, with 16-bit floats as fp32"
             )
         words = ["--force"] if options.may_replace else []
         words += [f"--workers={options.num_writers or 0}", f"--share={options.share}"]
@@ -236,13 +239,13 @@ def _export_job(checkpoint: str, target: Path, options: ExportOptions) -> Export
         raise UsageError(f"{target} exists already. Name another path, or add --force")
     kind = _one_of("--format", options.kind, FORMATS)
     dtype = options.dtype and DTYPE_WORDS[_one_of("--dtype", options.dtype, tuple(DTYPE_WORDS))]
-    file_size = options.file_size.upper().replace("I", "i")
+    file_size = (options.file_size or _FILE_SIZE).upper().replace("I", "i")
     file_bytes = size_of(file_size, "--file-size", such_as="500MB or 5GB")
     num_writers = options.num_writers
     if num_writers is None:
         num_writers = min(_MAX_WRITERS, os.cpu_count() or 1)
     if num_writers < 1:
-        raise UsageError(f"--writers is at least 1, not {num_writers}")
+        raise UsageError(f"--workers is at least 1, not {num_writers}")
     source = ask_catalog("find", checkpoint).found
     assert source is not None
     return ExportJob(
@@ -408,8 +411,8 @@ def _show_converted(found: ConvertReport) -> None:
         )
     render.write_plain(text)
     if found.missing_shares:
-        missing = ranges(found.missing_shares)
-        render.write_plain(f"{found.path}: a checkpoint when share {missing} is written")
+        left = shares_to_write(found.missing_shares)
+        render.write_plain(f"{found.path}: a checkpoint when {left}")
     else:
         render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
     for note in found.notes:

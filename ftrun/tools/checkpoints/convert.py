@@ -13,16 +13,17 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
+from ftrun.errors import CheckpointError, FtrunError, UsageError
 from ftrun.ids import version
 from ftrun.sharding.rank_values import RankValues
-from ftrun.sharding.replica_check import differing
+from ftrun.sharding.replica_check import padding_notes
 from ftrun.sharding.rules import NamePattern, ShardingRules
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out
 from ftrun.smp.checkpoint.index import (
@@ -30,25 +31,27 @@ from ftrun.smp.checkpoint.index import (
     CheckpointIndex,
     CheckpointPart,
     ShardFile,
-    format_of,
+    StoredCheckpoint,
     part_name,
+    part_names,
     seal,
     stored_bytes,
 )
 from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
-from ftrun.smp.checkpoint.storage.storage import next_serial, sweep_started
-from ftrun.smp.checkpoint.writer import gather
+from ftrun.smp.checkpoint.storage.storage import sweep_started
+from ftrun.smp.checkpoint.writer import gather, publish_whole, whole_checkpoints
 from ftrun.tools.checkpoints.convert_writer import Assembler, Conversion, WorldWriter
 from ftrun.tools.checkpoints.source import (
     OpenedVersion,
+    check_replicas,
     directory,
     opened_version,
     rules_file,
     share_of,
     source_folder,
 )
-from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
+from ftrun.wire.messages.checkpoint import ConvertReport
 
 MAX_WORKERS = 4
 
@@ -122,36 +125,47 @@ def _converted(
             "layout resumes from DTensors directly, without conversion"
         )
     wanted = target_rules(arguments, given or before.rules)
-    after, share = lay_out(wanted, before), share_of(arguments.share)
+    after = lay_out(wanted, before)
+    ranks = _ranks_of(arguments.share, after.mesh.size)
     dtypes = new_dtypes(arguments.dtype, before, source.was)
     if isinstance(files, CheckpointReader):
         if before.rules.layout == wanted.layout and not dtypes:
-            if share[1] > 1:
+            if ranks.step > 1:
                 raise UsageError("the layout is the same, so that files are linked: no --share")
             path, num_bytes = publish(source.index, out, LinkedFiles(files))
             return _facts(source, path, num_bytes, after, is_linked=True)
-        if problems := differing(files, before):
-            raise RulesMismatch(source=before.rules.source, problems=problems)
+        check_replicas(source, {name for rank in ranks for name in after.entries[rank]})
     values = RankValues(source.parts, before, after)
     plain = [values.of(rank) for rank in range(after.mesh.size)]
     job = Conversion(before, after, dtypes, plain, source.when)
     writer = WorldWriter(job, Assembler(files, source.regions), workers=workers)
-    if share[1] == 1:
+    notes = values.notes()
+    if isinstance(files, CheckpointReader):
+        notes += padding_notes(files, before, after)
+    if ranks.step == 1:
         path, num_bytes = publish(source.index, out, writer)
-        return _facts(source, path, num_bytes, after, notes=values.notes())
+        return _facts(source, path, num_bytes, after, notes=notes)
     token = [source.digest, wanted.text, str(wanted.mesh), sorted(dtypes.items())]
-    part = CheckpointPart(
-        FORMAT,
-        source.index.run_id,
-        xxhash.xxh3_64_hexdigest(msgspec.json.encode(token)),
-        source.index.generation,
-        source.index.step,
-        after.mesh.size,
-        [],
-    )
-    path, num_bytes, missing = publish_share(part, share, out, writer)
-    found = _facts(source, path, num_bytes, after, notes=values.notes())
+    name = xxhash.xxh3_64_hexdigest(msgspec.json.encode(token))
+    part = _part_of(source.index, name, after.mesh.size)
+    path, num_bytes, missing = publish_share(part, ranks, out, writer)
+    found = _facts(source, path, num_bytes, after, notes=notes)
     return msgspec.structs.replace(found, missing_shares=tuple(missing))
+
+
+def _ranks_of(share: str, num_ranks: int) -> range:
+    number, count = share_of(share)
+    ranks = range(number - 1, num_ranks, count)
+    if not ranks:
+        raise UsageError(f"--share {share}: there are {num_ranks} ranks to write")
+    return ranks
+
+
+def _part_of(index: CheckpointIndex, token: str, world_size: int) -> CheckpointPart:
+    """Without files, of the version of a checkpoint."""
+    return CheckpointPart(
+        FORMAT, index.run_id, token, index.generation, index.step, world_size, [], life=index.life
+    )
 
 
 def _facts(
@@ -190,8 +204,8 @@ def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> Shardin
         if mesh is None:
             raise UsageError(
                 f"--ranks {arguments.ranks} does not fit the mesh of {rules.source} "
-                f"({rules.mesh}): it changes only the single axis of batches. Give the new sizes, "
-                "such as --mesh tp=4,dp=2"
+                f"({rules.mesh}): it changes only the first axis of batches, if the others have "
+                "size 1. Give the new sizes, such as --mesh tp=4,dp=2"
             )
         return rules.on(mesh)
     if not arguments.dtype and not arguments.load:
@@ -270,48 +284,33 @@ def publish(
     storage = LocalStorage(out, threading.Event())
     with storage.exclusive():
         found = storage.checkpoints()
-        part = CheckpointPart(FORMAT, index.run_id, "", index.generation, index.step, 0, [])
+        part = _part_of(index, "", 0)
         name = storage.pending_name(part, is_alone=True)
         sweep_started(storage, found, index.run_id, wanted, name, is_alone=True)
         storage.make(name)
         try:
-            files = writer.write(out / name)
-            made = msgspec.structs.replace(
-                index,
-                format=format_of(files),
-                serial=next_serial(found, besides=name),
-                world_size=len(files),
-                shards=sorted(files, key=lambda one: one.rank),
-                written_s=0.0,
-            )
-            storage.put(f"{name}/{INDEX_NAME}", seal(made))
-            storage.sync(name)
+            files = sorted(writer.write(out / name), key=lambda one: one.rank)
+            whole = msgspec.structs.replace(part, world_size=len(files), shards=files)
+            final = publish_whole(storage, name, whole, found, nullcontext())
         except BaseException:
             storage.discard(name)
             raise
-        final = storage.publish(name, wanted)
-        storage.sync()
         storage.point_latest(final)
-    return out / final, stored_bytes(made)
+    return out / final, stored_bytes(msgspec.structs.replace(index, shards=files))
 
 
 def publish_share(
-    part: CheckpointPart, share: tuple[int, int], out: Path, writer: WorldWriter
+    part: CheckpointPart, ranks: range, out: Path, writer: WorldWriter
 ) -> tuple[Path, int, list[int]]:
     """Writes the files of every N-th rank, and the checkpoint if the other shares exist.
 
     Args:
         part: without files. Its token is equal for all shares, and for no other conversion.
-        share: number I of the worker, from 1, and number N of workers.
+        ranks: of the share; their step is the number N of shares.
 
     Returns the path, the bytes of the share, and the missing shares. The path is the folder of the
     shares if some are missing.
     """
-    number, count = share
-    ranks = range(number - 1, part.world_size, count)
-    if not ranks:
-        raise UsageError(f"--share {number}/{count}: there are {part.world_size} ranks to write")
-    wanted = version(part.generation, part.step)
     storage = LocalStorage(out, threading.Event())
     name = storage.pending_name(part, is_alone=False)
     with storage.lock():
@@ -322,24 +321,52 @@ def publish_share(
     num_bytes = sum(one.num_bytes + 8 * one.num_pieces for one in files)
     with storage.lock():
         found = storage.checkpoints()
+        done = _joined_already(storage, found, msgspec.structs.replace(part, shards=files), writer)
+        if done is not None:
+            _remove_repeated(storage, name, part)
+            _complete(storage, done.name, is_newest=done is found[0])
+            return out / done.name, num_bytes, []
         sizes = storage.sizes(name)
-        if part_name(ranks) not in sizes:  # another worker has just joined all shares
-            return out / storage.latest_name(), num_bytes, []
+        if part_name(ranks) not in sizes:
+            raise CheckpointError(f"{out / name} was removed: write all shares again")
         shards, _, _ = gather(storage, name, sizes, part)
-        if missing := {rank % count + 1 for rank in range(part.world_size) if rank not in shards}:
+        if missing := {at % ranks.step + 1 for at in range(part.world_size) if at not in shards}:
             return out / name, num_bytes, sorted(missing)
-        serial = next_serial(found, besides=name)
-        in_order = [shards[rank] for rank in range(part.world_size)]
-        index = CheckpointIndex(
-            FORMAT, serial, part.run_id, part.generation, part.step, part.world_size, in_order
-        )
-        storage.put(f"{name}/{INDEX_NAME}", seal(index))
-        storage.clean_up(name)
-        storage.sync(name)
-        final = storage.publish(name, wanted)
-        storage.sync()
-        storage.point_latest(final)
+        all_files = [shards[rank] for rank in range(part.world_size)]
+        whole = msgspec.structs.replace(part, shards=all_files)
+        final = publish_whole(storage, name, whole, found, nullcontext())
+        _complete(storage, final, is_newest=True)
     return out / final, num_bytes, []
+
+
+def _joined_already(
+    storage: LocalStorage,
+    found: Sequence[StoredCheckpoint],
+    share: CheckpointPart,
+    writer: WorldWriter,
+) -> StoredCheckpoint | None:
+    """The checkpoint of this conversion: with the files of the share, and all its layouts."""
+    contents = {one.content for one in share.shards}
+    for one in whole_checkpoints(storage, found, share, contents):
+        if one.index and [shard.layout_id for shard in one.index.shards] == writer.layout_ids:
+            return one
+    return None
+
+
+def _remove_repeated(storage: LocalStorage, name: str, like: CheckpointPart) -> None:
+    """Removes shares that were written again after the join, unless another one is in progress."""
+    sizes = storage.sizes(name)
+    shards, _, _ = gather(storage, name, sizes, like)
+    known = {file for shard in shards.values() for file in shard.names}
+    if sizes and sizes.keys() <= known.union(part_names(sizes)):
+        storage.remove(name)
+
+
+def _complete(storage: LocalStorage, name: str, *, is_newest: bool) -> None:
+    """The steps after publishing; a share that is repeated repeats them."""
+    storage.clean_up(name)
+    if is_newest:
+        storage.point_latest(name)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,11 @@ class WorldWriter:
         self._assembler = assembler
         self._workers = workers
 
+    @property
+    def layout_ids(self) -> list[str]:
+        """`ShardFile.layout_id` of each new rank."""
+        return [xxhash.xxh3_64_hexdigest(one.header) for one in self._job.layouts]
+
     def write(self, folder: Path, ranks_here: Container[int] = range(1 << 30)) -> list[ShardFile]:
         """Writes the files of some ranks, durable; CheckpointError: the source is damaged."""
         found: list[ShardFile] = []
@@ -305,6 +310,7 @@ def _to_bits(numbers: npt.NDArray[np.floating], dtype: str) -> Bits:
             return made.view(bits_type(made.itemsize))
     raw = narrow.view(np.uint32)
     rounded = (raw + np.uint32(0x7FFF) + ((raw >> 16) & 1)) >> 16
-    # A NaN without upper mantissa bits would round to infinity.
-    rounded = np.where(np.isnan(narrow), (raw >> 16) | 0x40, rounded)
-    return rounded.astype(np.uint16)
+    upper = raw >> 16
+    # A NaN keeps its bits; without a mantissa bit among the upper ones it would become infinite.
+    upper |= ((upper & 0x7F) == 0).astype(np.uint32) << 6
+    return np.where(np.isnan(narrow), upper, rounded).astype(np.uint16)

@@ -6,17 +6,18 @@ read as a checkpoint of one rank.
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from ftrun.config.layout_file import layout_text
-from ftrun.errors import CheckpointError, UsageError
+from ftrun.errors import CheckpointError, RulesMismatch, UsageError
 from ftrun.sharding.part_layout import world_of_parts
+from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_carried, read_rules
 from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.source_index import RegionIndex
@@ -26,7 +27,7 @@ from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry
-from ftrun.tools.checkpoints.tensor_store import TensorStore
+from ftrun.tools.checkpoints.tensor_store import TensorStore, has_shares
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.messages.checkpoint import ATOMS_NAME, INDEX_NAME
 
@@ -114,6 +115,19 @@ def _of_checkpoint(files: CheckpointReader, rules: ShardingRules | None) -> Open
     return OpenedVersion(files, files.index, world, world.index(files.entry), files.parts, when)
 
 
+def check_replicas(source: OpenedVersion, names: Collection[str]) -> None:
+    """Raises RulesMismatch if ranks that should have equal tensors, of these names, do not."""
+    files, world = source.files, source.world
+    if not isinstance(files, CheckpointReader):
+        return
+    some = {name: one for name, one in world.wholes.items() if name in names}
+    if problems := differing(files, replace(world, wholes=some)):
+        if world.rules.is_empty:
+            problems.insert(0, "it declares no layout rules: give them by --rules FILE, if ranks "
+                            "hold parts of plain tensors")  # fmt: skip
+        raise RulesMismatch(source=world.rules.source, problems=problems)
+
+
 def rules_file(given: str) -> ShardingRules:
     """The rules of a file, or of a packaged layout with its values."""
     try:
@@ -154,6 +168,6 @@ def source_folder(text: str) -> Path:
     names = [one.name for one in storage.checkpoints() if one.index is not None]
     if name := storage.latest_name() or next(iter(names), ""):
         return path / name
-    if any(path.glob("share-*-of-*.json")):
-        raise CheckpointError(f"{path} has some of the shares of a store: write the others first")
+    if has_shares(path):
+        raise CheckpointError(f"{path} lacks shares of a store: write the others first")
     raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a latest one")

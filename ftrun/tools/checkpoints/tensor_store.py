@@ -9,19 +9,19 @@ Each file is a safetensors file with one tensor. The index has digests of its da
 `PIECE_BYTES`; whatever is read is compared with them.
 
 Rule 1: the index names all files, so a folder without an index is no store.
-Rule 2: several workers, on one host or on several, write shares of the tensors to one folder. Each
-        leaves the index of its share. The worker that finds all of them writes the index, which is
-        the same whichever worker that is and however many there are.
+Rule 2: several workers, on one host or on several, write shares of the tensors to one folder
+        next to the final one, whose name has the digest of what they write. Each leaves the index
+        of its share. The worker that finds all of them writes the index, which is the same
+        whichever worker that is and however many there are, and renames the folder.
 
 Source: Universal Checkpointing (arXiv 2406.18820, sections 4 and 5): one file for each parameter
 and state; parallel over tensors, balanced by size.
 """
 
-import contextlib
+import glob
 import math
-import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ftrun.cli.screen.atomic_output import sync_path
 from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.sharding.atoms import TensorFile
 from ftrun.sharding.partition import StoredRegion
@@ -120,7 +121,7 @@ class TensorStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = unsealed(_content(folder / ATOMS_NAME), StoreIndex, what=str(folder))
+        self.index = index_of(folder)
         self.packed = _content(folder / VALUES_NAME)
         if xxhash.xxh3_64_hexdigest(self.packed) != self.index.values_digest:
             raise CheckpointError(f"{folder / VALUES_NAME} is damaged: its digest does not match")
@@ -189,6 +190,11 @@ class TensorStore:
                 raise CheckpointError(str(error))
 
 
+def index_of(folder: Path) -> StoreIndex:
+    """Raises CheckpointError if it is missing or damaged."""
+    return unsealed(_content(folder / ATOMS_NAME), StoreIndex, what=str(folder))
+
+
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -232,7 +238,7 @@ def write_files(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     for path in folders:
-        _sync(path)
+        sync_path(path)
     return found
 
 
@@ -260,51 +266,66 @@ def write_index(folder: Path, index: StoreIndex, values: bytes) -> None:
     """Makes the folder a store; the files are durable already."""
     _put(folder / VALUES_NAME, values)
     _put(folder / ATOMS_NAME, seal(index))
-    _sync(folder)
+    sync_path(folder)
 
 
-@contextlib.contextmanager
-def shared_folder(out: Path) -> Iterator[Path]:
-    """Yields the folder to which several workers write."""
-    out.mkdir(exist_ok=True)
-    if (out / ATOMS_NAME).exists():
-        raise CheckpointError(f"{out} is complete already. Name another path, or remove it")
-    yield out
-    _sync(out)
-    _sync(out.parent)
+def shares_folder(out: Path, index: StoreIndex) -> Path:
+    """The folder to which workers write their shares of one operation; it becomes `out`.
+
+    Shares of another checkpoint, or by other rules, go to another folder.
+    """
+    key = xxhash.xxh3_64_hexdigest(seal(_without_files(index)))
+    return out.with_name(f"{_shares_prefix(out)}{key}")
 
 
-def join_shares(
-    folder: Path, share: tuple[int, int], index: StoreIndex, values: bytes
-) -> list[int]:
-    """Adds a worker's share, and joins all shares if they are there.
+def has_shares(out: Path) -> bool:
+    """Whether there are shares of a store that is not complete."""
+    return any(out.parent.glob(f"{glob.escape(_shares_prefix(out))}*"))
+
+
+def _shares_prefix(out: Path) -> str:
+    return f".{out.name}.shares-"
+
+
+def join_shares(out: Path, share: tuple[int, int], index: StoreIndex, values: bytes) -> list[int]:
+    """Adds a worker's share, and renames the folder to `out` if all shares are there.
 
     Args:
         share: number of the worker, from 1, and number of workers.
 
-    Returns the numbers of the missing shares.
+    Returns the numbers of the missing shares. FileNotFoundError: another worker has joined them.
     """
-    number, count = share
+    folder, (number, count) = shares_folder(out, index), share
     _put(folder / _share_name(number, count), seal(index))
+    sync_path(folder)
     missing = [n for n in range(1, count + 1) if not (folder / _share_name(n, count)).exists()]
-    if missing:
-        return [] if (folder / ATOMS_NAME).exists() else missing
-    try:
-        found = [_share(folder, n, count) for n in range(1, count + 1)]
-    except FileNotFoundError:  # another worker has just joined them
-        return []
-    for n, one in enumerate(found, start=1):
-        if _without_files(one) != _without_files(index):
-            raise CheckpointError(
-                f"share {n} of {count} in {folder} is of another checkpoint or of other rules: "
-                "remove the folder, and begin with the first share"
-            )
-    files = (file for one in found for file in one.files)
-    write_index(folder, with_files(index, files), values)
-    leftovers = folder.glob("*/.*.safetensors.*")  # of workers that were killed
-    for path in [*leftovers, *(folder / _share_name(n, count) for n in range(1, count + 1))]:
-        path.unlink(missing_ok=True)
+    if missing and folder.exists():
+        return missing
+    found = [_share(folder, n, count) for n in range(1, count + 1)]
+    write_index(folder, with_files(index, (file for one in found for file in one.files)), values)
+    folder.rename(out)
+    sync_path(out.parent)
     return []
+
+
+def joined(out: Path, index: StoreIndex) -> StoreIndex:
+    """The index of the store that shares of this operation have become; removes what they left.
+
+    Raises CheckpointError if it is another one.
+    """
+    found = index_of(out)
+    if _without_files(found) != _without_files(index):
+        raise CheckpointError(
+            f"{out} exists already, and is of another checkpoint or of other rules. Name another "
+            "path, or remove it"
+        )
+    names = ("share-*-of-*.json", ".share-*", f".{ATOMS_NAME}.*", f".{VALUES_NAME}.*")
+    left = [path for name in names for path in out.glob(name)]
+    for folder in {(out / one.path).parent for one in found.files}:
+        left += folder.glob(".*.safetensors.*")  # of workers that were killed
+    for path in left:
+        path.unlink(missing_ok=True)
+    return found
 
 
 def _share(folder: Path, number: int, count: int) -> StoreIndex:
@@ -323,11 +344,3 @@ def _without_files(index: StoreIndex) -> StoreIndex:
 def _put(path: Path, data: bytes) -> None:
     with replaced(path) as write:
         write(data)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

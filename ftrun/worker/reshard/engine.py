@@ -22,7 +22,7 @@ import torch
 from ftrun.errors import LayoutUnknown, RulesMismatch, ShapeChanged
 from ftrun.ids import Rank, Version
 from ftrun.sharding.rank_values import RankValues
-from ftrun.sharding.replica_check import check_replicas, differing
+from ftrun.sharding.replica_check import check_replicas, differing, padding_notes
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import ShardingRules, ranks_alone
 from ftrun.sharding.source_index import BoxCopy, WholeTensor
@@ -249,6 +249,7 @@ class RuledState(RankState):
             f"{after.mesh}; parameters and optimizer state are those of that step, later sums are "
             "taken in another order",
             *values.notes(),
+            *(padding_notes(self, before, after) if rank == 0 else ()),
         ]
         """As `SourceState.notes`."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotError
+from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotError, TensorIncomplete
 from ftrun.ids import Rank, Version
 from ftrun.sharding.module_values import gradients_merged, merged, modules_with, parameters_of
 from ftrun.sharding.rank_values import DataShares, ranks
@@ -180,6 +180,8 @@ class SourceState:
     def check_agreement(self, tied: Mapping[str, str], *, is_strict: bool) -> None:
         """Report tensors that are tied here, and of which the old ranks saved different values.
 
+        Tensors of which a part is missing count as equal, unless it is strict.
+
         Args:
             tied: other names of tied tensors, with the name under which each is restored.
             is_strict: raise a SnapshotError instead, also for objects of which the old ranks had
@@ -189,7 +191,7 @@ class SourceState:
             f"{other} and {name} are one tensor here, and the old ranks saved different values of "
             f"them: {name} is used"
             for other, name in tied.items()
-            if self._differ(other, name)
+            if self._differ(other, name, is_strict=is_strict)
         ]
         if is_strict:
             found += [
@@ -206,14 +208,19 @@ class SourceState:
             for text in found:
                 _log.warning("%s", text)
 
-    def _differ(self, one: str, other: str) -> bool:
+    def _differ(self, one: str, other: str, *, is_strict: bool) -> bool:
         mine, its = self.index.tensor(one), self.index.tensor(other)
         if mine is None or its is None:
             return False
         if (mine.dtype, mine.shape) != (its.dtype, its.shape):
             return True
-        mine.check_is_whole()
-        its.check_is_whole()
+        try:
+            mine.check_is_whole()
+            its.check_is_whole()
+        except TensorIncomplete:
+            if is_strict:
+                raise
+            return False
         return not have_equal_content(mine, its, self.shards)
 
     def count_as_used(self, names: Iterable[str]) -> None:

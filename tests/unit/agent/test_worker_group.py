@@ -150,7 +150,7 @@ reported = []
 repeats = SimpleNamespace(warning="")
 generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=repeats,
                               fault="", restart_times=lambda now_s: None)
-maintenance = SimpleNamespace(smp_given_up="", newest_order=None)
+maintenance = SimpleNamespace(smp_given_up="", checkpoints=SimpleNamespace(newest_order=None))
 observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
 signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)
 control_loop = SimpleNamespace(post=lambda here: reported.append(here.heartbeat))

@@ -35,16 +35,46 @@ def test_values_replace_words_and_defaults_are_used(tmp_path: Path) -> None:
 
 def test_a_line_for_one_value_is_left_out_for_another(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("# values: a=1\none # only a=1\ntwo # only a=2\n")
-    assert "two" not in layout_text(str(path))
-    assert layout_text(f"{path}:a=2") == "# values: a=1\ntwo # only a=2"
+    path.write_text("# values: a=1\none # only a=1\n$a # only a=2\n")
+    assert "a=2" not in layout_text(str(path))
+    assert layout_text(f"{path}:a=2") == "# values: a=1\n2 # only a=2"
+
+
+def test_values_that_do_not_go_together_are_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# values: tp=1 etp=? cp=1\n"
+                    "# require: etp=$tp unless cp=7 (say etp)\nmesh: {tp: $tp}\n")  # fmt: skip
+    with pytest.raises(UsageError, match=r"etp=\? is not supported; it must be 2: say etp"):
+        layout_text(f"{path}:tp=2")
+    assert "mesh: {tp: 2}" in layout_text(f"{path}:tp=2,etp=2")
+    assert "mesh: {tp: 2}" in layout_text(f"{path}:tp=2,etp=9,cp=7")
+
+
+@pytest.mark.parametrize(
+    ("values", "reported"),
+    [
+        ("tp=2,cp=2", "cp=2 is not supported; it must be 1: ranks along context parallelism"),
+        ("tp=2,experts=8,ep=2", r"etp=\? is not supported; it must be 2: with experts, say etp"),
+        ("tp=2,experts=8,ep=2,etp=1", "etp=1 is not supported; it must be 2"),
+    ],
+)
+def test_megatron_meshes_that_its_layout_does_not_describe(values: str, reported: str) -> None:
+    with pytest.raises(UsageError, match=reported):
+        layout_text(f"megatron-core:layers=2,vocab=10,fc1=2,{values}")
+    layout_text("megatron-core:layers=2,vocab=10,fc1=2,tp=2,experts=8,ep=2,etp=2")
+
+
+def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "x:a=1"
+    path.write_text("# values: b\nmesh: {dp: 1} # only b=1\n")
+    assert layout_text(str(path)) == path.read_text()
 
 
 def test_a_packaged_layout_has_a_name_unless_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="layout megatron-core needs layers, vocab"):
+    with pytest.raises(UsageError, match="layout megatron-core needs layers, vocab, fc1:"):
         layout_text("megatron-core")
     Path("megatron-core").write_text("mesh: {dp: 1}")
     assert layout_text("megatron-core") == "mesh: {dp: 1}"
@@ -54,7 +84,7 @@ def test_a_packaged_layout_has_a_name_unless_a_file_has_it(
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_packaged_layouts_are_valid(path: Path) -> None:
-    needed = {"layers": "4", "vocab": "100"}
+    needed = {"layers": "4", "vocab": "100", "fc1": "1"}
     words = ",".join(f"{key}={value}" for key, value in needed.items())
     text = layout_text(f"{path.stem}:{words}")
     assert "$" not in text

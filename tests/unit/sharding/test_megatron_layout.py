@@ -6,7 +6,7 @@ value), `MLP` (linear_fc1 holds the gate and then the other half, each split by 
 vocabulary, which is padded to a multiple of 128 for each tensor-parallel rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from ftrun.config.layout_file import layout_text
 from ftrun.errors import RulesMismatch
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.rules import ShardingRules
-from ftrun.sharding.world_layout import lay_out, read_world
+from ftrun.sharding.world_layout import WorldLayout, lay_out, read_world
 from tests.unit.sharding.worlds import Array, assert_same, moved, stored_of
 
 HIDDEN, HEADS, GROUPS, HEAD, FFN = 8, 8, 4, 2, 12
@@ -47,7 +47,7 @@ class Megatron:
             "fc1": 2 if self.is_gated else 1, "tied": int(self.is_tied),
         }  # fmt: skip
         if self.experts:
-            values["experts"] = self.experts
+            values |= {"experts": self.experts, "etp": self.tp}
         words = ",".join(f"{key}={value}" for key, value in values.items())
         if self.turns > 1:
             words += ",prefix=model.{turn}"
@@ -60,7 +60,7 @@ class Megatron:
     def ranks(self) -> list[dict[str, Array]]:
         """In Megatron's order tp-ep-dp-pp: tensor parallelism is the fastest."""
         return [
-            dict(self._rank(pp, ep, tp))
+            with_adamw(dict(self._rank(pp, ep, tp)))
             for pp in range(self.pp)
             for _ in range(self.dp)
             for ep in range(self.ep)
@@ -136,6 +136,24 @@ class Megatron:
             yield "linear_fc2.bias", made(seed + 1, HIDDEN)
 
 
+def with_adamw(parameters: dict[str, Array]) -> dict[str, Array]:
+    """State of torch's AdamW, by the names that a snapshot gives it."""
+    state = {}
+    for name, array in parameters.items():
+        values = {"step": np.array(7), "exp_avg": -array, "exp_avg_sq": 3 * array}
+        state |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
+    return parameters | state
+
+
+def world_of(model: Megatron, arrays: Sequence[Mapping[str, Array]]) -> WorldLayout:
+    def parameter(name: str) -> str | None:
+        found = name.removeprefix("optimizer.state.").rpartition(".")[0]
+        return found if found and found != name.rpartition(".")[0] else None
+
+    stored = [[replace(e, of=parameter(e.name)) for e in held] for held in stored_of(arrays)]
+    return read_world(model.rules(), stored)
+
+
 def made(seed: int, *shape: int) -> Array:
     return 1_000_000 * seed + np.arange(1, 1 + int(np.prod(shape))).reshape(shape)
 
@@ -172,7 +190,7 @@ EXPERTS = Megatron(experts=8, ep=2, tp=1)
 )  # fmt: skip
 def test_a_model_moves_to_another_mesh_and_back(before: Megatron, after: Megatron) -> None:
     arrays = before.ranks()
-    source = read_world(before.rules(), stored_of(arrays))
+    source = world_of(before, arrays)
     target = lay_out(after.rules(), source)
     found = [
         {target.own_name(rank, name): array for name, array in held.items()}
@@ -181,7 +199,30 @@ def test_a_model_moves_to_another_mesh_and_back(before: Megatron, after: Megatro
     assert_same(found, after.ranks())
 
 
+def test_padding_of_the_vocabulary_is_kept_if_its_size_stays() -> None:
+    arrays, name = DENSE.ranks(), "model.embedding.word_embeddings.weight"
+    names = [name, f"optimizer.state.{name}.exp_avg"]
+    for one in names:
+        arrays[1][one] = np.where(arrays[1][one] == 0, 7, arrays[1][one])  # of the first stage
+    source = world_of(DENSE, arrays)
+    for tp in (2, 1):
+        after = replace(DENSE, pp=1, layers=(4,), tp=tp)
+        found = moved(source, arrays, lay_out(after.rules(), source))
+        joined = np.concatenate([held[name] for held in found])
+        assert set(joined[VOCAB:].flat) == ({7} if tp == 2 else {0})
+        if tp == 2:
+            assert all(np.array_equal(found[1][one], arrays[1][one]) for one in names)
+
+
 def test_an_expert_that_no_rank_has_is_named() -> None:
-    rules = replace(EXPERTS, experts=9).rules()
     with pytest.raises(RulesMismatch, match=r"declares 9 layers, but no rank holds layer 4"):
-        read_world(rules, stored_of(EXPERTS.ranks()))
+        world_of(replace(EXPERTS, experts=9), EXPERTS.ranks())
+
+
+def test_a_tensor_without_a_rule_is_an_error_although_its_layer_has_a_stage() -> None:
+    arrays = DENSE.ranks()
+    for held in arrays:
+        held["model.decoder.layers.0.self_attention.linear_q_down_proj.weight"] = made(1, 2, 3)
+    problem = r"linear_q_down_proj\.weight is placed by unique .*, and with strict: true it needs"
+    with pytest.raises(RulesMismatch, match=problem):
+        world_of(DENSE, arrays)

@@ -135,6 +135,26 @@ def test_what_is_no_one_tensor_is_refused() -> None:
         world_of_parts([header(whole("w", 3))], [{}], source="it")
 
 
+def test_groups_that_only_a_later_stage_has_are_kept_and_other_settings_refused() -> None:
+    held = [["model.a.w"], ["model.b.w", "model.c.w"]]
+    headers = [header(*(whole(name, 3) for name in names)) for names in held]
+    parts = [stage_parts(names[0], is_training=True) for names in held]
+    for one in parts:
+        one["optimizer_state"] = plain.encode({"opt": {"state": {}}})
+    groups = [{"lr": 0.1, "params": [name]} for name in ("model.a.w", "model.b.w")]
+    further = {"lr": 0.2, "params": ["model.c.w"]}
+    parts[0]["groups"] = plain.encode({"opt": [groups[0]]})
+    parts[1]["groups"] = plain.encode({"opt": [groups[1], further], "other": [further]})
+    world = world_of_parts(headers, parts, source="it")
+    found = plain.decode(values_of_one_rank(parts, world, one_rank(world))["groups"])
+    joined = {"lr": 0.1, "params": ["model.a.w", "model.b.w"]}
+    assert found == {"opt": [joined, further], "other": [further]}
+    parts[1]["groups"] = plain.encode({"opt": [further, groups[1]]})
+    with pytest.raises(RulesMismatch) as caught:
+        values_of_one_rank(parts, world, one_rank(world))
+    assert "opt.param_groups[0].lr is 0.1 on rank 0 and 0.2 on rank 1" in str(caught.value)
+
+
 def stage_parts(name: str, *, is_training: bool) -> dict[str, bytes]:
     """The plain values of a stage that has one layer, with extra state and a mode of its own."""
     module = name.rpartition(".")[0]

@@ -14,11 +14,12 @@ from ftrun.sharding.replica_check import (
     difference,
     differing,
     have_equal_content,
+    padding_notes,
     unequal_holder,
 )
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.source_index import ByteRange, SourceIndex
-from ftrun.sharding.world_layout import read_world, stored_entries
+from ftrun.sharding.world_layout import lay_out, read_world, stored_entries
 from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import SMALL_BYTES
 from tests.unit.sharding.worlds import Array, MadeShards, array
@@ -96,6 +97,25 @@ def test_what_differs_is_named_with_both_ranks(name: str, other: Array) -> None:
     (problem,) = problems({}, {name: other})
     assert problem.startswith(f"{name} is F32")
     assert "ranks 0 and 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("padding", "pad_to", "reported"),
+    [(9, 4, "padding of a, b, c, d, e and 1 more that is not zero"), (0, 4, ""), (9, 3, "")],
+)
+def test_padding_that_is_lost_is_named_if_it_is_not_zero(
+    padding: float, pad_to: int, reported: str
+) -> None:
+    text = "mesh: {{dp: 2, tp: 1}}\nshard: [{{name: '*', axis: tp, dim: 0, size: 2, pad_to: {}}}]"
+    made = MadeShards([dict.fromkeys("abcdef", array(1, 2, padding))] * 2)
+    before = read_world(
+        read_rules(text.format(3), source="x"),
+        stored_entries(made.headers, made.parts(), source="x"),
+    )
+    after = lay_out(read_rules(text.format(pad_to), source="y"), before)
+    notes = padding_notes(made, before, after)
+    assert len(notes) == bool(reported)
+    assert all(reported in note for note in notes)
 
 
 def test_what_not_every_rank_has_is_compared_where_it_is() -> None:

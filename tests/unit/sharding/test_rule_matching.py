@@ -69,6 +69,35 @@ def test_state_has_the_rule_of_its_parameter_unless_it_has_its_own() -> None:
         match(RULES, [("s", OwningParameter("nobody", StateOwnership.LIKE))])
 
 
+def test_a_placement_that_matches_state_keeps_the_rule_of_the_parameter() -> None:
+    text = """
+mesh: {ep: 2, tp: 2, dp: 2}
+shard: [{name: "model.experts.*.up", axis: tp, dim: 0}]
+unique:
+  - {name: "*experts.{e}.*", axis: ep, of: 4}
+  - {name: "state.*", axis: dp, at: 0}
+"""
+    name = "model.experts.3.up"
+    state = (f"state.{name}.mean", OwningParameter(name, StateOwnership.LIKE))
+    found = match(read_rules(text, source="x"), [state, (name, None)])
+    assert found[state[0]].rule == found[name].rule
+    assert found[name].rule.kind is SharingKind.SHARD
+    where = {one.axis: one.coordinates(2) for one in found[state[0]].places}
+    assert where == {"ep": {1}, "dp": {0}}
+    assert [one.axis for one in found[name].places] == ["ep"]
+    orphan = match(read_rules(text, source="x"), [("state.w", state[1])])
+    assert orphan["state.w"].rule.kind is SharingKind.REPLICATE
+
+
+def test_strict_rules_want_a_rule_for_each_name() -> None:
+    text = "mesh: {pp: 2}\nstrict: true\nunique: [{name: 'l.{n}.*', axis: pp, of: 2}]\n"
+    with pytest.raises(RulesMismatch, match=r"l\.1\.w is placed by unique l\.\{n\}\.\*"):
+        match(read_rules(text, source="x"), [("l.1.w", None)])
+    known = read_rules(f"{text}replicate: ['l.*.w']", source="x")
+    names = [("l.1.w", None), ("l.1.w.step", OwningParameter("l.1.w", StateOwnership.NUMBER))]
+    assert all(one.places for one in match(known, names).values())
+
+
 def test_where_a_number_lives() -> None:
     text = "mesh: {{pp: 2}}\nunique: [{{name: 'l.{{n}}', axis: pp, of: 5{}}}]"
     even = read_rules(text.format(""), source="x")

@@ -128,7 +128,7 @@ def test_batches_differ_along_dp_by_default() -> None:
         ("", "line 1, column 1: expected mesh and rules, and the file is empty"),
         ("- a", "line 1, column 1: expected rules, as keys with values, and there is a list of 1"),
         ("mesh: {tp: 2}\nshad: []", "line 2, column 1: expected shard in rules"),
-        ("mesh: {tp: 2}\nxyzzy: []", "expected one of mesh, batches, replicate, shard, fragment"),
+        ("mesh: {tp: 2}\nxyzzy: []", "expected one of mesh, batches, strict, replicate, shard"),
         ("replicate: [a]", "line 1, column 1: expected the key mesh in rules"),
         ("mesh: {}", "line 1, column 7: expected at least one axis"),
         ("mesh: {tp: 0}", "line 1, column 12: expected a number, 1 or more, and there is '0'"),

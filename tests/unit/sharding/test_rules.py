@@ -52,6 +52,9 @@ def test_another_number_of_ranks_changes_the_axis_of_batches() -> None:
     assert made.resized(4) is None
     assert made.resized(0) is None
     assert Mesh((("tp", 2),)).resized(4) is None
+    for experts, wanted in ((1, 3), (2, None)):
+        two = Mesh((("dp", 2), ("ep", experts), ("tp", 2)), ("dp", "ep")).resized(6)
+        assert (two and two.size_of("dp")) == wanted
 
 
 @pytest.mark.parametrize(("axis", "size"), [("dp", 2), ("tp", 3)])

@@ -313,9 +313,10 @@ class MadeShards:
         ranks: Sequence[Mapping[str, Array]],
         state: object = None,
         part: TensorPart | None = None,
+        values: Mapping[str, object] | None = None,
     ) -> None:
-        saved = {"opt": {"state": state or {}}}
-        self.plain = plain.encode({"optimizer_state": plain.encode(saved)})
+        saved = {"optimizer_state": {"opt": {"state": state or {}}}, **(values or {})}
+        self.plain = plain.encode({name: plain.encode(value) for name, value in saved.items()})
         made = [self._shard(held, part) for held in ranks]
         self.headers = [head for head, _ in made]
         self.data = [data for _, data in made]

@@ -1,17 +1,25 @@
 """Bytes are read from other ranks' shards only as captured, and only the requested ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
 import xxhash
 
-from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotCorrupt
+from ftrun.errors import (
+    LayoutUnknown,
+    RanksDiffer,
+    SnapshotCorrupt,
+    SnapshotError,
+    TensorIncomplete,
+)
 from ftrun.ids import Rank, version
 from ftrun.sharding.replica_check import check_replicas
+from ftrun.sharding.rules import ranks_alone
 from ftrun.sharding.source_index import ByteRange, SourceIndex
 from ftrun.snapshot.boxes import TensorPart, whole
 from ftrun.snapshot.layout import PIECE_BYTES, CopyTiming, Layout, LayoutEntry, make_layout
+from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -21,8 +29,10 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
 )
 from ftrun.worker.reshard.source import CheckedShards, LocalShards
+from ftrun.worker.reshard.source_state import SourceState
 from ftrun.worker.reshard.tensor_reader import fill
 from ftrun.worker.state.tensors import PACKED
+from tests.unit.sharding.worlds import MadeShards, array
 
 WANTED = version(2, 7)
 ROWS, COLUMNS = 1200, 150
@@ -221,3 +231,37 @@ def test_an_arena_without_the_version_is_named(give: Give) -> None:
 
     with pytest.raises(LayoutUnknown):
         CheckedShards(give(change), "test")
+
+
+class InMemory:
+    """A `ShardSource` of shards in memory."""
+
+    def __init__(self, shards: MadeShards) -> None:
+        self._shards = shards
+
+    def headers(self) -> Mapping[Rank, ShardHeader]:
+        return {Rank(rank): head for rank, head in enumerate(self._shards.headers)}
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
+        pass
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self._shards.data[rank])[offset : offset + num_bytes]
+
+    def close(self) -> None:
+        pass
+
+
+def test_tied_tensors_of_which_a_part_is_missing_are_refused_only_if_strict() -> None:
+    def state_of(part: TensorPart) -> SourceState:
+        held = {"a": array(1, 2), "b": array(3, 4)}
+        made = MadeShards([held, held], part=part, values={"frozen": []})
+        checked = CheckedShards(InMemory(made), "test")
+        return SourceState(checked, WANTED, 2, Rank(0), ranks_alone(1))
+
+    half = state_of(TensorPart((4,), (0,)))
+    half.check_agreement({"b": "a"}, is_strict=False)
+    with pytest.raises(TensorIncomplete):
+        half.check_agreement({"b": "a"}, is_strict=True)
+    with pytest.raises(SnapshotError, match="b and a are one tensor here"):
+        state_of(TensorPart((2,), (0,))).check_agreement({"b": "a"}, is_strict=True)

@@ -48,6 +48,13 @@ def test_all_small_numbers(old: str, new: str) -> None:
     assert_equal(tensor_of(converted(bits, old, new), new), expected)
 
 
+def test_bfloat16_comes_back_bit_for_bit_and_a_nan_stays_one() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    assert np.array_equal(converted(converted(bits, "BF16", "F32"), "F32", "BF16"), bits)
+    low = np.array([0x7F800001, 0xFF80FFFF], np.uint32)
+    assert converted(low, "F32", "BF16").tolist() == [0x7FC0, 0xFFC0]
+
+
 def test_ties_go_to_the_even_one() -> None:
     halves = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.4e38], dtype=torch.float32)
     assert_equal(tensor_of(converted(bits_of(halves), "F32", "BF16"), "BF16"), halves.bfloat16())
