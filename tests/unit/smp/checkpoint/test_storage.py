@@ -35,7 +35,7 @@ from ftrun.smp.checkpoint.storage.storage import (
     earlier_of_run,
     next_serial,
     open_storage,
-    prunable,
+    prune,
     sweep_finished,
     sweep_run,
     sweep_started,
@@ -314,13 +314,23 @@ def test_the_oldest_go_while_all_have_too_many_bytes(
     retention: Retention, newest: str, removed: list[str]
 ) -> None:
     """Each has 5 bytes and a table of 8."""
-    found = [
-        replace(one, index=msgspec.structs.replace(one.index, shards=[SHARD]))
-        for one in map(stored, (5, 4, 3, 2))
-        if one.index is not None
-    ]
-    assert stored_bytes(found[0].index) == 13
+    found = [with_bytes(stored(step)) for step in (5, 4, 3, 2)]
     assert to_prune(found, retention, newest=newest) == removed
+
+
+def with_bytes(one: StoredCheckpoint) -> StoredCheckpoint:
+    assert one.index is not None
+    index = msgspec.structs.replace(one.index, shards=[SHARD])
+    assert stored_bytes(index) == 13
+    return replace(one, index=index)
+
+
+def test_bytes_of_other_runs_do_not_count_because_they_remain() -> None:
+    found = [with_bytes(stored(step)) for step in (5, 4)]
+    found.insert(1, with_bytes(stored(9, run_id="another")))
+    retention = Retention(9, keep_bytes=26, runs=frozenset(["run"]))
+    assert to_prune(found, retention, newest="5") == []
+    assert to_prune(found, replace(retention, keep_bytes=25), newest="5") == ["4"]
 
 
 def test_a_checkpoint_that_is_read_is_pruned_later(root: Path) -> None:
@@ -332,19 +342,62 @@ def test_a_checkpoint_that_is_read_is_pruned_later(root: Path) -> None:
                 for one in storage.checkpoints()
                 if one.index is not None
             ]
+            old = to_prune(found, retention, newest=last)
             with reader.reading(first), reader.reading(first):
-                assert prunable(storage, found, retention, newest=last) == []
-            assert prunable(storage, found, retention, newest=last) == [first]
+                assert prune(storage, old, storage.remove) == ([], [first])
+            assert prune(storage, old, lambda _: None) == ([first], [])
+        assert names(storage) == [last, first]
+        assert prune(storage, old, storage.remove) == ([first], [])
+        assert names(storage) == [last]
+
+
+def test_no_reader_begins_while_a_checkpoint_is_removed(root: Path) -> None:
+    """A reader that opened the index before waits for the removal, and reports it."""
+    with open_storage(str(root), NEVER) as storage, open_storage(str(root), NEVER) as reader:
+        first = finish(storage, 1, 1)
+        begun, found = threading.Event(), list[str]()
+
+        def read() -> None:
+            begun.set()
+            try:
+                with reader.reading(first):
+                    found.append("read")
+            except CheckpointError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=read)
+
+        def remove(name: str) -> None:
+            thread.start()
+            begun.wait()
+            time.sleep(0.2)
+            assert found == []
+            storage.remove(name)
+
+        assert prune(storage, [first], remove) == ([first], [])
+        thread.join()
+    assert found == [f"{root / first} was removed by another process"]
+
+
+def test_a_lock_that_is_never_released_does_not_stop_a_reader(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local, "READ_LOCK_TIMEOUT_S", 0.05)
+    with open_storage(str(root), NEVER) as storage, open_storage(str(root), NEVER) as reader:
+        first = finish(storage, 1, 1)
+        with storage.without_readers(first) as has_none, reader.reading(first):
+            assert has_none
+    assert "without a lock" in caplog.text
 
 
 def test_a_checkpoint_that_is_missing_or_at_a_url_is_not_being_read(
     storage: Storage, root: Path
 ) -> None:
-    with storage.reading("nothing"):
-        assert not storage.is_being_read("nothing")
+    with storage.reading("nothing"), storage.without_readers("nothing") as has_none:
+        assert has_none
     name = finish(storage, 1, 1)
-    with storage.reading(name):
-        assert storage.is_being_read(name) == storage.is_local
+    with storage.reading(name), storage.without_readers(name) as has_none:
+        assert has_none != storage.is_local
 
 
 def test_a_removed_checkpoint_is_never_offered_while_it_is_incomplete(
