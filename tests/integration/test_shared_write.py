@@ -21,8 +21,8 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import CheckpointError, NoUsableCheckpoint
 from ftrun.ids import Generation, Rank, RunId, version
-from ftrun.smp.checkpoint import shared_write
-from ftrun.smp.checkpoint.index import SHARED_FORMAT, file_sizes, parse_index, seal
+from ftrun.smp.checkpoint import shared_load, shared_write
+from ftrun.smp.checkpoint.index import SHARED_FORMAT, ShardFile, file_sizes, parse_index, seal
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.reader import CheckpointFiles, OpenFiles, SourceShard
@@ -30,6 +30,7 @@ from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.shared_write import Borrowed, NodeOffer, divided
 from ftrun.smp.checkpoint.slot_reader import SealedSlot, SlotOverwritten
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import Retention, open_storage, prune
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
@@ -430,10 +431,17 @@ def test_a_slot_that_is_overwritten_while_others_are_awaited_is_copied_or_writte
 
 
 def test_the_offers_of_nodes_that_never_made_one_are_not_awaited(
-    nodes: list[Node], tmp_path: Path
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in directories that are not shared. Files of another node end it."""
     first, second = nodes
+    true, listed = LocalStorage.names, list[str]()
+
+    def names(storage: LocalStorage, folder: str) -> list[str]:
+        listed.append(folder)
+        return true(storage, folder)
+
+    monkeypatch.setattr(LocalStorage, "names", names)
 
     def seconds(step: int, wait_s: float) -> float:
         first.seal(step)
@@ -442,6 +450,7 @@ def test_the_offers_of_nodes_that_never_made_one_are_not_awaited(
         return clock.now_s() - begun_s
 
     assert seconds(1, 1.0) > 1.0
+    assert 3 < len(listed) < 10, "less and less often, because each node lists all files"
     assert seconds(2, 1.0) > 1.0
     assert seconds(3, WAIT_S) < WAIT_S / 3
     second.seal(3)
@@ -507,9 +516,7 @@ def test_an_index_with_bytes_in_no_file_is_left_for_the_checkpoint_before(
     (path / INDEX_NAME).write_bytes(seal(index))
     parse_index.cache_clear()
     for ranks in ([[0, 1], [2, 3]], [[0, 1, 2, 3]]):
-        job = LoadJob(
-            4, [Rank(r) for r in ranks[0]], lambda _: None, group=LoadGroup(ranks, 0)
-        )
+        job = LoadJob(4, [Rank(r) for r in ranks[0]], lambda _: None, group=LoadGroup(ranks, 0))
         loaded = load_checkpoint(str(tmp_path), job, threading.Event())
         assert loaded is not None
         for fd in loaded.fds:
@@ -543,8 +550,16 @@ def test_a_checkpoint_is_not_pruned_until_the_last_piece_is_there(
 
 @pytest.mark.parametrize("damage", ["missing", *in_full("cut"), "flipped"])
 def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
-    nodes: list[Node], tmp_path: Path, damage: str
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
+    """Other ranks have the bytes in the same place of the same file, which is not read again."""
+    true, read = shared_load._is_read, list[int]()
+
+    def is_read(source: CheckpointFiles, shard: ShardFile, *words: Any) -> bool:
+        read.append(shard.rank)
+        return true(source, shard, *words)
+
+    monkeypatch.setattr(shared_load, "_is_read", is_read)
     before, _ = write_all(nodes, str(tmp_path))
     path, _ = write_all(nodes, str(tmp_path), 2)
     file = path / max(data_files(path), key=lambda name: name)
@@ -566,6 +581,7 @@ def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
     os.close(loaded.fds[0])
     assert loaded.path == str(before)
     assert file.name in loaded.rejected[path.name]
+    assert read == []
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "no memory"])

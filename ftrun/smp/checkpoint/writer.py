@@ -308,8 +308,8 @@ class _Attempt:
         limit = self.job.retention.keep_bytes
         if 0 < limit < 2 * stored_bytes(index) and self.job.retention.keep > 1:
             _log.warning(
-                "checkpoint.keep_bytes (%d bytes) keeps only the newest checkpoint, of %d bytes. If "
-                "that is damaged, there is no other one: allow twice as much",
+                "checkpoint.keep_bytes (%d bytes) keeps only the newest checkpoint, of %d bytes. "
+                "If that is damaged, there is no other one: allow twice as much",
                 limit,
                 stored_bytes(index),
             )

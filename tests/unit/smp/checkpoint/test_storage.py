@@ -24,6 +24,7 @@ from ftrun.smp.checkpoint.index import (
     is_whole,
     seal,
     stored_bytes,
+    with_places,
 )
 from ftrun.smp.checkpoint.storage import local
 from ftrun.smp.checkpoint.storage.direct_file import no_pace
@@ -41,6 +42,7 @@ from ftrun.smp.checkpoint.storage.storage import (
     sweep_started,
     to_prune,
 )
+from ftrun.snapshot.write_shares import FileExtent
 
 NEVER = threading.Event()
 SHARD = ShardFile(0, "rank-00000.safetensors", "rank-00000.digests", 5, 1, "0", "0", "0")
@@ -195,6 +197,31 @@ def test_a_shard_is_whole_if_both_files_have_their_sizes() -> None:
     assert is_whole(SHARD, {SHARD.file: None, SHARD.digests: 8}), "the storage reports no size"
     assert not is_whole(SHARD, {SHARD.file: 4, SHARD.digests: 8})
     assert not is_whole(SHARD, {SHARD.file: 5})
+
+
+def test_an_index_is_parsed_again_only_if_it_has_changed(storage: Storage, root: Path) -> None:
+    """That of a large world takes long, and each node lists all under a lock."""
+    name = finish(storage, 1, 1)
+    first, second = storage.describe(name).index, storage.describe(name).index
+    assert first is not None
+    assert first is second
+    changed = seal(msgspec.structs.replace(first, life="other"))
+    (root / name / "index.json").write_bytes(changed)
+    third = storage.describe(name).index
+    assert third is not None
+    assert third.life == "other"
+
+
+def test_images_must_be_in_files_from_the_first_to_the_last_byte_once() -> None:
+    def found(*extents: tuple[int, int]) -> list[ShardFile]:
+        some = [FileExtent(first, size, "a.pieces", first) for first, size in extents]
+        return with_places({0: msgspec.structs.replace(SHARD, extents=some)})
+
+    assert found((0, 2), (2, 3))[0].extents[1].first == 2
+    assert with_places({0: SHARD}) == [SHARD]
+    for extents in ([(0, 2), (3, 2)], [(0, 3), (2, 3)], [(0, 4)], [(0, 6)], [(1, 4)]):
+        with pytest.raises(CheckpointError, match="rank 0 has 5 bytes, and its files do not have"):
+            found(*extents)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 10**9, 10**11, 10**12])
