@@ -461,6 +461,22 @@ def test_the_offers_of_nodes_that_never_made_one_are_not_awaited(
     assert seconds(4, 1.0) > 1.0
 
 
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+def test_the_wait_begins_anew_with_each_offer(nodes: list[Node], tmp_path: Path) -> None:
+    """Each node inspects the directory under a lock, so those of many come one after the other."""
+    for node in nodes:
+        node.seal(1)
+
+    def begun(at: int) -> WriteResult:
+        clock.sleep(1.0 * at)
+        return nodes[at].writer.write(nodes[at].fds, nodes[at].job(str(tmp_path), 1, wait_s=1.5))
+
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(begun, range(3)))
+    (path,) = {Path(one.path) for one in done if not one.missing_ranks}
+    assert sum(data_files(path).values()) == state_bytes(nodes)
+
+
 def test_the_size_of_all_checkpoints_includes_the_one_that_is_written(
     nodes: list[Node], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,7 @@ def divided(
             for name in set(offer_names(storage.names(folder))) - seen:
                 seen.add(name)
                 offers |= {one.rank: one for one in _read(storage, f"{folder}/{name}", blank)}
+                started_s = clock.now_s()  # of many nodes, one after the other gets the lock
             look_s, pause_s = clock.now_s() + pause_s, min(2 * pause_s, _MOST_NAP_S)
         if wanted <= offers.keys():
             break
