@@ -57,7 +57,7 @@ class WriteJob:
             hold.
         token: with a version: equal on all nodes that write this together, and on no others.
         follow: without a version: which running captures are written while they are captured.
-        share_wait_s: with a version: wait for the offers of the other nodes, so that equal bytes
+        share_wait_s: with a version: wait for the next offer of another node, so that equal bytes
             are written once; 0: this node writes all of its bytes.
         num_writers: files of equal size that are written at once; 0: a file for each rank, one
             after the other.
