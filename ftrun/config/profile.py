@@ -163,8 +163,8 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
     max_age_s: Annotated[float, _meta(
         "checkpoints older than this go as well, never the newest; 0: no age limit", ge=0)] = 0.0
     keep_bytes: Annotated[int, _meta(
-        "the oldest checkpoints go while all in the directory have more bytes than this, never "
-        "the newest; 0: no limit", ge=0)] = 0
+        "the oldest checkpoints go while all of this run have more bytes than this, never the "
+        "newest; 0: no limit", ge=0)] = 0
     writers: Annotated[int, _meta(
         "files of equal size that a node writes at once; 0: one for each rank, one after the other",
         ge=0, le=64)] = 0

@@ -29,6 +29,12 @@ LEAST_BYTES = 1 << 16
 MOST_RANKS = 512
 """Ranks that write together: a node reads the offers of all of them."""
 
+MOST_WRITERS = 64
+"""Ranks that write the sections of one group: the index has the files of each for every rank."""
+
+_LOAD_BYTES = 1 << 24
+"""Loads that differ by less count as equal when the writers are chosen."""
+
 
 class FileExtent(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of an image, from offset `first` on, and their file and offset there."""
@@ -122,12 +128,13 @@ def borrowed_bytes(
         for rank in holders:
             loads[rank] -= sum(one.num_bytes for one in sections)
     for holders, sections in groups:
-        for copies, at, num_bytes, turn in _cut(sections, [loads[rank] for rank in holders]):
-            writer = holders[turn]
+        writers = _writers([loads[rank] for rank in holders])
+        for copies, at, num_bytes, turn in _cut(sections, [loads[holders[i]] for i in writers]):
+            writer = holders[writers[turn]]
             loads[writer] += num_bytes
+            lent_at = copies.firsts[writers[turn]] + at
             for rank, first in zip(holders, copies.firsts, strict=True):
                 if rank != writer and rank in found:
-                    lent_at = copies.firsts[turn] + at
                     one = BorrowedBytes(first + at, num_bytes, writer, lent_at, tables[writer])
                     found[rank].append(one)
     return {rank: _joined(some) for rank, some in found.items()}
@@ -176,6 +183,15 @@ def _groups(offers: Sequence[RankOffer]) -> list[tuple[tuple[int, ...], list[_Co
             firsts = tuple(section.first for _, section in some)
             found[ranks].append(_Copies(firsts, first.num_bytes, first.cut_bytes))
     return sorted(found.items(), key=lambda one: (len(one[0]), one[0]))
+
+
+def _writers(loads: Sequence[int]) -> list[int]:
+    """Indices of the ranks that write, in order: those with the least, spread over all nodes."""
+
+    def order(index: int) -> tuple[int, str]:
+        return loads[index] // _LOAD_BYTES, f"{index:032b}"[::-1]
+
+    return sorted(sorted(range(len(loads)), key=order)[:MOST_WRITERS])
 
 
 def _cut(

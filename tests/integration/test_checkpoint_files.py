@@ -302,10 +302,14 @@ def test_a_checkpoint_is_not_pruned_while_it_is_loaded(arenas: Arenas, tmp_path:
     path = write(arenas, tmp_path)
     storage = LocalStorage(tmp_path, threading.Event())
     seen = []
-    job = LoadJob(2, RANKS, lambda _: seen.append(storage.is_being_read(path.name)))
-    check(load_checkpoint(str(tmp_path), job, threading.Event()), 4)
-    assert seen == [True]
-    assert not storage.is_being_read(path.name)
+
+    def note(_: int = 0) -> None:
+        with storage.without_readers(path.name) as has_none:
+            seen.append(has_none)
+
+    check(load_checkpoint(str(tmp_path), LoadJob(2, RANKS, note), threading.Event()), 4)
+    note()
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied first", "piece by piece"])

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import CheckpointError, NoUsableCheckpoint
 from ftrun.ids import Generation, Rank, RunId, version
-from ftrun.smp.checkpoint import shared_write
-from ftrun.smp.checkpoint.index import SHARED_FORMAT, file_sizes, parse_index
+from ftrun.smp.checkpoint import shared_load, shared_write
+from ftrun.smp.checkpoint.index import SHARED_FORMAT, ShardFile, file_sizes, parse_index, seal
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.reader import CheckpointFiles, SourceShard
+from ftrun.smp.checkpoint.reader import CheckpointFiles, OpenFiles, SourceShard
 from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.shared_write import Borrowed, NodeOffer, divided
 from ftrun.smp.checkpoint.slot_reader import SealedSlot, SlotOverwritten
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
-from ftrun.smp.checkpoint.storage.storage import Retention, open_storage
+from ftrun.smp.checkpoint.storage.local import LocalStorage
+from ftrun.smp.checkpoint.storage.storage import Retention, open_storage, prune
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import PIECE_BYTES, CopyTiming, Layout, LayoutEntry, make_layout
@@ -258,17 +260,29 @@ def test_other_nodes_load_their_ranks_and_read_the_rest_from_each_other(
     assert path.name == "step-00000001-g0"
 
 
-def test_a_conversion_reads_an_image_from_all_its_files(nodes: list[Node], tmp_path: Path) -> None:
-    path, _ = write_all(nodes, str(tmp_path))
+def test_a_conversion_reads_images_from_all_their_files_and_opens_each_once(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    path, _ = write_all(nodes, str(tmp_path), writers=3)
     with open_storage(str(tmp_path), threading.Event()) as storage:
         source = CheckpointFiles(storage, storage.describe(path.name))
-        for described in source.index().shards:
-            shard = SourceShard(source, described)
-            entry = shard.head.entries["shared"]
-            assert bytes(shard.read(entry.offset, entry.num_bytes)) == noise(
-                "shared 1 all", entry.num_bytes
-            )
-            shard.close()
+        with closing(OpenFiles(source)) as files:
+            shards = [SourceShard(source, one, files) for one in source.index().shards]
+            assert opened_files(path) == [], "none before the first read"
+            for rank, shard in enumerate(shards):
+                for name, seed in (("shared", "all"), ("own", rank)):
+                    entry = shard.head.entries[name]
+                    found = bytes(shard.read(entry.offset, entry.num_bytes))
+                    assert found == noise(f"{name} 1 {seed}", entry.num_bytes)
+            assert opened_files(path) == sorted(data_files(path))
+
+
+def opened_files(folder: Path) -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+    return sorted(one.name for one in found if one.parent == folder)
 
 
 def test_without_the_offer_of_another_node_a_node_writes_all_and_the_other_may_rely_on_it(
@@ -394,7 +408,7 @@ def test_a_part_that_relies_on_other_bytes_is_not_published(
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "no memory"])
-def test_a_slot_that_is_overwritten_while_others_are_awaited_is_copied_or_reported(
+def test_a_slot_that_is_overwritten_while_others_are_awaited_is_copied_or_written_whole_before(
     nodes: list[Node], tmp_path: Path, free_bytes: int
 ) -> None:
     first, second = nodes
@@ -405,16 +419,85 @@ def test_a_slot_that_is_overwritten_while_others_are_awaited_is_copied_or_report
         first_one = pool.submit(write, [(first, first.job(str(tmp_path), 1))])
         folder_with_an_offer(tmp_path)
         first.seal(2, slot=1)  # from now on its slot may be overwritten
+        if not free_bytes:  # it does not wait any longer
+            assert first_one.result(WAIT_S / 3)[0].total_bytes > 2 * 4 * SHARED
         clock.sleep(0.5)
         first.seal(3)
         write([(second, second.job(str(tmp_path), 1))])
-        if not free_bytes:
-            with pytest.raises(SlotOverwritten):
-                first_one.result(WAIT_S)
-            assert not (tmp_path / "latest").exists()
-            return
-        assert first_one.result(WAIT_S)[0].version == version(0, 1)
+        done = first_one.result(WAIT_S)[0]
+        assert done.version == version(0, 1)
+        assert bool(free_bytes) == (done.total_bytes < 2 * 4 * SHARED)
     check_restores(str(tmp_path), nodes, 1)
+
+
+def test_the_offers_of_nodes_that_never_made_one_are_not_awaited(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in directories that are not shared. Files of another node end it."""
+    first, second = nodes
+    true, listed = LocalStorage.names, list[str]()
+
+    def names(storage: LocalStorage, folder: str) -> list[str]:
+        listed.append(folder)
+        return true(storage, folder)
+
+    monkeypatch.setattr(LocalStorage, "names", names)
+
+    def seconds(step: int, wait_s: float) -> float:
+        first.seal(step)
+        begun_s = clock.now_s()
+        write([(first, first.job(str(tmp_path), step, wait_s=wait_s))])
+        return clock.now_s() - begun_s
+
+    assert seconds(1, 1.0) > 1.0
+    assert 3 < len(listed) < 10, "less and less often, because each node lists all files"
+    assert seconds(2, 1.0) > 1.0
+    assert seconds(3, WAIT_S) < WAIT_S / 3
+    second.seal(3)
+    (done,) = write([(second, second.job(str(tmp_path), 3))])
+    assert not done.missing_ranks
+    assert done.total_bytes < 3 * 4 * SHARED, "the offer is made all the same"
+    assert seconds(3, WAIT_S) < WAIT_S / 3, "it finds the checkpoint, and so the other node"
+    assert seconds(4, 1.0) > 1.0
+
+
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+def test_the_wait_begins_anew_with_each_offer(nodes: list[Node], tmp_path: Path) -> None:
+    """Each node inspects the directory under a lock, so those of many come one after the other."""
+    for node in nodes:
+        node.seal(1)
+
+    def begun(at: int) -> WriteResult:
+        clock.sleep(1.0 * at)
+        return nodes[at].writer.write(nodes[at].fds, nodes[at].job(str(tmp_path), 1, wait_s=1.5))
+
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(begun, range(3)))
+    (path,) = {Path(one.path) for one in done if not one.missing_ranks}
+    assert sum(data_files(path).values()) == state_bytes(nodes)
+
+
+def test_the_size_of_all_checkpoints_includes_the_one_that_is_written(
+    nodes: list[Node], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three checkpoints of equal size, and space for two and a half."""
+
+    def published(step: int, keep_bytes: int) -> list[str]:
+        jobs = []
+        for node in nodes:
+            node.seal(step)
+            retention = Retention(9, keep_bytes=keep_bytes)
+            jobs.append((node, replace(node.job(str(tmp_path), step), retention=retention)))
+        write(jobs)
+        return sorted(one.name[:13] for one in tmp_path.glob("step-*"))
+
+    size = state_bytes(nodes)
+    assert published(1, size * 5 // 2) == ["step-00000001"]
+    assert published(2, size * 5 // 2) == ["step-00000001", "step-00000002"]
+    assert published(3, size * 5 // 2) == ["step-00000002", "step-00000003"]
+    assert not caplog.records
+    assert published(4, size * 3 // 2) == ["step-00000004"]
+    assert "keeps only the newest checkpoint" in caplog.text
 
 
 def test_the_end_of_the_run_and_of_the_generation_end_the_wait(
@@ -480,10 +563,63 @@ def test_without_equal_bytes_or_an_offer_later_versions_are_written_while_they_a
         check_restores(str(tmp_path), nodes, step)
 
 
+def test_an_index_with_bytes_in_no_file_is_left_for_the_checkpoint_before(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    before, _ = write_all(nodes, str(tmp_path))
+    path, _ = write_all(nodes, str(tmp_path), 2)
+    index = parse_index((path / INDEX_NAME).read_bytes(), what="it")
+    rank = index.shards[0]
+    lost = [one for one in rank.extents if one.file != rank.file]
+    assert lost
+    rank.extents.remove(lost[0])
+    (path / INDEX_NAME).write_bytes(seal(index))
+    parse_index.cache_clear()
+    for ranks in ([[0, 1], [2, 3]], [[0, 1, 2, 3]]):
+        job = LoadJob(4, [Rank(r) for r in ranks[0]], lambda _: None, group=LoadGroup(ranks, 0))
+        loaded = load_checkpoint(str(tmp_path), job, threading.Event())
+        assert loaded is not None
+        for fd in loaded.fds:
+            os.close(fd)
+        if loaded.rest is not None:
+            loaded.rest.close()
+        assert loaded.path == str(before)
+        assert "in no file" in loaded.rejected[path.name]
+
+
+def test_a_checkpoint_is_not_pruned_until_the_last_piece_is_there(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    """Pieces that another node does not deliver are read from it later."""
+    path, _ = write_all(nodes, str(tmp_path))
+    ranks = [list(node.ranks) for node in nodes]
+    for ended_by in ("seal", "close"):
+        job = LoadJob(4, list(nodes[0].ranks), lambda _: None, group=LoadGroup(ranks, 0))
+        loaded = load_checkpoint(str(tmp_path), job, threading.Event())
+        assert loaded is not None
+        assert loaded.rest is not None
+        with open_storage(str(tmp_path), threading.Event()) as storage:
+            assert prune(storage, [path.name], lambda _: None) == ([], [path.name])
+            if ended_by == "seal":
+                loaded.rest.read_too(list(loaded.rest.left))
+            getattr(loaded.rest, ended_by)()
+            assert prune(storage, [path.name], lambda _: None) == ([path.name], [])
+        for fd in loaded.fds:
+            os.close(fd)
+
+
 @pytest.mark.parametrize("damage", ["missing", *in_full("cut"), "flipped"])
 def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
-    nodes: list[Node], tmp_path: Path, damage: str
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
+    """Other ranks have the bytes in the same place of the same file, which is not read again."""
+    true, read = shared_load._is_read, list[int]()
+
+    def is_read(source: CheckpointFiles, shard: ShardFile, *words: Any) -> bool:
+        read.append(shard.rank)
+        return true(source, shard, *words)
+
+    monkeypatch.setattr(shared_load, "_is_read", is_read)
     before, _ = write_all(nodes, str(tmp_path))
     path, _ = write_all(nodes, str(tmp_path), 2)
     file = path / max(data_files(path), key=lambda name: name)
@@ -505,6 +641,7 @@ def test_damage_to_shared_bytes_is_found_once_and_the_checkpoint_is_not_used(
     os.close(loaded.fds[0])
     assert loaded.path == str(before)
     assert file.name in loaded.rejected[path.name]
+    assert read == []
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "no memory"])

@@ -22,6 +22,7 @@ therefore never in the way of this run's parts, and never merged with them.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -135,7 +136,9 @@ def seal(content: SealedContent) -> bytes:
     return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
 
 
+@lru_cache(maxsize=16)
 def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
+    """Equal bytes are parsed once: a large world's index takes long, and each node reads all."""
     return unsealed(data, CheckpointIndex, what=f"{what}: its index")
 
 
@@ -180,9 +183,22 @@ def stored_bytes(index: CheckpointIndex) -> int:
 def with_places(shards: Mapping[int, ShardFile]) -> list[ShardFile]:
     """Replace what shards have borrowed by its place in the files of the other ranks.
 
-    `shards` are those of all ranks, by rank. Raises CheckpointError if a file does not have it.
+    `shards` are those of all ranks, by rank. Raises CheckpointError if a file does not have it, or
+    if the places are not those of each byte of an image once.
     """
-    return [_with_places(shard, shards) for _, shard in sorted(shards.items())]
+    found = [_with_places(shard, shards) for _, shard in sorted(shards.items())]
+    for shard in found:
+        end = 0
+        for one in shard.places:
+            if one.first != end:
+                break
+            end += one.num_bytes
+        if end != shard.num_bytes:
+            raise CheckpointError(
+                f"rank {shard.rank} has {shard.num_bytes:,} bytes, and its files do not have those "
+                f"from {end:,} on exactly once. Request a later version"
+            )
+    return found
 
 
 def _with_places(shard: ShardFile, shards: Mapping[int, ShardFile]) -> ShardFile:
@@ -265,16 +281,16 @@ def part_name(ranks: Sequence[int]) -> str:
     return f"part-{ranks[0]:05d}.json"
 
 
-def part_names(sizes: Sizes) -> list[str]:
-    return sorted(name for name in sizes if name.startswith("part-"))
+def part_names(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith("part-"))
 
 
 def offer_name(ranks: Sequence[int]) -> str:
     return f"offer-{ranks[0]:05d}"
 
 
-def offer_names(sizes: Sizes) -> list[str]:
-    return sorted(name for name in sizes if name.startswith("offer-"))
+def offer_names(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith("offer-"))
 
 
 def parse_stored(

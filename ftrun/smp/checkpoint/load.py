@@ -16,6 +16,7 @@ several nodes need are read by one of them (`ftrun.smp.checkpoint.shared_load`).
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ftrun import clock
@@ -181,8 +182,11 @@ def _load(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> Lo
 
 def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> LoadedCheckpoint:
     index = source.index()
-    with source.storage.reading(source.stored.name):
+    with ExitStack() as ends:
+        ends.enter_context(source.storage.reading(source.stored.name))
         fds, rest = load_share(source, index, job.world_size, job.together, job.check)
+        if rest is not None:
+            rest.ends = ends.pop_all()
     at = version(LOADED_GENERATION, index.step)
     return LoadedCheckpoint(at, source.path, fds, rejected, index.world_size, rest)
 

@@ -8,8 +8,8 @@ Gives:    the index; bytes of files; headers of all shards, plain values, and by
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +59,7 @@ class CheckpointFiles:
 
     @contextmanager
     def image(self, shard: ShardFile) -> Iterator["ShardImage"]:
-        """Open all files with bytes of a rank's image. Raises as `opened`."""
-        with ExitStack() as ends:
-            files = {n: ends.enter_context(self.opened(n)) for n in shard.data_names}
+        with closing(OpenFiles(self)) as files:
             yield ShardImage(shard, files)
 
     @contextmanager
@@ -71,32 +69,56 @@ class CheckpointFiles:
             yield CheckpointFiles(storage, self.stored)
 
 
+class OpenFiles:
+    """Files of a checkpoint; each is opened once, when it is first read. Usable by threads."""
+
+    def __init__(self, source: CheckpointFiles) -> None:
+        self._source = source
+        self._found: dict[str, OpenFile] = {}
+        self._ends = ExitStack()
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> OpenFile:
+        """Raises as `CheckpointFiles.opened`."""
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._ends.enter_context(self._source.opened(name))
+            return self._found[name]
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+def parts_of(shard: ShardFile, at: int, num_bytes: int) -> list[FileExtent]:
+    """The places of bytes of an image; raises CheckpointError if the index does not have them."""
+    try:
+        return list(located(shard.places, at, num_bytes))
+    except ValueError as error:
+        raise CheckpointError(f"the index is not valid: {error}") from error
+
+
 class ShardImage:
-    """The image of one rank, read as one file from all files that have parts of it."""
+    """The image of one rank, read as one file from all files that have parts of it.
 
-    def __init__(self, shard: ShardFile, files: Mapping[str, OpenFile]) -> None:
-        self._places = shard.places
+    Raises as `CheckpointFiles.opened` and `parts_of`.
+    """
+
+    def __init__(self, shard: ShardFile, files: OpenFiles) -> None:
+        self._shard = shard
         self._files = files
-
-    def parts(self, at: int, num_bytes: int) -> Iterator[FileExtent]:
-        """The places of these bytes; raises CheckpointError if the index does not have them."""
-        try:
-            yield from located(self._places, at, num_bytes)
-        except ValueError as error:
-            raise CheckpointError(f"the index is not valid: {error}") from error
 
     def read(self, at: int, num_bytes: int) -> bytes:
         """Read `num_bytes` from offset `at`, or fewer if a file ends too early."""
-        found = [self._files[part.file].read(part.at, part.num_bytes)
-                 for part in self.parts(at, num_bytes)]  # fmt: skip
+        found = [self._files.get(part.file).read(part.at, part.num_bytes)
+                 for part in parts_of(self._shard, at, num_bytes)]  # fmt: skip
         return found[0] if len(found) == 1 else b"".join(found)
 
     def read_into(self, target: memoryview, at: int = 0) -> int:
         """Fill `target` from offset `at`; return the bytes read, which may be fewer."""
         done = 0
-        for part in self.parts(at, len(target)):
+        for part in parts_of(self._shard, at, len(target)):
             into = target[done : done + part.num_bytes]
-            got = self._files[part.file].read_into(into, part.at)
+            got = self._files.get(part.file).read_into(into, part.at)
             done += got
             if got < part.num_bytes:
                 break
@@ -135,12 +157,16 @@ def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, me
     return header, table, layout
 
 
-def check_size(source: CheckpointFiles, shard: ShardFile) -> None:
-    for name, wanted in file_sizes([shard]).items():
-        with source.opened(name) as file:
-            size = file.size
-        if not is_size(shard, size, wanted):
-            raise CheckpointError(f"{source.path}/{name} has {size:,} bytes of {wanted:,}")
+def check_sizes(source: CheckpointFiles, shards: Iterable[ShardFile]) -> None:
+    """Raises CheckpointError if a data file is missing or too short."""
+    sizes = source.storage.sizes(source.stored.name)
+    for shard in shards:
+        for name, wanted in file_sizes([shard]).items():
+            if name not in sizes:
+                raise CheckpointError(f"{source.path}/{name} does not exist")
+            size = sizes[name]
+            if not is_size(shard, size, wanted):
+                raise CheckpointError(f"{source.path}/{name} has {size:,} bytes of {wanted:,}")
 
 
 def check_length(got: int, target: memoryview, what: str) -> None:
@@ -149,20 +175,17 @@ def check_length(got: int, target: memoryview, what: str) -> None:
 
 
 class SourceShard:
-    """The file of one rank.
+    """The bytes of one rank; the caller closes `files`.
 
     Raises SnapshotCorrupt, LayoutUnknown or CheckpointError if it differs from what was written,
     OSError if it cannot be read.
     """
 
-    def __init__(self, source: CheckpointFiles, shard: ShardFile) -> None:
+    def __init__(self, source: CheckpointFiles, shard: ShardFile, files: OpenFiles) -> None:
         self._what = f"{source.path}, rank {shard.rank}"
-        check_size(source, shard)
         header, table, layout = read_head(source, shard)
         self.head = ShardHeader(layout, len(header), table)
-        with ExitStack() as ends:
-            self._file = ends.enter_context(source.image(shard))
-            self._ends = ends.pop_all()
+        self._file = ShardImage(shard, files)
         self._last: tuple[range, memoryview] | None = None
         self._lock = threading.Lock()
 
@@ -181,9 +204,6 @@ class SourceShard:
             with self._lock:
                 self._last = last if len(pieces) == 1 else None
         return last[1][offset - start : offset - start + num_bytes]
-
-    def close(self) -> None:
-        self._ends.close()
 
     def _read(self, at: int, size: int) -> memoryview:
         data = memoryview(bytearray(size))
@@ -212,16 +232,17 @@ class CheckpointReader:
         if missing:
             raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
         self._files = [shards[rank].file for rank in range(self.index.world_size)]
-        allow_files(sum(len(shard.data_names) for shard in shards.values()))
+        allow_files(len({name for shard in shards.values() for name in shard.data_names}))
         with ExitStack() as ends:
             ends.enter_context(storage.reading(folder.name))
+            files = ends.enter_context(closing(OpenFiles(source)))
             self.shards: list[SourceShard] = []
             self.parts: list[dict[str, bytes]] = []
             try:
+                check_sizes(source, shards.values())
                 for rank in range(self.index.world_size):
-                    shard = SourceShard(source, shards[rank])
+                    shard = SourceShard(source, shards[rank], files)
                     self.shards.append(shard)
-                    ends.callback(shard.close)
                     self.parts.append(plain_bytes(shard.head, shard.read))
             except (SnapshotCorrupt, LayoutUnknown) as error:
                 raise CheckpointError(f"{folder} cannot be converted: {error}") from error

@@ -19,8 +19,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import msgspec
 import xxhash
 
 from ftrun import clock
@@ -30,14 +32,15 @@ from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.reader import (
     CheckpointFiles,
     check_length,
-    check_size,
+    check_sizes,
+    parts_of,
     read_head,
     read_table,
 )
 from ftrun.smp.memory.arenas import create
 from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.load_shares import Place, load_group_of, ranks_at, share_of
-from ftrun.snapshot.write_shares import located
+from ftrun.snapshot.write_shares import FileExtent
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
 
@@ -91,6 +94,8 @@ class SharedLoad:
         self.is_whole = False
         self.num_read = 0
         """Bytes that were read from storage."""
+        self.ends = ExitStack()
+        """What is held while pieces may still be read from the checkpoint."""
         self._source = source
         self._shards = {shard.rank: shard for shard in shards}
         self._replicas = PieceReplicas(index)
@@ -166,6 +171,11 @@ class SharedLoad:
         for rank, arena in self._arenas.items():
             arena.write_header(_SLOT, self._header(rank, SlotState.SEALED))
         self.is_whole = True
+        self.close()
+
+    def close(self) -> None:
+        """Allow the checkpoint to be pruned; called if the load is given up, and by `seal`."""
+        self.ends.close()
 
     # --- details -------------------------------------------------------------------------------
 
@@ -197,7 +207,8 @@ class SharedLoad:
             self._read_runs(source, position[0], [position])
         except (CheckpointError, SnapshotCorrupt, OSError):
             rank, room = position[0], self.room(position)
-            other = self._replicas.read(source, self.digest(position), room, but=rank)
+            at, _ = self._bytes_of([position])
+            other = self._replicas.read(source, self.digest(position), room, but=(rank, at))
             if other is None:
                 raise
             self.num_read += len(room)
@@ -214,7 +225,7 @@ class SharedLoad:
 
     def _file_of(self, position: Place) -> str:
         at, num_bytes = self._bytes_of([position])
-        places = located(self._shards[position[0]].places, at, num_bytes)
+        places = parts_of(self._shards[position[0]], at, num_bytes)
         return f"{self._source.path}/{' and '.join(dict.fromkeys(one.file for one in places))}"
 
     def _header(self, rank: int, state: SlotState) -> SlotHeader:
@@ -271,8 +282,7 @@ def load_share(
         raise CheckpointError(f"{source.path}: its index has no rank {missing[0]}")
     own = [shards[rank] for rank in ranks[node]]
     shapes = [_shape(shard, index.world_size) for shard in own]
-    for shard in own:
-        check_size(source, shard)
+    check_sizes(source, own)
     check(sum(shape.total_bytes for shape in shapes))
     fds: list[int] = []
     try:
@@ -318,10 +328,16 @@ class PieceReplicas:
         self._headers: dict[int, _Head | None] = {}
 
     def read(
-        self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
+        self, source: CheckpointFiles, digest: int, room: memoryview, *, but: tuple[int, int]
     ) -> int | None:
-        """Fill `room`; return the rank that was read, or None. The file of `but` is damaged."""
-        others = sorted(set(self._shards) - {but}, key=lambda rank: abs(rank - but))
+        """Fill `room`; return the rank that was read, or None.
+
+        `but`: a rank and the offset in its image where its files are damaged. A replica in the same
+        bytes of a file is not read again.
+        """
+        damaged, at = but
+        tried = [_stored(self._shards[damaged], at, len(room))]
+        others = sorted(set(self._shards) - {damaged}, key=lambda rank: abs(rank - damaged))
         for rank in others[:MOST_RANKS]:
             head = self._head(source, rank)
             if head is None:
@@ -331,6 +347,10 @@ class PieceReplicas:
                 piece = layout.pieces[index]
                 if found != digest or piece.num_bytes != len(room):
                     continue
+                places = _stored(shard, start + piece.offset, len(room))
+                if places in tried:
+                    continue
+                tried.append(places)
                 if _is_read(source, shard, room, start + piece.offset, digest):
                     return rank
         return None
@@ -343,6 +363,12 @@ class PieceReplicas:
             except (CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError):
                 self._headers[rank] = None  # this rank's files are unusable
         return self._headers[rank]
+
+
+def _stored(shard: ShardFile, at: int, num_bytes: int) -> list[FileExtent]:
+    """Where bytes of an image are in files; equal for all ranks that have them there."""
+    parts = parts_of(shard, at, num_bytes)
+    return [msgspec.structs.replace(one, first=one.first - at) for one in parts]
 
 
 def _is_read(

@@ -13,7 +13,8 @@ files are there.
 
 Rule 1: a node relies only on nodes whose offers it has read, and only if it has those of all ranks.
         Such a node makes the same division when it has all offers too, and writes more if not.
-Rule 2: the slots may be overwritten while a node waits, as while it writes, so it polls them.
+Rule 2: the slots may be overwritten while a node waits, as while it writes, so it polls them. If a
+        later version is sealed and there is no copy, the node writes at once and whole.
 """
 
 import threading
@@ -52,7 +53,10 @@ from ftrun.wire.shared_memory.arena import SlotState
 HURRIED_S = 2.0
 """Longest wait for other nodes when the run ends."""
 
-_NAP_S, _URL_NAP_S = 0.02, 0.5
+LOOK_S = 1e-3
+"""A wait that only reads the offers that exist already."""
+
+_NAP_S, _MOST_NAP_S = 0.02, 0.5
 
 Borrowed = dict[int, list[BorrowedBytes]]
 
@@ -85,16 +89,21 @@ def divided(
     wanted = {rank for rank in range(job.world_size) if rank // MOST_RANKS in blocks}
     storage.put(f"{folder}/{offer_name(job.ranks)}", _packed(blank, list(offers.values())))
     started_s, seen = clock.now_s(), {offer_name(job.ranks)}
+    look_s, pause_s = started_s, _NAP_S if storage.is_local else _MOST_NAP_S
     while True:
-        for name in set(offer_names(storage.sizes(folder))) - seen:
-            seen.add(name)
-            offers |= {one.rank: one for one in _read(storage, f"{folder}/{name}", blank)}
+        if clock.now_s() >= look_s:
+            for name in set(offer_names(storage.names(folder))) - seen:
+                seen.add(name)
+                offers |= {one.rank: one for one in _read(storage, f"{folder}/{name}", blank)}
+                started_s = clock.now_s()  # of many nodes, one after the other gets the lock
+            look_s, pause_s = clock.now_s() + pause_s, min(2 * pause_s, _MOST_NAP_S)
         if wanted <= offers.keys():
             break
         limit_s = min(job.share_wait_s, HURRIED_S) if job.hurries() else job.share_wait_s
-        if job.is_over() or clock.now_s() - started_s > limit_s:
+        if job.is_over() or clock.now_s() - started_s > limit_s or _must_hurry(shards):
             return {}
-        _nap(storage, shards, context.throttle.stop)
+        if context.throttle.stop.wait(_NAP_S):
+            raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
     found: Borrowed = {}
     for block in blocks:
         some = [one for rank, one in offers.items() if rank // MOST_RANKS == block]
@@ -104,12 +113,12 @@ def divided(
     return found
 
 
-def _nap(storage: Storage, shards: Sequence[SealedSlot], stop: threading.Event) -> None:
-    if stop.wait(_NAP_S if storage.is_local else _URL_NAP_S):
-        raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
-    for shard in shards:  # Rule 2
+def _must_hurry(shards: Sequence[SealedSlot]) -> bool:
+    """True if a slot may be overwritten soon and does not fit into memory (rule 2)."""
+    for shard in shards:
         if shard.before_read is not None:
             shard.before_read()
+    return any(not shard.is_copied and shard.has_later() for shard in shards)
 
 
 def write_files(

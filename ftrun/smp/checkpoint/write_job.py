@@ -106,8 +106,8 @@ class WriteJob:
         is_alone: all other writers are excluded until this node has finished.
         hurries: returns whether the run ends, so that other nodes are not awaited long.
         is_over: returns whether the generation has ended.
-        share_wait_s: wait for the offers of the other nodes, so that equal bytes are written once;
-            0: this node writes all of its bytes.
+        share_wait_s: wait for the next offer of another node, so that equal bytes are written
+            once; 0: this node writes all of its bytes.
         num_writers: files of equal size that are written at once; 0: a file for each rank, one
             after the other.
     """

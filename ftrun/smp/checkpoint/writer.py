@@ -36,6 +36,7 @@ Rule 5: a URL cannot be locked. If an index of another life appears there, the w
         stops writing, because both runs would remove each other's checkpoints.
 """
 
+import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,23 +56,26 @@ from ftrun.smp.checkpoint.index import (
     file_sizes,
     format_of,
     is_whole,
+    offer_names,
     parse_part,
     part_name,
     part_names,
     seal,
+    stored_bytes,
     with_places,
 )
-from ftrun.smp.checkpoint.shared_write import Borrowed, divided, write_files
+from ftrun.smp.checkpoint.shared_write import LOOK_S, divided, write_files
 from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten
 from ftrun.smp.checkpoint.storage.storage import (
     Storage,
     earlier_of_run,
     next_serial,
     open_storage,
-    prunable,
+    prune,
     remove_all,
     sweep_finished,
     sweep_started,
+    to_prune,
 )
 from ftrun.smp.checkpoint.write_job import (
     ChosenVersion,
@@ -89,6 +93,11 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 Content = tuple[int, int, str, str]
 
+MOST_UNSEEN = 2
+"""Checkpoints in a row without a file of another node, before their offers are not awaited."""
+
+_log = logging.getLogger(__name__)
+
 
 class CheckpointWriter:
     """Writes this node's parts, and finishes complete checkpoints."""
@@ -101,6 +110,8 @@ class CheckpointWriter:
         self._lives: set[str] = set()
         self._known: dict[str, set[str]] = {}
         """The checkpoints that existed at the first listing, by URL."""
+        self._unseen: dict[str, int] = {}
+        """Checkpoints in a row for which no other node has put a file there, by place."""
 
     def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
         """Write the own part, and the checkpoint if all parts exist; raises CheckpointError."""
@@ -111,6 +122,8 @@ class CheckpointWriter:
         with _explained(job), open_storage(job.where, context.throttle.stop) as storage:
             if job.version is not None:
                 chosen = choose_own(fds, job, job.version, context.throttle)
+                if job.share_wait_s and self._unseen.get(job.where, 0) >= MOST_UNSEEN:
+                    job = replace(job, share_wait_s=LOOK_S)
                 return self._write(_Attempt(context, storage, job, chosen))
             with storage.exclusive() if job.is_alone else nullcontext():
                 return write_newest(
@@ -134,6 +147,7 @@ class CheckpointWriter:
             found = attempt.sweep(found)
             done = attempt.finished(found, contents)
             if done is not None:
+                self._unseen.pop(job.where, None)
                 return done
             part = attempt.whole_part(contents)
             if part is None:
@@ -149,8 +163,11 @@ class CheckpointWriter:
             found = storage.checkpoints()
             # Once the part exists, another node may have finished the checkpoint.
             done = attempt.finished(found, {shard.content for shard in part.shards})
+            is_seen = done is not None or attempt.has_others()
             if done is None:
                 done = attempt.merge(found)
+        if job.share_wait_s and (is_new or is_seen):
+            self._unseen[job.where] = 0 if is_seen else self._unseen.get(job.where, 0) + 1
         own_bytes = sum(file_sizes(part.shards).values()) if is_new else 0
         return replace(done, total_bytes=done.total_bytes or own_bytes)
 
@@ -171,7 +188,7 @@ class _Attempt:
         self, context: WriterContext, storage: Storage, job: WriteJob, chosen: ChosenVersion
     ) -> None:
         self.storage = storage
-        self.job = job
+        self.job = replace(job, share_wait_s=0.0) if chosen.is_live else job
         self.chosen = chosen
         self.blank = job.part(context.run_id, chosen.version)
         """The part without files."""
@@ -199,6 +216,11 @@ class _Attempt:
             is_alone=self._is_alone,
         )
 
+    def has_others(self) -> bool:
+        """True if another node has put an offer or a part into the folder."""
+        names = self.storage.names(self.folder)
+        return len(part_names(names)) > 1 or len(offer_names(names)) > 1
+
     def begin(self) -> None:
         self.storage.make(self.folder)
         self._sync_started()
@@ -223,7 +245,7 @@ class _Attempt:
         storage, chosen, folder = self.storage, self.chosen, self.folder
         keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
         try:
-            shared = self._divided()
+            shared = divided(storage, folder, chosen.shards, self.job, self.blank, self._context)
             crash_point("smp.checkpoint.part_started")
             files = write_files(
                 *(storage, folder, chosen.shards, shared, chosen.pace),
@@ -236,7 +258,7 @@ class _Attempt:
         if not chosen.is_sound:
             raise SlotOverwritten(chosen.version)
         chosen.await_commit()
-        if not chosen.is_live:
+        if self.job.share_wait_s:
             self._context.equal_bytes.note(chosen.version.generation, were_found=bool(shared))
         self._sync_started(folder)  # Rule 1
         written_s = 0.0 if storage.is_local else clock.wall_s()
@@ -247,12 +269,6 @@ class _Attempt:
         self._sync_started(folder)
         crash_point("smp.checkpoint.part_written")
         return part
-
-    def _divided(self) -> Borrowed:
-        if self.chosen.is_live:
-            return {}
-        shards, context = self.chosen.shards, self._context
-        return divided(self.storage, self.folder, shards, self.job, self.blank, context)
 
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
         """Finish it if all parts exist, or return the missing ranks; raises CheckpointError."""
@@ -270,8 +286,16 @@ class _Attempt:
             return WriteResult(wanted, path, 0, missing_ranks=missing, note="; ".join(notes))
         files = with_places(shards)
         whole = msgspec.structs.replace(blank, shards=files, written_s=written_s)
-        name = publish_whole(storage, self.folder, whole, found, self.discarded_if_sole())
-        self._resolve(name, found)
+        name, index = publish_whole(storage, self.folder, whole, found, self.discarded_if_sole())
+        self._resolve(name, [StoredCheckpoint(name, wanted, index=index), *found])
+        limit, total_bytes = self.job.retention.keep_bytes, stored_bytes(index)
+        if 0 < limit < 2 * total_bytes and self.job.retention.keep > 1:
+            _log.warning(
+                "checkpoint.keep_bytes (%d bytes) keeps only the newest checkpoint, of %d bytes. "
+                "If that is damaged, there is no other one: allow twice as much",
+                limit,
+                total_bytes,
+            )
         total_bytes = sum(file_sizes(files).values())
         return WriteResult(wanted, storage.path_of(name), total_bytes, note="; ".join(notes))
 
@@ -297,7 +321,8 @@ class _Attempt:
         storage.point_latest(name)
         crash_point("smp.checkpoint.latest")
         sweep_finished(storage, found, run_id, self.chosen.version, name)
-        remove_all(storage, prunable(storage, found, self.job.retention, newest=name))
+        obsolete = to_prune(found, self.job.retention, newest=name)
+        prune(storage, obsolete, lambda one: remove_all(storage, [one]))
 
 
 @contextmanager
@@ -373,8 +398,8 @@ def publish_whole(
     whole: CheckpointPart,
     found: Sequence[StoredCheckpoint],
     unfinished: AbstractContextManager[None],
-) -> str:
-    """Write the index, and publish the folder; return its name.
+) -> tuple[str, CheckpointIndex]:
+    """Write the index, and publish the folder; return its name and the index.
 
     The parts stay, so that another node finds them; they are removed afterwards.
 
@@ -403,7 +428,7 @@ def publish_whole(
     crash_point("smp.checkpoint.renamed")
     storage.sync()
     crash_point("smp.checkpoint.parts_renamed")
-    return name
+    return name, index
 
 
 def gather(

@@ -71,6 +71,7 @@ class RestoreCoordinator:
         """Set the load whose remaining pieces come from other nodes; None if there is none."""
         if self._load is not None and not self._load.is_whole:
             self.cancel()
+            self._load.close()
         self._load = load
 
     def share_of(self, wanted: Version | None) -> SharedLoad | None:

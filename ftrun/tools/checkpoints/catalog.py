@@ -33,9 +33,9 @@ from ftrun.smp.checkpoint.index import (
     is_whole,
     stored_bytes,
 )
-from ftrun.smp.checkpoint.reader import CheckpointFiles, ShardImage
+from ftrun.smp.checkpoint.reader import CheckpointFiles, ShardImage, parts_of
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
-from ftrun.smp.checkpoint.storage.storage import Retention, Storage, open_storage, to_prune
+from ftrun.smp.checkpoint.storage.storage import Retention, Storage, open_storage, prune, to_prune
 from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
@@ -176,11 +176,7 @@ def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogR
         # A resume needs one without missing files, whatever else is kept.
         loadable = next((one.name for one in found if not _missing_files(storage, one)), newest)
         old = [one for one in to_prune(found, retention, newest=newest) if one != loadable]
-        being_read = [name for name in old if storage.is_being_read(name)]
-        doomed = [name for name in old if name not in being_read]
-        if is_real:
-            for name in doomed:
-                storage.remove(name)
+        doomed, being_read = prune(storage, old, storage.remove if is_real else lambda _: None)
     report = _list(storage, ())
     return msgspec.structs.replace(report, removed=tuple(doomed), being_read=tuple(being_read))
 
@@ -325,7 +321,7 @@ class ShardVerifier:
                 continue
             count += 1
             if count <= _MAX_NAMED:
-                files = dict.fromkeys(one.file for one in image.parts(at, piece.num_bytes))
+                files = dict.fromkeys(one.file for one in parts_of(shard, at, piece.num_bytes))
                 yield (
                     f"{listed(list(files) or [shard.file], _MAX_NAMED)}: piece {index} of "
                     f"{len(layout.pieces)} is damaged "
@@ -335,7 +331,7 @@ class ShardVerifier:
             yield f"{shard.file}: {count - _MAX_NAMED} more pieces are damaged"
 
     def _digest(self, image: ShardImage, shard: ShardFile, at: int, piece: Piece) -> int:
-        parts = list(image.parts(at, piece.num_bytes)) if shard.extents else []
+        parts = parts_of(shard, at, piece.num_bytes) if shard.extents else []
         key = (parts[0].file, parts[0].at, piece.num_bytes) if len(parts) == 1 else None
         if key is not None and key in self._digests:
             return self._digests[key]

@@ -291,12 +291,12 @@ def publish(
         try:
             files = sorted(writer.write(out / name), key=lambda one: one.rank)
             whole = msgspec.structs.replace(part, world_size=len(files), shards=files)
-            final = publish_whole(storage, name, whole, found, nullcontext())
+            final, made = publish_whole(storage, name, whole, found, nullcontext())
         except BaseException:
             storage.discard(name)
             raise
         storage.point_latest(final)
-    return out / final, stored_bytes(msgspec.structs.replace(index, shards=files))
+    return out / final, stored_bytes(made)
 
 
 def publish_share(
@@ -334,7 +334,7 @@ def publish_share(
             return out / name, num_bytes, sorted(missing)
         all_files = [shards[rank] for rank in range(part.world_size)]
         whole = msgspec.structs.replace(part, shards=all_files)
-        final = publish_whole(storage, name, whole, found, nullcontext())
+        final, _ = publish_whole(storage, name, whole, found, nullcontext())
         _complete(storage, final, is_newest=True)
     return out / final, num_bytes, []
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.snapshot.write_shares import (
     LEAST_BYTES,
+    MOST_WRITERS,
     BorrowedBytes,
     FileExtent,
     OfferedSection,
@@ -116,6 +117,25 @@ def test_uneven_shards_end_as_files_of_equal_size(own_bytes: list[int]) -> None:
     sizes = sizes_of(offers)
     assert sum(sizes) == sum(own_bytes) + 9_990
     assert max(sizes) - min(sizes) <= 2 * CUT
+
+
+def test_a_large_group_has_few_writers_on_all_nodes() -> None:
+    """512 ranks with 8 a node: 64 nodes write, and the index has few extents of each rank."""
+    borrowed = borrowed_bytes(replicas([0] * 512, 512 * CUT), range(512))
+    writers = {one.rank for some in borrowed.values() for one in some}
+    assert len(writers) == MOST_WRITERS
+    assert {rank // 8 for rank in writers} == set(range(64))
+    assert max(map(len, borrowed.values())) == MOST_WRITERS
+    assert min(map(len, borrowed.values())) == MOST_WRITERS - 1
+
+
+def test_the_writers_of_a_large_group_have_the_smallest_loads() -> None:
+    """Differences below the size of a part do not matter: else neighbours would write all."""
+    own = [1 << 28 if rank < 256 else rank for rank in range(512)]
+    borrowed = borrowed_bytes(replicas(own, 512_000 * CUT), range(512))
+    writers = {one.rank for some in borrowed.values() for one in some}
+    assert len(writers) == MOST_WRITERS
+    assert {rank // 4 for rank in writers} == set(range(64, 128))
 
 
 def test_a_rank_with_more_bytes_of_its_own_than_the_mean_writes_nothing_else() -> None:

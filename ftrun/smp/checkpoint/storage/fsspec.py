@@ -181,6 +181,9 @@ class FsspecStorage:
     def sizes(self, folder: str) -> Sizes:
         return {one["name"]: one["size"] for one in self._list(folder) if one["type"] == "file"}
 
+    def names(self, folder: str) -> list[str]:
+        return list(self.sizes(folder))
+
     def changed_s(self, folder: str) -> float | None:
         times = [_time_of(one) for one in self._list(folder) if one["type"] == "file"]
         known = [time_s for time_s in times if time_s is not None]
@@ -204,9 +207,9 @@ class FsspecStorage:
     def reading(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def is_being_read(self, name: str) -> bool:
-        """Return False: a store has no locks."""
-        return False
+    def without_readers(self, name: str) -> AbstractContextManager[bool]:
+        """Yield True: a store has no locks."""
+        return nullcontext(True)
 
     # --- writing ------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ LOCK_NAME = ".lock"
 LOCK_TIMEOUT_S = 30.0
 OTHER_WRITER_S = 5.0
 """Longest wait for a run that writes alone, or for `ftrun checkpoints prune`."""
+READ_LOCK_TIMEOUT_S = 1.0
+"""Longest wait for a process that removes a checkpoint: it holds the lock for a rename."""
 
 _LOCK_RETRY_S = 0.02
 _READ_BYTES = 1 << 22
@@ -130,6 +132,11 @@ class LocalStorage:
         except FileNotFoundError:
             return {}
 
+    def names(self, folder: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return os.listdir(self._directory / folder)
+        return []
+
     def changed_s(self, folder: str) -> float | None:
         """Return the wall time of the last addition; None if unknown."""
         try:
@@ -147,15 +154,25 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Keep the checkpoint from being pruned; if the file system has no locks, do nothing."""
+        """Keep the checkpoint from being pruned; if the file system has no locks, do nothing.
+
+        Raises CheckpointError if another process removes it just now.
+        """
+        path = self._directory / name / INDEX_NAME
         with contextlib.ExitStack() as ends:
             with contextlib.suppress(OSError):
-                fd = os.open(self._directory / name / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 ends.callback(os.close, fd)
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if not _flock(fd, fcntl.LOCK_SH, READ_LOCK_TIMEOUT_S, self._stop):
+                    _log.warning("%s is locked, so it is read without a lock", path)
+                if not (path.exists() and os.path.samestat(path.stat(), os.fstat(fd))):
+                    raise CheckpointError(f"{path.parent} was removed by another process")
             yield
 
-    def is_being_read(self, name: str) -> bool:
+    @contextlib.contextmanager
+    def without_readers(self, name: str) -> Iterator[bool]:
+        """Exclude new readers of a checkpoint; yield False if a process reads it already."""
+        has_none = True
         with contextlib.ExitStack() as ends:
             try:
                 # With NFS, an exclusive lock needs a descriptor for writing.
@@ -163,10 +180,10 @@ class LocalStorage:
                 ends.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return True
+                has_none = False
             except OSError as error:
                 _log.debug("%s cannot be locked: %s", self.path_of(name), error)
-        return False
+            yield has_none
 
     def again(self) -> AbstractContextManager["LocalStorage"]:
         """Return the same storage, usable also after this one is closed or has failed."""

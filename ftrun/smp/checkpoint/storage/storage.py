@@ -16,7 +16,7 @@ Rule 4: a failed removal never makes a checkpoint fail.
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ class Retention:
     Args:
         keep: number of retained checkpoints, including the last written one.
         keep_s: checkpoints written longer ago than this are removed; 0: age does not matter.
-        keep_bytes: the oldest are removed while all of them have more bytes; 0: no limit.
+        keep_bytes: the oldest are removed while all of `runs` have more bytes; 0: no limit.
         runs: only checkpoints of these runs may be removed; empty: of all runs.
     """
 
@@ -87,23 +87,28 @@ def to_prune(found: Sequence[StoredCheckpoint], retention: Retention, *, newest:
     old = [one for one in others[:spare] if one.age_s > retention.keep_s > 0]
     doomed = [one.name for one in [*others[spare:], *old]]
     if retention.keep_bytes:
-        left = [one for one in found if one.index is not None and one.name not in doomed]
-        total = sum(stored_bytes(one.index) for one in left if one.index is not None)
-        for one in reversed([one for one in others if one in left]):
+        sizes = {one.name: stored_bytes(one.index) for one in found if one.index is not None}
+        left = [one.name for one in others if one.name not in doomed]
+        total = sizes.get(newest, 0) + sum(sizes[name] for name in left)
+        for name in reversed(left):
             if total <= retention.keep_bytes:
                 break
-            assert one.index is not None
-            total -= stored_bytes(one.index)
-            doomed.append(one.name)
+            total -= sizes[name]
+            doomed.append(name)
     return doomed
 
 
-def prunable(
-    storage: Storage, found: Sequence[StoredCheckpoint], retention: Retention, *, newest: str
-) -> list[str]:
-    """As `to_prune`, without those that a process reads; a later checkpoint removes them."""
-    names = to_prune(found, retention, newest=newest)
-    return [name for name in names if not storage.is_being_read(name)]
+def prune(
+    storage: Storage, names: Iterable[str], remove: Callable[[str], None]
+) -> tuple[list[str], list[str]]:
+    """Remove these checkpoints; return those removed, and those that a process reads and remain."""
+    removed, being_read = list[str](), list[str]()
+    for name in names:
+        with storage.without_readers(name) as has_none:
+            if has_none:
+                remove(name)
+            (removed if has_none else being_read).append(name)
+    return removed, being_read
 
 
 def earlier_of_run(

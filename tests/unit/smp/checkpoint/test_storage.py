@@ -24,6 +24,7 @@ from ftrun.smp.checkpoint.index import (
     is_whole,
     seal,
     stored_bytes,
+    with_places,
 )
 from ftrun.smp.checkpoint.storage import local
 from ftrun.smp.checkpoint.storage.direct_file import no_pace
@@ -35,12 +36,13 @@ from ftrun.smp.checkpoint.storage.storage import (
     earlier_of_run,
     next_serial,
     open_storage,
-    prunable,
+    prune,
     sweep_finished,
     sweep_run,
     sweep_started,
     to_prune,
 )
+from ftrun.snapshot.write_shares import FileExtent
 
 NEVER = threading.Event()
 SHARD = ShardFile(0, "rank-00000.safetensors", "rank-00000.digests", 5, 1, "0", "0", "0")
@@ -197,6 +199,31 @@ def test_a_shard_is_whole_if_both_files_have_their_sizes() -> None:
     assert not is_whole(SHARD, {SHARD.file: 5})
 
 
+def test_an_index_is_parsed_again_only_if_it_has_changed(storage: Storage, root: Path) -> None:
+    """That of a large world takes long, and each node lists all under a lock."""
+    name = finish(storage, 1, 1)
+    first, second = storage.describe(name).index, storage.describe(name).index
+    assert first is not None
+    assert first is second
+    changed = seal(msgspec.structs.replace(first, life="other"))
+    (root / name / "index.json").write_bytes(changed)
+    third = storage.describe(name).index
+    assert third is not None
+    assert third.life == "other"
+
+
+def test_images_must_be_in_files_from_the_first_to_the_last_byte_once() -> None:
+    def found(*extents: tuple[int, int]) -> list[ShardFile]:
+        some = [FileExtent(first, size, "a.pieces", first) for first, size in extents]
+        return with_places({0: msgspec.structs.replace(SHARD, extents=some)})
+
+    assert found((0, 2), (2, 3))[0].extents[1].first == 2
+    assert with_places({0: SHARD}) == [SHARD]
+    for extents in ([(0, 2), (3, 2)], [(0, 3), (2, 3)], [(0, 4)], [(0, 6)], [(1, 4)]):
+        with pytest.raises(CheckpointError, match="rank 0 has 5 bytes, and its files do not have"):
+            found(*extents)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 10**9, 10**11, 10**12])
 def test_no_object_has_too_many_blocks(num_bytes: int) -> None:
     size = block_bytes(num_bytes)
@@ -314,13 +341,23 @@ def test_the_oldest_go_while_all_have_too_many_bytes(
     retention: Retention, newest: str, removed: list[str]
 ) -> None:
     """Each has 5 bytes and a table of 8."""
-    found = [
-        replace(one, index=msgspec.structs.replace(one.index, shards=[SHARD]))
-        for one in map(stored, (5, 4, 3, 2))
-        if one.index is not None
-    ]
-    assert stored_bytes(found[0].index) == 13
+    found = [with_bytes(stored(step)) for step in (5, 4, 3, 2)]
     assert to_prune(found, retention, newest=newest) == removed
+
+
+def with_bytes(one: StoredCheckpoint) -> StoredCheckpoint:
+    assert one.index is not None
+    index = msgspec.structs.replace(one.index, shards=[SHARD])
+    assert stored_bytes(index) == 13
+    return replace(one, index=index)
+
+
+def test_bytes_of_other_runs_do_not_count_because_they_remain() -> None:
+    found = [with_bytes(stored(step)) for step in (5, 4)]
+    found.insert(1, with_bytes(stored(9, run_id="another")))
+    retention = Retention(9, keep_bytes=26, runs=frozenset(["run"]))
+    assert to_prune(found, retention, newest="5") == []
+    assert to_prune(found, replace(retention, keep_bytes=25), newest="5") == ["4"]
 
 
 def test_a_checkpoint_that_is_read_is_pruned_later(root: Path) -> None:
@@ -332,19 +369,62 @@ def test_a_checkpoint_that_is_read_is_pruned_later(root: Path) -> None:
                 for one in storage.checkpoints()
                 if one.index is not None
             ]
+            old = to_prune(found, retention, newest=last)
             with reader.reading(first), reader.reading(first):
-                assert prunable(storage, found, retention, newest=last) == []
-            assert prunable(storage, found, retention, newest=last) == [first]
+                assert prune(storage, old, storage.remove) == ([], [first])
+            assert prune(storage, old, lambda _: None) == ([first], [])
+        assert names(storage) == [last, first]
+        assert prune(storage, old, storage.remove) == ([first], [])
+        assert names(storage) == [last]
+
+
+def test_no_reader_begins_while_a_checkpoint_is_removed(root: Path) -> None:
+    """A reader that opened the index before waits for the removal, and reports it."""
+    with open_storage(str(root), NEVER) as storage, open_storage(str(root), NEVER) as reader:
+        first = finish(storage, 1, 1)
+        begun, found = threading.Event(), list[str]()
+
+        def read() -> None:
+            begun.set()
+            try:
+                with reader.reading(first):
+                    found.append("read")
+            except CheckpointError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=read)
+
+        def remove(name: str) -> None:
+            thread.start()
+            begun.wait()
+            time.sleep(0.2)
+            assert found == []
+            storage.remove(name)
+
+        assert prune(storage, [first], remove) == ([first], [])
+        thread.join()
+    assert found == [f"{root / first} was removed by another process"]
+
+
+def test_a_lock_that_is_never_released_does_not_stop_a_reader(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local, "READ_LOCK_TIMEOUT_S", 0.05)
+    with open_storage(str(root), NEVER) as storage, open_storage(str(root), NEVER) as reader:
+        first = finish(storage, 1, 1)
+        with storage.without_readers(first) as has_none, reader.reading(first):
+            assert has_none
+    assert "without a lock" in caplog.text
 
 
 def test_a_checkpoint_that_is_missing_or_at_a_url_is_not_being_read(
     storage: Storage, root: Path
 ) -> None:
-    with storage.reading("nothing"):
-        assert not storage.is_being_read("nothing")
+    with storage.reading("nothing"), storage.without_readers("nothing") as has_none:
+        assert has_none
     name = finish(storage, 1, 1)
-    with storage.reading(name):
-        assert storage.is_being_read(name) == storage.is_local
+    with storage.reading(name), storage.without_readers(name) as has_none:
+        assert has_none != storage.is_local
 
 
 def test_a_removed_checkpoint_is_never_offered_while_it_is_incomplete(

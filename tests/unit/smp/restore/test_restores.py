@@ -487,7 +487,7 @@ class Load:
         self.raws = raws
         self.rooms = [bytearray(len(raw)) for raw in raws]
         self.left = {(0, at): 1 for at in range(len(raws))}
-        self.is_whole = False
+        self.is_whole = self.is_closed = False
         self.num_read = 0
         self.read: list[tuple[int, int]] = []
 
@@ -515,6 +515,9 @@ class Load:
         assert not self.left
         self.is_whole = True
 
+    def close(self) -> None:
+        self.is_closed = True
+
 
 def begin_load(net: Net, load: Any) -> Node:
     own, other = Node(net, "own", [0]), Node(net, "other", [1])
@@ -539,6 +542,15 @@ def test_pieces_that_another_node_has_read_are_not_read_again(net: Net) -> None:
     assert isinstance(own.outcome(), smp_messages.RestoreReady)
     assert load.is_whole
     assert not load.read
+
+
+def test_a_load_that_is_replaced_releases_its_checkpoint(net: Net) -> None:
+    load: Any = Load([piece_of(0)])
+    restores = Node(net, "own", [0]).restores
+    restores.share(load)
+    assert not load.is_closed
+    restores.share(None)
+    assert load.is_closed
 
 
 def test_what_the_other_node_does_not_have_is_read_from_storage(net: Net) -> None:
