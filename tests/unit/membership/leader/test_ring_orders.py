@@ -308,10 +308,23 @@ def test_a_check_that_is_not_done_in_time_names_the_slow_node_too() -> None:
     assert len(notes(made, "a", "node_below_median")) == 1
 
 
+def test_heartbeats_without_new_results_cost_no_judgement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = begun("abcd", members=3)
+    answer(made, rings(made, "a")[0])
+    judged: list[int] = []
+    monkeypatch.setattr(
+        "ftrun.membership.leader.ring_orders.wrong_hops", lambda found: judged.append(len(found))
+    )
+    made.passes(20.0)
+    assert judged == []
+
+
 def test_a_bug_costs_the_checks_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made = begun("abc", members=3)
     monkeypatch.setattr("ftrun.membership.leader.ring_orders.wrong_hops", lambda _: 1 / 0)
-    made.passes(5.0)
+    answer(made, rings(made, "a")[0])
     text = "no collective check, by a bug in ftrun: ZeroDivisionError: division by zero"
     assert finished(made) == [text]
     assert set(made.running()) == set("abc")
