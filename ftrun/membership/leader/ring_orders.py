@@ -11,7 +11,8 @@ Rule 1: a node is checked once for each agent that has started on a new machine.
         restarted in place has made no whole check of its node, and is not checked.
 Rule 2: nothing waits for a check. It runs while the ranks of the first generation start, or after a
         node has joined.
-Rule 3: a check that is not complete, for example because a node was lost, is repeated once.
+Rule 3: a check that is not complete, for example because a node was lost, is repeated once. So is
+        one whose evidence is not enough: a neighbour may have been lost with its result.
 Rule 4: a bug in this module costs the checks, never the run: the exception is reported once, and
         this leader orders no check any more.
 Rule 5: one check at a time, of at most MAX_NODES nodes. Fewer than MIN_NODES new ones are checked
@@ -70,6 +71,8 @@ class RingOrders:
         self._results: Results = {}
         self._wrong: dict[Identity, str] = {}
         """Nodes that were found, with the reasons."""
+        self._suspects: set[Identity] = set()
+        """Nodes with evidence that is not enough."""
         self._reported: set[WrongHop] = set()
         self._has_failed = False
 
@@ -121,7 +124,8 @@ class RingOrders:
             JournalEntry(WrongSumFound(f"node {one[0]}: {text}", one[0]), announce=True)
             for one, text in sorted(new.items())
         ]
-        # Evidence that is not enough to name a node.
+        named = {hop.nodes[0] for hop in hops if len(hop.nodes) == 1}
+        self._suspects = named - self._wrong.keys()
         for hop in hops:
             if hop not in self._reported and not self._wrong.keys() & hop.nodes:
                 self._reported.add(hop)
@@ -184,8 +188,8 @@ class RingOrders:
 
     def _is_due(self, peer: PeerState, results: Results) -> bool:
         result = results.get(peer.card.identity)
-        is_open = result is None or bool(result.problem)
-        return is_open and self._tries[peer.card.identity] < MAX_TRIES
+        is_open = result is None or result.problem or peer.card.identity in self._suspects
+        return bool(is_open) and self._tries[peer.card.identity] < MAX_TRIES
 
 
 def _can_check(peer: PeerState) -> bool:

@@ -205,6 +205,18 @@ def test_the_evidence_of_one_neighbour_or_on_several_nodes_is_a_report_only() ->
         assert set(made.running()) == set("abc")
 
 
+def test_a_node_with_the_evidence_of_one_neighbour_is_checked_a_second_time() -> None:
+    made = begun("abcd", members=3)
+    works(made, 0, "abc", attached=False)
+    answer(made, rings(made, "a")[0], hops={"bc": wrong()})
+    second = rings(made, "b")[1]
+    assert names(second) == "bda", "with spares first"
+    answer(made, second, hops={"bd": wrong(), "ba": wrong()})
+    assert set(made.running()) == set("acd")
+    made.passes(10.0)
+    assert len(rings(made, "b")) == MAX_TRIES
+
+
 def test_a_second_named_node_counts_although_its_evidence_arrives_later() -> None:
     made = begun("abcd", members=3)
     works(made, 0, "abc", attached=False)
