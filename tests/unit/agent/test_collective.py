@@ -19,7 +19,9 @@ from ftrun.agent.launch.process import awaited, python_command
 from ftrun.errors import PeerError
 from ftrun.monitor.slow.collective_check import (
     CollectiveResult,
+    HopResult,
     NodeIdentity,
+    WrongSum,
     slowest_rate,
     wrong_hops,
     wrong_nodes,
@@ -361,6 +363,20 @@ def test_one_node_reports_its_own_wrong_sums(
     check.close()
     assert "this machine computes wrong sums: CPU " in caplog.text
     assert checks(tmp_path)[-1] == check.fitness
+
+
+def test_a_later_result_keeps_the_wrong_sums_of_an_earlier_one(tmp_path: Path) -> None:
+    check = node_check_of(tmp_path, nodes=True, enabled=True)
+    check.begin(is_awaited=True)
+    check.first()
+    wrong = HopResult(("b", 2), wrong=WrongSum(1, 0, 1, 0, 1, 2, is_as_sent=True))
+    for name, hops in (("1", (wrong, HopResult(("c", 3)))), ("2", ())):
+        check._compared(CollectiveResult(name, 3, hops))
+    assert check.fitness is not None
+    found = check.fitness.figures.collective
+    assert found is not None
+    assert (found.check, [one.hops for one in found.earlier]) == ("2", [(wrong,)])
+    check.close()
 
 
 def test_an_agent_that_was_restarted_in_place_compares_nothing(tmp_path: Path) -> None:
