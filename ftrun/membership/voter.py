@@ -108,7 +108,9 @@ class Voter:
         self._joined: ConfigurationId = (-1, 0)
         """The newest voter revision whose acceptance is persisted."""
         self._prepare: tuple[str, Prepare] | None = None
-        self._checks_asked = self._collective_asked = 0
+        self._checks_asked = 0
+        self._collectives: set[str] = set()
+        """Collective checks that were started here."""
         self._done = LeaderHeartbeat(generation=-1)
         """The leader's orders that were executed, in the generation they name."""
         if kept is not None:
@@ -325,8 +327,8 @@ class Voter:
 
     def _check_again(self, body: LeaderHeartbeat) -> list[Command]:
         ring = body.collective
-        if ring is not None and ring.number > self._collective_asked and self.me in ring.nodes:
-            self._collective_asked = ring.number
+        if ring is not None and self.me in ring.nodes and ring.check not in self._collectives:
+            self._collectives.add(ring.check)
             return [RunCollectiveCheck(ring)]
         wanted, known = body.checks.get(self.me.node_id, 0), self.fitness
         if known is None or wanted <= max(known.number, self._checks_asked):

@@ -337,7 +337,7 @@ class Agent:
         ]
         problem = "" if cards == around else "a neighbour has ended the check"
         found = () if problem else tuple(hops)
-        self.collective = CollectiveResult(ring.number, count, found, problem=problem)
+        self.collective = CollectiveResult(ring.check, count, found, problem=problem)
         known = self.member.follower.fitness
         self._check(CheckOutcome.PASS, known.number if known is not None else 1)
 

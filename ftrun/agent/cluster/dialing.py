@@ -63,10 +63,13 @@ Dialled = Callable[[str, str, int], None]
 """Called with node id, host and port of an agent after its handshake, before other messages are
 sent to it. The call is in the handshake's thread and may wait."""
 
-Serve = Callable[[socket.socket], None]
+Serve = Callable[[socket.socket, AuthSession], None]
 """Called with a connection for one measurement, in the handshake's thread. It is closed then."""
 
-_PROBES: dict[str, Serve] = {"probe": serve_probe, "path": serve_path_probe}
+_PROBES: dict[str, Serve] = {
+    "probe": lambda sock, _: serve_probe(sock),
+    "path": lambda sock, _: serve_path_probe(sock),
+}
 """Functions that answer probes, by the purpose of the dialling peer."""
 
 
@@ -173,7 +176,7 @@ class Handshakes:
                 self._take(AuthenticatedConnection(sock, session))
             else:
                 with sock, suppress(OSError):
-                    serve(sock)
+                    serve(sock, session)
         finally:
             door.leave()
 

@@ -131,7 +131,7 @@ class NodeCheck:
 
     def _compared(self, result: CollectiveResult) -> None:
         with self._busy:
-            self._collective = result
+            self._collective = result.after(self._collective)
             if self.fitness is not None:
                 found = self.fitness
                 self._note(found.figures, is_whole=found.is_whole, number=self._number)

@@ -460,7 +460,7 @@ class Leader:
             return found
         excluded = self.screening.barred(self.monitor.excluded(now_s=now_s))
         found += self.paths.poll(self.plan, self.monitor.watching.slow, now_s=now_s)
-        self._changes.requested = self.paths.requested or self.screening.rings.requested
+        self._changes.requested = self.paths.requested
         reason = self._changes.poll(self.plan, excluded, now_s=now_s)
         if reason := self.paths.take_urgent_reason() or reason:
             return found + self._spread(now_s) + self.propose(reason, now_s=now_s)

@@ -8,7 +8,6 @@ Rule 3: an excluded or unfit node never is a member, even if too few nodes are l
 Rule 4: a node whose agent makes no checks is admitted.
 Rule 5: after its exclusion, a node must have completed a whole check since it was last seen
         excluded. A restarted agent has made one, or is asked for it.
-Rule 6: a node that was slow in the collective check runs ranks only if too few others are left.
 
 Survives: nothing. The next leader learns of an unfit node from its promise or next heartbeat, and
           of an excluded node from the plan's history.
@@ -189,10 +188,6 @@ class Admission:
         found = assign(here, previous, size, excluded, unfit)
         if isinstance(found, str) and suspects:
             return assign(here, previous, size, {*excluded} - {*suspects}, unfit)
-        if self.rings.slow and isinstance(found, RankAssignment):
-            faster = assign(here, previous, size, {*excluded, *self.rings.slow}, unfit)
-            is_as_large = not isinstance(faster, str) and len(faster.members) == len(found.members)
-            return faster if is_as_large else found
         return found
 
     def can_spare(

@@ -13,12 +13,15 @@ Rule 1: A node that reports a wrong sum sends the value, and this module compute
 Rule 2: A sender adds a digest of what it sends. If the received bytes do not match it, they were
         changed on the way, and the link is named. A node is named only if both of its links change
         bytes, and the links of no other node do.
-Rule 3: A rate is used only if neither end waited long for a CPU. A node is slow if all links to it,
-        or all links from it, are slow, in comparison with at least two other nodes.
+Rule 3: A rate is used only if it is known that neither end waited long for a CPU. A node is slow if
+        all links to it, or all links from it, are slow, in comparison with at least two other
+        nodes. One check cannot exclude another cause, so a low rate is a warning only.
 Rule 4: A node that sends no result, or ends in the middle, is neither wrong nor slow.
+Rule 5: A wrong sum counts against a node only if both of its neighbours are at the other end, or
+        the only one in a ring of two, and no other node is named in the same check. If several are
+        named, the check itself may be at fault.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -35,6 +38,10 @@ SLOW_PART = 0.1
 MIN_OTHERS = 2
 """With fewer other nodes, the comparison cannot show which node is the slow one."""
 MAX_WAIT_SHARE = 0.3
+MIN_PIECES = 4
+"""From fewer pieces, a rate is not known."""
+MAX_EARLIER = 4
+"""Earlier results with wrong sums that a node keeps."""
 MOST_BYTES_PER_S = 2.5e9
 """Upper bound of a reported rate; above it, the check measures the processor."""
 
@@ -75,16 +82,27 @@ class HopResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CollectiveResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of one node in one collective check."""
 
-    number: int
-    """Of the check, in the run."""
+    check: str
+    """Digest of the leader's order."""
     count: Count
     """Number of nodes of the ring."""
     hops: tuple[HopResult, ...] = ()
     took_s: float = 0.0
-    wait_share: float = 0.0
-    """Share of that time in which the process was ready and waited for a CPU."""
+    wait_share: float | None = None
+    """Share of that time in which the process was ready and waited for a CPU; None: not known."""
     problem: str = ""
     """Why the check was not completed."""
+    earlier: tuple["CollectiveResult", ...] = ()
+    """Results of earlier checks in which this node has found wrong sums, the newest first."""
+
+    def after(self, before: "CollectiveResult | None") -> "CollectiveResult":
+        """This result, with what the node has found before."""
+        if before is None:
+            return self
+        wrong = tuple(hop for hop in before.hops if hop.wrong is not None)
+        kept = (msgspec.structs.replace(before, hops=wrong, earlier=()),) if wrong else ()
+        earlier = (*self.earlier, *kept, *before.earlier)[:MAX_EARLIER]
+        return msgspec.structs.replace(self, earlier=earlier)
 
 
 def lane_value(lane: int) -> int:
@@ -109,47 +127,74 @@ class WrongHop:
 
     nodes: tuple[NodeIdentity, ...]
     """The node, or both ends of the link."""
+    other: NodeIdentity
+    """The other end, if one node is named."""
     text: str
+    check: str
+    count: int
+    """Number of nodes of the ring."""
 
 
 def wrong_hops(results: Mapping[NodeIdentity, CollectiveResult]) -> list[WrongHop]:
     """Every hop with a wrong value, each judged without the others; by node of the receiver."""
     return [
-        _judged(node, hop.sender, hop.wrong, result.count)
+        _judged(node, hop.sender, hop.wrong, one)
         for node, result in sorted(results.items())
-        for hop in result.hops
+        for one in (result, *result.earlier)
+        for hop in one.hops
         if hop.wrong is not None
     ]
 
 
 def wrong_nodes(hops: Iterable[WrongHop]) -> dict[NodeIdentity, str]:
     """Nodes that have computed, or transferred, wrong values; the reasons in words."""
-    found: dict[NodeIdentity, str] = {}
-    partners: dict[NodeIdentity, set[NodeIdentity]] = {}
+    by_check: dict[str, list[WrongHop]] = {}
     for hop in hops:
-        if len(hop.nodes) == 1:
-            found.setdefault(hop.nodes[0], hop.text)
-        else:
-            for one, other in (hop.nodes, hop.nodes[::-1]):
-                partners.setdefault(one, set()).add(other)
-    with_both = [one for one, others in partners.items() if len(others) > 1]
-    if len(with_both) == 1:
-        others = " and ".join(sorted(node_id for node_id, _ in partners[with_both[0]]))
-        text = f"bytes change between it and {others}"
-        found.setdefault(with_both[0], text)
+        by_check.setdefault(hop.check, []).append(hop)
+    found: dict[NodeIdentity, str] = {}
+    for one in by_check.values():
+        for node, text in _wrong_nodes(one).items():
+            found.setdefault(node, text)
     return found
 
 
-def _judged(receiver: NodeIdentity, sender: NodeIdentity, wrong: WrongSum, count: int) -> WrongHop:
+def _wrong_nodes(hops: list[WrongHop]) -> dict[NodeIdentity, str]:
+    """At most one, of one check: Rule 5."""
+    others: dict[NodeIdentity, set[NodeIdentity]] = {}
+    partners: dict[NodeIdentity, set[NodeIdentity]] = {}
+    for hop in hops:
+        if len(hop.nodes) == 1:
+            others.setdefault(hop.nodes[0], set()).add(hop.other)
+        else:
+            for one, other in (hop.nodes, hop.nodes[::-1]):
+                partners.setdefault(one, set()).add(other)
+    with_both = [one for one, found in partners.items() if len(found) > 1]
+    named = {*others, *(with_both if len(with_both) == 1 else ())}
+    if len(named) != 1:
+        return {}
+    (node,) = named
+    if node not in others:
+        ends = " and ".join(sorted(node_id for node_id, _ in partners[node]))
+        return {node: f"bytes change between it and {ends}"}
+    hop = next(hop for hop in hops if hop.nodes == (node,))
+    return {node: hop.text} if len(others[node]) >= min(2, hop.count - 1) else {}
+
+
+def _judged(
+    receiver: NodeIdentity, sender: NodeIdentity, wrong: WrongSum, result: CollectiveResult
+) -> WrongHop:
+    check, count = result.check, result.count
     right = lane_value(wrong.lane) * sum_factor(count, wrong.number, wrong.chunk, wrong.terms)
     values = f"round {wrong.number}, {wrong.terms} nodes: {wrong.received} instead of {right}"
     if wrong.expected != right or wrong.received == right:
         expected = f"it expected {wrong.expected}" if wrong.expected != right else "it differs"
-        return WrongHop((receiver,), f"it compares wrongly ({values}; {expected})")
+        text = f"it compares wrongly ({values}; {expected})"
+        return WrongHop((receiver,), sender, text, check, count)
     if wrong.is_as_sent:
-        return WrongHop((sender,), f"it computed a wrong sum, found by {receiver[0]} ({values})")
+        text = f"it computed a wrong sum, found by {receiver[0]} ({values})"
+        return WrongHop((sender,), receiver, text, check, count)
     text = f"bytes have changed between {sender[0]} and {receiver[0]} ({values})"
-    return WrongHop((sender, receiver), text)
+    return WrongHop((sender, receiver), receiver, text, check, count)
 
 
 def slow_nodes(results: Mapping[NodeIdentity, CollectiveResult]) -> dict[NodeIdentity, str]:
@@ -177,8 +222,13 @@ def slowest_rate(results: Mapping[NodeIdentity, CollectiveResult]) -> float:
 def _rates(
     results: Mapping[NodeIdentity, CollectiveResult],
 ) -> Iterator[tuple[NodeIdentity, NodeIdentity, float]]:
-    busy = Counter(one for one, has in results.items() if has.wait_share > MAX_WAIT_SHARE)
+    idle = {
+        one
+        for one, has in results.items()
+        if has.wait_share is not None and has.wait_share <= MAX_WAIT_SHARE
+    }
     for receiver, result in results.items():
         for hop in result.hops:
-            if hop.bytes_per_s > 0 and not busy[receiver] and not busy[hop.sender]:
+            is_known = hop.bytes_per_s > 0 and hop.num_bytes >= MIN_PIECES * PIECE_BYTES
+            if is_known and {receiver, hop.sender} <= idle:
                 yield hop.sender, receiver, hop.bytes_per_s

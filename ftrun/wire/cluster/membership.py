@@ -5,6 +5,8 @@ Rule 2: A heartbeat contains the full state, not changes. A lost, late or repeat
         harm, because the next one repeats everything.
 """
 
+from hashlib import sha256
+
 import msgspec
 
 from ftrun.errors import ExitCode
@@ -13,7 +15,13 @@ from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.monitor.slow.host_pressure import HostPressure
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.monitor.verdicts import RankView
-from ftrun.wire.cluster.generation import ConfigurationId, GenerationPlan, NodeCard, VersionPair
+from ftrun.wire.cluster.generation import (
+    ConfigurationId,
+    GenerationPlan,
+    Identity,
+    NodeCard,
+    VersionPair,
+)
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import Inventory
 
@@ -199,9 +207,16 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
 class CollectiveRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Order to check sums and links by an all-reduce among these nodes, in this order."""
 
-    number: int  # of the check; a node takes part only in newer ones
+    number: int  # counted by each leader
     nodes: list[NodeCard]
     num_bytes: int
+    leader: Identity = ("", 0)
+    generation: int = -1  # in which the leader has given this order
+
+    @property
+    def check(self) -> str:
+        """Digest of the whole order: two nodes with the same one have the same order."""
+        return sha256(msgspec.msgpack.encode(self)).hexdigest()
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):

@@ -13,18 +13,22 @@ import msgspec
 import pytest
 
 from ftrun.agent.cluster import collective_check
-from ftrun.agent.cluster.collective import RingPart
+from ftrun.agent.cluster.collective import PieceKeys, RingPart
 from ftrun.agent.cluster.collective_check import WRONG_SUM, CollectiveCheck
-from ftrun.agent.launch.process import python_command
+from ftrun.agent.launch.process import awaited, python_command
+from ftrun.errors import PeerError
 from ftrun.monitor.slow.collective_check import (
     CollectiveResult,
+    HopResult,
     NodeIdentity,
+    WrongSum,
     slowest_rate,
     wrong_hops,
     wrong_nodes,
 )
 from ftrun.wire.cluster.membership import CollectiveRing
-from ftrun.wire.transport.handshake import PeerIdentity
+from ftrun.wire.transport.handshake import AuthSession, PeerIdentity, accept_handshake
+from ftrun.wire.transport.secret import Secret
 from tests.unit.agent.test_preflight import checks, node_check_of
 from tests.unit.recovery.made import card
 
@@ -38,7 +42,15 @@ Reported = tuple[CollectiveCheck, Callable[[], str]]
 class Ring:
     """A process for each node; hop `at` connects node `at` with the next one."""
 
-    def __init__(self, count: int, *, num_bytes: int, has_fault: int = -1, relay: int = -1) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        num_bytes: int,
+        has_fault: int = -1,
+        relay: int = -1,
+        has_secret: bool = False,
+    ) -> None:
         self.nodes = [(f"node{at}", 10 + at) for at in range(count)]
         pairs = [socket.socketpair() for _ in range(count)]
         self.changed = threading.Event()
@@ -50,13 +62,28 @@ class Ring:
         self.processes = []
         for at in range(count):
             fds = (pairs[at][0].fileno(), pairs[at - 1][1].fileno())
-            part = RingPart(5, tuple(self.nodes), at, num_bytes, fds, has_fault=at == has_fault)
+            part = RingPart("x", tuple(self.nodes), at, num_bytes, fds, has_fault=at == has_fault)
             words = python_command(
                 "ftrun.agent.cluster.collective", msgspec.json.encode(part).decode()
             )
-            self.processes.append(subprocess.Popen(words, pass_fds=fds, stdout=subprocess.PIPE))
+            process = subprocess.Popen(
+                words, pass_fds=fds, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(self._keys(at) if has_secret else PieceKeys()))
+            process.stdin.close()
+            process.stdin = None
+            self.processes.append(process)
         for sock in (sock for pair in pairs for sock in pair):
             sock.close()
+
+    def _keys(self, at: int) -> PieceKeys:
+        """A key for each direction of each connection."""
+        before = (at - 1) % len(self.nodes)
+        return PieceKeys(
+            send=(b"forward %d" % at, b"back %d" % before),
+            receive=(b"back %d" % at, b"forward %d" % before),
+        )
 
     def _through_relay(self) -> Pair:
         """The ends of a connection on which one byte changes."""
@@ -92,15 +119,15 @@ class Ring:
         return found
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_node_receives_right_sums_from_both_neighbours(count: int) -> None:
-    ring = Ring(count, num_bytes=4 * MB)
+@pytest.mark.parametrize(("count", "has_secret"), [(2, False), (3, False), (3, True)])
+def test_every_node_receives_right_sums_from_both_neighbours(count: int, has_secret: bool) -> None:
+    ring = Ring(count, num_bytes=4 * MB, has_secret=has_secret)
     results = ring.results()
     assert wrong_hops(results) == []
     assert slowest_rate(results) > 0
     for at, node in enumerate(ring.nodes):
         found = results[node]
-        assert (found.number, found.count, found.problem) == (5, count, "")
+        assert (found.check, found.count, found.problem) == ("x", count, "")
         senders = [hop.sender for hop in found.hops]
         assert senders == [ring.nodes[at - 1], ring.nodes[(at + 1) % count]]
         # Of an all-reduce of 4 MB each node receives 2 (n - 1) / n times as much, in whole rounds.
@@ -112,8 +139,9 @@ def test_every_node_receives_right_sums_from_both_neighbours(count: int) -> None
 def test_the_node_that_computes_a_wrong_sum_is_named(count: int) -> None:
     ring = Ring(count, num_bytes=2 * MB, has_fault=1)
     results = ring.results()
-    (hop,) = wrong_hops(results)
-    assert hop.nodes == (ring.nodes[1],)
+    hops = wrong_hops(results)
+    assert len(hops) == 2, "one in each direction"
+    assert list(wrong_nodes(hops)) == [ring.nodes[1]]
     assert all(not result.problem for result in results.values()), "the others continue"
 
 
@@ -124,6 +152,15 @@ def test_a_byte_that_changes_on_the_way_names_the_link() -> None:
     (hop,) = wrong_hops(results)
     assert set(hop.nodes) == {ring.nodes[1], ring.nodes[2]}
     assert wrong_nodes([hop]) == {}
+
+
+def test_with_a_secret_a_changed_byte_ends_the_check_and_names_neither_node_nor_link() -> None:
+    ring = Ring(3, num_bytes=2 * MB, relay=1, has_secret=True)
+    results = ring.results()
+    assert ring.changed.is_set()
+    assert wrong_hops(results) == []
+    problems = " ".join(one.problem for one in results.values())
+    assert " has changed on the way" in problems
 
 
 def test_a_node_that_is_killed_ends_the_check_of_the_others_and_is_not_wrong() -> None:
@@ -171,7 +208,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reported]:
         give_up_s = time.monotonic() + LIMIT_S
         while not found and time.monotonic() < give_up_s:
             time.sleep(0.01)
-        assert (found[0].number, found[0].count, found[0].hops) == (3, 2, ())
+        assert (found[0].count, found[0].hops) == (2, ())
         return found[0].problem
 
     yield check, problem
@@ -199,6 +236,119 @@ def test_a_neighbour_that_does_not_speak_ends_the_check(
         assert problem()
 
 
+class Nodes:
+    """Two nodes with real handshakes; each takes the order that it is given."""
+
+    def __init__(self, secret: Secret | None) -> None:
+        self.reported: dict[str, list[CollectiveResult]] = {"a": [], "b": []}
+        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in "ab"]
+        self.cards = [
+            msgspec.structs.replace(
+                card(name), host="127.0.0.1", port=listener.getsockname()[1], incarnation=at
+            )
+            for at, (name, listener) in enumerate(zip("ab", self.listeners, strict=True), 1)
+        ]
+        self.checks = []
+        for at, name in enumerate("ab"):
+            identity = PeerIdentity("run", "agent", name, self.cards[at].incarnation)
+            check = CollectiveCheck(allow_faults=False)
+            check.join(identity, secret, self.reported[name].append)
+            self.checks.append(check)
+            threading.Thread(target=self._serve, args=(at, identity, secret), daemon=True).start()
+
+    def _serve(self, at: int, identity: PeerIdentity, secret: Secret | None) -> None:
+        with contextlib.suppress(OSError, PeerError):
+            while True:
+                sock, _ = self.listeners[at].accept()
+                with sock:
+                    self.checks[at].accept(sock, accept_handshake(sock, identity, secret))
+
+    def results(self, *orders: CollectiveRing) -> list[CollectiveResult]:
+        for check, order in zip(self.checks, orders, strict=True):
+            check.take(order)
+        give_up_s = time.monotonic() + LIMIT_S
+        while not all(self.reported.values()) and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+        return [found[0] for found in self.reported.values()]
+
+    def close(self) -> None:
+        for check, listener in zip(self.checks, self.listeners, strict=True):
+            check.close()
+            listener.close()
+
+
+@pytest.fixture(params=[False, True], ids=["no secret", "secret"])
+def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setattr(collective_check, "JOIN_S", 2.0)
+    made = Nodes(Secret(b"s" * 32) if request.param else None)
+    yield made
+    made.close()
+
+
+def test_two_nodes_with_one_order_compare_sums(two: Nodes) -> None:
+    order = CollectiveRing(1, two.cards, MB, ("a", 1), 0)
+    results = two.results(order, order)
+    assert [(one.problem, one.check) for one in results] == [("", order.check)] * 2
+    assert not [hop for one in results for hop in one.hops if hop.wrong or not hop.num_bytes]
+
+
+@pytest.mark.parametrize("what", ["leader", "nodes"])
+def test_orders_of_one_number_that_differ_are_not_compared(two: Nodes, what: str) -> None:
+    order = CollectiveRing(1, two.cards, MB, ("a", 1), 0)
+    leader, nodes = {
+        "leader": (("b", 2), two.cards),
+        "nodes": (order.leader, two.cards[::-1]),
+    }[what]
+    other = CollectiveRing(1, nodes, MB, leader, 0)
+    results = two.results(order, other)
+    text = "the previous node has not connected within 2 s"
+    assert [(one.problem, one.hops) for one in results] == [(text, ())] * 2
+    assert [one.check for one in results] == [order.check, other.check]
+
+
+def test_a_connection_of_an_earlier_agent_is_not_used(two: Nodes) -> None:
+    successor = msgspec.structs.replace(two.cards[1], incarnation=9)
+    order = CollectiveRing(1, [two.cards[0], successor], MB, ("a", 1), 0)
+    two.checks[0].take(order)
+    give_up_s = time.monotonic() + LIMIT_S
+    while not two.reported["a"] and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert "expects another agent of b" in two.reported["a"][0].problem
+
+
+def test_an_arrival_of_another_agent_is_not_taken(two: Nodes) -> None:
+    order = CollectiveRing(1, two.cards, MB, ("a", 1), 0)
+    stranger = PeerIdentity("run", "ring", "a", 77)
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(bytes.fromhex(order.check))
+        session = AuthSession(stranger, stranger, b"", b"", is_authenticated=False)
+        two.checks[1].accept(near, session)
+        with pytest.raises(TimeoutError, match="has not connected"):
+            two.checks[1]._previous(order, two.cards[0].identity)
+
+
+def test_processes_that_were_started_are_ended_if_the_next_one_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = CollectiveCheck(allow_faults=False)
+    started: list[subprocess.Popen[bytes]] = []
+    start = check._start
+
+    def first_only(part: RingPart, keys: PieceKeys) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start(part, keys))
+        return started[0]
+
+    monkeypatch.setattr(check, "_start", first_only)
+    with pytest.raises(OSError, match="no more"):
+        check.on_one_machine(2 * MB)
+    assert started[0].returncode is not None
+    assert started[0].pid not in awaited
+    assert not check._children
+
+
 @pytest.mark.usefixtures("faulty")
 def test_one_node_reports_its_own_wrong_sums(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -213,6 +363,20 @@ def test_one_node_reports_its_own_wrong_sums(
     check.close()
     assert "this machine computes wrong sums: CPU " in caplog.text
     assert checks(tmp_path)[-1] == check.fitness
+
+
+def test_a_later_result_keeps_the_wrong_sums_of_an_earlier_one(tmp_path: Path) -> None:
+    check = node_check_of(tmp_path, nodes=True, enabled=True)
+    check.begin(is_awaited=True)
+    check.first()
+    wrong = HopResult(("b", 2), wrong=WrongSum(1, 0, 1, 0, 1, 2, is_as_sent=True))
+    for name, hops in (("1", (wrong, HopResult(("c", 3)))), ("2", ())):
+        check._compared(CollectiveResult(name, 3, hops))
+    assert check.fitness is not None
+    found = check.fitness.figures.collective
+    assert found is not None
+    assert (found.check, [one.hops for one in found.earlier]) == ("2", [(wrong,)])
+    check.close()
 
 
 def test_an_agent_that_was_restarted_in_place_compares_nothing(tmp_path: Path) -> None:
