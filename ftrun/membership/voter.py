@@ -47,6 +47,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartRanks,
     UpdatePeerPorts,
+    WithdrawFinalSnapshot,
     WriteCheckpointPart,
 )
 from ftrun.wire.cluster.generation import (
@@ -373,6 +374,8 @@ class Voter:
         found = self._snapshot_orders(body)
         if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
             found.append(RequestFinalSnapshot(body.reason, body.stop_after_step))
+        if body.stop_after_step < 0 <= done.stop_after_step:
+            found.append(WithdrawFinalSnapshot(body.reason))
         if body.signal_count > done.signal_count:
             found.append(SignalWorkers(body.signal, body.reason))
         if body.moved != done.moved:
