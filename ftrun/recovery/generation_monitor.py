@@ -166,8 +166,7 @@ class GenerationMonitor:
 
     def returns(self, card: NodeCard, *, now_s: float) -> list[JournalEntry]:
         """Records that a node has joined."""
-        self.past.returns(card.node_id)
-        return self.failures.returns(card, now_s=now_s)
+        return [self.past.returns(card), *self.failures.returns(card, now_s=now_s)]
 
     def evicted(self, verdict: Verdict, reason: str, *, now_s: float) -> None:
         self.incidents.found(verdict, (), self.reports.progress, now_s=now_s)

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ftrun.monitor.verdicts import Verdict, VerdictKind
-from ftrun.records.membership import NodeLeft, NodeLost, NodeReadmitted
+from ftrun.records.membership import NodeJoined, NodeLeft, NodeLost, NodeReadmitted
 from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import (
@@ -113,8 +113,11 @@ class Past:
         if not self._is_leaving(card):
             self._retain_gone(Departure(card, _LEFT, now_s, has_left=True, was_asked=True))
 
-    def returns(self, node_id: str) -> None:
-        self._gone.pop(node_id, None)
+    def returns(self, card: NodeCard) -> JournalEntry:
+        """Records that a node has joined."""
+        self._gone.pop(card.node_id, None)
+        text = f"node {card.node_id} has joined"
+        return JournalEntry(NodeJoined(text, card.node_id, card.host))
 
     # --- from leader to leader ----------------------------------------------------------------
 
@@ -182,6 +185,7 @@ class NodeFailures:
         """When a node was evicted for the slowness of a rank."""
         self._readmitted_s: dict[str, float] = {}
         """When a node last returned after a hardware fault."""
+        self._num_readmitted = 0
 
     def succeed(
         self, history: FailureHistory, newest: GenerationPlan | None = None, *, known_s: float
@@ -199,6 +203,7 @@ class NodeFailures:
         self._slow_s = slow | self._slow_s
         returned = {one: known_s - age_s for one, age_s in history.readmitted.items()}
         self._readmitted_s = returned | self._readmitted_s
+        self._num_readmitted = max(self._num_readmitted, history.num_readmitted)
 
     def add_to(self, history: FailureHistory, *, now_s: float) -> FailureHistory:
         """The history with what the next leader needs of this."""
@@ -211,6 +216,7 @@ class NodeFailures:
             exclusions=self.reasons(now_s=now_s),
             slow_evictions=[SlowEviction(*key, now_s - at_s) for key, at_s in slow],
             readmitted={one: age_s for one, age_s in returned.items() if age_s < _HOUR_S},
+            num_readmitted=self._num_readmitted,
         )
 
     def note(self, node_id: str, *, now_s: float) -> None:
@@ -270,13 +276,21 @@ class NodeFailures:
         self._readmitted_s[node_id] = now_s
         self._barred.pop(node_id, None)
         self._past_barred.pop(node_id, None)
-        return _readmitted(node_id, "ftrun was started on it after a hardware fault")
+        return self._readmitted(node_id, "ftrun was started on it after a hardware fault")
 
-    def readmit(self, node_id: str, reason: str) -> list[JournalEntry]:
+    def readmit(self, node_id: str, reason: str, *, now_s: float) -> list[JournalEntry]:
         """Ends an exclusion; the node may run ranks after a whole check of itself."""
+        left_s, _ = self.excluded(now_s=now_s).get(node_id, (None, ""))
+        if left_s is None:
+            return []
         for known in (self._lost_s, self._past_lost_s, self._barred, self._past_barred):
             known.pop(node_id, None)
-        return _readmitted(node_id, reason)
+        return self._readmitted(node_id, reason)
+
+    def _readmitted(self, node_id: str, reason: str) -> list[JournalEntry]:
+        self._num_readmitted += 1
+        text = f"node {node_id} is readmitted: {reason}. It may run ranks when its check passes"
+        return [JournalEntry(NodeReadmitted(text, node_id), announce=True)]
 
     def excluded(self, *, now_s: float) -> dict[str, tuple[float | None, str]]:
         """Seconds until each excluded node may run ranks again, and the reason.
@@ -335,8 +349,3 @@ class NodeFailures:
     def _all_barred(self, now_s: float) -> dict[str, tuple[float, Exclusion]]:
         known = {**self._past_barred, **self._barred}
         return {one: found for one, found in known.items() if now_s - found[0] < _HOUR_S}
-
-
-def _readmitted(node_id: str, reason: str) -> list[JournalEntry]:
-    text = f"node {node_id} is readmitted: {reason}. It may run ranks when its check passes"
-    return [JournalEntry(NodeReadmitted(text, node_id), announce=True)]

@@ -74,7 +74,7 @@ def assign(
         ids = sorted(card.node_id for card in here)
         text = f"{len(usable)} of at least {cluster_size.min_nodes} nodes are present"
         if away := [one for one in ids if one in excluded]:
-            text += f"; excluded, see ftrun status: {', '.join(away)}"
+            text += f"; excluded (reasons: ftrun status): {', '.join(away)}"
         if reasons := [f"{one} ({unfit[one]})" for one in ids if one in unfit]:
             text += f"; unfit: {'; '.join(reasons)}"
         return text

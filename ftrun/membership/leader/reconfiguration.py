@@ -39,6 +39,7 @@ Rule 8: a node with a hardware fault is evicted before its ranks fail, if anothe
 Rule 9: a draining node trains until it is clear that the run does not stop, see
         draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
         directory, because the whole run may still be asked to stop.
+Rule 10: a readmission must survive the leader, so the voters get a plan with the newer history.
 """
 
 from collections.abc import Collection
@@ -88,8 +89,14 @@ class VoterReconfiguration:
             self.void.add(self.wanted.configuration_id)
             self.wanted = None
 
-    def poll(self, plan: GenerationPlan, history: FailureHistory, *, now_s: float) -> list[Command]:
-        """Starts a change that tolerates more losses; repeats the pending one."""
+    def poll(
+        self, plan: GenerationPlan, history: FailureHistory, *, grows: bool = False, now_s: float
+    ) -> list[Command]:
+        """Starts a change that tolerates more losses, or spreads a readmission; repeats it.
+
+        Args:
+            grows: spares are about to run ranks, so they get no votes.
+        """
         if now_s < self._next_poll_s:
             return []
         self._next_poll_s = now_s + self._settings.times.heartbeat_interval_s / 2
@@ -111,13 +118,21 @@ class VoterReconfiguration:
         bears_more = _support(voters, voters) > _support(electorate_of(plan), alive)
         limit_s = self._settings.times.last_call_timeout_s
         is_bound = not witness and self._peers.witness.has_been_away(limit_s, now_s=now_s)
-        is_other = voters != electorate_of(plan) and not is_same
+        is_other = voters != electorate_of(plan) and not is_same and not grows
+        known = (self.wanted or plan).history.num_readmitted
         if is_other and (bears_more or (is_bound and plan.witness)):
-            self.reset()
-            self.wanted = changed
-            self._agreed.clear()
-            self._asked_s = -1e9
+            self._want(changed)
+        elif history.num_readmitted > known:  # Rule 10
+            own = plan if self.wanted is None else self.wanted
+            same = {"spares": own.spares, "witness": own.witness}
+            self._want(msgspec.structs.replace(changed, **same))
         return self._ask(now_s)
+
+    def _want(self, changed: GenerationPlan) -> None:
+        self.reset()
+        self.wanted = changed
+        self._agreed.clear()
+        self._asked_s = -1e9
 
     def accepted(
         self, card: NodeCard, body: Accepted, plan: GenerationPlan
