@@ -241,9 +241,7 @@ class NodeFailures:
         why = Exclusion(reason[:_MAX_TEXT], incarnation, is_fault, is_slow)
         self._barred[node_id] = (now_s, why)
 
-    def evict(
-        self, verdict: Verdict, node_id: str, ranks: Iterable[int], *, now_s: float
-    ) -> None:
+    def evict(self, verdict: Verdict, node_id: str, ranks: Iterable[int], *, now_s: float) -> None:
         """Excludes the node of a verdict; `ranks` are those that were slow, if it is no fault."""
         if verdict.kind is VerdictKind.FAILING_NODE:
             self.bar(node_id, verdict.text, is_fault=True, now_s=now_s)

@@ -327,9 +327,7 @@ class SlowSuspicions:
         self._note_persistence(new.values(), plan.world_size, now_s)
         return [*new_verdicts, *(one for one in (skipped, memory) if one is not None)]
 
-    def _note_persistence(
-        self, new: Collection[NodeSample], world_size: int, now_s: float
-    ) -> None:
+    def _note_persistence(self, new: Collection[NodeSample], world_size: int, now_s: float) -> None:
         for one in (rank for sample in new for rank in sample.ranks):
             self._steps[one.rank] = one.step
             if not one.is_training:

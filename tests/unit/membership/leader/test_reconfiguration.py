@@ -556,9 +556,7 @@ class RunOfEviction:
         clock = ClockOffset()
         clock.add(10**9, 10**9, 10**9, 10**9)
         self.monitor.watching.slow.clocks = {"b": clock}
-        for one in [node.card for node in of.members] + (
-            [card("s")] if spare else []
-        ):
+        for one in [node.card for node in of.members] + ([card("s")] if spare else []):
             meet(self.peers, one, now_s=0.0, linked=True)
         self.reasons: list[str] = []
 
@@ -757,7 +755,7 @@ def test_the_verdict_must_still_hold_at_the_boundary() -> None:
     assert_withdrawn(run, "it is not slow any more")
     run.go(first + 4, first + 20, 0.0, ready=(1, 1), survives=1)
     run.go(first + 20, first + 90, 0.08, ready=(1, 1), survives=1)
-    assert run.boundary == -1, "the run is not stopped again and again"
+    assert run.boundary == -1, "the run is not stopped repeatedly"
 
 
 def test_by_default_no_node_is_evicted_without_the_snapshot_of_the_boundary() -> None:
