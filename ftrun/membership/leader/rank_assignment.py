@@ -231,6 +231,8 @@ class Admission:
             if peer.card.node_id in here and peer.fitness is not None
         }
         slow = far_below(figures, self._settings.profile.preflight.warn_below_median)
+        for peer in self._peers:
+            peer.is_below_median = peer.card.node_id in slow
         new = {one: what for one, what in slow.items() if self._slow_reported.get(one) != what}
         self._slow_reported.update(new)
         return [

@@ -31,7 +31,8 @@ Rule 6: it resumes from the snapshot of the boundary once that is committed. If 
 Rule 7: a slow node is evicted only while a spare is present, and if none of its slow ranks was
         slow on another node too. At the boundary the verdict must still hold; if not, or if the
         spare is lost, the ranks train again. With `slow.action: auto`, the only verdict must name
-        one node without any evidence against it, and the state must be committed and protected.
+        one node without any evidence against it, and the state must be committed and protected;
+        no spare may be far below the median of the nodes' figures.
         At most `MAX_SLOW_PER_HOUR` nodes are evicted within an hour, none without the snapshot of
         the boundary, and none for an hour after an eviction was withdrawn.
 Rule 8: a node with a hardware fault is evicted before its ranks fail, if another one can run them
@@ -377,6 +378,7 @@ class BoundaryReconfiguration:
         if slow.action == "auto":
             # Rule 7: what a wrong verdict may cost is limited.
             is_safe = monitor.orders.committed is not None and monitor.are_movable
+            is_safe = is_safe and not any(peer.is_below_median for peer in joining_nodes)
             has_room = monitor.failures.num_slow(now_s=now_s) < MAX_SLOW_PER_HOUR
             is_free = has_room and now_s - self._withdrawn_s >= _HOUR_S
             is_clear = is_safe and is_free and len(monitor.watching.slow.verdicts) == 1

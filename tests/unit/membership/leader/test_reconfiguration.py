@@ -655,6 +655,16 @@ def test_by_default_a_node_whose_state_is_not_protected_stays() -> None:
     assert run.boundary == -1
 
 
+def test_by_default_a_spare_far_below_the_median_replaces_none() -> None:
+    run = RunOfEviction(AUTO)
+    spare = run.peers.get("s")
+    assert spare is not None
+    spare.is_below_median = True
+    protected(run, 1, 30, 0.0)
+    protected(run, 30, 90, 0.08)
+    assert run.boundary == -1
+
+
 def test_by_default_a_script_without_snapshots_is_not_restarted() -> None:
     assert slow_run(AUTO).boundary == -1
     run = RunOfEviction(AUTO)
