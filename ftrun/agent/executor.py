@@ -17,6 +17,7 @@ from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced
 from ftrun.records.run import RanksStuckRecord
 from ftrun.recovery import commands
 from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.shared_memory.pages import NEVER_STEP
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
@@ -85,6 +86,10 @@ class CommandExecutor:
                 run.workers.ask_last_snapshot(
                     -1 if run.generations.is_alone else command.after_step
                 )
+            case commands.WithdrawFinalSnapshot():
+                run.journal.write(command)
+                run.workers.awaits_boundary = False
+                run.workers.ask_last_snapshot(NEVER_STEP)
             case commands.SignalWorkers():
                 run.journal.write(command)
                 run.workers.awaits_boundary = False

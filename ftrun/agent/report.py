@@ -16,11 +16,13 @@ from ftrun.membership.events import NodeReported
 from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, HeldVersion
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
+
+_VERSIONS_EVERY_S = 1.0
 
 
 class NodeReporter:
@@ -34,11 +36,13 @@ class NodeReporter:
         self._differs: tuple[str, tuple[int, ...]] = ("", ())
         self._oom_kills = oom_kills()
         self._pressure = PressureReader()
+        self._versions: tuple[HeldVersion, ...] = ()
+        self._versions_due_s = 0.0
 
     def begin(self) -> None:
         """Drop the reports of the last generation."""
         self._exits.clear()
-        self._differs = ("", ())
+        self._differs, self._versions_due_s = ("", ()), 0.0
 
     def collect_exits(self) -> None:
         workers = self._run.workers
@@ -117,11 +121,19 @@ class NodeReporter:
             num_writes=smp.num_writes,
             pressure=self._pressure.poll(now_s),
             restart=generations.restart_times(now_s) if runs else None,
-            versions=() if run.rpc is None else held_versions(smp.memory, generations.number),
+            versions=self._held_versions(now_s),
             file_warning=smp.files.warning,
             persisted=smp.persisted,
             persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
         )
+
+    def _held_versions(self, now_s: float) -> tuple[HeldVersion, ...]:
+        """For status; read once a second, because it reads the headers of all arenas."""
+        run = self._run
+        if run.rpc is not None and now_s >= self._versions_due_s:
+            self._versions_due_s = now_s + _VERSIONS_EVERY_S
+            self._versions = held_versions(run.smp.memory, run.generations.number)
+        return self._versions
 
     def _ready(self) -> VersionPair | None:
         """The newest version that this node holds and protects in this generation."""

@@ -267,7 +267,7 @@ class Member:
                 return leader.reported(sender, body, now_s=now_s)
             case ReadmitNode():
                 failures, reason = leader.monitor.failures, "an operator has requested it"
-                return [*failures.readmit(body.node_id, reason)]
+                return [*failures.readmit(body.node_id, reason, now_s=now_s)]
             case _:
                 return []
 

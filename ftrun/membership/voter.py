@@ -49,6 +49,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartRanks,
     UpdatePeerPorts,
+    WithdrawFinalSnapshot,
     WriteCapture,
     WriteCheckpointPart,
 )
@@ -386,6 +387,8 @@ class Voter:
         found = self._snapshot_orders(body)
         if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
             found.append(RequestFinalSnapshot(body.reason, body.stop_after_step))
+        if body.stop_after_step < 0 <= done.stop_after_step:
+            found.append(WithdrawFinalSnapshot(body.reason))
         if body.signal_count > done.signal_count:
             found.append(SignalWorkers(body.signal, body.reason))
         if body.moved != done.moved:

@@ -16,6 +16,10 @@ class RequestFinalSnapshot(ReasonRecord, frozen=True, tag="final_snapshot_reques
     after_step: int = -1  # the boundary; -1: the next one that no rank of this node has passed
 
 
+class WithdrawFinalSnapshot(ReasonRecord, frozen=True, tag="final_snapshot_withdrawn"):
+    """Let ranks that wait at the ordered boundary train again."""
+
+
 class SignalWorkers(Record, frozen=True, tag="workers_signalled"):
     """Send a signal to every worker's process group."""
 

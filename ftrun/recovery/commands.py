@@ -20,6 +20,7 @@ from ftrun.records.recovery import ResumeRanks as ResumeRanks
 from ftrun.records.recovery import SignalWorkers as SignalWorkers
 from ftrun.records.recovery import SuspendRanks as SuspendRanks
 from ftrun.records.recovery import UpdatePeerPorts as UpdatePeerPorts
+from ftrun.records.recovery import WithdrawFinalSnapshot as WithdrawFinalSnapshot
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 from ftrun.wire.cluster.membership import CollectiveRing
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
@@ -260,6 +261,7 @@ NodeCommand = (
     | InspectRanks
     | KillWorkers
     | RequestFinalSnapshot
+    | WithdrawFinalSnapshot
     | SignalWorkers
     | EndRun
     | JournalEntry

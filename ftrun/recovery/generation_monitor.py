@@ -30,7 +30,7 @@ from ftrun.events import (
     WorkersExited,
 )
 from ftrun.ids import Generation, Rank, version
-from ftrun.monitor.verdicts import Verdict, VerdictKind
+from ftrun.monitor.verdicts import Verdict
 from ftrun.monitor.worker_exits import may_be_a_consequence, node_lost, restore_failed
 from ftrun.recovery.commands import (
     EndRun,
@@ -102,7 +102,7 @@ class GenerationMonitor:
         per_hour = settings.profile.nodes.max_failures_per_hour
         self.failures = NodeFailures(per_hour, self.reports)
         self._problems: set[str] = set()
-        self._is_boundary_reported = False
+        self._is_boundary_reported, self._withdrawn_step = False, -1
         self._waits_until_s = 0.0
         self._rate = StepRate(settings.times.heartbeat_interval_s)
 
@@ -131,10 +131,7 @@ class GenerationMonitor:
 
     def history(self, *, now_s: float) -> FailureHistory:
         return msgspec.structs.replace(
-            self.supervisor.history(now_s=now_s),
-            node_failures=self.failures.ages_s(now_s=now_s),
-            barred=self.failures.barred_ages_s(now_s=now_s),
-            exclusions=self.failures.reasons(now_s=now_s),
+            self.failures.add_to(self.supervisor.history(now_s=now_s), now_s=now_s),
             incidents=self.incidents.count,
             hung_nodes=[*self.watching.hung.nodes],
             hung_pairs=[[*pair] for pair in self.watching.hung.pairs],
@@ -160,10 +157,10 @@ class GenerationMonitor:
         """
         return set(self.failures.excluded(now_s=now_s))
 
-    @property
-    def suspects(self) -> set[str]:
-        """Nodes that are excluded only because a failure repeated on them."""
-        return self.supervisor.suspects - self.reports.faults.keys()
+    def suspects(self, *, now_s: float) -> set[str]:
+        """Nodes that are excluded only for a failure that repeated on them, slowness or a hang."""
+        found = self.supervisor.suspects | self.failures.usable(now_s=now_s)
+        return found - self.reports.faults.keys()
 
     def bar(self, node_ids: Iterable[str], reason: str, *, now_s: float) -> None:
         for node_id in node_ids:
@@ -171,12 +168,9 @@ class GenerationMonitor:
 
     def returns(self, card: NodeCard, *, now_s: float) -> list[JournalEntry]:
         """Records that a node has joined."""
-        self.past.returns(card.node_id)
-        return self.failures.returns(card, now_s=now_s)
+        return [self.past.returns(card), *self.failures.returns(card, now_s=now_s)]
 
-    def evict(self, verdict: Verdict, node_id: str, reason: str, *, now_s: float) -> None:
-        is_fault = verdict.kind is VerdictKind.FAILING_NODE
-        self.failures.bar(node_id, verdict.text, is_fault=is_fault, now_s=now_s)
+    def evicted(self, verdict: Verdict, reason: str, *, now_s: float) -> None:
         self.incidents.found(verdict, (), self.reports.progress, now_s=now_s)
         self.incidents.acted("evict", reason)
 
@@ -195,7 +189,7 @@ class GenerationMonitor:
         self._exits.clear()
         self._waiting.clear()
         self._problems.clear()
-        self._is_boundary_reported = False
+        self._is_boundary_reported, self._withdrawn_step = False, -1
         self._rate.begin()
         self._checkpoints.begin(now_s=now_s)
         self.watching.begin(plan)
@@ -238,7 +232,8 @@ class GenerationMonitor:
             self._take_restore_failure(node_id, heartbeat, now_s)
         if heartbeat.exits:
             self._take_exits(heartbeat.exits, now_s)
-        if self.reports.all_at_boundary and not self._is_boundary_reported:
+        is_there = self.reports.all_at_boundary and self.reports.step > self._withdrawn_step
+        if is_there and not self._is_boundary_reported:
             self._is_boundary_reported = True
             found += self._ask(AllAtBoundary(), now_s)
         return found
@@ -346,6 +341,11 @@ class GenerationMonitor:
         self._order(stop_after_step=boundary, reason=reason)
         return boundary
 
+    def withdraw_boundary(self, reason: str) -> None:
+        """Lets ranks that wait at the ordered boundary train again."""
+        self._withdrawn_step, self._is_boundary_reported = self.orders.stop_after_step, False
+        self._order(stop_after_step=-1, reason=reason)
+
     def check_interval(self) -> None:
         """Orders the longest interval that any rank requests, from a step ahead of all ranks."""
         requested, step = self.reports.requested_every(), self.reports.step
@@ -376,7 +376,7 @@ class GenerationMonitor:
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
         if node_id and can_replace:
-            self.failures.bar(node_id, "it was replaced after a hang", now_s=now_s)
+            self.failures.bar(node_id, "it was replaced after a hang", is_slow=True, now_s=now_s)
             self.incidents.acted("evict", f"node {node_id} is replaced")
         self._take_exits(found, now_s)
 
@@ -413,7 +413,7 @@ class GenerationMonitor:
             node_of=self._plan.node_of,
             can_replace=self._can_replace(self._plan),
             is_protected=self.are_movable,
-            num_excluded=len(self.failures.barred_ages_s(now_s=now_s)),
+            num_excluded=self.failures.num_excluded(now_s=now_s),
             faults=dict(self.reports.faults),
         )
 

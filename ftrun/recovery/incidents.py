@@ -9,7 +9,7 @@ Rule 3: if the loss has jumped by then, the incident stays open for up to 20 mor
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -365,6 +365,10 @@ class IncidentLog:
         self._note(kind(reason, number, self.life.value, new.value))
         if is_allowed:
             self.life = new
+
+    def also(self, entries: Iterable[JournalEntry]) -> None:
+        """Adds journal entries that belong to no incident."""
+        self._notes += entries
 
     def _note(self, record: Note, *, announce: bool = False) -> None:
         self._notes.append(JournalEntry(record, announce=announce))

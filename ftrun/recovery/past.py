@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ftrun.records.membership import NodeLeft, NodeLost, NodeReadmitted
+import msgspec
+
+from ftrun.monitor.verdicts import Verdict, VerdictKind
+from ftrun.records.membership import NodeJoined, NodeLeft, NodeLost, NodeReadmitted
 from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import (
@@ -17,10 +20,12 @@ from ftrun.wire.cluster.generation import (
     GenerationPlan,
     NodeCard,
     PastRestart,
+    SlowEviction,
     VersionPair,
 )
 
 MAX_RESTARTS = 10
+MAX_SLOW = 64
 MAX_GONE = 20
 _MAX_TEXT = 200
 _LEFT = "it has drained; the run continues without it"
@@ -108,8 +113,11 @@ class Past:
         if not self._is_leaving(card):
             self._retain_gone(Departure(card, _LEFT, now_s, has_left=True, was_asked=True))
 
-    def returns(self, node_id: str) -> None:
-        self._gone.pop(node_id, None)
+    def returns(self, card: NodeCard) -> JournalEntry:
+        """Records that a node has joined."""
+        self._gone.pop(card.node_id, None)
+        text = f"node {card.node_id} has joined"
+        return JournalEntry(NodeJoined(text, card.node_id, card.host))
 
     # --- from leader to leader ----------------------------------------------------------------
 
@@ -173,6 +181,11 @@ class NodeFailures:
         self._past_lost_s: dict[str, list[float]] = {}
         """Losses that an earlier leader recorded."""
         self._past_barred: dict[str, tuple[float, Exclusion]] = {}
+        self._slow_s: dict[tuple[int, str], float] = {}
+        """When a node was evicted for the slowness of a rank."""
+        self._readmitted_s: dict[str, float] = {}
+        """When a node last returned after a hardware fault."""
+        self._num_readmitted = 0
 
     def succeed(
         self, history: FailureHistory, newest: GenerationPlan | None = None, *, known_s: float
@@ -186,28 +199,94 @@ class NodeFailures:
             one: (known_s - age_s, reasons.get(one, Exclusion("a failure")))
             for one, age_s in history.barred.items()
         }
+        slow = {(one.rank, one.node_id): known_s - one.age_s for one in history.slow_evictions}
+        self._slow_s = slow | self._slow_s
+        returned = {one: known_s - age_s for one, age_s in history.readmitted.items()}
+        self._readmitted_s = returned | self._readmitted_s
+        self._num_readmitted = max(self._num_readmitted, history.num_readmitted)
+
+    def add_to(self, history: FailureHistory, *, now_s: float) -> FailureHistory:
+        """The history with what the next leader needs of this."""
+        slow = self._slow_s.items()
+        returned = {one: now_s - at_s for one, at_s in self._readmitted_s.items()}
+        return msgspec.structs.replace(
+            history,
+            node_failures=self.ages_s(now_s=now_s),
+            barred=self.barred_ages_s(now_s=now_s),
+            exclusions=self.reasons(now_s=now_s),
+            slow_evictions=[SlowEviction(*key, now_s - at_s) for key, at_s in slow],
+            readmitted={one: age_s for one, age_s in returned.items() if age_s < _HOUR_S},
+            num_readmitted=self._num_readmitted,
+        )
 
     def note(self, node_id: str, *, now_s: float) -> None:
         self._lost_s.setdefault(node_id, []).append(now_s)
 
-    def bar(self, node_id: str, reason: str, *, is_fault: bool = False, now_s: float) -> None:
-        """Excludes a node at once; after an hour and a whole check of itself it may return."""
+    def bar(
+        self,
+        node_id: str,
+        reason: str,
+        *,
+        is_fault: bool = False,
+        is_slow: bool = False,
+        now_s: float,
+    ) -> None:
+        """Excludes a node at once; after an hour and a whole check of itself it may return.
+
+        Args:
+            is_slow: or it hung: it runs ranks before that if too few other nodes are left.
+        """
         node = self._reports.member(node_id)
         incarnation = node.card.incarnation if node is not None else 0
-        self._barred[node_id] = (now_s, Exclusion(reason[:_MAX_TEXT], incarnation, is_fault))
+        why = Exclusion(reason[:_MAX_TEXT], incarnation, is_fault, is_slow)
+        self._barred[node_id] = (now_s, why)
+
+    def evict(self, verdict: Verdict, node_id: str, ranks: Iterable[int], *, now_s: float) -> None:
+        """Excludes the node of a verdict; `ranks` are those that were slow, if it is no fault."""
+        if verdict.kind is VerdictKind.FAILING_NODE:
+            self.bar(node_id, verdict.text, is_fault=True, now_s=now_s)
+            return
+        known = {**self._slow_s, **{(rank, node_id): now_s for rank in ranks}}
+        self._slow_s = dict(sorted(known.items(), key=lambda one: one[1])[-MAX_SLOW:])
+        self.bar(node_id, verdict.text, is_slow=True, now_s=now_s)
+
+    def num_slow(self, *, now_s: float) -> int:
+        """Nodes that were evicted for slowness within the last hour."""
+        found = {node for (_, node), at_s in self._slow_s.items() if now_s - at_s < _HOUR_S}
+        return len(found)
+
+    def follows(self, node_id: str, ranks: Iterable[int]) -> bool:
+        """Whether one of these ranks was slow on another node too: the node is not the cause."""
+        return any(rank in {*ranks} and node != node_id for rank, node in self._slow_s)
 
     def returns(self, card: NodeCard, *, now_s: float) -> list[JournalEntry]:
-        """Readmits a node on which ftrun was started again after a hardware fault."""
-        _, found = self._all_barred(now_s).get(card.node_id, (0.0, None))
+        """Readmits a node on which ftrun was started again after a hardware fault.
+
+        This happens once an hour, because a fault that returns is not repaired. Losses still count.
+        """
+        node_id = card.node_id
+        _, found = self._all_barred(now_s).get(node_id, (0.0, None))
         is_repaired = found is not None and found.is_fault and card.is_first
         if not is_repaired or found is None or card.incarnation == found.incarnation:
             return []
-        return self.readmit(card.node_id, "ftrun was started on it after a hardware fault")
+        if now_s - self._readmitted_s.get(node_id, -_HOUR_S) < _HOUR_S:
+            return []
+        self._readmitted_s[node_id] = now_s
+        self._barred.pop(node_id, None)
+        self._past_barred.pop(node_id, None)
+        return self._readmitted(node_id, "ftrun was started on it after a hardware fault")
 
-    def readmit(self, node_id: str, reason: str) -> list[JournalEntry]:
+    def readmit(self, node_id: str, reason: str, *, now_s: float) -> list[JournalEntry]:
         """Ends an exclusion; the node may run ranks after a whole check of itself."""
+        left_s, _ = self.excluded(now_s=now_s).get(node_id, (None, ""))
+        if left_s is None:
+            return []
         for known in (self._lost_s, self._past_lost_s, self._barred, self._past_barred):
             known.pop(node_id, None)
+        return self._readmitted(node_id, reason)
+
+    def _readmitted(self, node_id: str, reason: str) -> list[JournalEntry]:
+        self._num_readmitted += 1
         text = f"node {node_id} is readmitted: {reason}. It may run ranks when its check passes"
         return [JournalEntry(NodeReadmitted(text, node_id), announce=True)]
 
@@ -245,6 +324,19 @@ class NodeFailures:
 
     def lately_lost(self, within_s: float, *, now_s: float) -> set[str]:
         return {one for one, ages in self.ages_s(now_s=now_s).items() if min(ages) < within_s}
+
+    def num_excluded(self, *, now_s: float) -> int:
+        """Nodes that were excluded within the last hour, except for slowness or a hang."""
+        return sum(not one.is_slow for _, one in self._all_barred(now_s).values())
+
+    def usable(self, *, now_s: float) -> set[str]:
+        """Nodes that are excluded only for slowness or a hang."""
+        ages_s = self.ages_s(now_s=now_s)
+        return {
+            node_id
+            for node_id, (_, one) in self._all_barred(now_s).items()
+            if one.is_slow and len(ages_s.get(node_id, ())) < self._per_hour
+        }
 
     def barred_ages_s(self, *, now_s: float) -> dict[str, float]:
         return {one: now_s - at_s for one, (at_s, _) in self._all_barred(now_s).items()}

@@ -8,10 +8,15 @@ Rule 1: before its last deadline, a verdict is acted on only with positive evide
 Rule 2: after an action the generation is not observed any more: its ranks are about to be killed.
 Rule 3: links are judged before ranks, because a slow link makes ranks late that are not its cause.
 Rule 4: slowness triggers no action here: a slow rank costs time, a wrong verdict costs a restart.
+Rule 5: the age of a slowness counts only time with new measurements of steps in which it was found.
+        It starts again at 0 after a gap, such as an evaluation or a debugger, while any rank does
+        not train, and if possible evidence becomes likely.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 
@@ -205,6 +210,33 @@ def _unknown(views: Mapping[int, RankView], unresponsive_s: float) -> Verdict:
 
 
 POLL_EVERY_S = 0.5
+GAP_S = 5.0
+"""Time without new evidence that ends a slowness, or `GAP_INTERVALS` usual intervals if longer."""
+GAP_INTERVALS = 3
+_Mark = tuple[int, ...]
+"""Counts of measurements. Evidence is new if all of them have changed."""
+
+
+@dataclass
+class _Persistence:
+    """The time for which new measurements gave one verdict."""
+
+    mark: _Mark
+    at_s: float
+    total_s: float = 0.0
+    intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+
+    def add(self, mark: _Mark, now_s: float) -> None:
+        if any(new == old for new, old in zip(mark, self.mark, strict=True)):
+            return
+        interval_s = now_s - self.at_s
+        self.total_s = 0.0 if self.is_interrupted(now_s) else self.total_s + interval_s
+        self.intervals_s.append(interval_s)
+        self.mark, self.at_s = mark, now_s
+
+    def is_interrupted(self, now_s: float) -> bool:
+        usual_s = median(self.intervals_s) if self.intervals_s else 0.0
+        return now_s - self.at_s > max(GAP_S, GAP_INTERVALS * usual_s)
 
 
 class SlowSuspicions:
@@ -225,8 +257,10 @@ class SlowSuspicions:
         self._counts, self._memory = CollectiveCounts(), MemoryTrend()
         self._seen: dict[str, int] = {}
         self._reported: dict[str, Verdict] = {}
-        self._since_s: dict[str, float] = {}
-        """When each verdict of `_reported` was first reported."""
+        self._persistence: dict[tuple[str, bool], _Persistence] = {}
+        """By fingerprint, and whether the evidence is more than possible."""
+        self._steps: dict[int, int] = {}
+        """Completed steps of each rank that trains, by its newest sample."""
         self._groups: dict[str, tuple[int, ...]] = {}
         self.lateness_s = {}
 
@@ -290,8 +324,25 @@ class SlowSuspicions:
         ]
         new_verdicts = [one for one in found if one.fingerprint not in self._reported]
         self._reported = {one.fingerprint: one for one in found}
-        self._since_s = {one: self._since_s.get(one, now_s) for one in self._reported}
+        self._note_persistence(new.values(), plan.world_size, now_s)
         return [*new_verdicts, *(one for one in (skipped, memory) if one is not None)]
+
+    def _note_persistence(self, new: Collection[NodeSample], world_size: int, now_s: float) -> None:
+        for one in (rank for sample in new for rank in sample.ranks):
+            self._steps[one.rank] = one.step
+            if not one.is_training:
+                del self._steps[one.rank]
+        if len(self._steps) < world_size:
+            self._persistence = {}
+            return
+        known, self._persistence = self._persistence, {}
+        for verdict in self._reported.values():
+            mark: _Mark = (min(self._steps.values()),)
+            if verdict.kind is VerdictKind.SLOW_COMPUTATION:
+                mark = (*mark, self._stragglers.num_windows)
+            key = _key(verdict)
+            self._persistence[key] = known.get(key) or _Persistence(mark, now_s)
+            self._persistence[key].add(mark, now_s)
 
     def _rank_samples(
         self, node: str, sample: NodeSample, me: str, now_s: float
@@ -313,8 +364,18 @@ class SlowSuspicions:
             if one.is_training
         ]
 
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [*self._reported.values()]
+
     def persistent(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        return [one for key, one in self._reported.items() if now_s - self._since_s[key] >= for_s]
+        """Verdicts that new measurements have given for this time without a gap."""
+        found = [(self._persistence.get(_key(one)), one) for one in self.verdicts]
+        return [
+            one
+            for known, one in found
+            if known is not None and known.total_s >= for_s and not known.is_interrupted(now_s)
+        ]
 
     def matrix(self) -> list[DelayTableCell]:
         return self._links.table()
@@ -340,3 +401,7 @@ class SlowSuspicions:
         asked, other = pair
         self._links.probed(LinkProbeReading(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
         self._links.probed(LinkProbeReading(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
+
+
+def _key(verdict: Verdict) -> tuple[str, bool]:
+    return verdict.fingerprint, verdict.confidence is not Confidence.POSSIBLE

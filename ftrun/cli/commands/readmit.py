@@ -27,4 +27,4 @@ def readmit(
     body = runs.ask(run.to_agent(), ReadmitRequest(node_id), Done, deadline_s=_ANSWER_S)
     if isinstance(body, Refused):
         raise FtrunError(body.reason)
-    write_plain(f"node {node_id} may run ranks again when its check has passed")
+    write_plain(f"requested: node {node_id} may run ranks again when its check has passed")

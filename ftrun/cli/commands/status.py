@@ -18,7 +18,7 @@ import typer
 
 from ftrun import clock, process_tree
 from ftrun.cli.completion import AsJson, RunIdArgument, option
-from ftrun.cli.launch.checkpoint_check import ask_catalog
+from ftrun.cli.launch.checkpoint_check import LIMIT_S, ask_catalog
 from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, inspect_run
 from ftrun.cli.screen.status_page import StyledLine, page
 from ftrun.cli.screen.terminal import (
@@ -31,7 +31,7 @@ from ftrun.cli.screen.terminal import (
 from ftrun.cli.screen.text import duration, listed, size
 from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, PeerError, UsageError
-from ftrun.urls import is_url, located
+from ftrun.urls import located
 from ftrun.wire.messages.checkpoint import CheckpointInfo
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
 from ftrun.wire.messages.status import (
@@ -89,10 +89,13 @@ def with_disk(view: StatusView, run: FoundRun) -> StatusView:
     if not directory:
         return view
     where = located(str(directory), cwd=str(run.folder.spec_value("cwd")))
-    if not is_url(where) and not os.path.isdir(where):
-        return view  # nothing was written yet
     found = {(one.generation, one.step): one for one in view.versions}
-    for one in ask_catalog("list", where).checkpoints:
+    try:
+        checkpoints = ask_catalog("list", where, limit_s=LIMIT_S).checkpoints
+    except FtrunError as error:
+        typer.echo(f"versions on disk are not shown: {error}", err=True)
+        checkpoints = []
+    for one in checkpoints:
         if one.run_id not in ("", view.run_id):
             continue
         at = _version_of(one)

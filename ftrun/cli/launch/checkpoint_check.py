@@ -5,6 +5,7 @@ Every start of a run imports this module, so it does not import rich.
 """
 
 import subprocess
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.messages.checkpoint import CatalogReport
 
 LIMIT_S = 60.0  # seconds; a slower storage cannot store checkpoints either
+_KILL_S = 1.0
 _Report = TypeVar("_Report", bound=msgspec.Struct)
 
 
@@ -29,13 +31,20 @@ def report_of(
 ) -> _Report:
     """Runs a module as a process and decodes its stdout; raises `failure` if it has no report."""
     command = python_command(module, *words)
-    done = subprocess.run(
-        command, input=stdin, stdout=subprocess.PIPE, check=False, timeout=limit_s
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        return msgspec.json.decode(done.stdout, type=kind)
+        stdout, _ = process.communicate(stdin, timeout=limit_s)
+    except BaseException:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel, on a file system
+            process.wait(_KILL_S)
+        assert process.stdout is not None
+        process.stdout.close()
+        raise
+    try:
+        return msgspec.json.decode(stdout, type=kind)
     except msgspec.MsgspecError as error:
-        raise FtrunError(f"{failure} (exit {done.returncode})") from error
+        raise FtrunError(f"{failure} (exit {process.returncode})") from error
 
 
 def ask_catalog(*words: str, limit_s: float | None = None) -> CatalogReport:

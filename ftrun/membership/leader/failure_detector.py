@@ -76,6 +76,8 @@ class PeerState:
     """It has drained: it counts as lost, but not as failed."""
     fitness: NodeFitness | None = None
     """Result of its newest check; None: no check, or not reported yet."""
+    is_below_median: bool = False
+    """Its figures are far below those of the other nodes of the generation."""
 
 
 @dataclass

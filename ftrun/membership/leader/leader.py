@@ -31,12 +31,10 @@ from ftrun.membership.leader.reconfiguration import (
 )
 from ftrun.membership.witness import WitnessView
 from ftrun.network.failover.path_monitor import PathMonitor
-from ftrun.records.membership import NodeJoined
 from ftrun.recovery.commands import (
     Command,
     Connect,
     EndRun,
-    JournalEntry,
     KillWorkers,
     Send,
     SupervisorCommand,
@@ -89,8 +87,8 @@ class Leader:
         self._reconfiguration = VoterReconfiguration(settings, self.known)
         self.screening = Admission(settings, self.known, monitor.reports)
         self.paths = PathMonitor(me.node_id, settings, self.known)
-        self._history_of = -1
-        """The newest generation whose failure history this leader has taken over."""
+        self._history_of = (-1, 0)
+        """The newest configuration whose failure history this leader has taken over, or gives."""
         self._draining = NodeDraining(settings, self.known, monitor, self._reconfiguration)
         self._is_chosen = False
         """A generation of this leader has been chosen."""
@@ -126,8 +124,6 @@ class Leader:
         if old is None or old.card.incarnation != card.incarnation or old.lost:
             peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
             self.pause.put_off(now_s=now_s)
-            text = f"node {card.node_id} has joined"
-            found.append(JournalEntry(NodeJoined(text, card.node_id, card.host)))
             found += self.monitor.returns(card, now_s=now_s)
             found += self._election.joined(peer, now_s=now_s)
         return found + self._compare_runs(card, knows, now_s)
@@ -305,7 +301,8 @@ class Leader:
                 return self._end(command, now_s)
         here = [promise.card for promise in ballot.promises.values()]
         excluded = self.monitor.excluded(now_s=now_s)
-        assignment = self.screening.assign(here, previous, excluded, self.monitor.suspects)
+        suspects = self.monitor.suspects(now_s=now_s)
+        assignment = self.screening.assign(here, previous, excluded, suspects)
         if isinstance(assignment, str):
             return self.pause.begin(assignment, now_s=now_s)
         if (postponed := self.paths.postpone(here, previous, now_s=now_s)) is not None:
@@ -328,7 +325,7 @@ class Leader:
         if isinstance(plan, EndRun):
             return self._end(plan, now_s)
         self.pause.over()
-        self._history_of = plan.generation
+        self._history_of = (plan.generation + 1, -1)  # also of each voter revision of the plan
         return self._election.announce(plan, now_s=now_s)
 
     def _apply_chosen(self, ballot: Ballot, now_s: float) -> list[Command]:
@@ -354,9 +351,11 @@ class Leader:
         return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
     def _take_history(self, plan: GenerationPlan | None, now_s: float, known_s: float) -> None:
-        if plan is not None and plan.generation > self._history_of:
-            self._history_of = plan.generation
+        if plan is not None and plan.configuration_id > self._history_of:
+            self._history_of = plan.configuration_id
             self.monitor.succeed(plan.history, newest=plan, now_s=now_s, known_s=known_s)
+            for card in [peer.card for peer in self.known if not peer.lost]:
+                self.monitor.incidents.also(self.monitor.failures.returns(card, now_s=now_s))
 
     def _report_losses(self, now_s: float) -> list[SupervisorCommand]:
         unreported, self._unreported = self._unreported, {}
@@ -467,9 +466,10 @@ class Leader:
         found += [*self.monitor.probes(now_s=now_s), *self.paths.drain_journal_entries()]
         # Spares that have joined get votes, unless they are about to run ranks.
         is_full = len(self.plan.members) >= self.settings.cluster_size.max_nodes
-        if self.monitor.is_steady and (is_full or self._draining.is_under_way):
+        if self.monitor.is_steady:
+            grows = not is_full and not self._draining.is_under_way
             history = self.monitor.history(now_s=now_s)
-            found += self._reconfiguration.poll(self.plan, history, now_s=now_s)
+            found += self._reconfiguration.poll(self.plan, history, grows=grows, now_s=now_s)
         return found + self._spread(now_s)
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:

@@ -4,7 +4,8 @@ Rule 1: ranks are stable. A node that stays keeps its position, a node that retu
         position if that is free, and a spare takes the position of a lost node.
 Rule 2: positions close up only if the number of nodes changes; their order stays.
 Rule 3: an excluded or unfit node never is a member, even if too few nodes are left, except one
-        that was excluded only because a failure repeated on it. An excluded node may still vote.
+        that was excluded only because a failure repeated on it, it was slow, or it hung. An
+        excluded node may still vote.
 Rule 4: a node whose agent makes no checks is admitted.
 Rule 5: after its exclusion, a node must have completed a whole check since it was last seen
         excluded. A restarted agent has made one, or is asked for it.
@@ -75,7 +76,7 @@ def assign(
         ids = sorted(card.node_id for card in here)
         text = f"{len(usable)} of at least {cluster_size.min_nodes} nodes are present"
         if away := [one for one in ids if one in excluded]:
-            text += f"; excluded for failures or a hardware fault: {', '.join(away)}"
+            text += f"; excluded (reasons: ftrun status): {', '.join(away)}"
         if reasons := [f"{one} ({unfit[one]})" for one in ids if one in unfit]:
             text += f"; unfit: {'; '.join(reasons)}"
         return text
@@ -238,6 +239,8 @@ class Admission:
             if peer.card.node_id in here and peer.fitness is not None
         }
         slow = far_below(figures, self._settings.profile.preflight.warn_below_median)
+        for peer in self._peers:
+            peer.is_below_median = peer.card.node_id in slow
         new = {one: what for one, what in slow.items() if self._slow_reported.get(one) != what}
         self._slow_reported.update(new)
         return [

@@ -28,15 +28,19 @@ Rule 5: only an undisturbed run changes, and it grows only with nodes connected 
         `last_call_timeout_s`.
 Rule 6: it resumes from the snapshot of the boundary once that is committed. If that does not
         happen in time, it resumes from the newest committed version.
-Rule 7: a slow node is evicted only while a spare is present. With `slow.action: auto`, the only
-        persistent verdict must name one node, the state must be committed and protected, and at
-        most `MAX_EXCLUDED_PER_HOUR` nodes are excluded within an hour. Slowness that follows the
-        ranks to the spare is there from the first steps, which is possible evidence only.
+Rule 7: a slow node is evicted only while a spare is present, and if none of its slow ranks was
+        slow on another node too. At the boundary the verdict must still hold; if not, or if the
+        spare is lost, the ranks train again. With `slow.action: auto`, the only verdict must name
+        one node without any evidence against it, and the state must be committed and protected;
+        no spare may be far below the median of the nodes' figures.
+        At most `MAX_SLOW_PER_HOUR` nodes are evicted within an hour, none without the snapshot of
+        the boundary, and none for an hour after an eviction was withdrawn.
 Rule 8: a node with a hardware fault is evicted before its ranks fail, if another one can run them
         or the run may shrink. It gets `FAULT_LIMIT_S` for the snapshot.
 Rule 9: a draining node trains until it is clear that the run does not stop, see
         draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
         directory, because the whole run may still be asked to stop.
+Rule 10: a readmission must survive the leader, so the voters get a plan with the newer history.
 """
 
 from collections.abc import Collection
@@ -50,7 +54,6 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.records.membership import VotersChanged
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.repeated_causes import MAX_EXCLUDED_PER_HOUR
 from ftrun.wire.cluster.generation import (
     WITNESS,
     ConfigurationId,
@@ -64,6 +67,8 @@ from ftrun.wire.cluster.membership import Accept, Accepted
 
 FAULT_LIMIT_S = 5.0
 """Time for a snapshot before a node with a hardware fault is replaced without one."""
+MAX_SLOW_PER_HOUR = 1
+_HOUR_S = 3600.0
 
 
 class VoterReconfiguration:
@@ -85,8 +90,14 @@ class VoterReconfiguration:
             self.void.add(self.wanted.configuration_id)
             self.wanted = None
 
-    def poll(self, plan: GenerationPlan, history: FailureHistory, *, now_s: float) -> list[Command]:
-        """Starts a change that tolerates more losses; repeats the pending one."""
+    def poll(
+        self, plan: GenerationPlan, history: FailureHistory, *, grows: bool = False, now_s: float
+    ) -> list[Command]:
+        """Starts a change that tolerates more losses, or spreads a readmission; repeats it.
+
+        Args:
+            grows: spares are about to run ranks, so they get no votes.
+        """
         if now_s < self._next_poll_s:
             return []
         self._next_poll_s = now_s + self._settings.times.heartbeat_interval_s / 2
@@ -108,13 +119,21 @@ class VoterReconfiguration:
         bears_more = _support(voters, voters) > _support(electorate_of(plan), alive)
         limit_s = self._settings.times.last_call_timeout_s
         is_bound = not witness and self._peers.witness.has_been_away(limit_s, now_s=now_s)
-        is_other = voters != electorate_of(plan) and not is_same
+        is_other = voters != electorate_of(plan) and not is_same and not grows
+        known = (self.wanted or plan).history.num_readmitted
         if is_other and (bears_more or (is_bound and plan.witness)):
-            self.reset()
-            self.wanted = changed
-            self._agreed.clear()
-            self._asked_s = -1e9
+            self._want(changed)
+        elif history.num_readmitted > known:  # Rule 10
+            own = plan if self.wanted is None else self.wanted
+            same = {"spares": own.spares, "witness": own.witness}
+            self._want(msgspec.structs.replace(changed, **same))
         return self._ask(now_s)
+
+    def _want(self, changed: GenerationPlan) -> None:
+        self.reset()
+        self.wanted = changed
+        self._agreed.clear()
+        self._asked_s = -1e9
 
     def accepted(
         self, card: NodeCard, body: Accepted, plan: GenerationPlan
@@ -202,6 +221,8 @@ class BoundaryReconfiguration:
         self._next_poll_s = 0.0
         self._out: Verdict | None = None
         """The verdict on the node that is about to be evicted."""
+        self._withdrawn_s = -_HOUR_S
+        """When an eviction was last withdrawn."""
         self.requested = ""
         """Why the same nodes need a restart, such as for another rail; empty: they do not."""
         self._requested = ""
@@ -245,33 +266,60 @@ class BoundaryReconfiguration:
         monitor = self._monitor
         if monitor.is_stopping or monitor.awaits_notices:
             return ""
-        limit_s = self._settings.answer_s
+        limit_s, out = self._settings.answer_s, self._out
+        is_slow = out is not None and out.kind is not VerdictKind.FAILING_NODE
         if departure := _departure(plan, monitor):
             reason, limit_s = departure, self._settings.leave_s
-        elif self._out is None:
+            self._out = None if is_slow else out  # the node that drains needs the spare
+        elif out is None:
             reason = self._requested or self._growth(plan, joining_nodes)
-        elif joining_nodes or self._may_shrink(plan, self._out):
-            reason = _eviction(self._out, plan)
-            limit_s = FAULT_LIMIT_S if self._out.kind is VerdictKind.FAILING_NODE else limit_s
+        elif is_slow and (why := self._obstacle(out, joining_nodes)):
+            return self._withdraw(why, now_s)
+        elif joining_nodes or self._may_shrink(plan, out):
+            reason = _eviction(out, plan)
+            limit_s = limit_s if is_slow else FAULT_LIMIT_S
         else:
             # The spare is lost. The ranks wait at the boundary, so they are restarted here.
-            reason, self._out = f"no spare is left to replace {self._out.nodes[-1]}", None
+            reason, self._out = f"no spare is left to replace {out.nodes[-1]}", None
         committed = monitor.orders.committed
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
+        is_auto = self._settings.profile.slow.action == "auto" and is_slow and not departure
+        is_safe = is_safe and (not is_auto or monitor.are_movable)
         if monitor.reports.all_at_boundary and is_safe:
             return self._go(reason, plan, now_s)
         if now_s - self._asked_s < limit_s:
             return ""
+        if is_auto:
+            return self._withdraw(f"no snapshot of step {self._boundary} is protected", now_s)
         reason = f"{reason}, without a snapshot at step {self._boundary}"
         return self._go(reason, plan, now_s)
 
     def _go(self, reason: str, plan: GenerationPlan, now_s: float) -> str:
         if self._out is not None:
-            self._monitor.evict(self._out, _node_out(self._out, plan), reason, now_s=now_s)
+            node_id, ranks = _node_out(self._out, plan), _slow_ranks(self._out, plan)
+            self._monitor.failures.evict(self._out, node_id, ranks, now_s=now_s)
+            self._monitor.evicted(self._out, reason, now_s=now_s)
         if _departure(plan, self._monitor):
             self._monitor.name_checkpoint(now_s=now_s)
         return reason
+
+    def _obstacle(self, out: Verdict, joining_nodes: list[PeerState]) -> str:
+        """Why a slow node is not evicted at the boundary; empty: it is."""
+        verdicts = self._monitor.watching.slow.verdicts
+        known = {one.fingerprint: one.confidence for one in verdicts}
+        is_slow = known.get(out.fingerprint, Confidence.POSSIBLE) is not Confidence.POSSIBLE
+        # Ranks that wait at the boundary have no traffic and make no steps: no new evidence.
+        if not is_slow and not self._monitor.reports.all_at_boundary:
+            return "it is not slow any more"
+        return "" if joining_nodes else "no spare is left"
+
+    def _withdraw(self, why: str, now_s: float) -> str:
+        assert self._out is not None
+        subject = f"the eviction for slowness is withdrawn: {why} ({self._out.text})"
+        self._monitor.withdraw_boundary(subject)
+        self._boundary, self._out, self._withdrawn_s = -1, None, now_s
+        return ""
 
     # --- growth -------------------------------------------------------------------------------
 
@@ -320,16 +368,22 @@ class BoundaryReconfiguration:
         if slow.action == "report" or not joining_nodes:
             return None
         persistent = monitor.watching.slow.persistent(slow.evict_after_s, now_s=now_s)
-        kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
-        found = [one for one in persistent if one.kind in kinds and _node_out(one, plan)]
+        found = [
+            one
+            for one in persistent
+            if one.confidence is not Confidence.POSSIBLE
+            if (node_id := _node_out(one, plan))
+            if not monitor.failures.follows(node_id, _slow_ranks(one, plan))
+        ]
         if slow.action == "auto":
             # Rule 7: what a wrong verdict may cost is limited.
-            num_excluded = len(monitor.failures.barred_ages_s(now_s=now_s))
             is_safe = monitor.orders.committed is not None and monitor.are_movable
-            has_room = is_safe and num_excluded < MAX_EXCLUDED_PER_HOUR
-            is_clear = has_room and len(persistent) == 1
-            found = [one for one in found if is_clear and len(one.nodes) == 1]
-        return next((one for one in found if one.confidence is not Confidence.POSSIBLE), None)
+            is_safe = is_safe and not any(peer.is_below_median for peer in joining_nodes)
+            has_room = monitor.failures.num_slow(now_s=now_s) < MAX_SLOW_PER_HOUR
+            is_free = has_room and now_s - self._withdrawn_s >= _HOUR_S
+            is_clear = is_safe and is_free and len(monitor.watching.slow.verdicts) == 1
+            found = [one for one in found if is_clear and _names_one_node(one)]
+        return next(iter(found), None)
 
 
 def _is_joining(peer: PeerState, plan: GenerationPlan, excluded: Collection[str]) -> bool:
@@ -350,6 +404,16 @@ def _node_out(verdict: Verdict, plan: GenerationPlan) -> str:
     is_one = len(members) == 1
     is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION and len(members) == 2
     return members[-1] if is_one or is_link else ""
+
+
+def _names_one_node(verdict: Verdict) -> bool:
+    return len(verdict.nodes) == 1 and not verdict.counter_evidence
+
+
+def _slow_ranks(verdict: Verdict, plan: GenerationPlan) -> tuple[int, ...]:
+    """The ranks that a verdict on one node concerns; of a link with two ends none."""
+    node = plan.member(verdict.nodes[0]) if len(verdict.nodes) == 1 else None
+    return verdict.culprits or (tuple(node.ranks) if node is not None else ())
 
 
 def _eviction(verdict: Verdict, plan: GenerationPlan) -> str:

@@ -95,6 +95,8 @@ class StragglerDetector:
     def __init__(self) -> None:
         self.step_s = 0.0
         """Current duration of a step, by the ranks' step counts; 0: not known yet."""
+        self.num_windows = 0
+        """Number of windows measured so far: a verdict is judged again in each."""
         self._arrivals = ArrivalTracker()
         self._ranks: dict[int, _Record] = {}
         self._waiting: list[JoinedCollective] = []
@@ -172,6 +174,7 @@ class StragglerDetector:
 
     def _close_window(self) -> None:
         parts, self._parts = self._parts, []
+        self.num_windows += 1
         for rank, record in self._ranks.items():
             seen = [part.late_s for part in parts if rank in part.late_s[ALONE]]
             if seen:

@@ -146,6 +146,15 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     reason: str
     incarnation: int = 0  # of the node's agent at that time; 0: not known
     is_fault: bool = False  # its hardware is at fault
+    is_slow: bool = False  # or its ranks hung: it runs ranks if too few other nodes are left
+
+
+class SlowEviction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A node that was replaced because one of its ranks was slow."""
+
+    rank: int
+    node_id: str
+    age_s: float
 
 
 class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,6 +171,9 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_failures: dict[str, list[float]] = {}  # ages of the losses of each node, by node id
     barred: dict[str, float] = {}  # ages of the exclusions of nodes that were present, by node id
     exclusions: dict[str, Exclusion] = {}  # the reason of each
+    slow_evictions: list[SlowEviction] = []
+    num_readmitted: int = 0  # exclusions that ended before their time; a plan with fewer is old
+    readmitted: dict[str, float] = {}  # ages of readmissions after a hardware fault, by node id
     incidents: int = 0  # number of incidents opened so far
     bad_version: VersionPair | None = None  # it and later ones hold numerical anomalies
     skip_to: int = -1  # batches up to this step are skipped in repeated steps; -1: none is skipped

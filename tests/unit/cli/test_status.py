@@ -82,7 +82,8 @@ def with_checkpoints(
     (folder / "spec.json").write_text(json.dumps(spec))
     asked: list[tuple[str, ...]] = []
 
-    def ask(*words: str) -> CatalogReport:
+    def ask(*words: str, limit_s: float) -> CatalogReport:
+        assert limit_s <= 60.0
         asked.append(words)
         return CatalogReport(words[1], list(found))
 
@@ -124,6 +125,21 @@ def test_without_a_directory_there_are_only_versions_in_memory(tmp_path: Path) -
         (folder / "spec.json").write_text(json.dumps(spec))
         run = FoundRun(RunFolder(folder), RunLiveness.RUNNING, 7)
         assert status.with_disk(view, run) == view
+
+
+def test_a_directory_that_does_not_answer_leaves_the_versions_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "mine").mkdir()
+    spec = {"cwd": str(tmp_path), "profile": {"checkpoint": {"directory": "saved"}}}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    monkeypatch.setattr(status, "LIMIT_S", 0.001)  # no process starts in that time
+    newest = VersionStatus(1, 9, (VersionState.COMMITTED,), 2.0, 100)
+    view = StatusView(run_id="mine", state="running", summary="", versions=(newest,))
+    assert status.with_disk(view, FoundRun(RunFolder(folder), RunLiveness.RUNNING, 7)) == view
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "did not answer within" in err
 
 
 def test_versions_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartRanks,
     UpdatePeerPorts,
+    WithdrawFinalSnapshot,
     WriteCapture,
     WriteCheckpointPart,
 )
@@ -431,6 +432,18 @@ ORDERS: list[tuple[dict[str, object], Command]] = [
     ({"examine": True}, InspectRanks()),
     ({"killed": True, "reason": "failed"}, KillWorkers("failed")),
 ]
+
+
+def test_an_order_to_stop_at_a_boundary_is_withdrawn_once() -> None:
+    made = follower()
+    made.apply_heartbeat("a", heartbeat(2, stop_after_step=9, reason="slow"))
+    withdrawn = heartbeat(3, reason="it is not slow any more")
+    assert made.apply_heartbeat("a", withdrawn) == [
+        WithdrawFinalSnapshot("it is not slow any more")
+    ]
+    assert made.apply_heartbeat("a", heartbeat(4)) == []
+    (again,) = made.apply_heartbeat("a", heartbeat(5, stop_after_step=20))
+    assert again == RequestFinalSnapshot("", 20)
 
 
 @pytest.mark.parametrize(("orders", "wanted"), ORDERS, ids=lambda one: type(one).__name__)

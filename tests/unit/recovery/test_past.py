@@ -172,8 +172,8 @@ def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:
     made.record_loss(again, "refused", was_member=False, now_s=4.0)
     assert not again.has_left
     assert made.gone[0].reason == "refused"
-    made.returns("c")
-    made.returns("c")
+    made.returns(card("c", 2))
+    made.returns(card("c", 2))
     assert made.gone == []
 
 
@@ -183,11 +183,7 @@ def failures(per_hour: int = 3) -> NodeFailures:
 
 def history(made: NodeFailures, now_s: float) -> FailureHistory:
     """What the next leader reads in a plan."""
-    return FailureHistory(
-        node_failures=made.ages_s(now_s=now_s),
-        barred=made.barred_ages_s(now_s=now_s),
-        exclusions=made.reasons(now_s=now_s),
-    )
+    return made.add_to(FailureHistory(), now_s=now_s)
 
 
 def test_losses_of_an_hour_are_counted_next_to_those_of_the_last_leader() -> None:
@@ -281,6 +277,56 @@ def test_a_node_that_was_started_again_after_a_hardware_fault_is_readmitted() ->
         assert one.returns(again, now_s=11.0) == []
 
 
+def test_a_fault_that_returns_within_an_hour_excludes_in_spite_of_a_restart() -> None:
+    reports = MemberReports()
+    reports.begin(plan(0, "ab"))
+    made = NodeFailures(3, reports)
+    for at_s in (0.0, 100.0):
+        made.bar("b", "GPU 2 is lost", is_fault=True, now_s=at_s)
+        made.returns(card("b", 2 + int(at_s), is_first=True), now_s=at_s + 10.0)
+    left_s, _ = made.excluded(now_s=110.0)["b"]
+    assert left_s == 3590.0
+    successor = failures()
+    successor.succeed(history(made, 110.0), known_s=110.0)
+    assert successor.returns(card("b", 900, is_first=True), now_s=120.0) == []
+    assert successor.returns(card("b", 900, is_first=True), now_s=3611.0) != []
+
+
+def test_a_restart_after_a_hardware_fault_does_not_forget_the_losses() -> None:
+    reports = MemberReports()
+    reports.begin(plan(0, "ab"))
+    made = NodeFailures(2, reports)
+    made.note("b", now_s=0.0)
+    made.bar("b", "GPU 2 is lost", is_fault=True, now_s=0.0)
+    assert made.returns(card("b", 2, is_first=True), now_s=10.0) != []
+    assert made.excluded(now_s=10.0) == {}
+    made.note("b", now_s=20.0)
+    assert made.excluded(now_s=20.0) == {"b": (3580.0, "2 failures in an hour")}
+
+
+def test_a_request_ends_only_an_exclusion_that_exists() -> None:
+    reports = MemberReports()
+    made = NodeFailures(2, reports)
+    made.note("b", now_s=0.0)
+    assert made.readmit("b", "requested", now_s=1.0) == []
+    assert made.ages_s(now_s=1.0) == {"b": [1.0]}, "its loss still counts"
+    reports.take("b", Heartbeat(generation=-1, fault="GPU 2 is lost"))
+    assert made.readmit("b", "requested", now_s=1.0) == [], "it still reports a fault"
+
+
+def test_a_node_that_was_slow_or_hung_is_usable_until_it_fails() -> None:
+    made, successor = failures(1), failures(1)
+    made.bar("a", "slow", is_slow=True, now_s=0.0)
+    made.bar("b", "a failure", now_s=0.0)
+    successor.succeed(history(made, 10.0), known_s=10.0)
+    for one in (made, successor):
+        assert set(one.excluded(now_s=10.0)) == {"a", "b"}
+        assert one.usable(now_s=10.0) == {"a"}
+        assert one.num_excluded(now_s=10.0) == 1
+        one.note("a", now_s=20.0)
+        assert one.usable(now_s=20.0) == set()
+
+
 def test_a_node_that_was_excluded_for_failures_is_readmitted_on_request_only() -> None:
     reports = MemberReports()
     reports.begin(plan(0, "ab"))
@@ -292,7 +338,7 @@ def test_a_node_that_was_excluded_for_failures_is_readmitted_on_request_only() -
         assert made.returns(card(one, 2, is_first=True), now_s=9.0) == []
     assert set(made.excluded(now_s=9.0)) == {"a", "b"}
     for one in "ab":
-        (found,) = made.readmit(one, "an operator has requested it")
+        (found,) = made.readmit(one, "an operator has requested it", now_s=9.0)
         assert found.announce
     assert made.excluded(now_s=9.0) == {}
     made.note("a", now_s=10.0)
@@ -313,7 +359,7 @@ def test_a_request_reaches_the_leader_and_a_check_precedes_the_return() -> None:
     for sender in ("b", "a"):
         made.happens("a", MessageReceived(sender, ReadmitNode(outside)))
     assert leader.monitor.excluded(now_s=made.now_s) == set()
-    assert len(notes(made, "a", "node_readmitted")) == 2
+    assert len(notes(made, "a", "node_readmitted")) == 1, "the second request finds it readmitted"
     made.passes(1.0)
     assert "repeats its check" in leader.screening.unfit(set())[outside]
     made.happens(outside, NodeChecked(judged(number=2)))
@@ -339,6 +385,28 @@ def test_the_next_leader_excludes_the_same_nodes_for_the_rest_of_their_time() ->
     assert left_s == pytest.approx(3600.0 - 611.0, abs=2.0)
     assert reason == "it was slow"
     assert "b" not in made.running()
+
+
+def test_a_readmission_survives_a_leader_that_dies_before_the_next_plan() -> None:
+    made = with_spares("abcdef")
+    leader = made["a"].member.leader
+    assert leader is not None
+    leader.monitor.failures.bar("b", "it was slow", now_s=made.now_s)
+    made.kill("c")  # the next plan has the exclusion
+    made.passes(1.0)
+    assert set(made.running()) == set("ade")
+    for one in "ade":
+        works(made, 6, one, generation=1)
+    made.happens("a", MessageReceived("a", ReadmitNode("b")))
+    made.passes(2.0)
+    assert made.plan("d").voter_revision == 1
+    assert made.running() == dict.fromkeys("ade", 1), "no rank was restarted for it"
+    made.kill("a")
+    made.passes(10.0)
+    successor = made[made.leader()].member.leader
+    assert successor is not None
+    assert successor is not leader
+    assert "b" not in successor.monitor.failures.excluded(now_s=made.now_s)
 
 
 def judged(number: int) -> NodeFitness:

@@ -1,6 +1,7 @@
 """Nodes with a fault: their ranks move to another node before the run is given up."""
 
 import msgspec
+import pytest
 
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
@@ -135,6 +136,22 @@ def test_a_suspected_node_runs_ranks_again_if_too_few_others_are_left() -> None:
     made.kill("d")
     made.passes(3.0)
     assert set(made.running()) == set("abc")
+
+
+@pytest.mark.parametrize("dies", ["d", "a"], ids=["spare", "leader"])
+def test_a_slow_node_runs_ranks_again_if_too_few_others_are_left(dies: str) -> None:
+    made = started("abcde", cluster_size=ClusterSize(3, 3, 2))
+    hold(made, 5, "abc")
+    leader = made["a"].member.leader
+    assert leader is not None
+    leader.monitor.failures.bar("b", "it was slow", is_slow=True, now_s=made.now_s)
+    made.kill("c")
+    made.passes(3.0)
+    assert set(made.running()) == set("ade"), "a spare comes first"
+    hold(made, 7, "ade", 1)
+    made.kill(dies)
+    made.passes(15.0)
+    assert set(made.running()) == set("abde") - {dies}
 
 
 def test_a_node_with_a_hardware_fault_runs_none_even_then() -> None:

@@ -101,7 +101,7 @@ def test_too_few_nodes_are_counted_and_those_excluded_are_named() -> None:
     assert str(few) == "1 of at least 2 nodes are present"
     excluded = assign(cards("dabc"), None, ClusterSize(3, 4, 0), {"d", "c"})
     assert str(excluded) == (
-        "2 of at least 3 nodes are present; excluded for failures or a hardware fault: c, d"
+        "2 of at least 3 nodes are present; excluded (reasons: ftrun status): c, d"
     )
 
 
@@ -188,7 +188,7 @@ def test_too_few_fit_nodes_are_reported_with_the_check() -> None:
     screening, _ = made_of(a=FIT, b=UNFIT)
     found = screening.assign([card("a"), card("b"), card("d")], None, {"d"})
     assert found == (
-        "1 of at least 2 nodes are present; excluded for failures or a hardware fault: d; unfit: b "
+        "1 of at least 2 nodes are present; excluded (reasons: ftrun status): d; unfit: b "
         "(memory is copied at 3 MB/s)"
     )
 

@@ -23,12 +23,12 @@ from ftrun.config.profile import HangConfig, SlowConfig
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import BoundaryReconfiguration, VoterReconfiguration
-from ftrun.monitor.slow.samples import ClockOffset
-from ftrun.monitor.verdicts import Confidence
+from ftrun.monitor.slow.delay_matrix import LinkSample
+from ftrun.monitor.slow.samples import ClockOffset, NodeSample, RankSample
+from ftrun.monitor.verdicts import Confidence, Verdict
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.repeated_causes import MAX_EXCLUDED_PER_HOUR
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, VoterSet
 from ftrun.wire.cluster.membership import Accept, Accepted, Heartbeat, RestartTimes
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
@@ -541,17 +541,22 @@ EVICT = settings(
 class RunOfEviction:
     """Two nodes of two ranks, and a spare; rank 2 on b is late from step 30 on."""
 
-    def __init__(self, settings: MembershipSettings = EVICT, *, spare: bool = True) -> None:
+    def __init__(
+        self,
+        settings: MembershipSettings = EVICT,
+        *,
+        spare: bool = True,
+        of: GenerationPlan = PLAN_OF_EVICTION,
+    ) -> None:
+        self.plan = of
         self.peers = FailureDetector(card("a"), settings)
         self.monitor = GenerationMonitor(settings, "a", pairs=PairCheck())
         self.changes = BoundaryReconfiguration(settings, self.peers, self.monitor)
-        self.monitor.begin(PLAN_OF_EVICTION, now_s=0.0)
+        self.monitor.begin(of, now_s=0.0)
         clock = ClockOffset()
         clock.add(10**9, 10**9, 10**9, 10**9)
         self.monitor.watching.slow.clocks = {"b": clock}
-        for one in [node.card for node in PLAN_OF_EVICTION.members] + (
-            [card("s")] if spare else []
-        ):
+        for one in [node.card for node in of.members] + ([card("s")] if spare else []):
             meet(self.peers, one, now_s=0.0, linked=True)
         self.reasons: list[str] = []
 
@@ -569,7 +574,7 @@ class RunOfEviction:
 
     def poll(self, now_s: float, *, excluded: str = "") -> str:
         self.monitor.tick(now_s=now_s)
-        found = self.changes.poll(PLAN_OF_EVICTION, set(excluded), now_s=now_s)
+        found = self.changes.poll(self.plan, set(excluded), now_s=now_s)
         self.reasons += [found] if found else []
         return found
 
@@ -650,6 +655,16 @@ def test_by_default_a_node_whose_state_is_not_protected_stays() -> None:
     assert run.boundary == -1
 
 
+def test_by_default_a_spare_far_below_the_median_replaces_none() -> None:
+    run = RunOfEviction(AUTO)
+    spare = run.peers.get("s")
+    assert spare is not None
+    spare.is_below_median = True
+    protected(run, 1, 30, 0.0)
+    protected(run, 30, 90, 0.08)
+    assert run.boundary == -1
+
+
 def test_by_default_a_script_without_snapshots_is_not_restarted() -> None:
     assert slow_run(AUTO).boundary == -1
     run = RunOfEviction(AUTO)
@@ -658,14 +673,49 @@ def test_by_default_a_script_without_snapshots_is_not_restarted() -> None:
     assert run.reasons == []
 
 
-def test_by_default_a_few_nodes_are_evicted_within_an_hour() -> None:
+def evicted_before(run: RunOfEviction, node_id: str, rank: int, now_s: float) -> None:
+    """That node was evicted for the slowness of this rank."""
+    (verdict,) = auto_run().monitor.watching.slow.verdicts
+    run.monitor.failures.evict(verdict, node_id, (rank,), now_s=now_s)
+
+
+@pytest.mark.parametrize(("ago_s", "is_evicted"), [(3000.0, False), (3600.0, True)])
+def test_by_default_one_node_is_evicted_within_an_hour(ago_s: float, *, is_evicted: bool) -> None:
     run = RunOfEviction(AUTO)
-    for number in range(MAX_EXCLUDED_PER_HOUR):
-        run.monitor.failures.bar(f"n{number}", "slow", now_s=float(number))
+    evicted_before(run, "x", 0, -ago_s)
     protected(run, 3, 30, 0.0)
     protected(run, 30, 90, 0.08)
-    assert run.boundary == -1
+    assert (run.boundary > 0) == is_evicted
     assert len(reported(run.monitor, "verdict")) == 1
+
+
+def test_exclusions_for_failures_and_for_slowness_do_not_use_up_each_others_limit() -> None:
+    run = RunOfEviction(AUTO)
+    for number in range(3):
+        run.monitor.failures.bar(f"n{number}", "a failure", now_s=0.0)
+    protected(run, 1, 30, 0.0)
+    protected(run, 30, 90, 0.08)
+    assert run.boundary > 50
+    at_the_boundary(run, ready=(1, run.boundary), survives=1)
+    assert run.poll(90.0)
+    run.monitor.failures.bar("h", "it was replaced after a hang", is_slow=True, now_s=90.0)
+    assert run.is_excluded(90.0) == {"b", "h", "n0", "n1", "n2"}
+    assert run.monitor.failures.num_excluded(now_s=90.0) == 3
+
+
+@pytest.mark.parametrize(("before", "is_evicted"), [("x", False), ("b", True)])
+@pytest.mark.parametrize("made", [AUTO, EVICT], ids=["auto", "evict"])
+def test_a_rank_that_was_slow_on_another_node_too_evicts_none(
+    made: MembershipSettings, before: str, *, is_evicted: bool
+) -> None:
+    run = RunOfEviction(made)
+    evicted_before(run, before, 2, -7200.0)
+    history = run.monitor.history(now_s=0.0)
+    run = RunOfEviction(made)
+    run.monitor.succeed(history, now_s=0.0, known_s=0.0)  # the next leader knows it too
+    protected(run, 1, 30, 0.0)
+    protected(run, 30, 90, 0.08)
+    assert (run.boundary > 0) == is_evicted
 
 
 def test_by_default_a_rank_that_was_late_from_the_start_stays() -> None:
@@ -693,8 +743,76 @@ def test_a_spare_may_be_lost_at_the_boundary() -> None:
     assert spare is not None
     spare.lost = "no heartbeat"
     at_the_boundary(run, ready=(1, run.boundary))
-    assert run.poll(70.0).startswith("no spare is left")
-    assert run.is_excluded(91.0) == set()
+    assert run.poll(70.0) == ""
+    assert_withdrawn(run, "no spare is left")
+
+
+def assert_withdrawn(run: RunOfEviction, why: str) -> None:
+    assert run.boundary == -1
+    assert run.monitor.orders.reason.startswith(f"the eviction for slowness is withdrawn: {why}")
+    assert run.is_excluded(90.0) == set()
+    assert run.reasons == []
+
+
+def test_the_verdict_must_still_hold_at_the_boundary() -> None:
+    run = auto_run()
+    first = run.boundary
+    for number in range(first, first + 4):
+        for node in "ab":
+            body = heartbeat(node, number, sample=sample(node, number, 0.0))
+            run.monitor.heartbeat_received(node, body, now_s=float(number))
+        run.poll(float(number))
+    assert_withdrawn(run, "it is not slow any more")
+    run.go(first + 4, first + 20, 0.0, ready=(1, 1), survives=1)
+    run.go(first + 20, first + 90, 0.08, ready=(1, 1), survives=1)
+    assert run.boundary == -1, "the run is not stopped repeatedly"
+
+
+def test_by_default_no_node_is_evicted_without_the_snapshot_of_the_boundary() -> None:
+    run = auto_run()
+    at_the_boundary(run, ready=(1, 1), survives=1)
+    assert run.poll(70.0) == ""
+    assert run.boundary > 0
+    run.poll(run.boundary + AUTO.answer_s + 30.0)
+    assert_withdrawn(run, "no snapshot of step")
+
+
+def test_by_default_the_snapshot_of_the_boundary_must_be_protected() -> None:
+    run = auto_run()
+    at_the_boundary(run, ready=(1, run.boundary), survives=0)
+    assert run.poll(70.0) == ""
+    run.poll(run.boundary + AUTO.answer_s + 30.0)
+    assert_withdrawn(run, "no snapshot of step")
+
+
+def test_if_requested_it_is_evicted_without_the_snapshot_of_the_boundary() -> None:
+    run = slow_run()
+    at_the_boundary(run, ready=(1, 1))
+    assert "without a snapshot" in run.poll(run.boundary + EVICT.answer_s + 30.0)
+
+
+def test_a_node_that_drains_at_the_boundary_gets_the_spare() -> None:
+    run = auto_run()
+    at_the_boundary(run, ready=(1, run.boundary), survives=1)
+    run.monitor.drain_requested = frozenset("a")
+    assert run.poll(70.0) == "draining a"
+    assert run.is_excluded(70.0) == set()
+
+
+def test_a_stop_after_a_withdrawn_boundary_waits_for_its_own_boundary() -> None:
+    run = auto_run()
+    at_the_boundary(run, ready=(1, 1), survives=1)
+    withdrawn = run.boundary
+    run.poll(run.boundary + AUTO.answer_s + 30.0)
+    assert_withdrawn(run, "no snapshot of step")
+    stops = run.monitor.stop(15, "a signal", now_s=140.0)
+    assert run.monitor.order_all(stops) == []
+    first = run.boundary
+    assert first > 0
+    late = heartbeat("b", withdrawn, at_boundary=True)  # sent before the withdrawal reached b
+    assert run.monitor.heartbeat_received("b", late, now_s=140.0) == []
+    at = [heartbeat(node, first, at_boundary=True) for node in "ab"]
+    assert run.monitor.heartbeat_received("a", at[0], now_s=141.0) != []
 
 
 def test_a_script_without_snapshots_is_restarted_at_once() -> None:
@@ -716,17 +834,148 @@ def bursts(random: Random, second: int) -> float:
     return 0.08 if second % 60 < random.randint(5, 15) else 0.0
 
 
+def often(random: Random, second: int) -> float:
+    """For longer than the limit in total, and never without a pause."""
+    return 0.08 if second % 30 >= 15 else 0.0
+
+
 def uneven(random: Random, second: int) -> float:
     """More work from the first step on."""
     return 0.08 + random.expovariate(200.0)
 
 
-@pytest.mark.parametrize("healthy", [noise, bursts, uneven])
+@pytest.mark.parametrize("healthy", [noise, bursts, often, uneven])
 def test_by_default_no_healthy_node_is_evicted(healthy: Callable[[Random, int], float]) -> None:
     run, random = RunOfEviction(AUTO), Random(1)
     for second in range(1, 240):
         protected(run, second, second + 1, healthy(random, second))
         assert run.boundary == -1, second
+
+
+def test_by_default_work_that_grows_on_all_ranks_evicts_none() -> None:
+    """Steps become six times as long in four minutes; each rank is late by up to a tenth."""
+    run, random = RunOfEviction(AUTO), Random(2)
+    at_s, step, step_s = 100.0, 0, 0.125
+    for number in range(1, 240):
+        ends: list[tuple[int, float]] = []
+        while at_s < 100.0 + number:
+            ends.append((step, at_s))
+            step, at_s, step_s = step + 1, at_s + step_s, step_s + 0.7 / 240 * step_s
+        for node in "ab":
+            one, ranks = sample(node, number, 0.0), []
+            for rank in one.ranks:
+                entered = [("0", n, end + random.uniform(-0.1, 0.0) * step_s) for n, end in ends]
+                new = msgspec.structs.replace(rank, step=step, entered=tuple(entered), calls=())
+                ranks.append(new)
+            body = msgspec.structs.replace(one, ranks=tuple(ranks))
+            run.heartbeat(node, number, sample=body, ready=(1, 1), survives=1)
+        run.poll(float(number))
+        assert run.boundary == -1, number
+    assert step_s > 6 * 0.125
+
+
+def test_slowness_for_longer_than_the_limit_evicts() -> None:
+    run = RunOfEviction(AUTO)
+    protected(run, 1, 40, 0.0)
+    protected(run, 40, 40 + 14, 0.08)
+    assert run.boundary == -1
+    protected(run, 40 + 14, 40 + 34, 0.08)
+    assert run.boundary > 0
+
+
+def no_sample(node: str, number: int) -> NodeSample | None:
+    return None
+
+
+def evaluates(node: str, number: int) -> NodeSample:
+    one = sample(node, number, 0.08)
+    ranks = [msgspec.structs.replace(rank, is_training=False) for rank in one.ranks]
+    return msgspec.structs.replace(one, ranks=tuple(ranks))
+
+
+def one_rank_evaluates(node: str, number: int) -> NodeSample:
+    one = sample(node, number, 0.08)
+    ranks = [msgspec.structs.replace(one.ranks[0], is_training=node == "b"), one.ranks[1]]
+    return msgspec.structs.replace(one, ranks=tuple(ranks))
+
+
+def no_step(node: str, number: int) -> NodeSample:
+    """All ranks wait for a debugger, or for an evaluation that is not declared."""
+    one = sample(node, number, 0.0)
+    ranks = [msgspec.structs.replace(rank, step=8 * 45, entered=()) for rank in one.ranks]
+    return msgspec.structs.replace(one, ranks=tuple(ranks))
+
+
+def collectives_without_steps(node: str, number: int) -> NodeSample:
+    """An evaluation that is not declared, with collectives in which rank 2 is late."""
+    one = sample(node, number, 0.08)
+    ranks = [msgspec.structs.replace(rank, step=8 * 45) for rank in one.ranks]
+    return msgspec.structs.replace(one, ranks=tuple(ranks))
+
+
+PAUSES = [no_sample, evaluates, one_rank_evaluates, no_step, collectives_without_steps]
+
+
+@pytest.mark.parametrize("pause", PAUSES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("made", [AUTO, EVICT], ids=["auto", "evict"])
+def test_time_without_steps_is_no_evidence(
+    pause: Callable[[str, int], NodeSample | None], made: MembershipSettings
+) -> None:
+    """After a burst, the verdict stays while nothing is measured."""
+    run = RunOfEviction(made)
+    protected(run, 1, 30, 0.0)
+    protected(run, 30, 46, 0.08)
+    assert [one.culprits for one in run.monitor.watching.slow.verdicts] == [(2,)]
+    for number in range(46, 106):
+        for node in "ab":
+            one = pause(node, number)
+            run.heartbeat(node, number, sample=one, ready=(1, 1), survives=1)
+        run.poll(float(number))
+        assert run.boundary == -1, number
+    protected(run, 106, 112, 0.08)
+    assert run.boundary == -1, "the time starts again at 0"
+    protected(run, 112, 140, 0.0)
+    assert run.boundary == -1
+
+
+def many_small(number: int, late_s: float, alone_s: float) -> dict[str, NodeSample]:
+    """Ten collectives a step; rank 2 enters each late by one time, and the last by another."""
+    found = {}
+    for node in "ab":
+        one, ranks = sample(node, number, 0.0), []
+        for rank in one.ranks:
+            late = [late_s if rank.rank == 2 else 0.0] * 80
+            if rank.rank == 2:
+                late[9::10] = [alone_s or late_s] * 8
+            at_s = [99.0 + number + n // 10 / 8 + n % 10 * 0.008 + late[n] for n in range(80)]
+            entered = [("0", 80 * number + n, at_s[n]) for n in range(80)]
+            ranks.append(msgspec.structs.replace(rank, entered=tuple(entered)))
+        found[node] = msgspec.structs.replace(one, ranks=tuple(ranks))
+    return found
+
+
+def test_possible_evidence_does_not_age_for_likely_evidence() -> None:
+    run = RunOfEviction(AUTO)
+    known: set[Confidence] = set()
+
+    def go(first: int, last: int, late_s: float, alone_s: float = 0.0) -> None:
+        for number in range(first, last):
+            for node, one in many_small(number, late_s, alone_s).items():
+                run.heartbeat(node, number, sample=one, ready=(1, 1), survives=1)
+            run.poll(float(number))
+            known.update(one.confidence for one in run.monitor.watching.slow.verdicts)
+            if run.boundary >= 0:
+                return
+
+    go(1, 40, 0.0)
+    go(40, 100, 0.005)
+    assert known == {Confidence.POSSIBLE}
+    assert run.boundary == -1
+    go(100, 118, 0.005, 0.04)
+    assert Confidence.LIKELY in known
+    assert run.boundary == -1
+    go(118, 160, 0.005, 0.04)
+    assert run.boundary > 0
 
 
 def test_slowness_that_follows_its_ranks_evicts_no_other_node() -> None:
@@ -748,10 +997,57 @@ def test_of_a_slow_link_one_end_is_evicted_if_requested() -> None:
     assert after_a_slow_link(AUTO).boundary == -1
 
 
-def after_a_slow_link(settings: MembershipSettings) -> RunOfEviction:
+def test_by_default_a_link_that_was_slow_from_the_start_evicts_none() -> None:
+    """A probe confirms that it is slow; the network may be built this way."""
+    for made, is_evicted in ((AUTO, False), (EVICT, True)):
+        run = RunOfEviction(made, of=THREE)
+        seen = slow_from_the_start(run)
+        assert ("b",) in {one.nodes for one in seen}
+        assert all(one.counter_evidence for one in seen)
+        assert {one.confidence for one in seen} == {Confidence.LIKELY}
+        assert (run.boundary > 0) == is_evicted
+
+
+THREE = plan(1, [card(one, num_ranks=1) for one in "abc"], spares="s")
+
+
+def slow_from_the_start(run: RunOfEviction) -> list[Verdict]:
+    seen: list[Verdict] = []
+    for number in range(1, 100):
+        for node in "abc":
+            links = tuple(
+                LinkSample(f"{to}.local", 1 << 20, 0.9 if "b" in (node, to) else 0.06, 0.001, 0, 0)
+                for to in "abc"
+                if to != node
+            )
+            one = RankSample("abc".index(node), 8 * number, (), "0=0-2")
+            body = NodeSample(number, 100.0 + number, 1.0, (one,), links, 1 << 40)
+            run.heartbeat(node, number, sample=body, ready=(1, 1), survives=1)
+        run.poll(float(number))
+        for send in run.monitor.probes(now_s=float(number)):
+            assert isinstance(send, Send)
+            body_of = send.message
+            assert isinstance(body_of, ProbeLinkRequest)
+            is_slow = "b" in (send.node_id, body_of.receiver)
+            rate = 1e5 if is_slow else 1e9
+            found = ProbeLinkResult(body_of.number, body_of.receiver, 0.001, rate, rate)
+            run.monitor.watching.slow.probed(found, now_s=float(number))
+        seen += run.monitor.watching.slow.verdicts
+        if run.boundary > 0:
+            break
+    return [one for one in seen if one.confidence is not Confidence.POSSIBLE]
+
+
+def test_a_link_that_is_slow_in_an_evaluation_evicts_none() -> None:
+    assert after_a_slow_link(EVICT, trains_until=40).boundary == -1
+
+
+def after_a_slow_link(settings: MembershipSettings, *, trains_until: int = 100) -> RunOfEviction:
     run = RunOfEviction(settings)
     for number in range(1, 100):
         one = slow_link(number, is_slow=number > 30)
+        first = msgspec.structs.replace(one.ranks[0], is_training=number < trains_until)
+        one = msgspec.structs.replace(one, ranks=(first, *one.ranks[1:]))
         run.heartbeat("a", number, sample=one, ready=(1, 1), survives=1)
         run.heartbeat("b", number, sample=sample("b", number, 0.0), ready=(1, 1), survives=1)
         run.poll(float(number))
