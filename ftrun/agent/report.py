@@ -118,6 +118,7 @@ class NodeReporter:
             file_warning=smp.files.warning,
             persisted=smp.persisted,
             persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
+            writes_checkpoint=smp.writing,
         )
 
     def _ready(self) -> VersionPair | None:

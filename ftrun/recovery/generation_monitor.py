@@ -459,8 +459,7 @@ class GenerationMonitor:
         if levels := self.reports.new_levels(heartbeat, self.orders):
             self._order(**levels)
         committed = self.orders.committed
-        # A node that still writes its part of the last checkpoint takes no other order.
-        is_idle = self.orders.checkpoint in (None, self.orders.persisted)
+        is_idle = self.reports.take_checkpoint(self.orders, since_s=now_s - self._checkpoint_s)
         newest = committed[1] if committed is not None else -1
         if is_idle and self._persist_step < heartbeat.persist_step <= newest:
             self._persist_step = newest

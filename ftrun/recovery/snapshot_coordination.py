@@ -172,6 +172,18 @@ class MemberReports:
             found |= {"protected": committed} if self.are_protected() else {}
         return found
 
+    def take_checkpoint(self, orders: LeaderHeartbeat, *, since_s: float) -> bool:
+        """Whether each member takes an order for another checkpoint, because it writes none.
+
+        `since_s`: time since the last order. A part that could not be written ends that checkpoint.
+        """
+        if orders.checkpoint is None:
+            return True
+        if orders.persisted is not None and orders.persisted >= orders.checkpoint:
+            return True
+        is_received = since_s >= _CHECKPOINT_BEGINS_S
+        return is_received and not any(one.writes_checkpoint for one in self.current)
+
     def note_protection(self, committed: VersionPair | None) -> None:
         if self.are_protected():
             self._protected = committed
@@ -193,6 +205,9 @@ def _ready(heartbeat: Heartbeat) -> VersionPair | None:
     """The version a node is ready with; None if its state was found incomplete since."""
     return None if heartbeat.problem else heartbeat.ready
 
+
+_CHECKPOINT_BEGINS_S = 10.0
+"""Time within which each node reports that it writes the checkpoint that was ordered."""
 
 _NEARER_AFTER = 4
 """Commits without a skipped step after which the distance shrinks."""

@@ -192,6 +192,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     file_warning: str = ""  # which files of ftrun.save cannot be written here, and why
     persisted: VersionPair | None = None  # newest checkpoint that this node has completed
     persist_step: int = 0  # a local rank waits for a checkpoint of this step; 0: none waits
+    writes_checkpoint: bool = False  # its part of the ordered one, or of an earlier one
 
 
 class CollectiveRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

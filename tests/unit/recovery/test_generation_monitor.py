@@ -668,3 +668,22 @@ def test_a_checkpoint_that_a_rank_waits_for_is_ordered_once_and_after_the_last_o
     made.heartbeat_received("b", heartbeat(ready=(1, 8), persisted=(1, 5)), now_s=3.0)
     made.heartbeat_received("a", heartbeat(ready=(1, 8), persist_step=8), now_s=3.0)
     assert made.orders.checkpoint == (1, 8)
+
+
+def test_a_failed_checkpoint_does_not_prevent_the_next_one_that_a_rank_waits_for() -> None:
+    made = monitor(orders_checkpoints=True, checkpoint=CheckpointConfig(every_s=600.0))
+    for node_id in "aba":
+        made.heartbeat_received(node_id, heartbeat(ready=(1, 5), persist_step=5), now_s=1.0)
+    assert made.orders.checkpoint == (1, 5)
+    waits = heartbeat(ready=(1, 8), persist_step=8)
+    writes = heartbeat(ready=(1, 8), writes_checkpoint=True)
+    for now_s in (2.0, 50.0):
+        made.heartbeat_received("b", writes, now_s=now_s)
+        made.heartbeat_received("a", waits, now_s=now_s)
+    assert made.orders.checkpoint == (1, 5), "b still writes its part"
+    made.heartbeat_received("b", heartbeat(ready=(1, 8)), now_s=51.0)
+    made.heartbeat_received("a", waits, now_s=51.0)
+    assert made.orders.checkpoint == (1, 8)
+    for node_id in "aba":
+        made.heartbeat_received(node_id, heartbeat(ready=(1, 9), persist_step=9), now_s=52.0)
+    assert made.orders.checkpoint == (1, 8), "not every node has received the order"
